@@ -1,0 +1,25 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""JAX spellings that differ between jax 0.8 and the newest: manual mesh axes of a value. A leaf: imports jax alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """Manual mesh axes (of an enclosing `shard_map`) over which `x` varies."""
+    aval = jax.typeof(x)
+    return aval.vma if hasattr(aval, "vma") else aval.mat.varying
+
+
+def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    """`x`, marked as varying over `axes` too; its transpose sums over those added."""
+    added = tuple(axes - varying_axes(x))
+    if not added:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, added, to="varying")
+    return jax.lax.pvary(x, added)

@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles a kernel visits, and which of them need a mask: the one plan of forward, dq and dkdv.
+
+Key j is visible to query i when
+
+    i < query_end   and   j < key_end   and   i + offset - left <= j <= i + offset + right
+
+An unlimited bound is passed as `UNBOUNDED`. Every function runs on Python integers as well as on device integers
+(tests compare it with brute-force masks), so it is written with `+ - // < min max` and nothing else.
+Widths and offsets are clamped by the caller to +-UNBOUNDED, so that no sum here leaves int32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Int = Any  # a Python int or a device integer
+
+
+class TileRange(NamedTuple):
+    """Half-open tile ranges: visit [begin, end); of these, [full_begin, full_end) needs no mask.
+
+    `full_begin <= full_end` always holds and both lie inside [begin, end]; an empty visit has begin == end.
+    """
+
+    begin: Int
+    end: Int
+    full_begin: Int
+    full_end: Int
+
+
+def _clamp(x: Int, low: Int, high: Int) -> Int:
+    return min(max(x, low), high)
+
+
+def _tiles(first: Int, last: Int, full_first: Int, full_last: Int, tile: int) -> TileRange:
+    """Element ranges [first, last) and [full_first, full_last), all >= 0, to tile ranges."""
+    begin = first // tile
+    end = max((last + tile - 1) // tile, begin)
+    full_begin = _clamp((full_first + tile - 1) // tile, begin, end)
+    full_end = _clamp(full_last // tile, full_begin, end)
+    return TileRange(begin, end, full_begin, full_end)
+
+
+def key_tiles(
+    row: Int, rows: int, tile: int, *, offset: Int, left: Int, right: Int, query_end: Int, key_end: Int
+) -> TileRange:
+    """Key tiles of size `tile` that the query rows [row, row + rows) visit.
+
+    A tile is full when every key of it is visible to every row of the tile below `query_end`; rows from there on
+    are padding whose results the kernel discards.
+    """
+    last_row = max(min(row + rows, query_end) - 1, row)
+    first = _clamp(row + offset - left, 0, key_end)
+    last = _clamp(last_row + offset + right + 1, first, key_end)
+    last = first if row >= query_end else last
+    full_first = _clamp(last_row + offset - left, 0, key_end)
+    full_last = _clamp(row + offset + right + 1, 0, key_end)
+    return _tiles(first, last, full_first, full_last, tile)
+
+
+def query_tiles(
+    column: Int, columns: int, tile: int, *, offset: Int, left: Int, right: Int, query_end: Int, key_end: Int
+) -> TileRange:
+    """Query tiles of size `tile` that see the keys [column, column + columns): the transpose of `key_tiles`.
+
+    A tile is full when every key of the tile below `key_end` is visible to every row of it; columns from there on
+    are padding whose gradients the kernel discards.
+    """
+    last_column = max(min(column + columns, key_end) - 1, column)
+    first = _clamp(column - offset - right, 0, query_end)
+    last = _clamp(last_column - offset + left + 1, first, query_end)
+    last = first if column >= key_end else last
+    full_first = _clamp(last_column - offset - right, 0, query_end)
+    full_last = _clamp(column - offset + left + 1, 0, query_end)
+    return _tiles(first, last, full_first, full_last, tile)

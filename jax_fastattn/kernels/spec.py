@@ -1,0 +1,90 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The compile key of a kernel, and the order of a launch's arguments.
+
+A kernel generator receives a `KernelSpec` and nothing else; the cache key is derived from the same dataclass.
+Sizes, scale, cap and window widths are run-time scalars (`launch_scalars`), so a new length compiles nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jax_fastattn.spec import Problem
+
+# Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
+UNBOUNDED = 1 << 29
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything that is compiled into one kernel object.
+
+    Attributes:
+        op: "forward", or "backward" (one object that launches the dq and the dkdv kernel).
+        arch: target architecture, such as "sm_80" or "sm_90a".
+        dtype: "bfloat16" or "float16".
+        head_dim, v_head_dim: multiples of 8, at most 256.
+        group: query heads per key/value head.
+        window_left, window_right: whether that bound exists; causal is a right bound of 0.
+        query_seq_lengths, key_value_seq_lengths, query_offset, sinks, dlse: whether that operand is passed.
+        logits_soft_cap: whether logits pass through cap * tanh(x / cap).
+    """
+
+    op: Literal["forward", "backward"]
+    arch: str
+    dtype: Literal["bfloat16", "float16"]
+    head_dim: int
+    v_head_dim: int
+    group: int = 1
+    window_left: bool = False
+    window_right: bool = False
+    query_seq_lengths: bool = False
+    key_value_seq_lengths: bool = False
+    query_offset: bool = False
+    logits_soft_cap: bool = False
+    sinks: bool = False
+    dlse: bool = False
+
+
+def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
+    """The compile key for a problem that `unsupported_reasons` lets through."""
+    spec = problem.spec
+    left, right = spec.bounds
+    return KernelSpec(
+        op=op,
+        arch=arch,
+        dtype=problem.dtype,  # pyright: ignore[reportArgumentType] (unsupported_reasons admits these two only)
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        group=problem.group,
+        window_left=left is not None,
+        window_right=right is not None,
+        query_seq_lengths="query_seq_lengths" in spec.present,
+        key_value_seq_lengths="key_value_seq_lengths" in spec.present,
+        query_offset="query_offset" in spec.present,
+        logits_soft_cap=spec.logits_soft_cap is not None,
+        sinks=op == "forward" and "sinks" in spec.present,
+        dlse=dlse,
+    )
+
+
+def launch_scalars(problem: Problem) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Run-time scalars of a launch, in the order in which every kernel's host function takes them.
+
+    Returns:
+        int32 values `(batch, query_length, key_length, num_heads, window_left, window_right, sinks_stride)` and
+        float32 values `(scale, logits_soft_cap)`. An absent bound is UNBOUNDED, an absent cap 0.
+    """
+    left, right = problem.spec.bounds
+    ints = (
+        problem.batch,
+        problem.query_length,
+        problem.key_length,
+        problem.num_heads,
+        UNBOUNDED if left is None else min(left, UNBOUNDED),
+        UNBOUNDED if right is None else min(right, UNBOUNDED),
+        problem.num_heads if problem.sinks_per_batch else 0,
+    )
+    return ints, (problem.spec.scale, problem.spec.logits_soft_cap or 0.0)

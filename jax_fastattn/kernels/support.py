@@ -1,0 +1,28 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which problems the CUDA kernels take: dispatch, error texts, test skips and docs/support.md all read this."""
+
+from __future__ import annotations
+
+from jax_fastattn.kernels.spec import UNBOUNDED
+from jax_fastattn.spec import Problem
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
+DTYPES = ("bfloat16", "float16")
+MAX_HEAD_DIM = 256
+
+
+def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
+    """Every reason why no CUDA kernel can run `problem` on `arch`; empty when one can."""
+    present = problem.spec.present
+    checks = {
+        f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}": arch not in ARCHITECTURES,
+        f"the dtype is {problem.dtype}; the kernels take {' and '.join(DTYPES)}": problem.dtype not in DTYPES,
+        f"`query` has head dim {problem.head_dim}; at most {MAX_HEAD_DIM}": problem.head_dim > MAX_HEAD_DIM,
+        f"`value` has head dim {problem.v_head_dim}; at most {MAX_HEAD_DIM}": problem.v_head_dim > MAX_HEAD_DIM,
+        f"a length is over {UNBOUNDED}": max(problem.query_length, problem.key_length) > UNBOUNDED,
+        "`bias` is given": "bias" in present,
+        "`mask` is given": "mask" in present,
+        "segment ids are given (`segment_ids`, or packed input)": "query_segment_ids" in present,
+    }
+    return [reason for reason, applies in checks.items() if applies]

@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong input meets its error here: argument, what was found, what is expected, and the remedy.
+
+Axes are bound by name once (`Axes.bind`), so that every message can say which argument fixed a size. Nothing here
+computes on array values: lengths, offsets and ids are checked for shape and dtype only, and clamped by the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+class Axes:
+    """Sizes of named axes, with the argument that fixed each."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, tuple[int, str]] = {}
+
+    def __getitem__(self, axis: str) -> int:
+        return self._sizes[axis][0]
+
+    def bind(self, name: str, x: Any, axes: str) -> None:
+        """Binds the axes of argument `name`, one letter each; raises ValueError where a size disagrees."""
+        if x.ndim != len(axes):
+            raise ValueError(f"`{name}` has shape {x.shape}, expected {len(axes)} dimensions ({axes})")
+        for axis, size in zip(axes, x.shape, strict=True):
+            known, source = self._sizes.setdefault(axis, (size, name))
+            if known != size:
+                raise ValueError(
+                    f"`{name}` has shape {x.shape} ({axes}) with {axis} = {size}, expected {axis} = {known} as in `{source}`"
+                )
+
+    def bind_broadcast(self, name: str, x: Any, axes: str) -> None:
+        """As `bind`, but fewer dimensions and sizes of 1 broadcast."""
+        if x.ndim > len(axes):
+            raise ValueError(f"`{name}` has shape {x.shape}, expected at most {len(axes)} dimensions ({axes})")
+        for axis, size in zip(axes[len(axes) - x.ndim :], x.shape, strict=True):
+            if size not in (1, self[axis]):
+                raise ValueError(
+                    f"`{name}` has shape {x.shape} with {axis} = {size}, "
+                    f"expected 1 or {axis} = {self[axis]} as in `{self._sizes[axis][1]}`; it must broadcast to {axes}"
+                )
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+    """`x` as a JAX array; a TypeError that names the argument otherwise."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` is {type(x).__name__}, expected an array") from error
+
+
+def check_float_operands(**arrays: jax.Array) -> None:
+    """All of one floating dtype that attention is defined for."""
+    (first, x), *rest = arrays.items()
+    if x.dtype.name not in _FLOATS:
+        raise TypeError(f"`{first}` has dtype {x.dtype}, expected one of {', '.join(_FLOATS)}; cast it first")
+    for name, y in rest:
+        if y.dtype != x.dtype:
+            raise TypeError(f"`{name}` has dtype {y.dtype}, expected {x.dtype} as in `{first}`; cast one of them")
+
+
+def check_kind(name: str, x: jax.Array, expected: str) -> None:
+    """`expected` is "bool", "int32" or "float"."""
+    ok = jnp.issubdtype(x.dtype, jnp.floating) if expected == "float" else x.dtype == np.dtype(expected)
+    if not ok:
+        remedy = "pass additive masks as `bias`" if name == "mask" else "cast it first"
+        raise TypeError(f"`{name}` has dtype {x.dtype}, expected {expected}; {remedy}")
+
+
+def check_heads(axes: Axes) -> None:
+    """Query heads are a multiple of key/value heads."""
+    num_heads, num_kv_heads = axes["N"], axes["K"]
+    if (num_heads and not num_kv_heads) or (num_kv_heads and num_heads % num_kv_heads):
+        raise ValueError(
+            f"`key` has {num_kv_heads} heads, which does not divide the {num_heads} heads of `query`; "
+            "grouped-query attention needs a multiple"
+        )
+
+
+def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
+    """A finite Python number: scalars are fixed when the function is traced."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static, or fold it into `query`")
+    if isinstance(x, (bool, str)) or not np.isscalar(x) and not (hasattr(x, "shape") and x.shape == ()):
+        raise TypeError(f"`{name}` is {type(x).__name__}, expected a float")
+    value = float(x)
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(f"`{name}` is {value}, expected a finite{' positive' if positive else ''} number")
+    return value
+
+
+def check_flag(name: str, x: Any) -> bool:
+    """A Python bool."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"`{name}` is {type(x).__name__}, expected a bool, static under jit")
+    return bool(x)
+
+
+def check_window(window: int | Sequence[int | None] | None) -> tuple[int | None, int | None]:
+    """`(left, right)`, each None (unlimited) or >= 0; an int means both sides."""
+    if window is None:
+        return None, None
+    sides = (window, window) if isinstance(window, (int, np.integer)) else window
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        raise TypeError(f"`local_window_size` is {window!r}, expected an int or a pair (left, right)")
+    for side in sides:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer))):
+            raise TypeError(f"`local_window_size` is {window!r}, expected ints or None in (left, right)")
+        if side is not None and side < 0:
+            raise ValueError(f"`local_window_size` is {window!r}, expected sides >= 0; pass None for an unlimited side")
+    left, right = (None if side is None else int(side) for side in sides)
+    return left, right
+
+
+def check_implementation(implementation: Any) -> None:
+    """None, "cuda" or "xla"."""
+    if implementation not in (None, "cuda", "xla"):
+        remedy = '; cuDNN is reached through jax.nn.dot_product_attention' if implementation == "cudnn" else ""
+        raise ValueError(f'`implementation` is {implementation!r}, expected None, "cuda" or "xla"{remedy}')
