@@ -7,7 +7,7 @@ Key j is visible to query i when
     i < query_end   and   j < key_end   and   i + offset - left <= j <= i + offset + right
 
 An unlimited bound is passed as `UNBOUNDED`. Every function runs on Python integers as well as on device integers
-(tests compare it with brute-force masks), so it is written with `+ - // < min max` and nothing else.
+(tests compare it with brute-force masks), so it is written with `+ - * // min max` and nothing else.
 Widths and offsets are clamped by the caller to +-UNBOUNDED, so that no sum here leaves int32.
 """
 
@@ -54,7 +54,7 @@ def key_tiles(
     last_row = max(min(row + rows, query_end) - 1, row)
     first = _clamp(row + offset - left, 0, key_end)
     last = _clamp(last_row + offset + right + 1, first, key_end)
-    last = first if row >= query_end else last
+    last = first + (last - first) * _clamp(query_end - row, 0, 1)
     full_first = _clamp(last_row + offset - left, 0, key_end)
     full_last = _clamp(row + offset + right + 1, 0, key_end)
     return _tiles(first, last, full_first, full_last, tile)
@@ -71,7 +71,7 @@ def query_tiles(
     last_column = max(min(column + columns, key_end) - 1, column)
     first = _clamp(column - offset - right, 0, query_end)
     last = _clamp(last_column - offset + left + 1, first, query_end)
-    last = first if column >= key_end else last
+    last = first + (last - first) * _clamp(key_end - column, 0, 1)
     full_first = _clamp(last_column - offset - right, 0, query_end)
     full_last = _clamp(column - offset + left + 1, 0, query_end)
     return _tiles(first, last, full_first, full_last, tile)
