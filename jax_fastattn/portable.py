@@ -1,0 +1,381 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in plain JAX, in memory linear in the sequence length: the XLA path of every platform.
+
+An online softmax over chunks of queries and keys, and a backward pass that recomputes the probabilities from the saved
+log-sum-exp. Means what `reference.py` means. Never builds a `T x S` array of its own: a bias or mask that is given as
+such is read in slices, and its broadcast dimensions stay of size 1.
+
+What stays out: differentiation and batching rules (`ops/` has them; the loops here have dynamic bounds, through which
+reverse-mode differentiation does not go).
+
+In einsums: b batch, t query, s key, k key/value head, g query head within its group, h head_dim, d v_head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fastattn.spec import AttentionSpec, Operands
+
+State = TypeVar("State")
+Index = jax.Array | int
+
+# A block of logits has at most CHUNK queries and keys per head, fewer where batch and heads would take it past
+# BLOCK_SIZE elements.
+CHUNK = 512
+MIN_CHUNK = 128
+BLOCK_SIZE = 1 << 24
+
+# Wider than any sequence, and far from int32 overflow when a position is added.
+UNBOUNDED = 1 << 29
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the differentiable operands, in their shapes and dtypes; None where the operand is absent."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    sinks: jax.Array | None
+
+
+def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention of canonical operands.
+
+    Returns:
+        out `[B, T, N, D]` in the dtype of the operands, and the log-sum-exp `[B, T, N]` in float32 (float64 for
+        float64 operands).
+    """
+    blocks = _Blocks.of(spec, operands)
+    batch, length, num_kv_heads, group, _ = blocks.query.shape
+    v_head_dim = blocks.value.shape[-1]
+
+    def query_chunk(i: Index, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def key_chunk(j: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            out, top, total = state
+            visible = blocks.visible(i, j)
+            logits, _ = blocks.logits(i, j, visible)
+            value = _zero_unseen_keys(blocks.keys.take(blocks.value, j), visible)
+            new_top = jnp.maximum(top, jnp.max(logits, axis=-1, initial=-jnp.inf))
+            # The maximum of a row that has seen nothing yet is -inf; with 0 in its place every exponential is 0.
+            shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            weights, decay = jnp.exp(logits - shift[..., None]), jnp.exp(top - shift)
+            weighted = blocks.einsum("bkgts,bskd->bkgtd", weights.astype(value.dtype), value)
+            return out * decay[..., None] + weighted, new_top, total * decay + weights.sum(-1)
+
+        # A sink is a logit that has been seen before the first key.
+        top = blocks.full((batch, num_kv_heads, group, blocks.queries.chunk), -jnp.inf)
+        if operands.sinks is not None:
+            top = jnp.maximum(top, blocks.per_head(operands.sinks)[..., None])
+        state = (blocks.full((*top.shape, v_head_dim), 0.0), top, jnp.where(top == -jnp.inf, 0.0, 1.0).astype(top.dtype))
+        out, top, total = _loop(blocks.keys, blocks.key_chunks(i), key_chunk, state)
+        out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
+        lse = top + jnp.log(total)
+        chunks = jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1)
+        return tuple(blocks.queries.put(x, chunk, i) for x, chunk in zip(results, chunks, strict=True))
+
+    results = (
+        blocks.full((batch, length, num_kv_heads, group, v_head_dim), 0.0).astype(operands.query.dtype),
+        blocks.full((batch, length, num_kv_heads, group), -jnp.inf),
+    )
+    out, lse = (_merge_heads(x) for x in _loop(blocks.queries, (0, blocks.queries.count), query_chunk, results))
+    if operands.query_seq_lengths is not None:
+        inside = jnp.arange(length, dtype=jnp.int32)[None, :] < operands.query_seq_lengths[:, None]
+        lse = jnp.where(inside[:, :, None], lse, -jnp.inf)
+    return out, lse
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+) -> Gradients:
+    """Gradients of `forward` from its results and their cotangents.
+
+    Args:
+        out, lse: what `forward` returned.
+        dout: `[B, T, N, D]`.
+        dlse: `[B, T, N]`, or None for zero.
+    """
+    blocks = _Blocks.of(spec, operands)
+    dtype = operands.query.dtype
+    # Rows without a visible key have no gradient, whatever their cotangent holds.
+    empty = lse == -jnp.inf
+    delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
+    delta = jnp.where(empty, 0.0, delta if dlse is None else delta - dlse)
+    lse = jnp.where(empty, 0.0, lse)
+    dsinks = None
+    if operands.sinks is not None:
+        weights = jnp.where(empty, 0.0, jnp.exp(operands.sinks[:, None, :].astype(lse.dtype) - lse))
+        dsinks = _reduce_to(operands.sinks.shape, -jnp.sum(weights * delta, axis=1)).astype(operands.sinks.dtype)
+    dout, lse, delta = (_split_heads(x, blocks.query.shape[2], 2) for x in (dout, lse, delta))
+
+    def query_chunk(i: Index, results: tuple[jax.Array | None, ...]) -> tuple[jax.Array | None, ...]:
+        dout_i = blocks.queries.take(dout, i)
+        lse_i, delta_i = (jnp.moveaxis(blocks.queries.take(x, i), 1, 3)[..., None] for x in (lse, delta))
+
+        def key_chunk(j: Index, state: tuple[jax.Array | None, ...]) -> tuple[jax.Array | None, ...]:
+            dquery, dkey, dvalue, dbias = state
+            visible = blocks.visible(i, j, skip_stored_queries=True)
+            logits, slope = blocks.logits(i, j, visible)
+            query = _zero_unseeing_queries(blocks.queries.take(blocks.query, i), visible)
+            key = _zero_unseen_keys(blocks.keys.take(blocks.key, j), visible)
+            weights = jnp.exp(logits - lse_i)
+            dweights = blocks.einsum("btkgd,bskd->bkgts", dout_i, blocks.keys.take(blocks.value, j))
+            dlogits = weights * (dweights - delta_i)
+            dlogits = dlogits if slope is None else dlogits * slope
+            dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
+            if dbias is not None:
+                dbias = blocks.add_bias_block(dbias, dlogits, i, j)
+            dlogits, weights = dlogits.astype(dtype), weights.astype(dtype)
+            dkey_j = blocks.einsum("bkgts,btkgh->bskh", dlogits, query)
+            dvalue_j = blocks.einsum("bkgts,btkgd->bskd", weights, _zero_unseeing_queries(dout_i, visible))
+            dquery = dquery + blocks.einsum("bkgts,bskh->btkgh", dlogits, key)
+            return dquery, blocks.keys.add(dkey, dkey_j, j), blocks.keys.add(dvalue, dvalue_j, j), dbias
+
+        dquery, *rest = results
+        state = (blocks.full(blocks.queries.take(blocks.query, i).shape, 0.0), *rest)
+        dquery_i, *rest = _loop(blocks.keys, blocks.key_chunks(i), key_chunk, state)
+        return blocks.queries.add(dquery, dquery_i, i), *rest
+
+    inputs = (blocks.query, blocks.key, blocks.value, blocks.bias)
+    results = tuple(None if x is None else blocks.full(x.shape, 0.0) for x in inputs)
+    dquery, dkey, dvalue, dbias = _loop(blocks.queries, (0, blocks.queries.count), query_chunk, results)
+    return Gradients(
+        query=(_merge_heads(dquery) * spec.scale).astype(dtype),
+        key=(dkey * spec.scale).astype(dtype),
+        value=dvalue.astype(dtype),
+        bias=None if dbias is None else dbias.reshape(operands.bias.shape).astype(operands.bias.dtype),
+        sinks=dsinks,
+    )
+
+
+class _Axis(NamedTuple):
+    """A sequence axis, always axis 1 of its arrays, cut into `count` chunks of one size.
+
+    The last chunk is moved back to end with the sequence, so it may begin with elements of the chunk before it.
+    """
+
+    length: int
+    chunk: int
+    count: int
+
+    @classmethod
+    def cut(cls, length: int, limit: int) -> _Axis:
+        """The fewest chunks of at most `limit` elements, as even as can be."""
+        count = max(-(-length // limit), 1)
+        return cls(length, -(-length // count), count)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.chunk * self.count != self.length
+
+    def start(self, i: Index) -> jax.Array:
+        return jnp.minimum(jnp.int32(i) * self.chunk, self.length - self.chunk)
+
+    def positions(self, i: Index) -> jax.Array:
+        """int32 `[chunk]`."""
+        return self.start(i) + jnp.arange(self.chunk, dtype=jnp.int32)
+
+    def is_new(self, i: Index) -> jax.Array:
+        """bool `[chunk]`: False for elements that belong to the chunk before."""
+        return self.positions(i) >= jnp.int32(i) * self.chunk
+
+    def take(self, x: jax.Array, i: Index, axis: int = 1) -> jax.Array:
+        """The chunk of x, or x itself where it is broadcast along the axis."""
+        if self.count == 1 or x.shape[axis] != self.length:
+            return x
+        return lax.dynamic_slice_in_dim(x, self.start(i), self.chunk, axis)
+
+    def put(self, x: jax.Array, chunk: jax.Array, i: Index) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, chunk.astype(x.dtype), self.start(i), 1)
+
+    def add(self, x: jax.Array, chunk: jax.Array, i: Index) -> jax.Array:
+        return x + chunk if self.count == 1 else self.put(x, self.take(x, i) + chunk, i)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The operands with the heads of a group apart, and the blocks of their `T x S` plane.
+
+    Attributes:
+        query: `[B, T, K, G, H]`; key `[B, S, K, H]`; value `[B, S, K, D]`.
+        bias: `[b, k, g, t, s]`; mask as well.
+        queries, keys: the chunks of T and of S.
+        zero: the number 0 in the accumulation dtype. Loop states start from it, so that inside `shard_map` they vary
+            over the same mesh axes as the operands.
+    """
+
+    spec: AttentionSpec
+    operands: Operands
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    mask: jax.Array | None
+    queries: _Axis
+    keys: _Axis
+    zero: jax.Array
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, operands: Operands) -> _Blocks:
+        batch, query_length, num_heads, _ = operands.query.shape
+        _, key_length, num_kv_heads, _ = operands.key.shape
+        chunk = CHUNK
+        while chunk > MIN_CHUNK and batch * num_heads * chunk**2 > BLOCK_SIZE:
+            chunk //= 2
+        dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
+        # The sum of an empty slice is a constant 0 to XLA.
+        zeros = [jnp.sum(x[:0].astype(dtype)) for x in operands.arrays()]
+        return cls(
+            spec=spec,
+            operands=operands,
+            query=_split_heads(operands.query, num_kv_heads, 2),
+            key=operands.key,
+            value=operands.value,
+            bias=_split_heads(operands.bias, num_kv_heads, 1),
+            mask=_split_heads(operands.mask, num_kv_heads, 1),
+            queries=_Axis.cut(query_length, chunk),
+            keys=_Axis.cut(key_length, chunk),
+            zero=functools.reduce(jnp.add, zeros),
+        )
+
+    def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
+        return jnp.full(shape, value, self.zero.dtype) + self.zero
+
+    def einsum(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, x, y, preferred_element_type=self.zero.dtype)
+
+    def per_head(self, x: jax.Array) -> jax.Array:
+        """`[b, N]` to `[b, K, G]`."""
+        return _split_heads(x, self.query.shape[2], 1).astype(self.zero.dtype)
+
+    def query_positions(self, i: Index) -> jax.Array:
+        """int32 `[b, t]`: where the queries of a chunk stand among the keys."""
+        positions = self.queries.positions(i)[None, :]
+        offset = self.operands.query_offset
+        if offset is None:
+            return positions
+        return positions + (offset[:, None] if offset.ndim == 1 else self.queries.take(offset, i))
+
+    def key_chunks(self, i: Index) -> tuple[Index, Index]:
+        """The chunks of keys of which a chunk of queries may see any: [begin, end)."""
+        left, right = self.spec.bounds
+        begin, end = jnp.int32(0), jnp.int32(self.keys.count)
+        if self.keys.count == 1:
+            return begin, end
+        last = self.keys.length - 1
+        position = self.query_positions(i)
+        if left is not None:
+            first = jnp.min(position, initial=UNBOUNDED) - min(left, UNBOUNDED)
+            begin = jnp.clip(first, 0, last) // self.keys.chunk
+        if right is not None:
+            end = jnp.clip(jnp.max(position, initial=-UNBOUNDED) + min(right, UNBOUNDED), -1, last) // self.keys.chunk + 1
+        lengths = self.operands.key_value_seq_lengths
+        if lengths is not None:
+            longest = jnp.max(lengths, initial=0)
+            end = jnp.minimum(end, (jnp.minimum(longest, last + 1) + self.keys.chunk - 1) // self.keys.chunk)
+        return begin, end
+
+    def visible(self, i: Index, j: Index, *, skip_stored_queries: bool = False) -> jax.Array | None:
+        """bool, broadcasts to `[B, K, G, t, s]`; None where all of any block is visible."""
+        operands = self.operands
+        queries, keys = self.queries.positions(i), self.keys.positions(j)
+        terms = []
+        if self.keys.overlaps:
+            terms.append(self.keys.is_new(j)[None, None, :])
+        if skip_stored_queries and self.queries.overlaps:
+            terms.append(self.queries.is_new(i)[None, :, None])
+        if operands.key_value_seq_lengths is not None:
+            terms.append(keys[None, None, :] < operands.key_value_seq_lengths[:, None, None])
+        if operands.query_seq_lengths is not None:
+            terms.append(queries[None, :, None] < operands.query_seq_lengths[:, None, None])
+        left, right = self.spec.bounds
+        distance = keys[None, None, :] - self.query_positions(i)[:, :, None]
+        if left is not None:
+            terms.append(distance >= -min(left, UNBOUNDED))
+        if right is not None:
+            terms.append(distance <= min(right, UNBOUNDED))
+        query_ids, key_ids = operands.query_segment_ids, operands.key_value_segment_ids
+        if query_ids is not None and key_ids is not None:
+            terms.append(self.queries.take(query_ids, i)[:, :, None] == self.keys.take(key_ids, j)[:, None, :])
+        terms = [term[:, None, None] for term in terms]
+        if self.mask is not None:
+            terms.append(self.plane_block(self.mask, i, j))
+        return functools.reduce(jnp.logical_and, terms) if terms else None
+
+    def logits(self, i: Index, j: Index, visible: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """`[B, K, G, t, s]`, -inf where invisible, and the derivative of the soft cap, or None without one."""
+        query, key = self.queries.take(self.query, i), self.keys.take(self.key, j)
+        logits = self.einsum("btkgh,bskh->bkgts", query, key) * self.spec.scale
+        if self.bias is not None:
+            logits = logits + self.plane_block(self.bias, i, j).astype(logits.dtype)
+        slope = None
+        if self.spec.logits_soft_cap is not None:
+            capped = jnp.tanh(logits / self.spec.logits_soft_cap)
+            logits, slope = capped * self.spec.logits_soft_cap, 1.0 - capped**2
+        return logits if visible is None else jnp.where(visible, logits, -jnp.inf), slope
+
+    def plane_block(self, x: jax.Array, i: Index, j: Index) -> jax.Array:
+        """The block of a bias or mask."""
+        return self.keys.take(self.queries.take(x, i, 3), j, 4)
+
+    def add_bias_block(self, dbias: jax.Array, dlogits: jax.Array, i: Index, j: Index) -> jax.Array:
+        """dbias with the gradient of one block added, summed over the broadcast dimensions."""
+        block = self.plane_block(dbias, i, j)
+        starts = [0, 0, 0, self.queries.start(i), self.keys.start(j)]
+        starts = [jnp.int32(0) if small == full else start for small, full, start in zip(block.shape, dbias.shape, starts)]
+        return lax.dynamic_update_slice(dbias, block + _reduce_to(block.shape, dlogits), starts)
+
+
+def _loop(axis: _Axis, bounds: tuple[Index, Index], body: Callable[[Index, State], State], state: State) -> State:
+    """`fori_loop` over chunks of an axis; a single chunk needs no loop."""
+    return body(0, state) if axis.count == 1 else lax.fori_loop(*bounds, body, state)
+
+
+def _split_heads(x: jax.Array | None, num_kv_heads: int, axis: int) -> jax.Array | None:
+    """Axis N to K, G; an axis of size 1 to 1, 1."""
+    if x is None:
+        return None
+    heads = x.shape[axis]
+    kv_heads = 1 if heads == 1 else num_kv_heads
+    return x.reshape(*x.shape[:axis], kv_heads, heads // max(kv_heads, 1), *x.shape[axis + 1 :])
+
+
+def _merge_heads(x: jax.Array) -> jax.Array:
+    """`[B, T, K, G, ...]` to `[B, T, N, ...]`."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+def _reduce_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """Sums x over the dimensions that are 1 in shape."""
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return jnp.sum(x, axis=axes, keepdims=True) if axes else x
+
+
+def _zero_unseen_keys(x: jax.Array, visible: jax.Array | None) -> jax.Array:
+    """x `[B, s, K, ...]` with 0 for keys that no query of the block sees: 0 * NaN would be NaN."""
+    if visible is None:
+        return x
+    seen = jnp.any(visible, axis=(2, 3))
+    return jnp.where(jnp.moveaxis(seen, 2, 1)[..., None], x, jnp.zeros((), x.dtype))
+
+
+def _zero_unseeing_queries(x: jax.Array, visible: jax.Array | None) -> jax.Array:
+    """x `[B, t, K, G, ...]` with 0 for queries that see no key of the block."""
+    if visible is None:
+        return x
+    sees = jnp.any(visible, axis=4)
+    return jnp.where(jnp.moveaxis(sees, 3, 1)[..., None], x, jnp.zeros((), x.dtype))

@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The executable specification: attention as it is defined, on canonical operands, with every logit materialised.
+
+This docstring and the function below are the contract that every implementation is tested against.
+
+    logits = scale * query . key + bias
+    logits = cap * tanh(logits / cap)                       with logits_soft_cap
+    weights = exp(logits) over visible keys / (sum of exp(logits) over visible keys + exp(sink))
+    out = weights . value
+
+Key j is visible to query i when all of this holds, with p = i + query_offset (0 if absent):
+
+    i < query_seq_lengths                 j < key_value_seq_lengths
+    j <= p                                if is_causal
+    p - left <= j <= p + right            with window = (left, right)
+    query_segment_ids[i] == key_value_segment_ids[j]
+    mask[i, j]
+
+- The log-sum-exp is log(sum of exp(logits) over visible keys + exp(sink)): natural, and the softmax's denominator.
+- A query that sees no key, or only logits of -inf, has out 0, zero gradients for its query, and a log-sum-exp of -inf,
+  or of the sink where there is one.
+- Rows from query_seq_lengths on have out 0 and log-sum-exp -inf, sink or not, and their cotangents are not read.
+- A key and value that no query sees, and a query that sees no key, is not read: NaN there reaches neither a result nor a
+  gradient, and its own gradient is 0. So with a bias at an invisible position.
+- Arithmetic is float32 whatever the operands are, or float64 if they are float64; so is the log-sum-exp. `out` and
+  gradients are rounded once, to the dtype of their operand.
+
+Gradients are those of plain automatic differentiation, the log-sum-exp's included. At most tests call this module:
+nothing in it is fast.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastattn.spec import AttentionSpec, Operands
+
+
+def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention of canonical operands, see above.
+
+    Returns:
+        out `[B, T, N, D]` in the dtype of the operands, and the log-sum-exp `[B, T, N]` in float32 (float64 for
+        float64 operands).
+    """
+    dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
+    group = operands.query.shape[2] // max(operands.key.shape[2], 1)
+    visible = visible_pairs(spec, operands)
+
+    sees, seen = jnp.any(visible, axis=3), jnp.any(visible, axis=2)
+    query = jnp.where(jnp.moveaxis(sees, 1, 2)[..., None], operands.query.astype(dtype), 0.0)
+    key, value = (
+        jnp.where(jnp.moveaxis(seen, 1, 2)[..., None], jnp.repeat(x.astype(dtype), group, axis=2), 0.0)
+        for x in (operands.key, operands.value)
+    )
+
+    logits = spec.scale * jnp.einsum("btnh,bsnh->bnts", query, key)
+    if operands.bias is not None:
+        logits = logits + operands.bias.astype(dtype)
+    # Before the cap as well as after it: NaN times the zero cotangent of an invisible logit would be NaN.
+    logits = jnp.where(visible, logits, 0.0)
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    logits = jnp.where(visible, logits, -jnp.inf)
+
+    rows = jnp.broadcast_to(jnp.any(visible, axis=3), logits.shape[:3])
+    if operands.sinks is None:
+        sinks = jnp.full(logits.shape[:3], -jnp.inf, dtype)
+    else:
+        sinks = jnp.broadcast_to(operands.sinks[:, :, None].astype(dtype), logits.shape[:3])
+        sinks = jnp.where(padding_rows(operands)[:, None, :], -jnp.inf, sinks)
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=3, initial=-jnp.inf), sinks))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(logits - top[..., None])
+    total = jnp.sum(weights, axis=3) + jnp.exp(sinks - top)
+
+    is_empty = total == 0.0
+    safe_total = jnp.where(is_empty, 1.0, total)
+    out = jnp.einsum("bnts,bsnd->btnd", weights / safe_total[..., None], value)
+    out = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], out, 0.0)
+    lse = jnp.where(is_empty, -jnp.inf, top + jnp.log(safe_total))
+    return out.astype(operands.query.dtype), jnp.moveaxis(lse, 1, 2)
+
+
+def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
+    """Which query sees which key: bool `[B, N, T, S]`."""
+    batch, query_length, num_heads, _ = operands.query.shape
+    key_length = operands.key.shape[1]
+    queries = jnp.arange(query_length, dtype=jnp.int32)[None, None, :, None]
+    keys = jnp.arange(key_length, dtype=jnp.int32)[None, None, None, :]
+    terms = [jnp.ones((batch, num_heads, query_length, key_length), bool)]
+
+    if operands.query_seq_lengths is not None:
+        terms.append(queries < operands.query_seq_lengths[:, None, None, None])
+    if operands.key_value_seq_lengths is not None:
+        terms.append(keys < operands.key_value_seq_lengths[:, None, None, None])
+
+    positions = queries
+    if operands.query_offset is not None:
+        offset = operands.query_offset
+        positions = queries + (offset[:, None, None, None] if offset.ndim == 1 else offset[:, None, :, None])
+    left, right = spec.bounds
+    if left is not None:
+        terms.append(positions - left <= keys)
+    if right is not None:
+        terms.append(keys <= positions + right)
+
+    if operands.query_segment_ids is not None and operands.key_value_segment_ids is not None:
+        terms.append(operands.query_segment_ids[:, None, :, None] == operands.key_value_segment_ids[:, None, None, :])
+    if operands.mask is not None:
+        terms.append(operands.mask)
+    return functools.reduce(jnp.logical_and, terms)
+
+
+def padding_rows(operands: Operands) -> jax.Array:
+    """Rows from query_seq_lengths on: bool `[B, T]`."""
+    batch, query_length = operands.query.shape[:2]
+    if operands.query_seq_lengths is None:
+        return jnp.zeros((batch, query_length), bool)
+    return jnp.arange(query_length, dtype=jnp.int32)[None, :] >= operands.query_seq_lengths[:, None]
