@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where elements live: tiles in shared memory, and the lanes of a warp in mma.sync fragments.
+
+Every function runs on Python integers as well as on device integers; `tests/kernels/test_device_layouts.py` checks the
+whole index arithmetic on the CPU. No import of the DSL here.
+
+Fragments of `mma.sync.m16n8k16` (g = lane // 4, t = lane % 4; all element types of 16 bits, two per register):
+
+    A [16 x 16]  a0 (g, 2t)   a1 (g + 8, 2t)   a2 (g, 2t + 8)   a3 (g + 8, 2t + 8)
+    B [16 x  8]  b0 (k = 2t, n = g)            b1 (k = 2t + 8, n = g)
+    C [16 x  8]  c0 c1 (g, 2t and 2t + 1)      c2 c3 (g + 8, 2t and 2t + 1)
+
+So two neighbouring C fragments, packed to 16 bits, are one A fragment: a0 = (c0, c1) and a1 = (c2, c3) of the left one,
+a2 and a3 the same of the right one. P and dS need no trip through shared memory between two products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Int = Any  # a Python int or a device integer
+
+CHUNK = 8  # elements of one 16-byte access
+
+
+def padded(columns: int) -> int:
+    """The columns that the mma k or n loops see: the next multiple of 16."""
+    return (columns + 15) // 16 * 16
+
+
+@dataclass(frozen=True)
+class SharedTile:
+    """A row-major tile of 16-bit elements in shared memory.
+
+    Rows are one 16-byte chunk longer than their data. An even number of chunks plus one is odd, so the eight rows that
+    one ldmatrix phase touches fall on eight different bank groups for every head dim, and an address stays affine in
+    row and column: one register per lane, the rest immediates. (An XOR swizzle saves that chunk, 6 % at 128 columns,
+    but needs a register for each of its patterns and another one for widths that are no multiple of 64.)
+
+    Attributes:
+        rows: rows of the tile.
+        columns: columns of the operand, a multiple of 8; columns up to the next multiple of 16 are zero-filled.
+    """
+
+    rows: int
+    columns: int
+
+    @property
+    def padded_columns(self) -> int:
+        """Columns rounded up to a whole mma step."""
+        return padded(self.columns)
+
+    @property
+    def chunks(self) -> int:
+        """16-byte chunks of a row that hold data or zero fill."""
+        return self.padded_columns // CHUNK
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one row to the next, an odd multiple of 16."""
+        return 16 * (self.chunks + 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tile, a multiple of 16."""
+        return self.rows * self.pitch
+
+    def offset(self, row: Int, column: Int) -> Int:
+        """Byte offset of an element."""
+        return row * self.pitch + column * 2
+
+
+def plain_lane(lane: Int) -> tuple[Int, Int]:
+    """(row, column) inside a 16 x 16 block that a lane passes to ldmatrix.x4 for a fragment
+
+    - A, from a tile stored [m, k] (no transpose), or
+    - two neighbouring B (n and n + 8), from a tile stored [k, n], with `.trans`: registers b0 b1 of n, b0 b1 of n + 8.
+    """
+    return lane % 16, lane // 16 * 8
+
+
+def crossed_lane(lane: Int) -> tuple[Int, Int]:
+    """(row, column) inside a 16 x 16 block that a lane passes to ldmatrix.x4 for a fragment
+
+    - two neighbouring B (n and n + 8), from a tile stored [n, k] (no transpose): b0 b1 of n, b0 b1 of n + 8, or
+    - A, from a tile stored [k, m], with `.trans`.
+    """
+    return lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8
+
+
+def accumulator_lane(lane: Int) -> tuple[Int, Int]:
+    """(row, column) of c0 in a C fragment; c1 is one column to the right, c2 and c3 are eight rows below."""
+    return lane // 4, lane % 4 * 2
+
+
+@dataclass(frozen=True)
+class CopyShape:
+    """How `threads` threads share the 16-byte chunks of a tile: thread t takes row `t // lanes` of each pass.
+
+    Attributes:
+        tile: the tile in shared memory.
+        threads: threads of the CTA.
+    """
+
+    tile: SharedTile
+    threads: int
+
+    @property
+    def lanes(self) -> int:
+        """Threads side by side in a row: the largest power of two that divides both."""
+        lanes = 1
+        while self.tile.chunks % (2 * lanes) == 0 and self.threads % (2 * lanes) == 0:
+            lanes *= 2
+        return lanes
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows that all threads together cover at a time."""
+        return self.threads // self.lanes
+
+    def passes(self) -> list[tuple[int, int, bool, bool]]:
+        """What one thread does: `(first row, first chunk, rows may end, columns may end)` for each of its copies.
+
+        Add the thread's own row and chunk. "Rows may end" means that the thread's row may lie past the tile and the
+        copy must then be left out; "columns may end" that its chunk may be the zero-filled one.
+        """
+        last_lanes_end_past_data = self.tile.columns % 16 != 0
+        return [
+            (row, chunk, row + self.rows_per_pass > self.tile.rows, last_lanes_end_past_data and last)
+            for row in range(0, self.tile.rows, self.rows_per_pass)
+            for chunk in range(0, self.tile.chunks, self.lanes)
+            for last in [chunk + self.lanes == self.tile.chunks]
+        ]
+
+    def thread_chunk(self, thread: Int) -> tuple[Int, Int]:
+        """(row, chunk) of a thread in the first pass."""
+        return thread // self.lanes, thread % self.lanes

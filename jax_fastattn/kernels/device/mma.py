@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Products of one warp with mma.sync.m16n8k16.
+
+An accumulator of `m_blocks x n_blocks` C fragments is a flat sequence of Float32 (a list, or a register tensor where a
+loop carries it): element e of fragment (m, n) has index `(m * n_blocks + n) * 4 + e`. It belongs to row
+`accumulator_row(m, e)` of the 2 m_blocks rows of which a lane holds a part. Layouts: `layout.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from cutlass import Float32, Int32
+
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.layout import SharedTile
+
+Fragment = list[Int32]
+Accumulator = Any  # a list or a register tensor of Float32
+
+
+def zeros(m_blocks: int, n_blocks: int) -> list[Float32]:
+    """A fresh accumulator."""
+    return [Float32(0.0)] * (m_blocks * n_blocks * 4)
+
+
+def accumulator_row(m: int, element: int) -> int:
+    """Which of a lane's `2 m_blocks` rows element 0..3 of fragment row m lies in."""
+    return 2 * m + element // 2
+
+
+def gemm(
+    acc: Accumulator,
+    shape: tuple[int, int, int],
+    load_a: Callable[[int, int], Fragment],
+    load_b: Callable[[int, int], Fragment],
+    dtype: str,
+) -> None:
+    """acc += A B; each B fragment is requested one step before its use, so that ldmatrix runs beside mma.
+
+    Args:
+        acc: the accumulator, updated in place.
+        shape: (m_blocks, n_blocks, k_steps) in units of 16, 8 and 16; n_blocks is even.
+        load_a: (m, k) to the A fragment of block row m and k-step k.
+        load_b: (n, k) to the B fragments of block columns n and n + 1 (n even), four registers.
+        dtype: "bf16" or "f16".
+    """
+    m_blocks, n_blocks, k_steps = shape
+    steps = [(k, n) for k in range(k_steps) for n in range(0, n_blocks, 2)]
+    b_next = load_b(0, 0)
+    a_next = [load_a(m, 0) for m in range(m_blocks)]
+    a = a_next
+    for index, (k, n) in enumerate(steps):
+        b = b_next
+        if n == 0:
+            a = a_next
+        if index + 1 < len(steps):
+            k_next, n_next = steps[index + 1]
+            b_next = load_b(n_next, k_next)
+            if n_next == 0:
+                a_next = [load_a(m, k_next) for m in range(m_blocks)]
+        for m in range(m_blocks):
+            for half in range(2):
+                first = (m * n_blocks + n + half) * 4
+                c = [acc[first + e] for e in range(4)]
+                for e, x in enumerate(ptx.mma(a[m], b[2 * half : 2 * half + 2], c, dtype=dtype)):
+                    acc[first + e] = x
+
+
+def load_a(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
+    """A from a tile stored [m, k]; `address` is the first row plus `tile.offset(*plain_lane(lane))`."""
+    return lambda m, k: ptx.ldmatrix(address + tile.offset(16 * m, 16 * k))
+
+
+def load_a_transposed(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
+    """A from a tile stored [k, m]; `address` is the first row plus `tile.offset(*crossed_lane(lane))`."""
+    return lambda m, k: ptx.ldmatrix(address + tile.offset(16 * k, 16 * m), transpose=True)
+
+
+def load_b(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
+    """B from a tile stored [n, k]; `address` is the first row plus `tile.offset(*crossed_lane(lane))`."""
+    return lambda n, k: ptx.ldmatrix(address + tile.offset(8 * n, 16 * k))
+
+
+def load_b_transposed(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
+    """B from a tile stored [k, n]; `address` is the first row plus `tile.offset(*plain_lane(lane))`."""
+    return lambda n, k: ptx.ldmatrix(address + tile.offset(16 * k, 8 * n), transpose=True)
+
+
+def pack_fragment(acc: Accumulator, n_blocks: int, m: int, k: int, dtype: str) -> Fragment:
+    """The A fragment of columns 16 k .. 16 k + 15 of an accumulator, rounded to 16 bits."""
+    left = (m * n_blocks + 2 * k) * 4
+    right = left + 4
+    pairs = [(left, left + 1), (left + 2, left + 3), (right, right + 1), (right + 2, right + 3)]
+    return [ptx.pack(acc[low], acc[high], dtype=dtype) for low, high in pairs]

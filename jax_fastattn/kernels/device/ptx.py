@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""PTX instructions as functions of device values: what mma.sync kernels need and `cute.arch` lacks.
+
+Shared-memory addresses are Int32 byte addresses, global ones Int64 byte addresses. Instructions that touch memory are
+marked as having side effects, so that they keep their order against barriers and cp.async groups.
+"""
+
+from typing import Any
+
+from cutlass import Boolean, Float32, Int32, Int64, select_
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+Registers = list[Int32]
+
+_RETURN = {"f": (T.f32, Float32), "r": (T.i32, Int32)}
+
+
+def _asm(
+    text: str,
+    results: str,
+    operands: str,
+    values: list[Any],
+    side_effects: bool = False,
+    loc: Any = None,
+    ip: Any = None,
+) -> Any:
+    """Emits inline assembly; `results` and `operands` have one constraint letter (f, r, l) per value."""
+    types = [_RETURN[letter][0]() for letter in results]
+    constraints = ",".join([f"={letter}" for letter in results] + list(operands))
+    struct = llvm.StructType.get_literal(types) if len(types) > 1 else (types[0] if types else None)
+    out = llvm.inline_asm(
+        struct,
+        [value.ir_value(loc=loc, ip=ip) for value in values],
+        text,
+        constraints,
+        has_side_effects=side_effects,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    if len(types) == 1:
+        return _RETURN[results][1](out)
+    return [
+        _RETURN[letter][1](llvm.extractvalue(types[i], out, [i], loc=loc, ip=ip)) for i, letter in enumerate(results)
+    ]
+
+
+@dsl_user_op
+def ldmatrix(address: Int32, *, transpose: bool = False, loc: Any = None, ip: Any = None) -> Registers:
+    """Four 8 x 8 matrices: lanes 8 i .. 8 i + 7 give the row addresses of matrix i, register i receives it."""
+    trans = ".trans" if transpose else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    return _asm(text, "rrrr", "r", [Int32(address)], True, loc, ip)
+
+
+@dsl_user_op
+def mma(
+    a: Registers, b: Registers, c: list[Float32], *, dtype: str = "bf16", loc: Any = None, ip: Any = None
+) -> list[Float32]:
+    """c + a b of one m16n8k16 fragment: four registers of a, two of b, four of c; dtype is "bf16" or "f16"."""
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    return _asm(text, "ffff", "rrrrrrffff", [*a, *b, *[Float32(x) for x in c]], False, loc, ip)
+
+
+@dsl_user_op
+def copy_async(shared: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """cp.async of 16 bytes, past L1."""
+    _asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "", "rl", [shared, source], True, loc, ip)
+
+
+@dsl_user_op
+def copy_async_or_zero(shared: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """cp.async of `size` (0 or 16) bytes; the rest of the 16 bytes becomes zero. Nothing is read when size is 0."""
+    text = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
+    _asm(text, "", "rlr", [shared, source, size], True, loc, ip)
+
+
+@dsl_user_op
+def store_shared(address: Int32, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores 4 bytes."""
+    _asm("st.shared.b32 [$0], $1;", "", "rr", [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def store_shared_chunk(address: Int32, values: Registers, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores 16 bytes."""
+    _asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", "rrrrr", [address, *values], True, loc, ip)
+
+
+@dsl_user_op
+def load_shared_chunk(address: Int32, *, loc: Any = None, ip: Any = None) -> Registers:
+    """Loads 16 bytes."""
+    return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r", [address], True, loc, ip)
+
+
+@dsl_user_op
+def store_global_chunk(address: Int64, values: Registers, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores 16 bytes."""
+    _asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", [address, *values], True, loc, ip)
+
+
+@dsl_user_op
+def pack(low: Float32, high: Float32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None) -> Int32:
+    """Rounds two values to nearest and packs them, `low` into the lower half; dtype is "bf16" or "f16"."""
+    return _asm(f"cvt.rn.{dtype}x2.f32 $0, $1, $2;", "r", "ff", [Float32(high), Float32(low)], False, loc, ip)
+
+
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """a b + c, rounded once."""
+    return _asm("fma.rn.ftz.f32 $0, $1, $2, $3;", "f", "fff", [Float32(a), Float32(b), Float32(c)], False, loc, ip)
+
+
+@dsl_user_op
+def maximum(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The larger value; of a NaN and a number the number."""
+    return _asm("max.f32 $0, $1, $2;", "f", "ff", [Float32(a), Float32(b)], False, loc, ip)
+
+
+@dsl_user_op
+def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """2^x, one MUFU (relative error 2^-22); exp2(-inf) = 0."""
+    return _asm("ex2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+
+
+@dsl_user_op
+def log2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """log2(x), one MUFU; log2(0) = -inf."""
+    return _asm("lg2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+
+
+@dsl_user_op
+def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """1 / x, one MUFU (1 ulp); reciprocal(inf) = 0."""
+    return _asm("rcp.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+
+
+@dsl_user_op
+def store_global(address: Int64, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores 4 bytes."""
+    _asm("st.global.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)
+
+
+def where(condition: Boolean, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b; both of the same device type."""
+    return type(a)(select_(condition, a, b))
+
+
+@dsl_user_op
+def load_global_chunk_or_zero(address: Int64, valid: Boolean, *, loc: Any = None, ip: Any = None) -> Registers:
+    """Loads 16 bytes; zeros, without a read, where `valid` does not hold."""
+    text = (
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+    )
+    return _asm(text, "&r&r&r&r", "lr", [address, where(valid, Int32(1), Int32(0))], True, loc, ip)

@@ -1,0 +1,151 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Scores in registers: soft cap, masks, and reductions along the rows of an accumulator (see `mma.py`).
+
+A kernel keeps scores q . k unscaled and hands `Scaling` to the exponential, which costs one FFMA and one MUFU per score.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+# Stands for a scale of 0: small enough to make every finite product vanish, yet -inf times it is still -inf.
+_TINY_SCALE = 2.0**-120
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a product q . k becomes a logit: `logit * log2(e) = factor * cap_score(q . k)`, factor > 0.
+
+    Attributes:
+        factor: multiplies scores, in base 2.
+        inner: with a soft cap, the factor inside of tanh, else None. Negative scales are folded in here; without a cap
+            the kernel has to negate q (`tiles.negate_tile`) when `negative` holds.
+        negative: whether the scale is negative.
+    """
+
+    factor: Float32
+    inner: Float32 | None
+    negative: Boolean
+
+
+def scaling(scale: Float32, logits_soft_cap: Float32 | None) -> Scaling:
+    """The factors of a launch; `logits_soft_cap` is None for kernels without a cap, and positive otherwise."""
+    negative = scale < Float32(0.0)
+    if logits_soft_cap is not None:
+        return Scaling(logits_soft_cap * LOG2_E, scale / logits_soft_cap * (2 * LOG2_E), negative)
+    magnitude = ptx.where(negative, -scale, scale)
+    return Scaling(ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE)), None, negative)
+
+
+def cap_score(score: Float32, inner: Float32) -> Float32:
+    """tanh(score * scale / cap) as 1 - 2 / (2^(inner * score) + 1): absolute error 2e-7, two MUFU.
+
+    `tanh.approx` is one MUFU, but its 5e-4 times a cap of 50 is an error of 2 % in a probability.
+    """
+    return ptx.fma(Float32(-2.0), ptx.reciprocal(ptx.exp2(score * inner) + Float32(1.0)), Float32(1.0))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The columns [low, high) that one accumulator row may see, in the numbering of the whole matrix."""
+
+    low: Int32
+    high: Int32
+
+
+def key_limits(row: Int32, *, offset: Any, left: Any, right: Any, key_end: Int32) -> Limits:
+    """Keys that query `row` sees (`plan.py`)."""
+    position = row + offset
+    return Limits(position - left, Int32(cutlass.min(position + right + 1, key_end)))
+
+
+def query_limits(key: Int32, *, offset: Any, left: Any, right: Any, query_end: Int32) -> Limits:
+    """Queries that see `key`: the transpose of `key_limits`."""
+    position = key - offset
+    return Limits(position - right, Int32(cutlass.min(position + left + 1, query_end)))
+
+
+def mask_columns(
+    acc: Accumulator,
+    m_blocks: int,
+    n_blocks: int,
+    column: Int32,
+    limits: list[Limits],
+    *,
+    check_low: bool,
+    hidden: float = float("-inf"),
+) -> None:
+    """Replaces what lies outside each row's limits.
+
+    Args:
+        acc: the accumulator, changed in place.
+        m_blocks: its block rows.
+        n_blocks: its block columns.
+        column: matrix column of this lane's c0 in the first fragment.
+        limits: of each of the lane's `2 m_blocks` rows.
+        check_low: whether `low` can lie above the first column of any tile.
+        hidden: the value put there.
+    """
+    for m in range(m_blocks):
+        for element in range(4):
+            row = limits[accumulator_row(m, element)]
+            high = row.high - column
+            low = row.low - column
+            for n in range(n_blocks):
+                index = (m * n_blocks + n) * 4 + element
+                at = 8 * n + element % 2
+                acc[index] = ptx.where(Int32(at) < high, acc[index], Float32(hidden))
+                if check_low:
+                    acc[index] = ptx.where(Int32(at) >= low, acc[index], Float32(hidden))
+
+
+def row_maxima(acc: Accumulator, m_blocks: int, n_blocks: int) -> list[Float32]:
+    """Maximum of each of the lane's `2 m_blocks` rows, over all lanes that share the row."""
+    maxima = []
+    for row in range(2 * m_blocks):
+        indices = _row_indices(row, n_blocks)
+        best = acc[indices[0]]
+        for index in indices[1:]:
+            best = ptx.maximum(best, acc[index])
+        maxima.append(quad_maximum(best))
+    return maxima
+
+
+def _row_indices(row: int, n_blocks: int) -> list[int]:
+    first = row // 2 * n_blocks * 4 + row % 2 * 2
+    return [first + 4 * n + half for n in range(n_blocks) for half in range(2)]
+
+
+def exponentials(
+    acc: Accumulator, m_blocks: int, n_blocks: int, factor: Float32, shifts: list[Float32]
+) -> list[Float32]:
+    """Replaces scores by 2^(factor * score - shift of the row) and returns this lane's sums of its rows."""
+    sums = []
+    for row in range(2 * m_blocks):
+        total = None
+        for index in _row_indices(row, n_blocks):
+            acc[index] = ptx.exp2(ptx.fma(acc[index], factor, -shifts[row]))
+            total = acc[index] if total is None else total + acc[index]
+        sums.append(total)
+    return sums
+
+
+def quad_maximum(x: Float32) -> Float32:
+    """Maximum over the four lanes that share an accumulator row."""
+    x = ptx.maximum(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return ptx.maximum(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+def quad_sum(x: Float32) -> Float32:
+    """Sum over the four lanes that share an accumulator row."""
+    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
+    return x + cute.arch.shuffle_sync_bfly(x, offset=2)

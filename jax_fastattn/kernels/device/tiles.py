@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles on their way: which ones a CTA visits, and their copies between global and shared memory.
+
+Plain Python functions that emit code when they are traced; call them from a `@cute.kernel` with device integers.
+"""
+
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, Int64
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
+
+
+def _with_device_min_max(module: ModuleType) -> dict[str, Any]:
+    """The module's functions, bound to the DSL's min and max: the builtin ones ask a device value for its truth."""
+    names: dict[str, Any] = {**vars(module), "min": cutlass.min, "max": cutlass.max}
+    for name, value in vars(module).items():
+        if isinstance(value, FunctionType):
+            bound = FunctionType(value.__code__, names, name, value.__defaults__)
+            bound.__kwdefaults__ = value.__kwdefaults__
+            names[name] = bound
+    return names
+
+
+_device_plan = _with_device_min_max(plan)
+key_tiles = _device_plan["key_tiles"]  # plan.key_tiles on device integers
+query_tiles = _device_plan["query_tiles"]  # plan.query_tiles on device integers
+
+
+def clamp(x: Int32, low: Any, high: Any) -> Int32:
+    """x moved into [low, high]."""
+    return Int32(cutlass.min(cutlass.max(x, Int32(low)), Int32(high)))
+
+
+def load_tile(
+    tile: SharedTile, threads: int, thread: Int32, shared: Int32, source: Int64, stride: Int64, rows: Any = None
+) -> None:
+    """Starts this thread's part of a cp.async copy of a tile; the caller commits the group.
+
+    Args:
+        tile: the tile in shared memory; its columns are contiguous in global memory.
+        threads: threads of the CTA, all of which call this.
+        thread: index of this thread.
+        shared: byte address of the tile.
+        source: byte address of the tile's first row in global memory.
+        stride: bytes from one row to the next there.
+        rows: Int32, rows from there on are zero-filled without a read; None when the whole tile exists.
+    """
+    shape = CopyShape(tile, threads)
+    row, chunk = shape.thread_chunk(thread)
+    thread_shared = shared + tile.offset(row, chunk * CHUNK)
+    thread_source = source + Int64(row) * stride + Int64(chunk * (2 * CHUNK))
+    for first_row, first_chunk, rows_end, columns_end in shape.passes():
+        target = thread_shared + tile.offset(first_row, first_chunk * CHUNK)
+        address = thread_source + (stride * first_row + first_chunk * (2 * CHUNK))
+        valid = None
+        if rows is not None:
+            valid = row + first_row < rows
+        if columns_end:
+            has_data = chunk + first_chunk < tile.columns // CHUNK
+            valid = has_data if valid is None else Boolean(valid & has_data)
+
+        def copy(target: Int32 = target, address: Int64 = address, valid: Any = valid) -> None:
+            if valid is None:
+                ptx.copy_async(target, address)
+            else:
+                # An address outside the operand is replaced as well, although nothing is read from it.
+                size = ptx.where(valid, Int32(16), Int32(0))
+                ptx.copy_async_or_zero(target, ptx.where(valid, address, source), size)
+
+        if rows_end:
+            cutlass.if_generate(row + first_row < tile.rows, copy)
+        else:
+            copy()
+
+
+def negate_tile(tile: SharedTile, threads: int, thread: Int32, shared: Int32) -> None:
+    """Flips the signs of the chunks that `load_tile` made this thread copy; wait for them first."""
+    shape = CopyShape(tile, threads)
+    row, chunk = shape.thread_chunk(thread)
+    thread_shared = shared + tile.offset(row, chunk * CHUNK)
+    for first_row, first_chunk, rows_end, _ in shape.passes():
+        address = thread_shared + tile.offset(first_row, first_chunk * CHUNK)
+
+        def flip(address: Int32 = address) -> None:
+            ptx.store_shared_chunk(address, [x ^ Int32(-0x7FFF8000) for x in ptx.load_shared_chunk(address)])
+
+        if rows_end:
+            cutlass.if_generate(row + first_row < tile.rows, flip)
+        else:
+            flip()
+
+
+def store_rows(
+    tile: SharedTile, rows: int, lane: Int32, shared: Int32, target: Int64, stride: Int64, valid_rows: Int32
+) -> None:
+    """One warp copies `rows` rows of a tile from shared to global memory, 16 bytes at a time.
+
+    Args:
+        tile: layout of the rows in shared memory; only its real columns are stored.
+        rows: rows to copy, a multiple of 16.
+        lane: lane of the warp, all of which call this.
+        shared: byte address of the first row.
+        target: byte address of the first row in global memory.
+        stride: bytes from one row to the next there.
+        valid_rows: rows from there on are not stored.
+    """
+    shape = CopyShape(SharedTile(rows, tile.columns), 32)
+    row, chunk = shape.thread_chunk(lane)
+    for first_row, first_chunk, _, columns_end in shape.passes():
+        stored = row + first_row < valid_rows
+        if columns_end:
+            stored = Boolean(stored & (chunk + first_chunk < tile.columns // CHUNK))
+        address = shared + tile.offset(row + first_row, (chunk + first_chunk) * CHUNK)
+        column_bytes = Int64((chunk + first_chunk) * (2 * CHUNK))
+
+        def store(address: Int32 = address, offset: Int64 = Int64(row + first_row) * stride + column_bytes) -> None:
+            ptx.store_global_chunk(target + offset, ptx.load_shared_chunk(address))
+
+        cutlass.if_generate(stored, store)

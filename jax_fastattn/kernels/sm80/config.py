@@ -1,0 +1,80 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes of the portable kernels: one table per operation, checked against shared memory and registers.
+
+Pure Python, no import of the DSL: tests and the support table read it on any machine. Measured and predicted speeds of
+the rows, and the registers they compile to, are in docs/kernels/sm80.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_fastattn.kernels.device.layout import SharedTile, padded
+from jax_fastattn.kernels.spec import KernelSpec
+
+# Dynamic shared memory that one CTA may ask for, in bytes (CUDA programming guide, table of compute capabilities).
+_SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90a": 227, "sm_120a": 99}
+
+
+def shared_memory_limit(arch: str) -> int:
+    """Bytes of shared memory that one CTA may use; unknown architectures get the smallest limit."""
+    return 1024 * _SHARED_MEMORY.get(arch, 99)
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Tiling of the forward kernel.
+
+    Attributes:
+        rows_per_warp: query rows of a warp, 16 or 32. With 32 each K and V fragment read from shared memory feeds twice
+            the math (4096 FLOP per clock and SM instead of 2048, before shared memory is the limit), for twice the
+            registers.
+        warps: warps of a CTA; the query tile has `rows_per_warp * warps` rows.
+        keys: keys of a tile, a multiple of 16.
+        stages: 1: K and V have one buffer each and three barriers per tile; 2: two buffers each and one barrier.
+        query_in_registers: whether Q fragments stay in registers, else ldmatrix fetches them for each key tile.
+        blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
+    """
+
+    rows_per_warp: int
+    warps: int
+    keys: int
+    stages: int = 1
+    query_in_registers: bool = False
+    blocks: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a CTA."""
+        return self.rows_per_warp * self.warps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps
+
+    def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
+        """Bytes of shared memory: Q, then the stages of K, then those of V; the output tile reuses all of it."""
+        query = SharedTile(self.rows, head_dim).nbytes
+        key = SharedTile(self.keys, head_dim).nbytes
+        value = SharedTile(self.keys, v_head_dim).nbytes
+        return max(query + self.stages * (key + value), SharedTile(self.rows, v_head_dim).nbytes)
+
+
+def forward_config(spec: KernelSpec) -> ForwardConfig:
+    """The tiling for a compile key: the first of its candidates that fits the architecture's shared memory."""
+    limit = shared_memory_limit(spec.arch)
+    for config in _forward_candidates(spec):
+        if config.shared_memory(spec.head_dim, spec.v_head_dim) <= limit:
+            return config
+    raise AssertionError(f"no forward tiling fits {spec}")
+
+
+def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
+    width = padded(spec.v_head_dim)
+    if width <= 64:
+        return (ForwardConfig(32, 4, 64, blocks=2), ForwardConfig(16, 4, 64))
+    if width <= 128:
+        return (ForwardConfig(32, 4, 64, blocks=2), ForwardConfig(32, 4, 32), ForwardConfig(16, 4, 32))
+    return (ForwardConfig(16, 8, 64), ForwardConfig(16, 4, 64), ForwardConfig(16, 4, 32))

@@ -1,0 +1,490 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Forward attention with mma.sync and cp.async: one CTA per (query tile, query head, batch entry).
+
+A warp owns 16 or 32 query rows through the whole kernel: S = Q K^T, the online softmax and O += P V stay in its
+registers, only K and V pass through shared memory. Key tiles are visited from the right edge to the left:
+
+    [full_end, end)           masked: diagonal, right window edge, end of the keys
+    [full_begin, full_end)    no mask code at all
+    [begin, full_begin)       masked: left window edge
+
+so rows past the end of the keys can only be in the first tile visited, and only its copies are predicated.
+
+The maximum that shifts the exponentials is allowed to lag behind the true one by a factor of 2^8: the accumulator is
+rescaled only when a row outgrows that, which after the first tiles is almost never.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.device import mma, ptx, softmax, tiles
+from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.sm80.config import ForwardConfig, forward_config
+from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
+
+# A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
+# bfloat16, float16 (65504) and the float32 sums.
+_LAZY_RESCALE = 8.0
+_NEVER = float("-inf")
+
+
+class ForwardKernel:
+    """The forward kernel of one compile key.
+
+    Args:
+        spec: what is compiled in.
+        config: the tiling; by default the one of the table in `config.py`.
+    """
+
+    def __init__(self, spec: KernelSpec, config: ForwardConfig | None = None):
+        self.spec = spec
+        self.config = config or forward_config(spec)
+        self.mma_dtype = {"bfloat16": "bf16", "float16": "f16"}[spec.dtype]
+        self.query_tile = SharedTile(self.config.rows, spec.head_dim)
+        self.key_tile = SharedTile(self.config.keys, spec.head_dim)
+        self.value_tile = SharedTile(self.config.keys, spec.v_head_dim)
+        self.out_tile = SharedTile(self.config.rows, spec.v_head_dim)
+        self.key_start = self.query_tile.nbytes
+        self.value_start = self.key_start + self.config.stages * self.key_tile.nbytes
+        self.m_blocks = self.config.rows_per_warp // 16
+        self.score_blocks = self.config.keys // 8
+        self.out_blocks = self.out_tile.padded_columns // 8
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Pointer,
+        key: cute.Pointer,
+        value: cute.Pointer,
+        query_seq_lengths: cute.Pointer | None,
+        key_value_seq_lengths: cute.Pointer | None,
+        query_offset: cute.Pointer | None,
+        sinks: cute.Pointer | None,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        num_heads: Int32,
+        window_left: Int32,
+        window_right: Int32,
+        sinks_stride: Int32,
+        scale: Float32,
+        logits_soft_cap: Float32,
+        stream: cuda.CUstream,
+    ):
+        """Launches the kernel.
+
+        Args:
+            query: `[B, T, N, H]`; it, key, value and out are contiguous, aligned to 16 bytes, of the spec's dtype.
+            key: `[B, S, K, H]`, K = N // group.
+            value: `[B, S, K, D]`.
+            query_seq_lengths: int32 `[B]`; None, like the next three, when the spec lacks the operand.
+            key_value_seq_lengths: int32 `[B]`.
+            query_offset: int32 `[B]`.
+            sinks: float32 `[b, N]`.
+            out: `[B, T, N, D]`.
+            lse: float32 `[B, T, N]`.
+            batch: B; it and the lengths are positive.
+            query_length: T.
+            key_length: S.
+            num_heads: N.
+            window_left: keys to the left of its own position that a query sees; read if the spec has the bound.
+            window_right: the same to the right.
+            sinks_stride: elements from one row of sinks to the next, 0 when all batch entries share one.
+            scale: factor on q . k, of any sign.
+            logits_soft_cap: the cap; read if the spec has one.
+            stream: CUDA stream.
+        """
+        tile_count = (query_length + (self.config.rows - 1)) // self.config.rows
+        self.kernel(
+            query,
+            key,
+            value,
+            query_seq_lengths,
+            key_value_seq_lengths,
+            query_offset,
+            sinks,
+            out,
+            lse,
+            query_length,
+            key_length,
+            num_heads,
+            window_left,
+            window_right,
+            sinks_stride,
+            scale,
+            logits_soft_cap,
+        ).launch(
+            grid=(batch * num_heads * tile_count, 1, 1),
+            block=(self.config.threads, 1, 1),
+            smem=self.config.shared_memory(self.spec.head_dim, self.spec.v_head_dim),
+            stream=stream,
+            min_blocks_per_mp=self.config.blocks,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        query: cute.Pointer,
+        key: cute.Pointer,
+        value: cute.Pointer,
+        query_seq_lengths: cute.Pointer | None,
+        key_value_seq_lengths: cute.Pointer | None,
+        query_offset: cute.Pointer | None,
+        sinks: cute.Pointer | None,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        query_length: Int32,
+        key_length: Int32,
+        num_heads: Int32,
+        window_left: Int32,
+        window_right: Int32,
+        sinks_stride: Int32,
+        scale: Float32,
+        logits_soft_cap: Float32,
+    ):
+        spec, config = self.spec, self.config
+        at = self._locate(query_length, num_heads)
+        query_end = self._length(query_seq_lengths, at.batch, query_length)
+        key_end = self._length(key_value_seq_lengths, at.batch, key_length)
+        offset = self._offset(query_offset, at.batch)
+        left = window_left if spec.window_left else Int32(UNBOUNDED)
+        right = window_right if spec.window_right else Int32(UNBOUNDED)
+        visit = tiles.key_tiles(
+            at.row,
+            config.rows,
+            config.keys,
+            offset=offset,
+            left=left,
+            right=right,
+            query_end=query_end,
+            key_end=key_end,
+        )
+        scaling = softmax.scaling(scale, logits_soft_cap if spec.logits_soft_cap else None)
+        source = self._source(at, query, key, value, query_length, key_length, num_heads)
+        row, column = accumulator_lane(at.lane)
+        first_row = at.row + at.warp * config.rows_per_warp + row
+        limits = [
+            softmax.key_limits(first_row + 8 * i, offset=offset, left=left, right=right, key_end=key_end)
+            for i in range(2 * self.m_blocks)
+        ]
+        state = SimpleNamespace(
+            at=at,
+            source=source,
+            scaling=scaling,
+            limits=limits,
+            column=column,
+            begin=visit.begin,
+            key_end=key_end,
+            out=cute.make_rmem_tensor((self.m_blocks * self.out_blocks * 4,), Float32),
+            maxima=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
+            sums=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
+            query=None,
+        )
+        state.out.fill(0.0)
+        state.maxima.fill(_NEVER)
+        state.sums.fill(0.0)
+
+        self._start(state, visit, query_end)
+        last = visit.end - 1
+        for step in cutlass.range(visit.end - visit.full_end, unroll=1):
+            self._visit(state, last - step, last, masked=True)
+        for step in cutlass.range(visit.full_end - visit.full_begin, unroll=1):
+            self._visit(state, visit.full_end - 1 - step, last, masked=False)
+        if cutlass.const_expr(spec.window_left):
+            for step in cutlass.range(visit.full_begin - visit.begin, unroll=1):
+                self._visit(state, visit.full_begin - 1 - step, last, masked=True)
+
+        sink = None
+        if cutlass.const_expr(spec.sinks):
+            sink = _load(sinks, at.batch * sinks_stride + at.head)
+        weights = self._finish_rows(state, lse, sink, first_row, query_end, query_length, num_heads)
+        self._store(state, weights, out, query_length, num_heads)
+
+    # Set-up.
+
+    def _locate(self, query_length: Int32, num_heads: Int32) -> SimpleNamespace:
+        """Who this thread is.
+
+        Block index, fastest first: head of the group (they share K and V in L2), query tile from the last to the
+        first (the longest of a causal mask start first), key/value head, batch entry.
+        """
+        spec, config = self.spec, self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        tile_count = (query_length + (config.rows - 1)) // config.rows
+        kv_heads = num_heads // spec.group
+        member, block = block % spec.group, block // spec.group
+        tile, block = tile_count - 1 - block % tile_count, block // tile_count
+        kv_head, batch = block % kv_heads, block // kv_heads
+        return SimpleNamespace(
+            thread=thread,
+            lane=thread % 32,
+            warp=cute.arch.make_warp_uniform(thread // 32),
+            shared=cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint(),
+            row=tile * config.rows,
+            batch=batch,
+            head=kv_head * spec.group + member,
+            kv_head=kv_head,
+        )
+
+    def _length(self, lengths: Any, batch: Int32, length: Int32) -> Int32:
+        return length if lengths is None else tiles.clamp(_load(lengths, batch), 0, length)
+
+    def _offset(self, offsets: Any, batch: Int32) -> Int32:
+        return Int32(0) if offsets is None else tiles.clamp(_load(offsets, batch), -UNBOUNDED, UNBOUNDED)
+
+    def _source(
+        self, at: SimpleNamespace, query: Any, key: Any, value: Any, query_length: Any, key_length: Any, num_heads: Any
+    ) -> SimpleNamespace:
+        """Byte addresses of this CTA's rows and the bytes between them."""
+        spec = self.spec
+        kv_heads = num_heads // spec.group
+        query_stride = Int64(num_heads) * (2 * spec.head_dim)
+        key_stride = Int64(kv_heads) * (2 * spec.head_dim)
+        value_stride = Int64(kv_heads) * (2 * spec.v_head_dim)
+        query_row = Int64(at.batch) * query_length + at.row
+        key_row = Int64(at.batch) * key_length
+        return SimpleNamespace(
+            query=query.toint() + query_row * query_stride + Int64(at.head) * (2 * spec.head_dim),
+            key=key.toint() + key_row * key_stride + Int64(at.kv_head) * (2 * spec.head_dim),
+            value=value.toint() + key_row * value_stride + Int64(at.kv_head) * (2 * spec.v_head_dim),
+            query_stride=query_stride,
+            key_stride=key_stride,
+            value_stride=value_stride,
+        )
+
+    # Copies.
+
+    def _load_key(self, state: SimpleNamespace, tile: Int32, stage: Any, *, partial: bool) -> None:
+        self._load_kv(
+            state, self.key_tile, self.key_start, state.source.key, state.source.key_stride, tile, stage, partial
+        )
+
+    def _load_value(self, state: SimpleNamespace, tile: Int32, stage: Any, *, partial: bool) -> None:
+        self._load_kv(
+            state,
+            self.value_tile,
+            self.value_start,
+            state.source.value,
+            state.source.value_stride,
+            tile,
+            stage,
+            partial,
+        )
+
+    def _load_kv(
+        self,
+        state: SimpleNamespace,
+        shape: SharedTile,
+        start: int,
+        source: Int64,
+        stride: Int64,
+        tile: Int32,
+        stage: Any,
+        partial: bool,
+    ) -> None:
+        first = tile * self.config.keys
+        tiles.load_tile(
+            shape,
+            self.config.threads,
+            state.at.thread,
+            state.at.shared + start + stage * shape.nbytes,
+            source + Int64(first) * stride,
+            stride,
+            state.key_end - first if partial else None,
+        )
+
+    def _start(self, state: SimpleNamespace, visit: Any, query_end: Int32) -> None:
+        """Loads Q and the first key tile (with two stages its values too)."""
+        at, source = state.at, state.source
+        last = visit.end - 1
+
+        def load() -> None:
+            threads = self.config.threads
+            rows = query_end - at.row
+            tiles.load_tile(self.query_tile, threads, at.thread, at.shared, source.query, source.query_stride, rows)
+            self._load_key(state, last, 0, partial=True)
+            if self.config.stages == 2:
+                self._load_value(state, last, 0, partial=True)
+
+        def negate() -> None:
+            cute.arch.cp_async_wait_group(0)
+            tiles.negate_tile(self.query_tile, self.config.threads, at.thread, at.shared)
+
+        cutlass.if_generate(visit.begin < visit.end, load)
+        cute.arch.cp_async_commit_group()
+        if not self.spec.logits_soft_cap:
+            cutlass.if_generate(state.scaling.negative, negate)
+        if self.config.query_in_registers:
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            load_a = self._query_loader(state)
+            steps = self.query_tile.padded_columns // 16
+            state.query = [[load_a(m, k) for k in range(steps)] for m in range(self.m_blocks)]
+
+    def _query_loader(self, state: SimpleNamespace) -> Any:
+        if state.query is not None:
+            return lambda m, k: state.query[m][k]
+        at = state.at
+        rows = at.shared + at.warp * (self.config.rows_per_warp * self.query_tile.pitch)
+        return mma.load_a(self.query_tile, rows + self.query_tile.offset(*plain_lane(at.lane)))
+
+    # One key tile.
+
+    def _visit(self, state: SimpleNamespace, tile: Int32, last: Int32, *, masked: bool) -> None:
+        """Adds one key tile to the state, with the copies of the next one in flight."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        if self.config.stages == 2:
+            stage = (last - tile) % 2
+            cutlass.if_generate(tile > state.begin, lambda: self._load_both(state, tile - 1, 1 - stage))
+            cute.arch.cp_async_commit_group()
+            scores = self._scores(state, stage)
+            self._softmax(state, scores, tile, masked)
+        else:
+            stage = 0
+            self._load_value(state, tile, 0, partial=masked)
+            cute.arch.cp_async_commit_group()
+            scores = self._scores(state, stage)
+            cute.arch.sync_threads()
+            cutlass.if_generate(tile > state.begin, lambda: self._load_key(state, tile - 1, 0, partial=False))
+            cute.arch.cp_async_commit_group()
+            self._softmax(state, scores, tile, masked)
+            cute.arch.cp_async_wait_group(1)
+            cute.arch.sync_threads()
+        self._add_values(state, scores, stage)
+
+    def _load_both(self, state: SimpleNamespace, tile: Int32, stage: Any) -> None:
+        self._load_key(state, tile, stage, partial=False)
+        self._load_value(state, tile, stage, partial=False)
+
+    def _scores(self, state: SimpleNamespace, stage: Any) -> list[Float32]:
+        """Q K^T of one tile."""
+        lane_offset = self.key_tile.offset(*crossed_lane(state.at.lane))
+        keys = state.at.shared + (self.key_start + lane_offset) + stage * self.key_tile.nbytes
+        scores = mma.zeros(self.m_blocks, self.score_blocks)
+        shape = (self.m_blocks, self.score_blocks, self.key_tile.padded_columns // 16)
+        mma.gemm(scores, shape, self._query_loader(state), mma.load_b(self.key_tile, keys), self.mma_dtype)
+        return scores
+
+    def _softmax(self, state: SimpleNamespace, scores: list[Float32], tile: Int32, masked: bool) -> None:
+        """Turns scores into probabilities relative to the running maxima, in place."""
+        scaling = state.scaling
+        blocks = (self.m_blocks, self.score_blocks)
+        if scaling.inner is not None:
+            scores[:] = [softmax.cap_score(x, scaling.inner) for x in scores]
+        if masked:
+            column = tile * self.config.keys + state.column
+            softmax.mask_columns(scores, *blocks, column, state.limits, check_low=self.spec.window_left)
+        self._raise_maxima(state, softmax.row_maxima(scores, *blocks))
+        maxima = [state.maxima[i] for i in range(2 * self.m_blocks)]
+        if masked:
+            # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
+            maxima = [ptx.where(x == Float32(_NEVER), Float32(0.0), x) for x in maxima]
+        shifts = [x * scaling.factor for x in maxima]
+        sums = softmax.exponentials(scores, *blocks, scaling.factor, shifts)
+        for i, total in enumerate(sums):
+            state.sums[i] = state.sums[i] + total
+
+    def _raise_maxima(self, state: SimpleNamespace, maxima: list[Float32]) -> None:
+        """Rescales output and sums if a maximum of the warp's rows has grown by more than the allowed lag."""
+        factor = state.scaling.factor
+        grown = None
+        for i, x in enumerate(maxima):
+            outgrown = (x - state.maxima[i]) * factor > Float32(_LAZY_RESCALE)
+            grown = outgrown if grown is None else cutlass.Boolean(grown | outgrown)
+
+        def rescale() -> None:
+            for i, x in enumerate(maxima):
+                old = state.maxima[i]
+                new = ptx.maximum(old, x)
+                # Both -inf: no key seen so far, so there is nothing to rescale and any finite factor will do.
+                shift = ptx.where(new == Float32(_NEVER), Float32(0.0), new)
+                alpha = ptx.exp2((old - shift) * factor)
+                state.maxima[i] = new
+                state.sums[i] = state.sums[i] * alpha
+                for n in range(self.out_blocks):
+                    for half in range(2):
+                        index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2 + half
+                        state.out[index] = state.out[index] * alpha
+
+        cutlass.if_generate(cute.arch.vote_any_sync(grown), rescale)
+
+    def _add_values(self, state: SimpleNamespace, scores: list[Float32], stage: Any) -> None:
+        """O += P V of one tile."""
+        lane_offset = self.value_tile.offset(*plain_lane(state.at.lane))
+        values = state.at.shared + (self.value_start + lane_offset) + stage * self.value_tile.nbytes
+
+        def probabilities(m: int, k: int) -> list[Int32]:
+            return mma.pack_fragment(scores, self.score_blocks, m, k, self.mma_dtype)
+
+        shape = (self.m_blocks, self.out_blocks, self.config.keys // 16)
+        mma.gemm(state.out, shape, probabilities, mma.load_b_transposed(self.value_tile, values), self.mma_dtype)
+
+    # Results.
+
+    def _finish_rows(
+        self,
+        state: SimpleNamespace,
+        lse: Any,
+        sink: Any,
+        first_row: Int32,
+        query_end: Int32,
+        query_length: Int32,
+        num_heads: Int32,
+    ) -> list[tuple[Float32, Any]]:
+        """Stores the log-sum-exp and returns (weight, whether the row has an output) of each row of the lane."""
+        weights = []
+        lse_row = Int64(state.at.batch) * query_length
+        for i in range(2 * self.m_blocks):
+            row = first_row + 8 * i
+            total = softmax.quad_sum(state.sums[i])
+            live = cutlass.Boolean((total != Float32(0.0)) & (row < query_end))
+            log_max, weight = state.maxima[i] * state.scaling.factor, Float32(1.0)
+            if sink is not None:
+                scaled = sink * softmax.LOG2_E
+                top = ptx.maximum(log_max, scaled)
+                shift = ptx.where(top == Float32(_NEVER), Float32(0.0), top)
+                weight = ptx.exp2(log_max - shift)
+                total = total * weight + ptx.exp2(scaled - shift)
+                log_max = top
+            value = (log_max + ptx.log2(total)) * softmax.LN_2
+            value = ptx.where(row < query_end, value, Float32(_NEVER))
+            address = lse.toint() + ((lse_row + row) * num_heads + state.at.head) * 4
+            stores = cutlass.Boolean((row < query_length) & (state.column == 0))
+            cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
+            weights.append((weight * ptx.reciprocal(total), live))
+        return weights
+
+    def _store(self, state: SimpleNamespace, weights: list, out: Any, query_length: Int32, num_heads: Int32) -> None:
+        """Stores the output tile, through shared memory so that global stores are 16 bytes wide."""
+        at, tile, rows = state.at, self.out_tile, self.config.rows_per_warp
+        warp_row = at.warp * rows
+        shared = at.shared + warp_row * tile.pitch
+        lane_address = shared + tile.offset(*accumulator_lane(at.lane))
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        for i, (weight, live) in enumerate(weights):
+            for n in range(self.out_blocks):
+                index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2
+                # A select, not a product: a padding row's sum can be NaN.
+                pair = [ptx.where(live, state.out[index + e] * weight, Float32(0.0)) for e in range(2)]
+                ptx.store_shared(lane_address + tile.offset(8 * i, 8 * n), ptx.pack(*pair, dtype=self.mma_dtype))
+        cute.arch.sync_warp()
+        stride = Int64(num_heads) * (2 * self.spec.v_head_dim)
+        first = at.row + warp_row
+        row = Int64(at.batch) * query_length + first
+        target = out.toint() + row * stride + Int64(at.head) * (2 * self.spec.v_head_dim)
+        tiles.store_rows(tile, rows, at.lane, shared, target, stride, query_length - first)
+
+
+def _load(pointer: cute.Pointer, index: Int32) -> Any:
+    return cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[index]
