@@ -16,6 +16,10 @@ from jax_fastattn.spec import Problem
 # Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
 UNBOUNDED = 1 << 29
 
+# How many scalars `launch_scalars` returns of each kind.
+NUM_INTS = 7
+NUM_FLOATS = 2
+
 
 @dataclass(frozen=True)
 class KernelSpec:
@@ -68,6 +72,30 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         sinks=op == "forward" and "sinks" in spec.present,
         dlse=dlse,
     )
+
+
+def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
+    """Buffers of a launch, in the order in which a kernel's host function takes them: operands, then results.
+
+    Returns:
+        the dtype of each buffer by name; None where the spec leaves it out. A custom call passes the others.
+    """
+
+    def optional(present: bool, dtype: str) -> str | None:
+        return dtype if present else None
+
+    operands = {
+        "query": spec.dtype,
+        "key": spec.dtype,
+        "value": spec.dtype,
+        "query_seq_lengths": optional(spec.query_seq_lengths, "int32"),
+        "key_value_seq_lengths": optional(spec.key_value_seq_lengths, "int32"),
+        "query_offset": optional(spec.query_offset, "int32"),
+    }
+    if spec.op == "forward":
+        return operands | {"sinks": optional(spec.sinks, "float32"), "out": spec.dtype, "lse": "float32"}
+    residuals = {"out": spec.dtype, "lse": "float32", "dout": spec.dtype, "dlse": optional(spec.dlse, "float32")}
+    return operands | residuals | {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
 
 
 def launch_scalars(problem: Problem) -> tuple[tuple[int, ...], tuple[float, ...]]:

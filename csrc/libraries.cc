@@ -1,0 +1,93 @@
+// SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "libraries.h"
+
+#include <dlfcn.h>
+
+#include <utility>
+
+namespace jax_fastattn {
+namespace {
+
+namespace ffi = xla::ffi;
+
+std::string runtime_path;
+std::string driver_path;
+Libraries libraries;
+bool is_open = false;
+
+// Looks symbols up and remembers the first problem.
+class SharedLibrary {
+ public:
+  explicit SharedLibrary(const std::string& path) : handle_(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) {
+    if (handle_ == nullptr) problem_ = dlerror();
+  }
+
+  template <typename Function>
+  void Bind(Function& function, const char* name) {
+    if (!problem_.empty()) return;
+    function = reinterpret_cast<Function>(dlsym(handle_, name));
+    if (function == nullptr) problem_ = std::string("it has no symbol ") + name;
+  }
+
+  bool usable() const { return problem_.empty(); }
+  const std::string& problem() const { return problem_; }
+
+ private:
+  void* handle_;
+  std::string problem_;
+};
+
+ffi::Unexpected<ffi::Error> Failure(const std::string& text) {
+  return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jax_fastattn: " + text));
+}
+
+}  // namespace
+
+void SetLibraryPaths(std::string runtime, std::string driver) {
+  runtime_path = std::move(runtime);
+  driver_path = std::move(driver);
+}
+
+ffi::ErrorOr<const Libraries*> OpenLibraries() {
+  if (is_open) return &libraries;
+  if (runtime_path.empty()) {
+    return Failure(
+        "libcute_dsl_runtime.so, through which CUDA kernels are launched, was not found. Install it with `pip install "
+        "'jax_fastattn[cuda13]'`, or `'jax_fastattn[cuda12]'` for CUDA 12.");
+  }
+  SharedLibrary runtime(runtime_path);
+  runtime.Bind(libraries.module_create, "CuteDSLRT_Module_Create_From_Bytes");
+  runtime.Bind(libraries.module_get_function, "CuteDSLRT_Module_Get_Function");
+  runtime.Bind(libraries.function_run, "CuteDSLRT_Function_Run");
+  runtime.Bind(libraries.error_name, "CuteDSLRT_GetErrorName");
+  if (!runtime.usable()) {
+    return Failure("the CuTe DSL runtime " + runtime_path + " cannot be used: " + runtime.problem() +
+                   ". Reinstall nvidia-cutlass-dsl.");
+  }
+  SharedLibrary driver(driver_path);
+  driver.Bind(libraries.get_device, "cuCtxGetDevice");
+  driver.Bind(libraries.get_attribute, "cuDeviceGetAttribute");
+  driver.Bind(libraries.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+  driver.Bind(libraries.error_string, "cuGetErrorString");
+  if (!driver.usable()) {
+    return Failure("the CUDA driver " + driver_path + " cannot be used: " + driver.problem() +
+                   ". Install an NVIDIA driver on this machine.");
+  }
+  SharedLibrary zlib("libz.so.1");
+  zlib.Bind(libraries.uncompress, "uncompress");
+  if (!zlib.usable()) {
+    return Failure("zlib cannot be used: " + zlib.problem() + ". Install it with the system's package manager.");
+  }
+  is_open = true;
+  return &libraries;
+}
+
+std::string CudaErrorText(const Libraries& libraries, int error) {
+  const char* text = nullptr;
+  if (libraries.error_string(error, &text) != 0 || text == nullptr) text = "unknown error";
+  return "CUDA error " + std::to_string(error) + ", " + text;
+}
+
+}  // namespace jax_fastattn

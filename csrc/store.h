@@ -1,0 +1,40 @@
+// SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels that this process has loaded. A kernel is loaded when a device first meets its key, once, under one lock,
+// and stays loaded: XLA may replay a captured launch at any later time.
+
+#ifndef JAX_FASTATTN_CSRC_STORE_H_
+#define JAX_FASTATTN_CSRC_STORE_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "libraries.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fastattn {
+
+// What a custom call carries of its kernel.
+struct KernelImage {
+  std::string_view key;     // names the kernel in the store and in messages
+  std::string_view arch;    // such as "sm_90a"
+  std::string_view object;  // ELF object with the cubin and its launcher: zlib, then base64
+  int32_t object_size;      // bytes of the ELF object
+};
+
+struct LoadedKernel {
+  const Libraries* libraries;
+  CuteFunction* function;
+};
+
+// The kernel, loaded on the device of the current CUDA context. Thread-safe.
+xla::ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image);
+
+// A kernel's name in messages.
+std::string KernelName(std::string_view key);
+
+}  // namespace jax_fastattn
+
+#endif  // JAX_FASTATTN_CSRC_STORE_H_

@@ -1,0 +1,13 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The seam between JAX and compiled kernels: compile key -> object -> XLA custom call.
+
+The ops call this layer; it knows files, the compiler and architectures, and nothing about attention. Importing it loads
+neither the compiler nor the C++ extension: the first lowering for CUDA, or `register`, loads the extension, and the
+first kernel that is in no cache loads the compiler.
+"""
+
+from jax_fastattn.ffi.call import compile_count, custom_call
+from jax_fastattn.ffi.registry import TARGET_NAME, arch, missing_parts, register, set_target_arch
+
+__all__ = ["TARGET_NAME", "arch", "compile_count", "custom_call", "missing_parts", "register", "set_target_arch"]

@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel launch as an XLA custom call that carries its kernel, so that a later process needs nothing of this one.
+
+Kernels are looked for in memory, then on disk, and compiled last.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.interpreters import mlir
+
+from jax_fastattn.ffi import cache, registry
+from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A compiled kernel in the form in which a custom call carries it.
+
+    Attributes:
+        key: its name, see `cache.kernel_key`.
+        text: the object file, compressed and in base64: XLA keeps attributes as escaped text, in which raw bytes would
+            take more than twice their size.
+        size: bytes of the object file.
+    """
+
+    key: str
+    text: str
+    size: int
+
+    @classmethod
+    def of(cls, key: str, kernel: bytes) -> _Kernel:
+        return cls(key, base64.b64encode(zlib.compress(kernel, 9)).decode("ascii"), len(kernel))
+
+
+_lock = threading.Lock()
+_kernels: dict[KernelSpec, _Kernel] = {}
+_compile_count = 0
+
+
+def compile_count() -> int:
+    """How many kernels this process has compiled; those found on disk do not count."""
+    return _compile_count
+
+
+def custom_call(
+    ctx: mlir.LoweringRuleContext,
+    spec: KernelSpec,
+    operands: Sequence[Any],
+    ints: tuple[int, ...],
+    floats: tuple[float, ...],
+) -> Sequence[Any]:
+    """Emits the launch of the kernel of `spec`, in a lowering rule for CUDA.
+
+    Args:
+        ctx: of a primitive whose operands are `operands` and whose results are the kernel's.
+        spec: the compile key.
+        operands: the operands that `launch_buffers(spec)` has, in its order, as ir values. Row-major.
+        ints, floats: see `launch_scalars`.
+
+    Returns:
+        the results, as ir values.
+
+    Raises:
+        ValueError: the number of operands and results is not that of the kernel.
+        ImportError: the extension or the compiler is not installed.
+    """
+    names = [name for name, dtype in launch_buffers(spec).items() if dtype is not None]
+    count = len(operands) + len(ctx.avals_out)
+    if count != len(names):
+        raise ValueError(
+            f"the {spec.op} kernel takes {len(names)} buffers ({', '.join(names)}); found {len(operands)} operands and "
+            f"{len(ctx.avals_out)} results"
+        )
+    registry.register()
+    kernel = _kernel(spec)
+    attributes = {
+        "key": mlir.ir.StringAttr.get(kernel.key),
+        "arch": mlir.ir.StringAttr.get(spec.arch),
+        "object": mlir.ir.StringAttr.get(kernel.text),
+        "object_size": _int32(kernel.size),
+        "num_buffers": _int32(count),
+        "ints": mlir.ir.DenseI32ArrayAttr.get(ints),
+        "floats": mlir.ir.DenseF32ArrayAttr.get(floats),
+    }
+    return jax.ffi.ffi_lowering(registry.TARGET_NAME, backend_config=attributes)(ctx, *operands)
+
+
+def _int32(value: int) -> Any:
+    return mlir.ir.IntegerAttr.get(mlir.ir.IntegerType.get_signless(32), value)
+
+
+def _kernel(spec: KernelSpec) -> _Kernel:
+    with _lock:
+        if spec not in _kernels:
+            key = cache.kernel_key(spec)
+            kernel = cache.load(key)
+            if kernel is None:
+                kernel = _compile(spec)
+                cache.store(key, kernel)
+            _kernels[spec] = _Kernel.of(key, kernel)
+        return _kernels[spec]
+
+
+def _compile(spec: KernelSpec) -> bytes:
+    global _compile_count
+    from jax_fastattn.ffi import compiler  # loads the compiler, which takes seconds
+
+    _logger.info("compiling %s", spec)
+    _compile_count += 1
+    return compiler.compile_kernel(spec)

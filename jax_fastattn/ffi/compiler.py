@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A compile key to an object file, by CuTe DSL. Needs no GPU; importing this module takes seconds.
+
+The object holds the cubin of every kernel that the host function launches, and the host function as CPU code. The
+architecture is an option of each compilation, so that neither the environment nor later compilations see it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream, make_ptr
+
+from jax_fastattn.kernels.sm80.backward import BackwardKernel
+from jax_fastattn.kernels.sm80.forward import ForwardKernel
+from jax_fastattn.kernels.spec import NUM_FLOATS, NUM_INTS, KernelSpec, launch_buffers
+
+# Under which csrc/store.cc looks the host function up.
+FUNCTION_PREFIX = "jax_fastattn"
+
+# XLA aligns buffers to 256 bytes; kernels copy 16 at a time.
+_ALIGNMENT = 16
+
+_KERNELS: dict[str, Any] = {"forward": ForwardKernel, "backward": BackwardKernel}
+_DTYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+    "int32": cutlass.Int32,
+}
+
+# Tracing changes state of the whole process.
+_lock = threading.Lock()
+
+
+def compile_kernel(spec: KernelSpec) -> bytes:
+    """Compiles the kernel of `spec` for `spec.arch`. Thread-safe.
+
+    Returns:
+        an ELF object file with one function, `FUNCTION_PREFIX`. It takes the buffers of `launch_buffers(spec)`, then
+        the scalars of `launch_scalars`, then the stream.
+    """
+    with _lock:
+        _open_runtime()
+        compiled = cute.compile(_KERNELS[spec.op](spec), *_fake_arguments(spec), options=f"--gpu-arch {spec.arch}")
+        return compiled.dump_to_object(FUNCTION_PREFIX)
+
+
+def _fake_arguments(spec: KernelSpec) -> list[Any]:
+    buffers = [_fake_pointer(dtype) for dtype in launch_buffers(spec).values()]
+    ints = [cutlass.Int32(0)] * NUM_INTS
+    floats = [cutlass.Float32(0)] * NUM_FLOATS
+    return [*buffers, *ints, *floats, make_fake_stream()]
+
+
+def _fake_pointer(dtype: str | None) -> Any:
+    if dtype is None:
+        return None
+    return make_ptr(_DTYPES[dtype], _ALIGNMENT, cute.AddressSpace.gmem, assumed_align=_ALIGNMENT)
+
+
+@cute.jit
+def _nothing() -> None:
+    pass
+
+
+@functools.cache
+def _open_runtime() -> None:
+    # Writing an object needs symbols of the DSL's runtime library. That is opened for the first function that can run
+    # on this machine, hence not for kernels where there is no GPU, or another one (CuTe DSL 4.8.1: "Failed to dump
+    # object file with PIC relocation").
+    cute.compile(_nothing)

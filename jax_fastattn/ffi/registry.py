@@ -1,0 +1,134 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What this process runs on: the FFI target, the libraries behind it, and the architecture to compile for.
+
+Everything is found without being loaded, until `register` loads the C++ extension.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+import threading
+from pathlib import Path
+
+import jax
+
+# Written into compiled programs and exported files: never changes.
+TARGET_NAME = "jax_fastattn_launch"
+
+_EXTENSION = "jax_fastattn.ffi._ffi"
+_COMPILER = "nvidia_cutlass_dsl"
+
+# Binaries run on later minor versions of their major version; those with the suffix "a" run on their own version only.
+_ARCHITECTURES = {
+    "8.0": "sm_80",
+    "8.6": "sm_86",
+    "8.7": "sm_80",
+    "8.9": "sm_89",
+    "9.0": "sm_90a",
+    "12.0": "sm_120a",
+}
+
+_lock = threading.Lock()
+_target_arch: str | None = None
+
+
+def set_target_arch(arch: str | None) -> None:
+    """Names the GPU to lower for, instead of the local ones: to lower, compile or export where that GPU is not.
+
+    Args:
+        arch: such as `"sm_80"`, `"sm_86"`, `"sm_89"`, `"sm_90a"` (H100, H200) or `"sm_120a"`; None (the initial state)
+            goes back to the local GPUs.
+
+    Raises:
+        TypeError: `arch` is not a string.
+        ValueError: `arch` is not of that form.
+    """
+    global _target_arch
+    if arch is not None and not isinstance(arch, str):
+        raise TypeError(f'`arch` is a {type(arch).__name__}; pass a string such as "sm_90a", or None')
+    if arch is not None and not re.fullmatch(r"sm_\d+[a-z]?", arch):
+        raise ValueError(f'`arch` is "{arch}"; pass a name such as "sm_80" or "sm_90a"')
+    _target_arch = arch
+
+
+def arch() -> str | None:
+    """The architecture to compile for: that of `set_target_arch`, else that of this process's CUDA devices.
+
+    Returns:
+        such as `"sm_90a"`; None for devices that no kernel is written for.
+
+    Raises:
+        RuntimeError: there is no CUDA device and none was named, or the devices are of different architectures.
+    """
+    return _target_arch or _local_arch()
+
+
+def _local_arch() -> str | None:
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        raise RuntimeError(
+            "a computation is lowered for CUDA in a process without a CUDA device, so that the GPU to compile for is "
+            'unknown; name it with jax_fastattn.set_target_arch, such as set_target_arch("sm_90a") for H100'
+        ) from None
+    found = {str(device): _ARCHITECTURES.get(device.compute_capability) for device in devices}
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{device}: {device.compute_capability}" for device in devices)
+        raise RuntimeError(
+            f"the local CUDA devices have different compute capabilities ({listed}), and one program runs on all of "
+            "them; start one process for each kind, with CUDA_VISIBLE_DEVICES"
+        )
+    return next(iter(found.values()))
+
+
+def missing_parts() -> list[str]:
+    """What the installation lacks to launch kernels, each with its remedy; empty when it is complete."""
+    parts = {
+        "the compiled extension of jax_fastattn is missing; install jax_fastattn from a wheel, or build it with "
+        "`pip install -e .`": _EXTENSION,
+        "nvidia-cutlass-dsl, which compiles and loads kernels, is not installed; run `pip install "
+        "'jax_fastattn[cuda13]'`, or `'jax_fastattn[cuda12]'` for CUDA 12": _COMPILER,
+    }
+    return [reason for reason, module in parts.items() if not _is_installed(module)]
+
+
+def register() -> None:
+    """Registers the FFI target for CUDA with XLA. Lowering does it too; any number of calls is one call.
+
+    A process that runs programs without lowering them, such as one that deserialises a `jax.export` file, calls this
+    first.
+
+    Raises:
+        ImportError: the C++ extension is missing or does not load.
+    """
+    with _lock:
+        _register_once()
+
+
+@functools.cache
+def _register_once() -> None:
+    extension = importlib.import_module(_EXTENSION)
+    extension.set_library_paths(runtime=runtime_library() or "", driver="libcuda.so.1")
+    jax.ffi.register_ffi_target(TARGET_NAME, extension.launch, platform="CUDA")
+
+
+def runtime_library() -> str | None:
+    """Path of the CuTe DSL runtime for the CUDA version of JAX's plugin, else of the newest; None without any."""
+    spec = importlib.util.find_spec(_COMPILER) if _is_installed(_COMPILER) else None
+    roots = [Path(root) for root in (spec.submodule_search_locations if spec else None) or ()]
+    versions = sorted(("13", "12"), key=lambda version: not _is_installed(f"jax_cuda{version}_plugin"))
+    for version in versions:
+        for root in roots:
+            path = root / f"cu{version}" / "lib" / "libcute_dsl_runtime.so"
+            if path.is_file():
+                return str(path)
+    return None
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
