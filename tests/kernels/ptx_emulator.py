@@ -1,0 +1,433 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the PTX of an mma.sync kernel on the CPU, so that its numbers can be checked on a machine without a GPU.
+
+All threads of a CTA advance together, one numpy operation per instruction; where they diverge, the group with the
+smallest program counter runs first, which reconverges structured code. Only the instructions that our kernels contain
+are known; any other raises `NotImplementedError`.
+
+What it catches beyond wrong results: an access outside the buffers raises, shared memory starts as NaN, and the target
+of a cp.async is NaN from its issue until the wait that completes it, so a missing wait or an early overwrite shows in the
+output. What it cannot catch: a missing barrier between warps, since these run in step here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_POISON = 0xFF  # 0xFFFF is a NaN in bfloat16 and float16, 0xFFFFFFFF one in float32
+_TYPES = {
+    "u16": np.uint16, "s16": np.int16, "b16": np.uint16,
+    "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32,
+    "u64": np.uint64, "s64": np.int64, "b64": np.uint64,
+}  # fmt: skip
+_COMPARE = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "neu": lambda a, b: (a != b) | np.isnan(a) | np.isnan(b),
+    "equ": lambda a, b: (a == b) | np.isnan(a) | np.isnan(b),
+    "leu": lambda a, b: ~(a > b), "ltu": lambda a, b: ~(a >= b),
+    "geu": lambda a, b: ~(a < b), "gtu": lambda a, b: ~(a <= b),
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+}  # fmt: skip
+# An ordered "ne" is false for NaN, unlike numpy's.
+_FLOAT_NE = lambda a, b: (a != b) & ~(np.isnan(a) | np.isnan(b))  # noqa: E731 (a table entry)
+
+
+@dataclass
+class Memory:
+    """A flat global memory; `add` places arrays with a guard of poison between them."""
+
+    data: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    base: int = 1 << 20
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, array: np.ndarray) -> int:
+        """Copies an array in and returns its address (aligned to 256 bytes)."""
+        raw = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+        start = (len(self.data) + 511) // 256 * 256
+        grown = np.full(start + len(raw) + 256, _POISON, np.uint8)
+        grown[: len(self.data)] = self.data
+        grown[start : start + len(raw)] = raw
+        self.data = grown
+        self.spans.append((self.base + start, self.base + start + len(raw)))
+        return self.base + start
+
+    def read(self, address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array back out."""
+        start = address - self.base
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return np.frombuffer(self.data[start : start + size].tobytes(), dtype).reshape(shape)
+
+    def indices(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Byte indices [n, size] of accesses, all of which must lie inside of one array."""
+        addresses = addresses.astype(np.int64)
+        inside = np.zeros(len(addresses), bool)
+        for low, high in self.spans:
+            inside |= (addresses >= low) & (addresses + size <= high)
+        if not inside.all():
+            raise IndexError(f"global access outside of any array: {hex(int(addresses[~inside][0]))}")
+        if (addresses % size).any():
+            raise IndexError("misaligned global access")
+        return (addresses - self.base)[:, None] + np.arange(size)
+
+
+def parse(ptx: str) -> tuple[list[tuple[Any, ...]], dict[str, int], list[str], int]:
+    """(instructions, labels, parameter types, threads) of the only kernel in a PTX text."""
+    header, body = ptx[ptx.index(".entry") :].split("\n{", 1)
+    parameters = re.findall(r"\.param \.(\w+)", header)
+    threads = int(re.search(r"\.reqntid (\d+)", header)[1])
+    code: list[tuple[Any, ...]] = []
+    labels: dict[str, int] = {}
+    for raw in body.splitlines():
+        line = raw.split("//")[0].strip()
+        if (label := re.match(r"^(\$\w+):", line)) is not None:
+            labels[label[1]] = len(code)
+            continue
+        if not line or line.startswith(".") or line in "{}":
+            continue
+        guard = re.match(r"^@(!?)(%p\d+)\s+", line)
+        line = line[guard.end() :] if guard else line
+        opcode, _, rest = line.rstrip(";").strip().partition(" ")
+        if "\t" in opcode:
+            opcode, _, more = opcode.partition("\t")
+            rest = f"{more} {rest}"
+        operands = [x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)]
+        code.append((guard and (guard[1] == "!", guard[2]), opcode.strip(), operands))
+    return code, labels, parameters, threads
+
+
+class Cta:
+    """One CTA: registers, shared memory, program counters."""
+
+    def __init__(self, program: tuple, parameters: list[Any], memory: Memory, block: int, shared_bytes: int):
+        self.code, self.labels, self.parameter_types, self.threads = program
+        self.parameters, self.memory, self.block = parameters, memory, block
+        self.shared = np.full(shared_bytes, _POISON, np.uint8)
+        self.registers: dict[str, np.ndarray] = {}
+        self.tid = np.arange(self.threads)
+        self.open_copies: list[tuple] = []
+        self.groups: list[list[tuple]] = []
+
+    def run(self) -> int:
+        """Runs to the end; returns the number of instruction issues."""
+        pc = np.zeros(self.threads, np.int64)
+        done = np.zeros(self.threads, bool)
+        count = 0
+        with np.errstate(all="ignore"):
+            while not done.all():
+                here = int(pc[~done].min())
+                active = (pc == here) & ~done
+                guard, opcode, operands = self.code[here]
+                count += 1
+                pc[active] = here + 1
+                if guard is not None:
+                    negate, name = guard
+                    active = active & (self.registers[name] ^ negate)
+                    if not active.any():
+                        continue
+                if opcode.startswith("bra"):
+                    pc[active] = self.labels[operands[0]]
+                elif opcode == "ret":
+                    done |= active
+                else:
+                    self.execute(opcode, operands, active)
+        return count
+
+    # Operands.
+
+    def get(self, name: str, kind: Any) -> np.ndarray:
+        """An operand as an array [threads] of the numpy type `kind`."""
+        dtype = np.dtype(kind)
+        if name in self.registers:
+            value = self.registers[name]
+            return value if dtype == bool else value.astype(f"u{dtype.itemsize}").view(dtype)
+        if name.startswith("0f"):
+            value = np.array([int(name[2:], 16)], np.uint32).view(np.float32)[0]
+        elif name == "%tid.x":
+            return self.tid.astype(dtype)
+        elif name == "%ctaid.x":
+            value = self.block
+        elif name == "__dynamic_shmem__0":
+            value = 0
+        elif name.startswith("%"):
+            raise NotImplementedError(f"operand {name}")
+        else:
+            value = int(name, 0)
+            value = np.array([value & (256**dtype.itemsize - 1)], np.uint64).astype(f"u{dtype.itemsize}").view(dtype)[0]
+        return np.full(self.threads, value, dtype)
+
+    def put(self, name: str, value: np.ndarray, active: np.ndarray) -> None:
+        """Writes a register of the active threads."""
+        value = np.asarray(value)
+        if value.dtype != bool:
+            width = {"%rd": 8, "%rs": 2}.get(name[:3], 4)
+            value = value.view(f"u{value.dtype.itemsize}").astype(f"u{width}")
+        old = self.registers.get(name)
+        if old is None or active.all():
+            old = np.zeros(self.threads, value.dtype)
+        self.registers[name] = np.where(active, value, old)
+
+    @staticmethod
+    def names(operand: str) -> list[str]:
+        """Registers of `{a, b}` or of a single operand."""
+        return [x.strip() for x in operand.strip("{}").split(",")]
+
+    def address(self, operand: str, kind: Any) -> np.ndarray:
+        """Value of `[register + offset]`."""
+        base, _, offset = operand.strip("[]").partition("+")
+        return self.get(base.strip(), kind).astype(np.int64) + int(offset or "0", 0)
+
+    def shared_indices(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Byte indices [n, size] into shared memory."""
+        if (addresses < 0).any() or (addresses + size > len(self.shared)).any() or (addresses % size).any():
+            raise IndexError("shared access out of range or misaligned")
+        return addresses[:, None] + np.arange(size)
+
+    # Instructions.
+
+    def execute(self, opcode: str, operands: list[str], active: np.ndarray) -> None:
+        """One instruction for the active threads."""
+        name, *parts = opcode.split(".")
+        handler = getattr(self, f"do_{name}", None)
+        if handler is None:
+            raise NotImplementedError(f"{opcode} {operands}")
+        handler(parts, operands, active)
+
+    def _simple(self, function: Any, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = bool if parts[-1] == "pred" else _TYPES[parts[-1]]
+        values = [self.get(x, kind) for x in operands[1:]]
+        self.put(operands[0], np.asarray(function(*values)).astype(kind), active)
+
+    def do_add(self, *a: Any) -> None:
+        self._simple(np.add, *a)
+
+    def do_sub(self, *a: Any) -> None:
+        self._simple(np.subtract, *a)
+
+    def do_and(self, *a: Any) -> None:
+        self._simple(np.bitwise_and, *a)
+
+    def do_or(self, *a: Any) -> None:
+        self._simple(np.bitwise_or, *a)
+
+    def do_xor(self, *a: Any) -> None:
+        self._simple(np.bitwise_xor, *a)
+
+    def do_not(self, *a: Any) -> None:
+        self._simple(np.invert, *a)
+
+    def do_neg(self, *a: Any) -> None:
+        self._simple(np.negative, *a)
+
+    def do_abs(self, *a: Any) -> None:
+        self._simple(np.abs, *a)
+
+    def do_min(self, *a: Any) -> None:
+        self._simple(np.fmin, *a)
+
+    def do_max(self, *a: Any) -> None:
+        self._simple(np.fmax, *a)
+
+    def do_ex2(self, *a: Any) -> None:
+        self._simple(np.exp2, *a)
+
+    def do_lg2(self, *a: Any) -> None:
+        self._simple(np.log2, *a)
+
+    def do_rcp(self, *a: Any) -> None:
+        self._simple(np.reciprocal, *a)
+
+    def do_tanh(self, *a: Any) -> None:
+        self._simple(np.tanh, *a)
+
+    def do_fma(self, *a: Any) -> None:
+        def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+            return x.astype(np.float64) * y + z
+
+        self._simple(fused, *a)
+
+    def do_div(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts[-1] == "f32":
+            return self._simple(np.divide, parts, operands, active)
+
+        def truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+            y = np.where(y == 0, 1, y)
+            return np.sign(x) * np.sign(y) * (np.abs(x.astype(np.int64)) // np.abs(y.astype(np.int64)))
+
+        return self._simple(truncated, parts, operands, active)
+
+    def do_rem(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        self._simple(lambda x, y: np.fmod(x, np.where(y == 0, 1, y)), parts, operands, active)
+
+    def do_shl(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = _TYPES[parts[-1]]
+        self.put(operands[0], self.get(operands[1], kind) << self.get(operands[2], np.uint32).astype(kind), active)
+
+    def do_shr(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = _TYPES[parts[-1]]
+        self.put(operands[0], self.get(operands[1], kind) >> self.get(operands[2], np.uint32).astype(kind), active)
+
+    def do_mul(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = _TYPES[parts[-1]]
+        a, b = (self.get(x, kind) for x in operands[1:])
+        if "wide" in parts:
+            wide = np.int64 if kind is np.int32 else np.uint64
+            self.put(operands[0], a.astype(wide) * b.astype(wide), active)
+        elif "hi" in parts:
+            wide = np.int64 if kind is np.int32 else np.uint64
+            self.put(operands[0], ((a.astype(wide) * b.astype(wide)) >> 32).astype(kind), active)
+        else:
+            self.put(operands[0], a * b, active)
+
+    def do_mad(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = _TYPES[parts[-1]]
+        a, b = (self.get(x, kind) for x in operands[1:3])
+        if "wide" in parts:
+            kind = np.int64 if kind is np.int32 else np.uint64
+            a, b = a.astype(kind), b.astype(kind)
+        self.put(operands[0], a * b + self.get(operands[3], kind), active)
+
+    def do_setp(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = _TYPES[parts[-1]]
+        a, b = (self.get(x, kind) for x in operands[1:])
+        compare = _FLOAT_NE if parts[0] == "ne" and kind is np.float32 else _COMPARE[parts[0]]
+        self.put(operands[0], compare(a, b), active)
+
+    def do_selp(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = _TYPES[parts[-1]]
+        a, b = (self.get(x, kind) for x in operands[1:3])
+        self.put(operands[0], np.where(self.registers[operands[3]], a, b), active)
+
+    def do_mov(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        target, source = operands
+        if target.startswith("{"):
+            value = self.get(source, np.uint64 if parts[0] == "b64" else np.uint32)
+            half = 32 if parts[0] == "b64" else 16
+            small = np.uint32 if half == 32 else np.uint16
+            for i, name in enumerate(self.names(target)):
+                if name != "_":
+                    self.put(name, (value >> value.dtype.type(half * i)).astype(small), active)
+        elif source.startswith("{"):
+            big, half = (np.uint64, 32) if parts[0] == "b64" else (np.uint32, 16)
+            low, high = (self.get(x, np.uint32 if half == 32 else np.uint16).astype(big) for x in self.names(source))
+            self.put(target, low | (high << big(half)), active)
+        else:
+            self._simple(lambda x: x, parts, operands, active)
+
+    def do_cvta(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        self._simple(lambda x: x, parts, operands, active)
+
+    def do_cvt(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts[1] in ("bf16x2", "f16x2"):
+            dtype = ml_dtypes.bfloat16 if parts[1] == "bf16x2" else np.float16
+            high, low = (self.get(x, np.float32).astype(dtype).view(np.uint16).astype(np.uint32) for x in operands[1:])
+            self.put(operands[0], low | (high << np.uint32(16)), active)
+        else:
+            target, source = (_TYPES[x] for x in parts[-2:])
+            self.put(operands[0], self.get(operands[1], source).astype(target), active)
+
+    def do_shfl(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        value = self.get(operands[1], np.uint32)
+        lane = self.get(operands[2], np.int32)
+        source = self.tid ^ lane if parts[1] == "bfly" else self.tid // 32 * 32 + lane
+        self.put(operands[0].split("|")[0], value[source], active)
+
+    def do_vote(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        warps = (self.registers[operands[1]] & active).reshape(-1, 32)
+        self.put(operands[0], np.repeat(warps.any(1), 32), active)
+
+    def do_bar(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts[0] != "warp" and not active.all():
+            raise RuntimeError("barrier reached by a part of the CTA")
+
+    do_barrier = do_bar
+
+    # Memory.
+
+    def do_ld(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = _TYPES[parts[-1]]
+        if parts[0] == "param":
+            index = int(re.search(r"_param_(\d+)", operands[1])[1])
+            value = np.full(self.threads, self.parameters[index], _TYPES[self.parameter_types[index]])
+            return self.put(operands[0], value, active)
+        names = self.names(operands[0])
+        size = len(names) * np.dtype(kind).itemsize
+        if "shared" in parts:
+            data = self.shared[self.shared_indices(self.address(operands[1], np.uint32)[active], size)]
+        else:
+            data = self.memory.data[self.memory.indices(self.address(operands[1], np.uint64)[active], size)]
+        loaded = np.ascontiguousarray(data).view(kind)
+        for i, name in enumerate(names):
+            value = np.zeros(self.threads, kind)
+            value[active] = loaded[:, i]
+            self.put(name, value, active)
+
+    def do_st(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = _TYPES[parts[-1]]
+        values = np.stack([self.get(x, kind)[active] for x in self.names(operands[1])], 1)
+        raw = np.ascontiguousarray(values).view(np.uint8)
+        if "shared" in parts:
+            self.shared[self.shared_indices(self.address(operands[0], np.uint32)[active], raw.shape[1])] = raw
+        else:
+            self.memory.data[self.memory.indices(self.address(operands[0], np.uint64)[active], raw.shape[1])] = raw
+
+    def do_cp(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts[1] == "commit_group":
+            self.groups.append(self.open_copies)
+            self.open_copies = []
+        elif parts[1] == "wait_group":
+            pending = int(operands[0])
+            while len(self.groups) > pending:
+                for target, data in self.groups.pop(0):
+                    self.shared[target] = data
+        else:
+            target = self.shared_indices(self.address(operands[0], np.uint32)[active], 16)
+            size = self.get(operands[3], np.uint32)[active] if len(operands) > 3 else np.full(active.sum(), 16)
+            data = np.zeros((len(target), 16), np.uint8)
+            copied = size == 16
+            source = self.address(operands[1], np.uint64)[active][copied]
+            data[copied] = self.memory.data[self.memory.indices(source, 16)]
+            self.shared[target] = _POISON
+            self.open_copies.append((target, data))
+
+    def do_ldmatrix(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        addresses = self.address(operands[1], np.uint32)
+        rows = self.shared[self.shared_indices(addresses, 16)].view(np.uint16)  # [threads, 8]
+        matrices = rows.reshape(-1, 4, 8, 8)  # warp, matrix, row, column
+        if "trans" in parts:
+            matrices = matrices.swapaxes(2, 3)
+        pairs = np.ascontiguousarray(matrices).view(np.uint32).reshape(-1, 4, 32)  # lane = row * 4 + column / 2
+        for i, name in enumerate(self.names(operands[0])):
+            self.put(name, pairs[:, i].reshape(-1), active)
+
+    def do_mma(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        dtype = ml_dtypes.bfloat16 if "bf16" in parts else np.float16
+
+        def halves(names: list[str]) -> np.ndarray:  # [register, warp, lane // 4, lane % 4, pair]
+            words = np.stack([self.get(x, np.uint32).reshape(-1, 8, 4) for x in names])
+            return words[..., None].view(np.uint16).view(dtype).astype(np.float32)
+
+        a, b = halves(self.names(operands[1])), halves(self.names(operands[2]))
+        warps = a.shape[1]
+        left = np.empty((warps, 16, 16), np.float32)
+        right = np.empty((warps, 16, 8), np.float32)
+        for i in range(4):
+            left[:, 8 * (i % 2) : 8 * (i % 2) + 8, 8 * (i // 2) : 8 * (i // 2) + 8] = a[i].reshape(warps, 8, 8)
+        for i in range(2):
+            right[:, 8 * i : 8 * i + 8] = b[i].reshape(warps, 8, 8).swapaxes(1, 2)
+        product = left @ right
+        for i, (name, old) in enumerate(zip(self.names(operands[0]), self.names(operands[3]), strict=True)):
+            block = product[:, 8 * (i // 2) : 8 * (i // 2) + 8, i % 2 :: 2]
+            self.put(name, (self.get(old, np.float32) + block.reshape(-1)).astype(np.float32), active)
+
+
+def launch(ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int) -> int:
+    """Runs `blocks` CTAs (grid x only) one after another; returns the number of instruction issues."""
+    program = parse(ptx)
+    return sum(Cta(program, parameters, memory, block, shared_bytes).run() for block in range(blocks))
