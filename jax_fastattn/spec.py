@@ -137,6 +137,11 @@ class Problem:
         )
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no query or no key."""
+        return 0 in (self.batch, self.query_length, self.key_length, self.num_heads, self.head_dim, self.v_head_dim)
+
+    @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1

@@ -28,6 +28,10 @@ class Axes:
     def __getitem__(self, axis: str) -> int:
         return self._sizes[axis][0]
 
+    def set(self, axis: str, size: int, source: str) -> None:
+        """Fixes an axis that no array spells out."""
+        self._sizes[axis] = (size, source)
+
     def bind(self, name: str, x: Any, axes: str) -> None:
         """Binds the axes of argument `name`, one letter each; raises ValueError where a size disagrees."""
         if x.ndim != len(axes):
@@ -91,7 +95,7 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
     """A finite Python number: scalars are fixed when the function is traced."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static, or fold it into `query`")
-    if isinstance(x, (bool, str)) or not np.isscalar(x) and not (hasattr(x, "shape") and x.shape == ()):
+    if isinstance(x, (bool, str)) or (not np.isscalar(x) and not (hasattr(x, "shape") and x.shape == ())):
         raise TypeError(f"`{name}` is {type(x).__name__}, expected a float")
     value = float(x)
     if not math.isfinite(value) or (positive and value <= 0):
@@ -125,5 +129,5 @@ def check_window(window: int | Sequence[int | None] | None) -> tuple[int | None,
 def check_implementation(implementation: Any) -> None:
     """None, "cuda" or "xla"."""
     if implementation not in (None, "cuda", "xla"):
-        remedy = '; cuDNN is reached through jax.nn.dot_product_attention' if implementation == "cudnn" else ""
+        remedy = "; cuDNN is reached through jax.nn.dot_product_attention" if implementation == "cudnn" else ""
         raise ValueError(f'`implementation` is {implementation!r}, expected None, "cuda" or "xla"{remedy}')

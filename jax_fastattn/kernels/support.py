@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from jax_fastattn.kernels.spec import UNBOUNDED
+from jax_fastattn.kernels.sm80.config import backward_config, forward_config
+from jax_fastattn.kernels.spec import UNBOUNDED, kernel_spec
 from jax_fastattn.spec import Problem
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
@@ -26,3 +27,11 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
         "segment ids are given (`segment_ids`, or packed input)": "query_segment_ids" in present,
     }
     return [reason for reason, applies in checks.items() if applies]
+
+
+def describe_tiles(problem: Problem, arch: str) -> str:
+    """Query rows x keys of the tiles that `problem` runs with, in words."""
+    forward = forward_config(kernel_spec(problem, "forward", arch))
+    backward = backward_config(kernel_spec(problem, "backward", arch))
+    dq, dkdv = backward.dq, backward.dkdv
+    return f"forward {forward.rows}x{forward.keys}, dq {dq.rows}x{dq.keys}, dkdv {dkdv.queries}x{dkdv.keys}"

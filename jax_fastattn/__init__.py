@@ -1,0 +1,12 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Exact attention for JAX on NVIDIA GPUs: CUDA kernels behind a drop-in for `jax.nn.dot_product_attention`.
+
+Importing this package loads neither the kernel compiler nor the C++ extension; the first call lowered for CUDA does.
+"""
+
+from jax_fastattn.api import attention, attention_varlen, explain
+from jax_fastattn.ffi import register as register_ffi_targets
+from jax_fastattn.ffi import set_target_arch
+
+__all__ = ["attention", "attention_varlen", "explain", "register_ffi_targets", "set_target_arch"]

@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions: signature, contract, and four steps: check, canonicalize, attend, restore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_fastattn import canonical, validation
+from jax_fastattn.ops import dispatch, vjp
+from jax_fastattn.spec import Implementation, Problem
+
+Window = int | tuple[int | None, int | None] | None
+SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike] | None
+
+
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    logits_soft_cap: float | None = None,
+    segment_ids: SegmentIds = None,
+    sinks: ArrayLike | None = None,
+    query_offset: int | ArrayLike = 0,
+    deterministic: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Exact scaled dot-product attention; a drop-in for `jax.nn.dot_product_attention` that goes beyond it.
+
+    For every batch entry and head, with the sum over the visible keys:
+
+    .. math:: \mathrm{out}_i = \sum_j \exp(x_{ij} - \mathrm{lse}_i) v_j, \quad x = \mathrm{scale}\, q k^T + \mathrm{bias}
+
+    as in FlashAttention (https://arxiv.org/abs/2205.14135). A query with no visible key gets output 0, log-sum-exp
+    -inf and zero gradients (`jax.nn` returns the mean of `value` there: the one deliberate difference). Keys, values
+    and rows that are invisible never reach a result, NaN or not.
+
+    Sizes: B batch, T query length, S key length, N query heads, K key/value heads (N a multiple of K: grouped-query
+    attention), H head dim, D head dim of `value`.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`; bfloat16, float16, float32, or float64 under x64.
+        key: `[B, S, K, H]` or `[S, K, H]`, dtype of `query`.
+        value: `[B, S, K, D]` or `[S, K, D]`, dtype of `query`; D may differ from H.
+        bias: floating, broadcastable to `[B, N, T, S]`; added to the scaled logits. Differentiable.
+        mask: bool, broadcastable to `[B, N, T, S]`; True where the query may attend.
+        scale: factor on the logits; default 1 / sqrt(H).
+        is_causal: a query sees the keys at its own position and before; see `query_offset`.
+        query_seq_lengths: int32 `[B]`; rows from there on are padding: output 0, zero gradients.
+        key_value_seq_lengths: int32 `[B]`; keys from there on are invisible.
+        local_window_size: `(left, right)` keys around the query's position, None for an unlimited side; an int means
+            both sides. Default: unlimited.
+        implementation: None takes the CUDA kernels where they apply and the XLA path elsewhere (on a GPU with a
+            warning that names the reasons); "cuda" insists; "xla" is the portable path, which holds no `T x S` array.
+        return_residual: also return the log-sum-exp.
+        logits_soft_cap: `cap * tanh(x / cap)` on the biased logits, before masks (Gemma 2,
+            https://arxiv.org/abs/2408.00118). Default: off.
+        segment_ids: int32 `[B, T]` (with T = S), or a pair `([B, T], [B, S])`; tokens attend inside equal ids.
+        sinks: floating `[N]`, one learnt logit per head that joins the softmax denominator, with no value
+            (https://arxiv.org/abs/2309.17453). Differentiable.
+        query_offset: int or int32 `[B]`: query i stands at key position i + query_offset for `is_causal` and
+            windows. Default 0 is `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.
+        deterministic: gradients are bitwise equal from run to run.
+
+    Returns:
+        The output `[B, T, N, D]` (`[T, N, D]` for unbatched input) in the dtype of `query`; with `return_residual` a
+        pair of it and the log-sum-exp of the logits, natural logarithm, float32 (float64 for float64 input),
+        `[B, T, N]`, including the sink; differentiable.
+
+    Raises:
+        ValueError: a shape or value does not fit.
+        TypeError: a dtype or kind does not fit.
+        NotImplementedError: `implementation="cuda"` and no kernel applies; lists every reason.
+    """
+    spec, operands = canonical.canonicalize(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        logits_soft_cap=logits_soft_cap,
+        segment_ids=segment_ids,
+        sinks=sinks,
+        query_offset=query_offset,
+        deterministic=deterministic,
+    )
+    results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
+    return canonical.restore(results, batched=jnp.ndim(query) == 4)
+
+
+def explain(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
+) -> dispatch.Explanation:
+    """Which implementation a call of `attention` with these arguments would run here, and why.
+
+    Args:
+        query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s will do. Nothing runs.
+
+    Returns:
+        A readable record: implementation, kernel, tiles, and the reasons against the others.
+    """
+    arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    arrays |= {name: options.pop(name) for name in canonical.ARRAY_OPTIONS if name in options}
+    options.pop("return_residual", None)
+    found: list[Problem] = []
+    jax.eval_shape(lambda arrays: found.append(Problem.of(*canonical.canonicalize(**arrays, **options))), arrays)
+    return dispatch.explain(found[0])
+
+
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    query_offset: int | ArrayLike = 0,
+    deterministic: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention over packed sequences: tokens attend inside their own sequence only.
+
+    Args:
+        query: `[total_q, N, H]`: the sequences' rows, one after the other.
+        key: `[total_k, K, H]`.
+        value: `[total_k, K, D]`.
+        cu_seqlens_q: int32 `[sequences + 1]`, not decreasing, from 0: sequence b holds the rows
+            `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`; it may be empty. Rows past the last boundary are padding.
+        cu_seqlens_k: int32 `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
+        query_offset: int or int32 `[sequences]`, within each sequence; default 0, top-left.
+        scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
+            as for `attention`; positions count from the start of each sequence.
+
+    Returns:
+        The output `[total_q, N, D]`; with `return_residual` also the log-sum-exp `[total_q, N]`. Padding rows and rows
+        with no visible key are 0 and -inf.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as for `attention`.
+    """
+    spec, operands = canonical.canonicalize_packed(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        query_offset=query_offset,
+        deterministic=deterministic,
+    )
+    results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
+    return canonical.restore(results, batched=False)

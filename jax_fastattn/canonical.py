@@ -1,0 +1,224 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""From what users pass to the canonical operands of spec.py and back: each reshape stands beside its inverse.
+
+(Called canonical, since "lowering" in JAX means jaxpr to StableHLO.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastattn import _compat, validation
+from jax_fastattn.spec import AttentionSpec, Operands
+
+ARRAY_OPTIONS = ("query_seq_lengths", "key_value_seq_lengths", "segment_ids", "sinks", "query_offset")
+
+
+def canonicalize(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    segment_ids: Any = None,
+    sinks: Any = None,
+    query_offset: Any = 0,
+    **static: Any,
+) -> tuple[AttentionSpec, Operands]:
+    """Checks the arguments of `api.attention` and gives them canonical shapes."""
+    axes, (q, k, v) = _check_qkv(query, key, value, packed=False)
+    batch, batched = axes["B"], jnp.ndim(query) == 4
+
+    def per_batch(name: str, x: Any) -> jax.Array:
+        x = _checked(name, x, "int32")
+        x = x if batched or x.ndim else x[None]
+        axes.bind(name, x, "B")
+        return x
+
+    def broadcast(name: str, x: Any, kind: str) -> jax.Array:
+        x = _checked(name, x, kind)
+        axes.bind_broadcast(name, x, "BNTS" if batched or x.ndim == 4 else "NTS")
+        return expand_to_bnts(x)
+
+    query_ids, key_ids = _check_segment_ids(axes, segment_ids, batched)
+    operands = Operands(
+        query=q,
+        key=k,
+        value=v,
+        bias=None if bias is None else broadcast("bias", bias, "float"),
+        mask=None if mask is None else broadcast("mask", mask, "bool"),
+        query_seq_lengths=None if query_seq_lengths is None else per_batch("query_seq_lengths", query_seq_lengths),
+        key_value_seq_lengths=(
+            None if key_value_seq_lengths is None else per_batch("key_value_seq_lengths", key_value_seq_lengths)
+        ),
+        query_offset=offset_per_batch(query_offset, batch),
+        query_segment_ids=query_ids,
+        key_value_segment_ids=key_ids,
+        sinks=None if sinks is None else _check_sinks(axes, sinks),
+    )
+    return _resolve(operands, **static)
+
+
+def canonicalize_packed(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    sinks: Any,
+    query_offset: Any,
+    **static: Any,
+) -> tuple[AttentionSpec, Operands]:
+    """Checks the arguments of `api.attention_varlen`; packed tokens become one batch entry with segment ids."""
+    axes, (q, k, v) = _check_qkv(query, key, value, packed=True)
+    starts_q, starts_k = (
+        _checked("cu_seqlens_q", cu_seqlens_q, "int32"),
+        _checked("cu_seqlens_k", cu_seqlens_k, "int32"),
+    )
+    axes.bind("cu_seqlens_q", starts_q, "C")
+    axes.bind("cu_seqlens_k", starts_k, "C")
+    if axes["C"] < 2:
+        raise ValueError(f"`cu_seqlens_q` has {axes['C']} entries, expected one more than there are sequences")
+    ids_q = sequence_ids(starts_q, axes["T"], padding=-1)
+    ids_k = sequence_ids(starts_k, axes["S"], padding=-2)
+    offset = offset_per_batch(query_offset, axes["C"] - 1)
+    operands = Operands(
+        query=q,
+        key=k,
+        value=v,
+        query_offset=packed_offsets(starts_q, starts_k, ids_q, offset)[None],
+        query_segment_ids=ids_q[None],
+        key_value_segment_ids=ids_k[None],
+        sinks=None if sinks is None else _check_sinks(axes, sinks),
+    )
+    return _resolve(operands, **static)
+
+
+def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Inverse of both on the results: drops an added batch axis, and a log-sum-exp that nobody asked for."""
+    out, lse = results if batched else jax.tree.map(drop_batch, results)
+    return out if lse is None else (out, lse)
+
+
+def _resolve(operands: Operands, *, scale: Any = None, **options: Any) -> tuple[AttentionSpec, Operands]:
+    """The static facts of a call, defaults filled in."""
+    operands = unify_varying(operands)
+    head_dim = operands.query.shape[-1]
+    default_scale = head_dim**-0.5 if head_dim else 1.0
+    cap = options.get("logits_soft_cap")
+    implementation = options.get("implementation")
+    validation.check_implementation(implementation)
+    spec = AttentionSpec(
+        scale=default_scale if scale is None else validation.check_scalar("scale", scale),
+        is_causal=validation.check_flag("is_causal", options.get("is_causal", False)),
+        window=validation.check_window(options.get("local_window_size")),
+        logits_soft_cap=None if cap is None else validation.check_scalar("logits_soft_cap", cap, positive=True),
+        deterministic=validation.check_flag("deterministic", options.get("deterministic", False)),
+        implementation=implementation,
+        present=operands.present(),
+    )
+    return spec, operands
+
+
+def _checked(name: str, x: Any, kind: str) -> jax.Array:
+    array = validation.as_array(name, x)
+    validation.check_kind(name, array, kind)
+    return array
+
+
+def _check_qkv(query: Any, key: Any, value: Any, *, packed: bool) -> tuple[validation.Axes, list[jax.Array]]:
+    """Query, key and value with a batch axis, and their sizes by name."""
+    arrays = {name: validation.as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
+    validation.check_float_operands(**arrays)
+    batched = arrays["query"].ndim == 4 and not packed
+    axes = validation.Axes()
+    for (name, x), letters in zip(arrays.items(), ("TNH", "SKH", "SKD"), strict=True):
+        axes.bind(name, x, "B" + letters if batched else letters)
+    if not batched:
+        axes.set("B", 1, "query")
+    validation.check_heads(axes)
+    return axes, [add_batch(x, 4) for x in arrays.values()]
+
+
+def _check_segment_ids(
+    axes: validation.Axes, ids: Any, batched: bool
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    if ids is None:
+        return None, None
+    query_ids, key_ids = ids if isinstance(ids, (tuple, list)) and len(ids) == 2 else (ids, ids)
+    arrays = []
+    for x, axis in ((query_ids, "T"), (key_ids, "S")):
+        x = _checked("segment_ids", x, "int32")
+        axes.bind("segment_ids", x, "B" + axis if batched else axis)
+        arrays.append(add_batch(x, 2))
+    return arrays[0], arrays[1]
+
+
+def _check_sinks(axes: validation.Axes, sinks: Any) -> jax.Array:
+    """float32 `[1, N]` (float64 stays)."""
+    sinks = _checked("sinks", sinks, "float")
+    axes.bind("sinks", sinks, "N")
+    return sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))[None]
+
+
+def add_batch(x: jax.Array, batched_ndim: int) -> jax.Array:
+    """`TNH` to `BTNH`: a leading batch axis of 1 where it is missing."""
+    return x[None] if x.ndim == batched_ndim - 1 else x
+
+
+def drop_batch(x: jax.Array) -> jax.Array:
+    """Inverse of `add_batch`."""
+    return x[0]
+
+
+def expand_to_bnts(x: jax.Array) -> jax.Array:
+    """Bias or mask with leading axes of 1, so that it has four; broadcast sizes stay 1."""
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def offset_per_batch(query_offset: Any, batch: int) -> jax.Array | None:
+    """int32 `[B]`; None for the common 0, which then costs nothing."""
+    if isinstance(query_offset, int):
+        return jnp.full((batch,), query_offset, jnp.int32) if query_offset else None
+    offset = _checked("query_offset", query_offset, "int32")
+    if offset.shape not in ((), (batch,)):
+        raise ValueError(f"`query_offset` has shape {offset.shape}, expected an int, or int32 of shape ({batch},)")
+    return offset if offset.ndim else jnp.full((batch,), offset)
+
+
+def sequence_ids(cu_seqlens: jax.Array, total: int, padding: int) -> jax.Array:
+    """int32 `[total]`: the sequence of each packed token; `padding` past the last sequence.
+
+    Empty sequences own no token. The inverse, tokens to boundaries, is never needed.
+    """
+    tokens = jnp.arange(total, dtype=jnp.int32)
+    ids = jnp.searchsorted(cu_seqlens, tokens, side="right").astype(jnp.int32) - 1
+    return jnp.where((ids >= 0) & (ids < cu_seqlens.shape[0] - 1), ids, padding)
+
+
+def packed_offsets(
+    cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, query_ids: jax.Array, query_offset: jax.Array | None
+) -> jax.Array:
+    """int32 `[total_q]`: where packed query t stands among the packed keys, minus t.
+
+    Query t of sequence b has position t - cu_seqlens_q[b] (+ query_offset[b]) in its own keys, which begin at
+    cu_seqlens_k[b].
+    """
+    shift = cu_seqlens_k[:-1] - cu_seqlens_q[:-1]
+    if query_offset is not None:
+        shift = shift + query_offset
+    return shift[jnp.clip(query_ids, 0, shift.shape[0] - 1)]
+
+
+def unify_varying(operands: Operands) -> Operands:
+    """Inside `shard_map`: every operand varies over the union of the manual axes, as one kernel reads them all."""
+    axes = frozenset().union(*(_compat.varying_axes(x) for x in operands.arrays()))
+    return Operands(*(None if x is None else _compat.as_varying(x, axes) for x in operands))

@@ -1,0 +1,60 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Abstract values of results, derived from operands' so that manual axes and explicit shardings carry over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jax_fastattn.spec import AttentionSpec
+
+
+def like(aval: Any, shape: tuple[int, ...], dtype: Any = None, axes: tuple[int | None, ...] | None = None) -> Any:
+    """`aval` with another shape; its axis i is sharded as axis `axes[i]` of `aval` (default: not at all)."""
+    spec = tuple(aval.sharding.spec) + (None,) * (len(aval.shape) - len(aval.sharding.spec))
+    axes = axes or (None,) * len(shape)
+    sharding = aval.sharding.update(spec=PartitionSpec(*(None if axis is None else spec[axis] for axis in axes)))
+    return aval.update(shape=shape, dtype=dtype or aval.dtype, weak_type=False, sharding=sharding)
+
+
+def statistics_dtype(dtype: Any) -> Any:
+    """Dtype of log-sum-exps: float32, and float64 for float64 operands."""
+    return np.promote_types(np.float32, dtype) if dtype == np.float64 else np.dtype(np.float32)
+
+
+def forward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
+    """Abstract output and log-sum-exp."""
+    query, _, value, *_ = arrays
+    rows = query.shape[:3]
+    return [
+        like(query, rows + value.shape[3:], axes=(0, 1, 2, None)),
+        like(query, rows, statistics_dtype(query.dtype), axes=(0, 1, 2)),
+    ]
+
+
+def backward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
+    """Abstract gradients of query, key, value, and of bias and sinks where present (float32 or wider)."""
+    operands = spec.operands(arrays[: len(spec.present)])
+    statistics = [
+        like(x, x.shape, statistics_dtype(operands.query.dtype), axes=tuple(range(len(x.shape))))
+        for x in (operands.bias, operands.sinks)
+        if x is not None
+    ]
+    return [*operands[:3], *statistics]
+
+
+def lower_on_one_device(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, *values: Any) -> Any:
+    """Lowers `function` of the operands with no mesh in sight: one device's share is plain arrays."""
+
+    def plain(avals: Any) -> list[Any]:
+        return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        plain_ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
+        return mlir.lower_fun(function)(plain_ctx, *values)

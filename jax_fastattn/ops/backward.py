@@ -1,0 +1,97 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The backward op: gradients of the operands from the cotangents. Its rules, in order, are all of its rules.
+
+Binds the operands, then output, log-sum-exp, the output's cotangent and, `with_dlse`, the log-sum-exp's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_fastattn import portable
+from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
+from jax_fastattn.portable import Gradients
+from jax_fastattn.spec import AttentionSpec, Operands, Problem
+
+# What one device computes of its share.
+backward_p = Primitive("jax_fastattn_backward")
+backward_p.multiple_results = True
+
+# Operands with a gradient. A gradient of size 1 on an axis is a sum over that axis.
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+
+
+def backward(
+    spec: AttentionSpec, operands: Operands, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
+) -> Gradients:
+    """Gradients of the differentiable operands; those of bias and sinks in float32 or wider."""
+    cotangents = [out, lse, dout] + ([] if dlse is None else [dlse])
+    found = _op(spec, dlse is not None)(*operands.arrays(), *cotangents)
+    names = [name for name in DIFFERENTIABLE if name in spec.present]
+    return Gradients(**dict.fromkeys(DIFFERENTIABLE) | dict(zip(names, found, strict=True)))
+
+
+@backward_p.def_abstract_eval
+def _abstract(*arrays: Any, spec: AttentionSpec, with_dlse: bool) -> list[Any]:
+    del with_dlse
+    return abstract.backward_results(spec, arrays)
+
+
+def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool) -> list[jax.Array]:
+    """`run` on what is bound; absent gradients left out."""
+    count = len(spec.present)
+    found = run(spec, spec.operands(arrays[:count]), *arrays[count:], *(() if with_dlse else (None,)))
+    return [x for x in found if x is not None]
+
+
+@backward_p.def_impl
+def _portable(*arrays: jax.Array, spec: AttentionSpec, with_dlse: bool) -> list[jax.Array]:
+    return _gradients(portable.backward, arrays, spec, with_dlse)
+
+
+def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, with_dlse: bool) -> Any:
+    problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
+    run = cuda.backward if dispatch.takes_cuda(problem) else portable.backward
+    return abstract.lower_on_one_device(lambda *arrays: _gradients(run, arrays, spec, with_dlse), ctx, *values)
+
+
+def _default(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    return abstract.lower_on_one_device(functools.partial(_portable, **params), ctx, *values)
+
+
+mlir.register_lowering(backward_p, _cuda, platform="cuda")
+mlir.register_lowering(backward_p, _default)
+
+
+@functools.cache
+def _op(spec: AttentionSpec, with_dlse: bool) -> Callable[..., Any]:
+    """The primitive with its sharding rule around it, and its batching rule around that."""
+    one_device = functools.partial(backward_p.bind, spec=spec, with_dlse=with_dlse)
+    operand_axes = [sharding.OPERAND_AXES[name] for name in spec.present]
+    cotangent_axes = ["BTND", "BTN", "BTND", "BTN"][: 3 + with_dlse]
+    differentiable = [i for i, name in enumerate(spec.present) if name in DIFFERENTIABLE]
+    result_axes = [operand_axes[i] for i in differentiable]
+    op = custom_vmap(sharding.partitioned(one_device, operand_axes + cotangent_axes, result_axes))
+
+    @op.def_vmap
+    def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
+        inner = batching.inner_batch(arrays[0], mapped[0])
+        # Each example's own gradient is asked for: a shared bias or sink is repeated, its gradient summed over B alone.
+        folded = [
+            batching.fold(x, is_mapped, size, inner, may_broadcast=i < len(spec.present) and spec.present[i] == "mask")
+            for i, (x, is_mapped) in enumerate(zip(arrays, mapped, strict=True))
+        ]
+        found = [batching.unfold(x, size) for x in _op(spec, with_dlse)(*folded)]
+        own_batches = [batching.inner_batch(arrays[i], mapped[i]) for i in differentiable]
+        results = [x.sum(axis=1, keepdims=True) if own == 1 else x for x, own in zip(found, own_batches, strict=True)]
+        return results, [True] * len(results)
+
+    return jax.jit(op, inline=True)

@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by CUDA kernels: sizes to launches. Head dims that no kernel takes are padded here, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_fastattn import ffi
+from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
+from jax_fastattn.portable import Gradients
+from jax_fastattn.spec import AttentionSpec, Operands, Problem
+
+launch_p = Primitive("jax_fastattn_launch")
+launch_p.multiple_results = True
+
+# Copies of 16 bytes need rows that are a multiple of 16 bytes apart.
+HEAD_DIM_MULTIPLE = 8
+
+
+def pad_head_dim(x: jax.Array) -> jax.Array:
+    """Zero columns up to the next head dim that kernels take; no operation where it is one already."""
+    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def cut_head_dim(x: jax.Array, head_dim: int) -> jax.Array:
+    """Inverse of `pad_head_dim`."""
+    return x[..., :head_dim] if x.shape[-1] != head_dim else x
+
+
+def _padded(operands: Operands) -> Operands:
+    q, k, v = (pad_head_dim(x) for x in operands[:3])
+    return operands._replace(query=q, key=k, value=v)
+
+
+def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """One custom call: the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`."""
+    padded = _padded(operands)
+    problem = Problem.of(spec, padded)
+    rows = padded.query.shape[:3]
+    out, lse = _launch(
+        kernel_spec(problem, "forward", ffi.arch()),
+        problem,
+        padded.arrays(),
+        [(rows + padded.value.shape[3:], padded.query.dtype), (rows, jnp.float32)],
+    )
+    return cut_head_dim(out, operands.value.shape[3]), lse
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+) -> Gradients:
+    """One custom call, which launches the dq and the dkdv kernel."""
+    padded = _padded(operands)._replace(sinks=None)
+    problem = Problem.of(spec, padded)
+    cotangents = [pad_head_dim(out), lse, pad_head_dim(dout)] + ([] if dlse is None else [dlse])
+    batch, query_length, num_heads = lse.shape
+    dq, dk, dv, stats = _launch(
+        kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None),
+        problem,
+        padded.arrays() + cotangents,
+        [
+            *((x.shape, x.dtype) for x in padded[:3]),
+            ((batch, num_heads, query_length, 2), jnp.float32),
+        ],
+    )
+    return Gradients(
+        query=cut_head_dim(dq, operands.query.shape[3]),
+        key=cut_head_dim(dk, operands.key.shape[3]),
+        value=cut_head_dim(dv, operands.value.shape[3]),
+        bias=None,
+        sinks=None if operands.sinks is None else _sinks_gradient(operands.sinks, lse, stats[..., 1]),
+    )
+
+
+def _sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """`-sum(exp(sink - lse) * delta)` over the rows of a head; delta `[B, N, T]` comes from the dq kernel."""
+    seen = jnp.isfinite(lse)
+    weight = jnp.where(seen, jnp.exp(sinks[:, None, :] - jnp.where(seen, lse, 0.0)), 0.0)
+    per_batch = -jnp.sum(weight * delta.transpose(0, 2, 1), axis=1)
+    return per_batch if sinks.shape[0] == per_batch.shape[0] else per_batch.sum(axis=0, keepdims=True)
+
+
+def _launch(
+    kernel: KernelSpec, problem: Problem, arrays: Sequence[jax.Array], results: Sequence[tuple[tuple[int, ...], object]]
+) -> list[jax.Array]:
+    ints, floats = launch_scalars(problem)
+    shapes = tuple((shape, jnp.dtype(dtype).name) for shape, dtype in results)
+    return launch_p.bind(*arrays, kernel=kernel, ints=ints, floats=floats, results=shapes)
+
+
+def _launch_abstract(*_, results, **params):  # type: ignore[no-untyped-def]
+    del params
+    return [jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape, dtype in results]
+
+
+def _launch_lower(ctx, *operands, kernel, ints, floats, results):  # type: ignore[no-untyped-def]
+    del results
+    return ffi.custom_call(ctx, kernel, operands, ints, floats)
+
+
+launch_p.def_abstract_eval(_launch_abstract)
+# Not inlined: identical calls, as those of a model's layers, share one function and carry their kernel once.
+mlir.register_lowering(launch_p, _launch_lower, platform="cuda", inline=False)

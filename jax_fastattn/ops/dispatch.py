@@ -1,0 +1,96 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation runs: asked when a call is lowered for CUDA, and by `explain`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+import jax
+
+from jax_fastattn import ffi
+from jax_fastattn.kernels.support import describe_tiles, unsupported_reasons
+from jax_fastattn.spec import Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would run, and why.
+
+    Attributes:
+        implementation: "cuda" or "xla".
+        kernel: family of the CUDA kernels, such as "sm80"; None on the XLA path.
+        tile: tile sizes of forward and backward, in words; None on the XLA path.
+        reasons: why the CUDA kernels were not taken, each one; empty when they were.
+    """
+
+    implementation: str
+    kernel: str | None
+    tile: str | None
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.implementation == "cuda":
+            return f"CUDA kernels {self.kernel} ({self.tile})"
+        return "XLA path, because " + "; ".join(self.reasons)
+
+
+def cuda_reasons(problem: Problem) -> list[str]:
+    """Every reason against the CUDA kernels for a call that is lowered for CUDA."""
+    missing = ffi.missing_parts()
+    arch = None if missing else ffi.arch()
+    return missing + [reason for reason in unsupported_reasons(problem, arch) if arch or "architecture" not in reason]
+
+
+def takes_cuda(problem: Problem) -> bool:
+    """Whether a call that is lowered for CUDA runs the kernels.
+
+    Raises:
+        NotImplementedError: the caller insisted on them, and they cannot; names every reason.
+    """
+    implementation = problem.spec.implementation
+    if implementation == "xla" or problem.is_empty:
+        return False
+    reasons = cuda_reasons(problem)
+    if reasons and implementation == "cuda":
+        raise _refusal(reasons)
+    if reasons:
+        _warn_once("; ".join(reasons))
+    return not reasons
+
+
+def refuse_platform(problem: Problem) -> None:
+    """Raises when the caller insists on CUDA kernels and the call is lowered for another platform."""
+    if problem.spec.implementation == "cuda":
+        raise _refusal(["the platform is not CUDA", *unsupported_reasons(problem, "sm_80")])
+
+
+def explain(problem: Problem) -> Explanation:
+    """What `attention` would do with `problem` on the default backend."""
+    if problem.spec.implementation == "xla":
+        reasons = ['`implementation` is "xla"']
+    elif jax.default_backend() not in ("gpu", "cuda"):
+        reasons = [f"the platform is {jax.default_backend()}", *unsupported_reasons(problem, "sm_80")]
+    else:
+        reasons = cuda_reasons(problem)
+    if reasons:
+        return Explanation("xla", None, None, tuple(reasons))
+    return Explanation("cuda", "sm80", describe_tiles(problem, ffi.arch() or ""), ())
+
+
+def _refusal(reasons: list[str]) -> NotImplementedError:
+    listed = "".join(f"\n  - {reason}" for reason in reasons)
+    return NotImplementedError(
+        f'implementation="cuda" cannot run this call:{listed}\nimplementation=None falls back to the XLA path.'
+    )
+
+
+@functools.cache
+def _warn_once(reasons: str) -> None:
+    warnings.warn(
+        f"jax_fastattn takes the XLA path, which is slower than its CUDA kernels: {reasons}. "
+        'Pass implementation="xla" to accept that without this warning.',
+        stacklevel=2,
+    )
