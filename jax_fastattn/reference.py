@@ -21,13 +21,13 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
 - A query that sees no key, or only logits of -inf, has out 0, zero gradients for its query, and a log-sum-exp of -inf,
   or of the sink where there is one.
 - Rows from query_seq_lengths on have out 0 and log-sum-exp -inf, sink or not, and their cotangents are not read.
-- A key and value that no query sees, and a query that sees no key, is not read: NaN there reaches neither a result nor a
-  gradient, and its own gradient is 0. So with a bias at an invisible position.
+- A key and value that no query sees is not read, nor is a query that sees no key, nor a bias at an invisible position:
+  NaN there reaches neither a result nor a gradient, and its own gradient is 0.
 - Arithmetic is float32 whatever the operands are, or float64 if they are float64; so is the log-sum-exp. `out` and
   gradients are rounded once, to the dtype of their operand.
 
-Gradients are those of plain automatic differentiation, the log-sum-exp's included. At most tests call this module:
-nothing in it is fast.
+Gradients are those of plain automatic differentiation, the log-sum-exp's included. Tests call this module and nothing
+else does: it is as slow as it looks.
 """
 
 from __future__ import annotations
