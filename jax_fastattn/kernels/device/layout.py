@@ -25,9 +25,9 @@ Int = Any  # a Python int or a device integer
 CHUNK = 8  # elements of one 16-byte access
 
 
-def padded(columns: int) -> int:
-    """The columns that the mma k or n loops see: the next multiple of 16."""
-    return (columns + 15) // 16 * 16
+def padded(columns: int, align: int = 16) -> int:
+    """The columns that the mma k or n loops see: the next multiple of `align`."""
+    return (columns + align - 1) // align * align
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,18 @@ class SharedTile:
 
     Attributes:
         rows: rows of the tile.
-        columns: columns of the operand, a multiple of 8; columns up to the next multiple of 16 are zero-filled.
+        columns: columns of the operand, a multiple of 8.
+        align: columns up to the next multiple of it are zero-filled; 16, or more where warps share the columns.
     """
 
     rows: int
     columns: int
+    align: int = 16
 
     @property
     def padded_columns(self) -> int:
-        """Columns rounded up to a whole mma step."""
-        return padded(self.columns)
+        """Columns rounded up to a whole mma step of each warp."""
+        return padded(self.columns, self.align)
 
     @property
     def chunks(self) -> int:
@@ -126,12 +128,10 @@ class CopyShape:
         Add the thread's own row and chunk. "Rows may end" means that the thread's row may lie past the tile and the
         copy must then be left out; "columns may end" that its chunk may be the zero-filled one.
         """
-        last_lanes_end_past_data = self.tile.columns % 16 != 0
         return [
-            (row, chunk, row + self.rows_per_pass > self.tile.rows, last_lanes_end_past_data and last)
+            (row, chunk, row + self.rows_per_pass > self.tile.rows, (chunk + self.lanes) * CHUNK > self.tile.columns)
             for row in range(0, self.tile.rows, self.rows_per_pass)
             for chunk in range(0, self.tile.chunks, self.lanes)
-            for last in [chunk + self.lanes == self.tile.chunks]
         ]
 
     def thread_chunk(self, thread: Int) -> tuple[Int, Int]:

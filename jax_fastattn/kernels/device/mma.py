@@ -10,7 +10,7 @@ loop carries it): element e of fragment (m, n) has index `(m * n_blocks + n) * 4
 from collections.abc import Callable
 from typing import Any
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import SharedTile
@@ -22,6 +22,13 @@ Accumulator = Any  # a list or a register tensor of Float32
 def zeros(m_blocks: int, n_blocks: int) -> list[Float32]:
     """A fresh accumulator."""
     return [Float32(0.0)] * (m_blocks * n_blocks * 4)
+
+
+def register_zeros(m_blocks: int, n_blocks: int) -> cute.Tensor:
+    """A fresh accumulator that a loop can carry or a branch can change."""
+    acc = cute.make_rmem_tensor((m_blocks * n_blocks * 4,), Float32)
+    acc.fill(0.0)
+    return acc
 
 
 def accumulator_row(m: int, element: int) -> int:
@@ -93,3 +100,8 @@ def pack_fragment(acc: Accumulator, n_blocks: int, m: int, k: int, dtype: str) -
     right = left + 4
     pairs = [(left, left + 1), (left + 2, left + 3), (right, right + 1), (right + 2, right + 3)]
     return [ptx.pack(acc[low], acc[high], dtype=dtype) for low, high in pairs]
+
+
+def held(fragments: list[list[Fragment]]) -> Callable[[int, int], Fragment]:
+    """A from registers, as `fragments[m][k]`."""
+    return lambda m, k: fragments[m][k]

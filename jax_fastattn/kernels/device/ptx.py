@@ -8,7 +8,8 @@ marked as having side effects, so that they keep their order against barriers an
 
 from typing import Any
 
-from cutlass import Boolean, Float32, Int32, Int64, select_
+from cutlass import Boolean, Float16, Float32, Int32, Int64, select_
+from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -153,10 +154,54 @@ def where(condition: Boolean, a: Any, b: Any) -> Any:
 
 
 @dsl_user_op
-def load_global_chunk_or_zero(address: Int64, valid: Boolean, *, loc: Any = None, ip: Any = None) -> Registers:
-    """Loads 16 bytes; zeros, without a read, where `valid` does not hold."""
-    text = (
-        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-        "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-    )
-    return _asm(text, "&r&r&r&r", "lr", [address, where(valid, Int32(1), Int32(0))], True, loc, ip)
+def load_global_chunk(address: Int64, *, loc: Any = None, ip: Any = None) -> Registers:
+    """Loads 16 bytes."""
+    return _asm("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", [address], True, loc, ip)
+
+
+@dsl_user_op
+def load_global(address: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Loads 4 bytes."""
+    return _asm("ld.global.f32 $0, [$1];", "f", "l", [address], True, loc, ip)
+
+
+@dsl_user_op
+def store_global_pair(address: Int64, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores two float32."""
+    _asm("st.global.v2.f32 [$0], {$1, $2};", "", "lff", [address, low, high], True, loc, ip)
+
+
+@dsl_user_op
+def store_shared_pair(address: Int32, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores two float32."""
+    _asm("st.shared.v2.f32 [$0], {$1, $2};", "", "rff", [address, low, high], True, loc, ip)
+
+
+@dsl_user_op
+def load_shared_pair(address: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """Loads two float32."""
+    return _asm("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r", [address], True, loc, ip)
+
+
+@dsl_user_op
+def load_shared_pairs(address: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """Loads two neighbouring pairs of float32."""
+    return _asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", [address], True, loc, ip)
+
+
+@dsl_user_op
+def copy_async_pair_or_zero(shared: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """cp.async of `size` (0 or 8) bytes; the rest of the 8 bytes becomes zero. Nothing is read when size is 0."""
+    _asm("cp.async.ca.shared.global [$0], [$1], 8, $2;", "", "rlr", [shared, source, size], True, loc, ip)
+
+
+@dsl_user_op
+def unpack(pair: Int32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None) -> list[Float32]:
+    """The two values of a register, lower half first; dtype is "bf16" or "f16"."""
+    if dtype == "bf16":
+        # A bfloat16 is the upper half of its float32.
+        halves = [pair << 16, pair & Int32(-0x10000)]
+        return [Float32(llvm.bitcast(T.f32(), half.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)) for half in halves]
+    vector = llvm.bitcast(ir.VectorType.get([2], T.f16()), pair.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+    index = [Int32(i).ir_value(loc=loc, ip=ip) for i in range(2)]
+    return [Float32(Float16(llvm.extractelement(vector, i, loc=loc, ip=ip))) for i in index]

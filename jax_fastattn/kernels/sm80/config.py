@@ -9,6 +9,7 @@ the rows, and the registers they compile to, are in docs/kernels/sm80.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.spec import KernelSpec
@@ -78,3 +79,147 @@ def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
     if width <= 128:
         return (ForwardConfig(32, 4, 64, blocks=2), ForwardConfig(32, 4, 32), ForwardConfig(16, 4, 32))
     return (ForwardConfig(16, 8, 64), ForwardConfig(16, 4, 64), ForwardConfig(16, 4, 32))
+
+
+@dataclass(frozen=True)
+class DqConfig:
+    """Tiling of the query-stationary backward kernel.
+
+    Attributes:
+        rows_per_warp: query rows of a warp, 16 or 32.
+        warps: warps of a CTA; the query tile has `rows_per_warp * warps` rows.
+        keys: keys of a tile, a multiple of 16.
+        stages: buffers for K and V, 1 or 2; 2 load the next tile under the math of this one.
+        rows_in_registers: whether Q and dO fragments stay in registers; K and V then take their shared memory.
+        blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
+    """
+
+    rows_per_warp: int
+    warps: int
+    keys: int
+    stages: int = 2
+    rows_in_registers: bool = False
+    blocks: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a CTA."""
+        return self.rows_per_warp * self.warps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps
+
+    def rows_nbytes(self, head_dim: int, v_head_dim: int) -> int:
+        """Bytes of the Q and dO tiles."""
+        return SharedTile(self.rows, head_dim).nbytes + SharedTile(self.rows, v_head_dim).nbytes
+
+    def stage_nbytes(self, head_dim: int, v_head_dim: int) -> int:
+        """Bytes of one K and V tile."""
+        return SharedTile(self.keys, head_dim).nbytes + SharedTile(self.keys, v_head_dim).nbytes
+
+    def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
+        """Bytes of shared memory. Row statistics (8 bytes each) pass through a stage that is still empty."""
+        rows, ring = self.rows_nbytes(head_dim, v_head_dim), self.stages * self.stage_nbytes(head_dim, v_head_dim)
+        return max(ring, rows + 8 * self.rows) if self.rows_in_registers else rows + max(ring, 8 * self.rows)
+
+
+@dataclass(frozen=True)
+class DkdvConfig:
+    """Tiling of the key-stationary backward kernel.
+
+    Attributes:
+        keys_per_warp: key rows of a warp, 16 or 32.
+        key_warps: warps side by side along the keys; the key tile has `keys_per_warp * key_warps` rows.
+        column_warps: warps that share the same key rows. 1: P and dS stay in registers. More: each computes its part
+            of the queries, hands P and dS on through shared memory, and sums its part of the columns of dk and dv.
+        queries: query rows of a tile, a multiple of `16 * column_warps`.
+        stages: buffers for Q, dO and the row statistics, 1 or 2.
+        blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
+    """
+
+    keys_per_warp: int
+    key_warps: int
+    column_warps: int
+    queries: int
+    stages: int = 2
+    blocks: int = 1
+
+    @property
+    def keys(self) -> int:
+        """Key rows of a CTA."""
+        return self.keys_per_warp * self.key_warps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.key_warps * self.column_warps
+
+    def tiles(
+        self, head_dim: int, v_head_dim: int
+    ) -> tuple[SharedTile, SharedTile, SharedTile, SharedTile, SharedTile]:
+        """Shared tiles of K, V, Q, dO and of P or dS; columns split evenly between the warps that share rows."""
+        align = 16 * self.column_warps
+        return (
+            SharedTile(self.keys, head_dim, align),
+            SharedTile(self.keys, v_head_dim, align),
+            SharedTile(self.queries, head_dim, align),
+            SharedTile(self.queries, v_head_dim, align),
+            SharedTile(self.keys, self.queries),
+        )
+
+    def stage_nbytes(self, head_dim: int, v_head_dim: int) -> int:
+        """Bytes of one Q and dO tile and its row statistics."""
+        _, _, query, dout, _ = self.tiles(head_dim, v_head_dim)
+        return query.nbytes + dout.nbytes + 8 * self.queries
+
+    def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
+        """Bytes of shared memory: K, V, the stages, and P and dS where they are exchanged."""
+        key, value, _, _, exchange = self.tiles(head_dim, v_head_dim)
+        exchanged = 2 * exchange.nbytes if self.column_warps > 1 else 0
+        return key.nbytes + value.nbytes + self.stages * self.stage_nbytes(head_dim, v_head_dim) + exchanged
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tilings of the two backward kernels."""
+
+    dq: DqConfig
+    dkdv: DkdvConfig
+
+
+def backward_config(spec: KernelSpec) -> BackwardConfig:
+    """The tilings for a compile key: of each kernel the first candidate that fits the architecture's shared memory."""
+    return BackwardConfig(_first_fit(_dq_candidates(spec), spec), _first_fit(_dkdv_candidates(spec), spec))
+
+
+def _first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
+    limit = shared_memory_limit(spec.arch)
+    for config in candidates:
+        # An SM has 1 KB more than one CTA may use, and keeps 1 KB back for each CTA.
+        if config.blocks * (config.shared_memory(spec.head_dim, spec.v_head_dim) + 1024) <= limit + 1024:
+            return config
+    raise AssertionError(f"no backward tiling fits {spec}")
+
+
+def _dq_candidates(spec: KernelSpec) -> tuple[DqConfig, ...]:
+    width = padded(max(spec.head_dim, spec.v_head_dim))
+    if width <= 64:
+        return (DqConfig(32, 4, 32, blocks=2), DqConfig(16, 8, 64))
+    if width <= 128:
+        return (DqConfig(32, 4, 32, blocks=2), DqConfig(16, 8, 64), DqConfig(16, 8, 32, rows_in_registers=True))
+    return (DqConfig(16, 8, 32), DqConfig(16, 4, 32), DqConfig(16, 4, 16))
+
+
+def _dkdv_candidates(spec: KernelSpec) -> tuple[DkdvConfig, ...]:
+    width = padded(max(spec.head_dim, spec.v_head_dim))
+    if width <= 64:
+        return (DkdvConfig(32, 4, 1, 32, blocks=2), DkdvConfig(16, 8, 1, 64))
+    if width <= 128:
+        return (DkdvConfig(32, 4, 2, 64), DkdvConfig(32, 4, 2, 32), DkdvConfig(16, 8, 1, 16))
+    return (
+        DkdvConfig(32, 2, 4, 64),
+        DkdvConfig(16, 4, 2, 32),
+        DkdvConfig(16, 3, 2, 32, stages=1),
+    )

@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the dq and the dkdv kernel share: ends of sequences, the score gradient in registers, the store of a gradient.
+
+With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a query row, lse2 in base 2:
+
+    P = 2^(log2(e) s - lse2)        dS = P (dP - delta) [(1 - tanh^2)]        dP = dout . v
+
+dS is the gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row without a
+visible key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask.
+"""
+
+from typing import Any, NamedTuple
+
+from cutlass import Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.device import mma, ptx
+from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane
+from jax_fastattn.kernels.device.softmax import LOG2_E, cap_score
+from jax_fastattn.kernels.device.tiles import clamp
+from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
+
+MMA_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
+
+
+def load_bounds(
+    spec: KernelSpec,
+    batch: Int32,
+    lengths: tuple[Int32, Int32],
+    operands: tuple[Any, Any, Any],
+    window: tuple[Int32, Int32],
+) -> dict[str, Int32]:
+    """Ends, offset and window of one batch entry: the keyword arguments of the tile plan.
+
+    Args:
+        spec: the compile key.
+        batch: index of the batch entry.
+        lengths: T and S.
+        operands: query_seq_lengths, key_value_seq_lengths, query_offset, each a pointer or None.
+        window: window_left and window_right, read where the spec has the bound.
+    """
+
+    def entry(pointer: Any, otherwise: Int32, low: Any, high: Any) -> Int32:
+        if pointer is None:
+            return otherwise
+        return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
+
+    return {
+        "query_end": entry(operands[0], lengths[0], 0, lengths[0]),
+        "key_end": entry(operands[1], lengths[1], 0, lengths[1]),
+        "offset": entry(operands[2], Int32(0), -UNBOUNDED, UNBOUNDED),
+        "left": window[0] if spec.window_left else Int32(UNBOUNDED),
+        "right": window[1] if spec.window_right else Int32(UNBOUNDED),
+    }
+
+
+class Transform(NamedTuple):
+    """From products to logits in base 2: `factor * x`, or with a soft cap `factor * tanh(...)`, see `cap_score`."""
+
+    factor: Float32
+    inner: Any
+
+    @classmethod
+    def of(cls, spec: KernelSpec, scale: Float32, logits_soft_cap: Float32) -> "Transform":
+        """The factors of a launch; scale may have any sign."""
+        if spec.logits_soft_cap:
+            return cls(logits_soft_cap * LOG2_E, scale / logits_soft_cap * (2 * LOG2_E))
+        return cls(scale * LOG2_E, None)
+
+
+def differentiate(
+    score: Float32, dprobability: Float32, stats: list[Float32], transform: Transform
+) -> tuple[Float32, Float32]:
+    """P and dS of one score q . k, given dP and the (lse2, delta) of its query row."""
+    lse2, delta = stats
+    if transform.inner is None:
+        probability = ptx.exp2(ptx.fma(score, transform.factor, -lse2))
+        return probability, probability * (dprobability - delta)
+    capped = cap_score(score, transform.inner)
+    probability = ptx.exp2(ptx.fma(capped, transform.factor, -lse2))
+    return probability, probability * (dprobability - delta) * ptx.fma(-capped, capped, Float32(1.0))
+
+
+def row_stride(heads: Int32, head_dim: int) -> Int64:
+    """Bytes from one row to the next of an operand [rows, heads, head_dim] of 16-bit elements."""
+    return Int64(heads) * (2 * head_dim)
+
+
+def finish_rows(
+    acc: mma.Accumulator, blocks: tuple[int, int], row: Int32, end: Int32, factor: Float32 | None = None
+) -> None:
+    """Multiplies an accumulator by `factor` and zeroes its rows from `end` on; `row` is that of the lane's c0."""
+    for m in range(blocks[0]):
+        for n in range(blocks[1]):
+            for element in range(4):
+                index = (m * blocks[1] + n) * 4 + element
+                x = acc[index] if factor is None else acc[index] * factor
+                # A select, not a product: rows past the end may hold anything.
+                valid = row + (16 * m + element // 2 * 8) < end
+                acc[index] = ptx.where(valid, x, Float32(0.0))
+
+
+def scatter(
+    acc: mma.Accumulator, blocks: tuple[int, int], tile: SharedTile, shared: Int32, lane: Int32, dtype: str
+) -> None:
+    """Rounds an accumulator to 16 bits into a tile, its element (0, 0) to address `shared`."""
+    address = shared + tile.offset(*accumulator_lane(lane))
+    for m in range(blocks[0]):
+        for n in range(blocks[1]):
+            for half in range(2):
+                index = (m * blocks[1] + n) * 4 + 2 * half
+                target = address + tile.offset(16 * m + 8 * half, 8 * n)
+                ptx.store_shared(target, ptx.pack(acc[index], acc[index + 1], dtype=dtype))
