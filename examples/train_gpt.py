@@ -1,0 +1,296 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+r"""Trains a small byte-level GPT on the sources of Python's standard library, with attention by `jax_fastattn`.
+
+    python examples/train_gpt.py                                             # minutes on two CPU cores
+    python examples/train_gpt.py --layers 12 --width 768 --heads 12 --kv-heads 4 --length 4096 --batch 8 \
+        --dtype bfloat16 --learning-rate 6e-4 --output gpt-cuda                  # a GPU
+    python examples/train_gpt.py ... --implementation jax --output gpt-jax --compare gpt-cuda/metrics.json
+
+Writes `metrics.json` and `loss.png` to the output folder, then prints a sample and a summary. A seed fixes the initial
+parameters and the order of the data, whatever the implementation and the mesh, so that curves can be compared.
+Needs the packages flax, optax, matplotlib and tqdm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sysconfig
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import trange
+
+import jax_fastattn
+
+VOCABULARY = 256  # bytes
+HELD_OUT_EVERY = 20  # one file in twenty is never trained on
+PROMPT = b"def __init__(self, "
+ATTENTION = {
+    "auto": jax_fastattn.attention,
+    "cuda": partial(jax_fastattn.attention, implementation="cuda"),
+    "xla": partial(jax_fastattn.attention, implementation="xla"),
+    "jax": jax.nn.dot_product_attention,
+    "cudnn": partial(jax.nn.dot_product_attention, implementation="cudnn"),
+}
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = partial(parser.add_argument, metavar="N", type=int)
+    implementations = "of attention: auto, cuda and xla are jax_fastattn's; jax and cudnn are jax.nn's, to compare with"
+    parser.add_argument("--implementation", choices=ATTENTION, default="auto", help=implementations)
+    add("--layers", default=4)
+    add("--width", default=128)
+    add("--heads", default=4, help="query heads")
+    add("--kv-heads", default=2, help="key/value heads, each shared by heads / kv-heads query heads")
+    add("--length", default=128, help="tokens (bytes) per sequence")
+    add("--batch", default=16, help="sequences per step, over all devices")
+    add("--steps", default=300)
+    add("--eval-every", default=100, help="steps from one held-out loss to the next")
+    add("--sample", default=256, help="bytes to sample at the end")
+    add("--seed", default=0)
+    add("--data-parallel", default=1, help="devices that share a batch")
+    add("--tensor-parallel", default=1, help="devices that share the heads and the hidden features")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="at the peak of warm-up and cosine decay")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the activations")
+    parser.add_argument("--remat", action="store_true", help="recompute each block in its backward pass, but attention")
+    parser.add_argument("--output", type=Path, default=Path("gpt-run"), help="folder for metrics.json and loss.png")
+    parser.add_argument("--compare", type=Path, nargs="*", default=[], help="metrics.json of runs to draw beside this")
+    parser.add_argument("--quiet", action="store_true", help="print no progress bar and no sample")
+    options = parser.parse_args(argv)
+    if options.width % options.heads or options.heads % options.kv_heads or options.kv_heads % options.tensor_parallel:
+        parser.error("each must divide the next: --tensor-parallel, --kv-heads, --heads, --width")
+    if options.batch % options.data_parallel:
+        parser.error("--data-parallel must divide --batch")
+    return options
+
+
+# Data
+
+
+def load_corpus() -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to train on and held-out bytes: the standard library's modules, split by file."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for i, path in enumerate(files):
+        parts[i % HELD_OUT_EVERY == 0].append(path.read_bytes())
+    return np.frombuffer(b"\n\n".join(parts[0]), np.uint8), np.frombuffer(b"\n\n".join(parts[1]), np.uint8)
+
+
+# Model: [B, T] tokens -> [B, T, VOCABULARY] logits
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary position embedding (arXiv:2104.09864) of [B, T, N, H]."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] / 10_000 ** (jnp.arange(half) / half)[None]  # [T, H / 2]
+    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, options: argparse.Namespace, rngs: nnx.Rngs):
+        linear = partial(nnx.Linear, use_bias=False, dtype=options.dtype, rngs=rngs)
+        self.norm_1 = nnx.RMSNorm(options.width, dtype=options.dtype, rngs=rngs)
+        self.norm_2 = nnx.RMSNorm(options.width, dtype=options.dtype, rngs=rngs)
+        self.head_dim = options.width // options.heads
+        self.implementation = options.implementation
+        self.query = linear(options.width, options.width)
+        self.key = linear(options.width, options.kv_heads * self.head_dim)
+        self.value = linear(options.width, options.kv_heads * self.head_dim)
+        self.out = linear(options.width, options.width)
+        self.up = linear(options.width, 4 * options.width)
+        self.down = linear(4 * options.width, options.width)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        normed = self.norm_1(x)
+        query, key, value = (
+            project(normed).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.query, self.key, self.value)
+        )  # [B, T, N or K, H]
+        attended = ATTENTION[self.implementation](rotate(query), rotate(key), value, is_causal=True)
+        x = x + self.out(attended.reshape(x.shape))
+        return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nnx.Module):
+    def __init__(self, options: argparse.Namespace, rngs: nnx.Rngs):
+        self.embedding = nnx.Embed(VOCABULARY, options.width, dtype=options.dtype, rngs=rngs)
+        self.blocks = nnx.List([Block(options, rngs) for _ in range(options.layers)])
+        self.norm = nnx.RMSNorm(options.width, dtype=options.dtype, rngs=rngs)
+        self.head = nnx.Linear(options.width, VOCABULARY, use_bias=False, dtype=options.dtype, rngs=rngs)
+        self.remat = options.remat
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = call_with_remat(block, x) if self.remat else block(x)
+        return self.head(self.norm(x)).astype(jnp.float32)
+
+
+def call_with_remat(block: Block, x: jax.Array) -> jax.Array:
+    """block(x), of which only what attention's backward pass needs is kept: the rest is computed again."""
+    graphdef, params = nnx.split(block)
+    policy = jax.checkpoint_policies.save_only_these_names("jax_fastattn_out", "jax_fastattn_lse")
+    return jax.checkpoint(lambda params, x: nnx.merge(graphdef, params)(x), policy=policy)(params, x)
+
+
+# Training
+
+
+def shard(mesh: Mesh, tree: Any) -> Any:
+    """Tensor parallelism of parameters, and of optimizer state, whose leaves bear the same names.
+
+    Heads and hidden features are split over "tensor"; all else is copied to every device.
+    """
+    layouts = {name: P(None, "tensor") for name in ("query", "key", "value", "up")}
+    layouts |= {name: P("tensor", None) for name in ("out", "down")}
+
+    def place(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        return jax.device_put(x, NamedSharding(mesh, next((layouts[name] for name in names if name in layouts), P())))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def which_implementation(options: argparse.Namespace) -> str:
+    """What runs attention on each device of the mesh."""
+    if options.implementation in ("jax", "cudnn"):
+        return {"jax": "jax.nn (xla)", "cudnn": "jax.nn (cudnn)"}[options.implementation]
+    sizes, head_dim = (options.batch // options.data_parallel, options.length), options.width // options.heads
+    query, key = (
+        jax.ShapeDtypeStruct((*sizes, heads // options.tensor_parallel, head_dim), options.dtype)
+        for heads in (options.heads, options.kv_heads)
+    )
+    asked = None if options.implementation == "auto" else options.implementation
+    found = jax_fastattn.explain(query, key, key, is_causal=True, implementation=asked)
+    return f"jax_fastattn ({found.implementation})"
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Trains, samples, and returns what goes into metrics.json."""
+    devices = jax.devices()[: options.data_parallel * options.tensor_parallel]
+    sizes = (options.data_parallel, options.tensor_parallel)
+    mesh = jax.make_mesh(sizes, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    implementation, device = which_implementation(options), f"{len(devices)} x {devices[0].device_kind}"
+    corpus, held_out = load_corpus()
+    graphdef, params = nnx.split(GPT(options, nnx.Rngs(options.seed)), nnx.Param)
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    print(f"{parameters / 1e6:.2f} M parameters, {len(corpus) / 1e6:.1f} MB of text, {implementation} on {device}")
+
+    rate, warm_up = options.learning_rate, min(100, options.steps // 10 + 1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warm_up, options.steps + 1, 0.1 * rate)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+    params = shard(mesh, params)
+    state = shard(mesh, optimizer.init(params))
+
+    @jax.jit
+    def evaluate(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    layouts = jax.tree.map(lambda x: x.sharding, (params, state))
+
+    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*layouts, None))
+    def update(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(evaluate)(params, tokens)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    @jax.jit
+    def sample(params: Any, text: jax.Array, key: jax.Array) -> jax.Array:
+        def extend(i: jax.Array, text: jax.Array) -> jax.Array:
+            logits = nnx.merge(graphdef, params)(text)[0, i - 1]  # causal: what follows has no say
+            return text.at[0, i].set(jax.random.categorical(jax.random.fold_in(key, i), logits / 0.8))
+
+        return jax.lax.fori_loop(len(PROMPT), text.shape[1], extend, text)
+
+    def draw(rng: np.random.Generator, text: np.ndarray) -> jax.Array:
+        """int32 [batch, length + 1]: inputs and, one further on, targets."""
+        starts = rng.integers(0, len(text) - options.length, options.batch)
+        tokens = text[starts[:, None] + np.arange(options.length + 1)].astype(np.int32)
+        return jax.device_put(tokens, NamedSharding(mesh, P("data")))
+
+    rng, held_out_rng = np.random.default_rng(options.seed), np.random.default_rng(options.seed + 1)
+    held_out_batches = [draw(held_out_rng, held_out) for _ in range(8)]
+    losses, held_out_losses, seconds = [], [], []
+    progress = trange(1, options.steps + 1, desc="training", unit="step", disable=options.quiet)
+    for step in progress:
+        tokens = draw(rng, corpus)
+        started = time.perf_counter()
+        params, state, loss = update(params, state, tokens)
+        losses.append(float(loss))  # waits for the device, so that the clock is honest
+        seconds.append(time.perf_counter() - started)
+        if step % options.eval_every == 0 or step == options.steps:
+            held_out_loss = statistics.mean(float(evaluate(params, batch)) for batch in held_out_batches)
+            held_out_losses.append((step, held_out_loss))
+        progress.set_postfix(loss=losses[-1], held_out=held_out_losses[-1][1] if held_out_losses else "-")
+
+    text = np.zeros((1, len(PROMPT) + options.sample), np.int32)
+    text[0, : len(PROMPT)] = list(PROMPT)
+    sampled = sample(params, jnp.asarray(text), jax.random.key(options.seed))
+    return {
+        "options": {name: value for name, value in vars(options).items() if name not in ("output", "compare", "quiet")},
+        "implementation": implementation,
+        "device": device,
+        "versions": {"jax": jax.__version__, "flax": flax.__version__, "python": platform.python_version()},
+        "parameters": parameters,
+        "tokens_per_second": options.batch * options.length / statistics.median(seconds[min(5, options.steps - 1) :]),
+        "losses": losses,
+        "held_out_losses": held_out_losses,
+        "sample": bytes(np.asarray(sampled[0]).tolist()).decode(errors="replace"),
+    }
+
+
+def plot(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draws the loss curves of several runs into one PNG: lines are training losses, points held-out losses."""
+    matplotlib.use("Agg")
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for run in runs:
+        label = f"{run['implementation']}, {run['device']}: {run['tokens_per_second']:,.0f} tokens/s"
+        (line,) = axes.plot(range(1, len(run["losses"]) + 1), run["losses"], linewidth=0.8, alpha=0.7, label=label)
+        axes.plot(*zip(*run["held_out_losses"], strict=True), "o", color=line.get_color())
+    axes.set(xlabel="step", ylabel="cross-entropy [nats per byte]", title="training (lines) and held-out loss (points)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse_arguments(argv)
+    metrics = train(options)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    plot([json.loads(path.read_text()) for path in options.compare] + [metrics], options.output / "loss.png")
+    if not options.quiet:
+        print(f"\n--- sample ---\n{metrics['sample']}\n--------------\n")
+    first, last, held_out = metrics["losses"][0], metrics["losses"][-1], metrics["held_out_losses"][-1][1]
+    print(
+        f"loss {first:.3f} -> {last:.3f}, held out {held_out:.3f}; {metrics['tokens_per_second']:,.0f} tokens/s with "
+        f"{metrics['implementation']} on {metrics['device']}; see {options.output}/loss.png"
+    )
+
+
+if __name__ == "__main__":
+    main()

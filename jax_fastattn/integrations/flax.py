@@ -1,0 +1,171 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_fastattn.attention` as the `attention_fn` of Flax's attention modules, linen and nnx.
+
+    flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention_fn)
+    flax.nnx.MultiHeadAttention(8, 512, attention_fn=bind(is_causal=True, implementation="cuda"), rngs=rngs)
+
+Every argument that a module may pass is honoured or raises. Differences from Flax's own function: softmax is in float32
+whatever the dtype, and a query that sees no key gives 0 where Flax gives the mean of the values.
+
+Left out, since the attention weights never exist in memory: sowing them, and dropout on them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_fastattn.api import attention
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: Any = None,
+    module: Any = None,
+    # linen drops, without a word, the arguments that an attention_fn does not name: the next four are named to be seen.
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., jax.Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    *,
+    is_causal: bool = False,
+    deterministic_gradients: bool = False,
+    **options: Any,
+) -> jax.Array:
+    """Attends as `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention` do. `bind` sets options.
+
+    Args:
+        query: `[batch..., T, N, H]` with any number of batch axes, none included.
+        key: `[batch..., S, K, H]`; K divides N.
+        value: `[batch..., S, K, D]`.
+        bias: broadcastable to `[batch..., N, T, S]`, added to the scaled logits. Default None.
+        mask: broadcastable to `[batch..., N, T, S]`, bool or numbers as Flax's mask makers give them: a query may
+            attend where it is not 0. Default None.
+        broadcast_dropout, dropout_rng: taken and not used, since dropout is refused.
+        dropout_rate: on the attention weights; must be 0 (the default) unless `deterministic`.
+        deterministic: Flax's meaning: dropout is off. Default False.
+        dtype: what query, key and value are cast to. Default None: their common dtype.
+        precision: None (the default) or `jax.lax.Precision.DEFAULT`.
+        module: where to sow the attention weights; must be None, the default.
+        force_fp32_for_softmax: either way the softmax is in float32.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None, the default.
+        is_causal: query i sees the keys up to i. Default False. Do not set it with `functools.partial`: nnx passes its
+            own at every call; `bind` joins the two.
+        deterministic_gradients: `deterministic` of `jax_fastattn.attention`. Default False.
+        **options: further keyword arguments of `jax_fastattn.attention`. Where there are several batch axes, those
+            with a batch axis want them as one.
+
+    Returns:
+        `[batch..., T, N, D]` in the common dtype.
+
+    Raises:
+        NotImplementedError: for dropout, sown weights, einsums of one's own or a precision; every one is listed.
+        ValueError: for shapes that do not fit, or `is_causal` in a decoding step.
+    """
+    del broadcast_dropout, dropout_rng, force_fp32_for_softmax
+    _refuse(
+        dropout_rate=0.0 if deterministic else dropout_rate,
+        module=module,
+        precision=precision,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+        return_residual=options.pop("return_residual", False),
+    )
+    for name, array in {"query": query, "key": key, "value": value}.items():
+        if array.ndim < 3 or array.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"`{name}` has shape {array.shape}; expected [batch..., length, heads, head_dim] "
+                f"with the batch axes {query.shape[:-3]} of `query`."
+            )
+    batch, (query_length, key_length) = query.shape[:-3], (query.shape[-3], key.shape[-3])
+    if is_causal and query_length == 1 < key_length and "query_offset" not in options:
+        raise ValueError(
+            f"`is_causal` with one query and {key_length} keys shows it the first key only. In a decoding step "
+            "the module's mask hides the future already: leave `is_causal` out, or bind `query_offset`."
+        )
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    out = attention(
+        *(x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)),
+        bias=None if bias is None else _fold_broadcast("bias", bias, batch),
+        mask=None if mask is None else _fold_broadcast("mask", mask.astype(bool), batch),
+        is_causal=is_causal,
+        deterministic=deterministic_gradients,
+        **options,
+    )
+    return out.reshape(*batch, *out.shape[1:])
+
+
+def bind(*, is_causal: bool = False, **options: Any) -> Callable[..., jax.Array]:
+    """An `attention_fn` with options set, for what a Flax module has no argument for.
+
+    Like `functools.partial`, except that attention is causal if either the module or `bind` asks for it (nnx modules
+    pass `is_causal=False` at every call, which would overrule a partial's) and that nothing bound is ever overruled.
+
+    Args:
+        is_causal: query i sees the keys up to i, without a mask array. Default False.
+        **options: `bias`, `deterministic_gradients` and the keyword arguments of `jax_fastattn.attention`, such as
+            `implementation`, `local_window_size`, `logits_soft_cap` or `segment_ids`.
+
+    Returns:
+        A function with the signature of `attention_fn`. It raises `TypeError` when called with what is bound.
+    """
+    bound_is_causal = is_causal
+
+    @functools.wraps(attention_fn)  # also hands on the signature, by which linen chooses what it passes
+    def bound(*arrays: Any, is_causal: bool = False, **kwargs: Any) -> jax.Array:
+        return attention_fn(*arrays, is_causal=is_causal or bound_is_causal, **options, **kwargs)
+
+    return bound
+
+
+def _refuse(**arguments: Any) -> None:
+    """Raises `NotImplementedError` with every argument that asks for what fused attention cannot do."""
+    remedies = {
+        "dropout_rate": "set the module's `dropout_rate=0.0` and drop out its output, or pass `deterministic=True`",
+        "module": "the weights to sow never exist in memory: call the module with `sow_weights=False`",
+        "precision": "set `precision=None`: operands are multiplied in their own dtype and summed in float32",
+        "einsum_dot_general": "the products are part of the kernel: leave it out",
+        "qk_attn_weights_einsum": "the products are part of the kernel: leave `qk_attn_weights_einsum_cls` out",
+        "attn_weights_value_einsum": "the products are part of the kernel: leave `attn_weights_value_einsum_cls` out",
+        "return_residual": "a module takes one array: call `jax_fastattn.attention` for the residual",
+    }
+    if arguments["precision"] in ("default", jax.lax.Precision.DEFAULT):
+        arguments["precision"] = None
+    asked = [f"`{name}={value!r}`: {remedies[name]}" for name, value in arguments.items() if value not in (None, 0)]
+    if asked:
+        raise NotImplementedError(
+            "jax_fastattn's attention_fn cannot honour "
+            + "; ".join(asked)
+            + ". Or leave the module its own attention_fn, which makes the whole array of weights."
+        )
+
+
+def _fold_broadcast(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Brings what broadcasts to `[batch..., N, T, S]` to four axes; the batch axis stays 1 where `x` has none."""
+    rank = len(batch) + 3
+    if x.ndim > rank:
+        raise ValueError(f"`{name}` has shape {x.shape}; expected at most {rank} axes, [batch..., heads, query, key].")
+    x = x.reshape((1,) * (rank - x.ndim) + x.shape)
+    leading = x.shape[:-3]
+    if any(size not in (1, full) for size, full in zip(leading, batch, strict=True)):
+        raise ValueError(f"`{name}` has batch axes {leading}; expected what broadcasts to {batch}, those of `query`.")
+    if any(size != 1 for size in leading):
+        x = jnp.broadcast_to(x, batch + x.shape[-3:])
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])

@@ -1,0 +1,74 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run as a user runs them, in a process of their own; the mesh run there has eight CPU devices."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = "--layers 2 --width 32 --heads 4 --kv-heads 2 --length 48 --batch 4 --steps 25 --eval-every 10 --sample 4"
+
+
+def train(output: Path, *options: str, devices: int = 1) -> tuple[dict[str, Any], str]:
+    """Runs train_gpt.py in its tiny size; gives metrics.json and what it printed."""
+    # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates; any other warning is an error.
+    warnings = ["error", "ignore:jax.array_ref is deprecated", "ignore:jax.ArrayRef is deprecated"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONWARNINGS": ",".join(warnings),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "train_gpt.py"),
+        *TINY.split(),
+        "--output",
+        str(output),
+        *options,
+    ]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads((output / "metrics.json").read_text()), finished.stdout
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    output = tmp_path_factory.mktemp("one-device")
+    return output, *train(output)
+
+
+def test_train_gpt_learns_and_reports(one_device: tuple[Path, dict[str, Any], str]) -> None:
+    output, metrics, printed = one_device
+    assert len(metrics["losses"]) == 25
+    assert metrics["losses"][-1] < metrics["losses"][0] - 1.5
+    assert [step for step, _ in metrics["held_out_losses"]] == [10, 20, 25]
+    assert metrics["held_out_losses"][-1][1] < metrics["held_out_losses"][0][1]
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert metrics["implementation"] == "jax_fastattn (xla)"
+    assert "--- sample ---\ndef __init__(self, " in printed
+    assert re.search(r"[\d,]+ tokens/s with jax_fastattn \(xla\) on 1 x cpu", printed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--data-parallel 2 --tensor-parallel 2 --remat", "--implementation jax"],
+    ids=["mesh-remat", "jax.nn"],
+)
+def test_train_gpt_has_the_same_losses(
+    one_device: tuple[Path, dict[str, Any], str], tmp_path: Path, options: str
+) -> None:
+    reference, want, _ = one_device
+    got, _ = train(tmp_path, "--quiet", "--compare", str(reference / "metrics.json"), *options.split(), devices=8)
+    assert got["device"] == ("4 x cpu" if "parallel" in options else "1 x cpu")
+    # Float32 sums in another order, through 25 steps of Adam.
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=2e-3)
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
