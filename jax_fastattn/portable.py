@@ -40,7 +40,11 @@ UNBOUNDED = 1 << 29
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the differentiable operands, in their shapes and dtypes; None where the operand is absent."""
+    """Cotangents of the differentiable operands, in their shapes; None where the operand is absent.
+
+    Those of query, key and value have the dtype of their operand. Those of bias and sinks are float32 (float64 for
+    float64 operands), since the ops may have to add up several before they round.
+    """
 
     query: jax.Array
     key: jax.Array
@@ -121,7 +125,7 @@ def backward(
     dsinks = None
     if operands.sinks is not None:
         weights = jnp.where(empty, 0.0, jnp.exp(operands.sinks[:, None, :].astype(lse.dtype) - lse))
-        dsinks = _reduce_to(operands.sinks.shape, -jnp.sum(weights * delta, axis=1)).astype(operands.sinks.dtype)
+        dsinks = _reduce_to(operands.sinks.shape, -jnp.sum(weights * delta, axis=1))
     dout, lse, delta = (_split_heads(x, blocks.query.shape[2], 2) for x in (dout, lse, delta))
 
     def query_chunk(i: Index, sums: Gradients) -> Gradients:
@@ -161,7 +165,7 @@ def backward(
     sums = _loop(blocks.queries, (0, blocks.queries.count), query_chunk, sums)
     dbias = None
     if operands.bias is not None and sums.bias is not None:
-        dbias = sums.bias.reshape(operands.bias.shape).astype(operands.bias.dtype)
+        dbias = sums.bias.reshape(operands.bias.shape)
     return Gradients(
         query=(_merge_heads(sums.query) * spec.scale).astype(dtype),
         key=(sums.key * spec.scale).astype(dtype),

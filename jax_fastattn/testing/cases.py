@@ -1,0 +1,363 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Named attention problems: what tests and benchmarks run over.
+
+Sizes within a case are pairwise distinct and greater than 1 where the case is not about being 1, so that a swapped axis
+cannot go unnoticed. A case is data: its arrays are drawn from a key when they are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
+from jax_fastattn.spec import AttentionSpec, Operands, Problem
+
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem. `str(case)` is its name, such as `gqa5-causal-d128-bf16-q193-kv257`.
+
+    Attributes:
+        dtype: of query, key and value.
+        batch, query_length, key_length: B, T, S.
+        num_kv_heads, group: K and the query heads for each; N = K * group.
+        head_dim, v_head_dim: H, D; D None is H.
+        scale: None is H ** -0.5.
+        is_causal, window, logits_soft_cap: as in `AttentionSpec`.
+        bias, mask: the axes that are not broadcast, such as "nts"; None is absent.
+        query_seq_lengths, key_value_seq_lengths, query_offset: one for each batch entry.
+        segments: number of segments, cut at random; the last is one that only queries have. 0 is absent.
+        packed: `(query lengths, key lengths)` of the sequences that the one batch entry holds, each as
+            `attention_varlen` passes it on: segment ids, and offsets by token. What is left is padding.
+        sinks: "n" for one row, "bn" for one for each batch entry; None is absent.
+        dlse: whether the log-sum-exp has a cotangent.
+    """
+
+    dtype: str = "float32"
+    batch: int = 2
+    query_length: int = 193
+    key_length: int = 257
+    num_kv_heads: int = 3
+    group: int = 1
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    scale: float | None = None
+    is_causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    logits_soft_cap: float | None = None
+    bias: str | None = None
+    mask: str | None = None
+    query_seq_lengths: tuple[int, ...] | None = None
+    key_value_seq_lengths: tuple[int, ...] | None = None
+    query_offset: tuple[int, ...] | None = None
+    segments: int = 0
+    packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    sinks: str | None = None
+    dlse: bool = False
+
+    def __str__(self) -> str:
+        heads = (
+            "no-heads"
+            if self.num_heads == 0
+            else "mha"
+            if self.group == 1
+            else "mqa"
+            if self.num_kv_heads == 1
+            else "gqa"
+        )
+        dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim else "")
+
+        def joined(name: str, values: Any) -> str | None:
+            if values is None or values == (None, None):
+                return None
+            values = values if isinstance(values, tuple) else (values,)
+            return name + ".".join("x" if v is None else f"{v:g}" for v in values)
+
+        words = [
+            heads + (str(self.group) if self.group > 1 else ""),
+            "causal" if self.is_causal else None,
+            joined("window", self.window),
+            joined("cap", self.logits_soft_cap),
+            None if self.bias is None else f"bias_{self.bias or 1}",
+            None if self.mask is None else f"mask_{self.mask or 1}",
+            f"segments{self.segments}" if self.segments else None,
+            joined("packed", self.packed and self.packed[0]),
+            joined("and", self.packed and self.packed[1]),
+            self.sinks and f"sinks_{self.sinks}",
+            "dlse" if self.dlse else None,
+            joined("scale", self.scale),
+            joined("offset", self.query_offset),
+            joined("qlen", self.query_seq_lengths),
+            joined("kvlen", self.key_value_seq_lengths),
+            dims,
+            DTYPE_NAMES[self.dtype],
+            f"b{self.batch}" if self.batch != 2 else None,
+            f"q{self.query_length}",
+            f"kv{self.key_length}",
+        ]
+        return "-".join(word for word in words if word)
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Sizes by axis letter."""
+        dims = self.head_dim, self.v_head_dim or self.head_dim
+        sizes = self.batch, self.query_length, self.key_length, self.num_heads, self.num_kv_heads, *dims
+        return dict(zip("BTSNKHD", sizes, strict=True))
+
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            is_causal=self.is_causal,
+            window=self.window,
+            logits_soft_cap=self.logits_soft_cap,
+            present=jax.eval_shape(self.operands, jax.random.key(0)).present(),
+        )
+
+    def problem(self) -> Problem:
+        return Problem.of(self.spec(), jax.eval_shape(self.operands, jax.random.key(0)))
+
+    def operands(self, key: jax.Array) -> Operands:
+        """Random canonical operands, standard normal where they are floats."""
+        keys = iter(jax.random.split(key, 8))
+        sizes = self.shape
+        query, k, value = (
+            jax.random.normal(next(keys), tuple(sizes[axis] for axis in axes), jnp.float32).astype(self.dtype)
+            for axes in ("BTNH", "BSKH", "BSKD")
+        )
+
+        def plane(axes: str) -> tuple[int, ...]:
+            return tuple(sizes[axis.upper()] if axis in axes else 1 for axis in "bnts")
+
+        bias_key, mask_key, sinks_key, segments_key = next(keys), next(keys), next(keys), next(keys)
+        query_ids, key_ids, offset = self._positions(segments_key)
+        return Operands(
+            query=query,
+            key=k,
+            value=value,
+            bias=None if self.bias is None else jax.random.normal(bias_key, plane(self.bias), jnp.float32),
+            mask=None if self.mask is None else jax.random.bernoulli(mask_key, 0.7, plane(self.mask)),
+            query_seq_lengths=_int32(self.query_seq_lengths),
+            key_value_seq_lengths=_int32(self.key_value_seq_lengths),
+            query_offset=offset,
+            query_segment_ids=query_ids,
+            key_value_segment_ids=key_ids,
+            sinks=None
+            if self.sinks is None
+            else jax.random.normal(sinks_key, (sizes["B"] if "b" in self.sinks else 1, sizes["N"]), jnp.float32),
+        )
+
+    def cotangents(self, key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Random cotangents of the output and, with `dlse`, of the log-sum-exp."""
+        sizes = self.shape
+        dout_key, dlse_key = jax.random.split(key)
+        dout = jax.random.normal(dout_key, tuple(sizes[axis] for axis in "BTND"), jnp.float32).astype(self.dtype)
+        dtype = jnp.promote_types(self.dtype, jnp.float32)
+        dlse = jax.random.normal(dlse_key, tuple(sizes[axis] for axis in "BTN"), jnp.float32).astype(dtype)
+        return dout, dlse if self.dlse else None
+
+    def _positions(self, key: jax.Array) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+        """Segment ids of queries and keys, and offsets."""
+        if self.packed is not None:
+            (query_ids, query_starts), (key_ids, key_starts) = (
+                _pack(lengths, total, padding)
+                for lengths, total, padding in zip(
+                    self.packed, (self.query_length, self.key_length), (-1, -2), strict=True
+                )
+            )
+            offset = np.where(query_ids < 0, 0, key_starts[query_ids] - query_starts[query_ids])
+            return _int32(query_ids[None]), _int32(key_ids[None]), _int32(offset[None])
+        if not self.segments:
+            return None, None, _int32(self.query_offset)
+        query_key, kv_key = jax.random.split(key)
+        query_ids = jax.random.randint(query_key, (self.batch, self.query_length), 0, self.segments, jnp.int32)
+        key_ids = jax.random.randint(kv_key, (self.batch, self.key_length), 0, self.segments - 1, jnp.int32)
+        return jnp.sort(query_ids, axis=1), jnp.sort(key_ids, axis=1), _int32(self.query_offset)
+
+
+def _int32(x: Any) -> jax.Array | None:
+    return None if x is None else jnp.asarray(x, jnp.int32)
+
+
+def _pack(lengths: tuple[int, ...], total: int, padding: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sequence of each token (`padding` behind the last), and the first token of each sequence."""
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    ids = np.concatenate([ids, np.full(total - len(ids), padding)])
+    return ids, np.array([0, *itertools.accumulate(lengths)])[:-1]
+
+
+def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
+    """The distinct kernels that the cases need, forward and backward: what has to be compiled."""
+    found = {
+        kernel_spec(case.problem(), op, arch, dlse=op == "backward" and case.dlse): None
+        for case in cases
+        for op in ("forward", "backward")
+    }
+    return list(found)
+
+
+def _vary(base: Case, *changes: dict[str, Any]) -> list[Case]:
+    return [dataclasses.replace(base, **change) for change in changes]
+
+
+def _lengths(*pairs: tuple[int, int], **more: Any) -> list[dict[str, Any]]:
+    return [{"query_length": query, "key_length": key, **more} for query, key in pairs]
+
+
+# Fast, float32, every feature: the semantics of every implementation that runs on a CPU.
+_SMALL = Case(query_length=37, key_length=53, num_kv_heads=3, group=2, head_dim=8, v_head_dim=12)
+
+CPU_CASES = [
+    *_vary(
+        _SMALL,
+        {},
+        {"group": 1},
+        {"num_kv_heads": 1, "group": 5},
+        {"v_head_dim": None, "batch": 4},
+        {"v_head_dim": 4, "dlse": True},
+        {"scale": -0.7},
+        {"scale": 0.0, "dlse": True},
+        {"is_causal": True},
+        {"is_causal": True, "query_length": 53, "key_length": 37},
+        {"is_causal": True, "query_offset": (16, -9)},
+        {"is_causal": True, "query_offset": (-40, 60), "dlse": True},
+        {"window": (7, 4)},
+        {"window": (0, 0), "query_offset": (3, -5)},
+        {"window": (11, None), "query_offset": (20, -20)},
+        {"window": (None, 5)},
+        {"window": (9, 30), "is_causal": True},
+        {"key_value_seq_lengths": (19, 53)},
+        {"key_value_seq_lengths": (0, 31), "dlse": True},
+        {"query_seq_lengths": (0, 23), "key_value_seq_lengths": (41, 17), "is_causal": True},
+        {"query_seq_lengths": (30, 37), "key_value_seq_lengths": (0, 1), "sinks": "n", "dlse": True},
+        {"logits_soft_cap": 1.5},
+        {"logits_soft_cap": 0.5, "bias": "bnts", "is_causal": True, "dlse": True},
+        {"sinks": "n"},
+        {"sinks": "bn", "window": (6, 0), "query_offset": (-8, 4), "dlse": True},
+        {"bias": "bnts"},
+        {"bias": "ns", "is_causal": True},
+        {"bias": "bt"},
+        {"bias": "ts", "mask": "b", "sinks": "n"},
+        {"bias": "", "logits_soft_cap": 2.0},
+        {"mask": "bnts"},
+        {"mask": "bts", "bias": "n", "dlse": True},
+        {"mask": "nt", "is_causal": True},
+        {"segments": 4},
+        {"segments": 3, "is_causal": True, "query_offset": (5, 12), "sinks": "bn"},
+    ),
+    *_vary(
+        dataclasses.replace(_SMALL, batch=1, query_length=41),
+        {"packed": ((11, 0, 17, 9), (13, 8, 0, 27))},
+        {"packed": ((11, 0, 17, 9), (13, 8, 12, 20)), "is_causal": True, "sinks": "n", "dlse": True},
+        {"packed": ((5, 33), (29, 24)), "window": (6, 2), "logits_soft_cap": 3.0},
+    ),
+    *_vary(
+        _SMALL,
+        *_lengths((0, 53), (37, 0), (1, 53), (37, 1), sinks="n", dlse=True),
+        {"batch": 0, "is_causal": True, "bias": "nts"},
+        {"num_kv_heads": 0, "mask": "ts"},
+    ),
+]
+
+# Lengths around the tile sizes of kernels (64, 128), both ways round, and far from them.
+_ODD = _lengths((1, 63), (64, 65), (127, 193), (129, 128), (257, 127), (1000, 257))
+_MANY = _ODD + _lengths((193, 1), (63, 64), (65, 129), (128, 1000), (1, 1), (128, 128))
+_FEW = _lengths((65, 129), (193, 64), (257, 1000))
+_WINDOWS = [{"window": window} for window in ((0, 0), (1, 0), (0, 3), (64, 63), (100, 7), (5, 150), (2000, 2000))]
+_OFFSETS = [{"query_offset": offset} for offset in ((64, 64), (0, 0), (100, -100), (-1, 1), (-500, 500))]
+_MHA = Case(dtype="bfloat16")
+_GQA = Case(dtype="bfloat16", num_kv_heads=4, group=2)
+_BOTH_LENGTHS = [
+    {"query_seq_lengths": query, "key_value_seq_lengths": key}
+    for query, key in (((193, 100), (257, 129)), ((0, 64), (65, 128)), ((65, 1), (0, 256)), ((128, 190), (1, 0)))
+]
+
+
+def _on(base: Case, **more: Any) -> Case:
+    return dataclasses.replace(base, **more)
+
+
+# A line is one kernel forward and one backward (dtype, dims, group, what is present), two with and without `dlse`;
+# its variations compile nothing.
+GPU_CASES = [
+    # Lengths.
+    *_vary(_MHA, {}, *_MANY, {"scale": -0.2}, {"scale": 0.0}, {"batch": 5}),
+    *_vary(_on(_MHA, dtype="float16", is_causal=True), {}, *_MANY, {"scale": -0.2}),
+    *_vary(_on(_MHA, head_dim=128), {}, *_ODD, {"scale": 0.3}),
+    *_vary(_on(_MHA, head_dim=128, num_kv_heads=4, group=5, is_causal=True), {}, *_MANY, {"num_kv_heads": 1}),
+    # Head dims; some with a feature that has no line of its own.
+    *_vary(_on(_GQA, head_dim=8, is_causal=True), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=16), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=24, dtype="float16", is_causal=True), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=40, is_causal=True), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=72, sinks="n"), {}, {"sinks": "bn"}, *_ODD),
+    *_vary(_on(_GQA, head_dim=80, dtype="float16", logits_soft_cap=1.0), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=96, is_causal=True), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=104), *({"query_seq_lengths": lengths} for lengths in ((193, 65), (0, 128), (64, 1)))),
+    *_vary(_on(_GQA, head_dim=160), *({"window": (left, None)} for left in (0, 1, 64, 150, 1000))),
+    *_vary(_on(_GQA, head_dim=192, dtype="float16"), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=256, is_causal=True), {}, *_ODD),
+    # A head dim of the value's own.
+    *_vary(_on(_MHA, head_dim=192, v_head_dim=128, is_causal=True), {}, *_ODD),
+    *_vary(_on(_MHA, head_dim=64, v_head_dim=256), {}, *_FEW),
+    *_vary(_on(_GQA, head_dim=128, v_head_dim=64, is_causal=True), {}, *_FEW),
+    *_vary(_on(_MHA, head_dim=16, v_head_dim=48, dtype="float16"), {}, *_FEW),
+    # Groups; 3 and 7 do not divide a tile.
+    *_vary(_on(_MHA, num_kv_heads=5, group=3, is_causal=True), {}, *_ODD),
+    *_vary(_on(_MHA, batch=3, num_kv_heads=2, group=7), {}, *_ODD, {"num_kv_heads": 1}),
+    *_vary(_on(_MHA, batch=3, num_kv_heads=2, group=8, is_causal=True), {}, *_FEW, {"num_kv_heads": 1}),
+    # Windows and offsets. Causal is a right bound of 0, so it shares the kernel of a right bound.
+    *_vary(_MHA, *_WINDOWS, {"window": (70, None), "is_causal": True}, {"window": (0, 9), "is_causal": True}),
+    *_vary(_on(_MHA, window=(70, 30)), *_lengths((65, 1000), (1000, 129), (257, 128))),
+    *_vary(_on(_GQA, head_dim=128), *({"window": (None, right)} for right in (0, 1, 64, 150, 1000))),
+    *_vary(_on(_GQA, is_causal=True), *_OFFSETS, *_lengths((1, 257), (129, 65), query_offset=(-3, 128))),
+    *_vary(_on(_MHA, head_dim=128, query_offset=(64, -70)), *_WINDOWS, {"window": (150, None), "is_causal": True}),
+    *_vary(_on(_GQA, head_dim=128, query_offset=(60, -60)), {"window": (20, None)}, {"window": (300, None)}),
+    # Lengths of sequences.
+    *_vary(_GQA, *({"key_value_seq_lengths": lengths} for lengths in ((257, 64), (128, 0), (1, 129), (300, 256)))),
+    *_vary(_on(_GQA, key_value_seq_lengths=(1000, 193)), *_lengths((1, 1000), (257, 1000), (64, 1000))),
+    *_vary(_on(_GQA, is_causal=True), *_BOTH_LENGTHS),
+    # Soft cap.
+    *_vary(_on(_MHA, is_causal=True, logits_soft_cap=2.0), {}, *_FEW, {"logits_soft_cap": 50.0}, {"scale": 1.5}),
+    *_vary(_on(_GQA, head_dim=256, logits_soft_cap=30.0), *_WINDOWS[2:5], {"window": (100, None), "is_causal": True}),
+    # Sinks.
+    *_vary(_on(_MHA, batch=3, num_kv_heads=2, group=8, sinks="n"), *_WINDOWS[3:5], {"window": (127, 0)}),
+    *_vary(_on(_GQA, head_dim=128, is_causal=True, sinks="bn"), {}, {"sinks": "n"}, *_FEW),
+    # A cotangent of the log-sum-exp.
+    *_vary(_on(_MHA, dlse=True), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=128, is_causal=True, sinks="bn", dlse=True), {}, {"scale": -0.1}, *_FEW),
+    *_vary(_on(_GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS),
+    # All of it at once.
+    *_vary(
+        _on(_MHA, num_kv_heads=4, group=5, head_dim=128, logits_soft_cap=5.0, sinks="n", dlse=True),
+        *(
+            {**lengths, "query_offset": offset, "window": window}
+            for lengths in _BOTH_LENGTHS
+            for offset in ((64, -30), (-200, 10))
+            for window in ((40, 0), (0, 64))
+        ),
+    ),
+    # A few new queries against a long cache.
+    *_vary(
+        _on(_MHA, batch=3, num_kv_heads=2, group=4, head_dim=128, is_causal=True, key_length=1000),
+        *(
+            {"query_length": length, "query_offset": offset, "key_value_seq_lengths": lengths}
+            for length in (1, 5, 65)
+            for offset, lengths in (((999, 0, 500), (1000, 1, 501)), ((935, 128, -5), (1000, 193, 60)))
+        ),
+    ),
+]

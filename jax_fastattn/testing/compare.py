@@ -1,0 +1,170 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The differential rule: how wrong a result may be is measured, not guessed.
+
+The oracle is `attention_reference` on operands widened to float32. The baseline is `same_dtype_attention`, which rounds
+where the XLA path of `jax.nn.dot_product_attention` rounds (tests/test_reference.py holds the two together) and has
+the features that jax.nn lacks. A result passes when its error is at most twice the baseline's, plus float32 rounding:
+its largest error and its root mean square both, since the largest elements of a tensor hide what is wrong with others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastattn.reference import attention_reference, visible_pairs
+from jax_fastattn.spec import AttentionSpec, Operands
+
+Attention = Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]]
+
+FACTOR = 2.0
+# Of `1 + the largest element`: sums of a few hundred float32 terms of order 1, in another order.
+ROUNDING = 2.0**-17
+
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+
+
+class Results(NamedTuple):
+    """Everything that a call gives: output, log-sum-exp and the gradients; None where an operand is absent."""
+
+    out: Any
+    lse: Any
+    dquery: Any = None
+    dkey: Any = None
+    dvalue: Any = None
+    dbias: Any = None
+    dsinks: Any = None
+
+
+def evaluate(
+    attention: Attention, spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None
+) -> Results:
+    """Results of `attention` and, by `jax.vjp`, the gradients for the cotangents dout and dlse (None: zero)."""
+    names = [name for name in DIFFERENTIABLE if name in spec.present]
+
+    def function(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attention(spec, operands._replace(**dict(zip(names, arrays, strict=True))))
+
+    (out, lse), vjp = jax.vjp(function, *(getattr(operands, name) for name in names))
+    gradients = vjp((dout.astype(out.dtype), jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
+    return Results(out, lse, **{f"d{name}": x for name, x in zip(names, gradients, strict=True)})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def expected(
+    spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None
+) -> tuple[Results, Results]:
+    """Results of the oracle and of the baseline."""
+    dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
+    wide = {name: getattr(operands, name) for name in DIFFERENTIABLE if name in spec.present}
+    wide = operands._replace(**{name: x.astype(dtype) for name, x in wide.items()})
+    with jax.default_matmul_precision("highest"):
+        oracle = evaluate(attention_reference, spec, wide, dout, dlse)
+    return oracle, evaluate(same_dtype_attention, spec, operands, dout, dlse)
+
+
+def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """The contract of `attention_reference` with the roundings of jax.nn's XLA path.
+
+    Logits are accumulated and the softmax is taken in float32; probabilities and output are rounded to the dtype of the
+    operands. The log-sum-exp stays float32, unlike jax.nn's.
+    """
+    dtype = operands.query.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    presets = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
+    group = operands.query.shape[2] // max(operands.key.shape[2], 1)
+    visible = visible_pairs(spec, operands)
+    sees, seen = (jnp.moveaxis(jnp.any(visible, axis=axis), 1, 2)[..., None] for axis in (3, 2))
+    zero = jnp.zeros((), dtype)
+    query = jnp.where(sees, operands.query, zero)
+    key, value = (jnp.where(seen, jnp.repeat(x, group, axis=2), zero) for x in (operands.key, operands.value))
+
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision=presets.get(str(dtype)), preferred_element_type=wide)
+    logits = logits * spec.scale
+    if operands.bias is not None:
+        logits = logits + operands.bias.astype(wide)
+    logits = jnp.where(visible, logits, 0.0)
+    if spec.logits_soft_cap is not None:
+        logits = jnp.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap
+    logits = jnp.where(visible, logits, -jnp.inf)
+    # The sink is one more key, without a value.
+    rows = logits.shape[:3]
+    sinks = jnp.full(rows, -jnp.inf, wide)
+    if operands.sinks is not None:
+        sinks = jnp.broadcast_to(operands.sinks[:, :, None].astype(wide), rows)
+    if operands.query_seq_lengths is not None:
+        inside = jnp.arange(rows[2], dtype=jnp.int32)[None, None, :] < operands.query_seq_lengths[:, None, None]
+        sinks = jnp.where(inside, sinks, -jnp.inf)
+    extended = jnp.concatenate([logits, sinks[..., None]], axis=3)
+    is_empty = jnp.all(jnp.isneginf(extended), axis=3)
+    extended = jnp.where(is_empty[..., None], 0.0, extended)
+
+    weights = jax.nn.softmax(extended, axis=3)[..., :-1].astype(dtype)
+    has_value = sees & jnp.moveaxis(~is_empty, 1, 2)[..., None]
+    out = jnp.where(has_value, jnp.einsum("bnts,bsnd->btnd", weights, value), zero)
+    lse = jnp.where(is_empty, -jnp.inf, jax.nn.logsumexp(extended, axis=3))
+    return out, jnp.moveaxis(lse, 1, 2)
+
+
+def assert_within_budget(
+    actual: Results, oracle: Results, baseline: Results, *, factor: float = FACTOR, rounding: float = ROUNDING
+) -> None:
+    """Raises AssertionError naming every result whose error is over `factor` times the baseline's, plus rounding.
+
+    Args:
+        actual: what is under test; a None in it where the baseline has a result is an error.
+        oracle, baseline: as from `expected`.
+        factor: how much worse than the baseline is allowed.
+        rounding: allowed on top, times `1 + the largest element of the oracle`.
+    """
+    fields = zip(Results._fields, actual, oracle, baseline, strict=True)
+    found = [_failure(name, x, exact, base, factor, rounding) for name, x, exact, base in fields]
+    failures = [failure for failure in found if failure]
+    if failures:
+        raise AssertionError("\n".join(failures))
+
+
+def _failure(name: str, actual: Any, oracle: Any, baseline: Any, factor: float, rounding: float) -> str | None:
+    if actual is None and baseline is None:
+        return None
+    if actual is None or baseline is None:
+        return f"{name}: is {'absent' if actual is None else 'there'}, the baseline's is not"
+    if (actual.shape, actual.dtype) != (baseline.shape, baseline.dtype):
+        return f"{name}: {actual.shape} {actual.dtype}, expected {baseline.shape} {baseline.dtype}"
+    actual, oracle, baseline = (np.asarray(x).astype(np.float64) for x in (actual, oracle, baseline))
+    finite = np.isfinite(oracle)
+    same = np.where(finite, np.isfinite(actual), (actual == oracle) | (np.isnan(actual) & np.isnan(oracle)))
+    if not same.all():
+        at = tuple(int(i) for i in np.argwhere(~same)[0])
+        return f"{name}: {actual[at]} at {at}, expected {oracle[at]}; {np.sum(~same)} of {same.size} differ so"
+    error, allowed = (
+        np.abs(np.subtract(x, oracle, where=finite, out=np.zeros_like(oracle))) for x in (actual, baseline)
+    )
+    slack = rounding * (1 + np.abs(oracle).max(initial=0.0, where=finite))
+    for measure, reduce in (
+        ("largest", lambda x: x.max(initial=0.0)),
+        ("rms", lambda x: (x**2).sum() / max(x.size, 1)),
+    ):
+        found, budget = reduce(error), reduce(allowed)
+        if measure == "rms":
+            found, budget = found**0.5, budget**0.5
+        if found > factor * budget + slack:
+            at = tuple(int(i) for i in np.unravel_index(error.argmax(), error.shape))
+            return (
+                f"{name}: {measure} error {found:.3e}, allowed {factor:g} x {budget:.3e} + {slack:.1e}; "
+                f"worst at {at}: {actual[at]:.6g}, expected {oracle[at]:.6g}, the baseline has {baseline[at]:.6g}"
+            )
+    return None
+
+
+def check(attention: Attention, spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: Any = None) -> Results:
+    """Asserts that the results of `attention`, gradients included, are within the budget, and returns them."""
+    actual = evaluate(attention, spec, operands, dout, dlse)
+    assert_within_budget(actual, *expected(spec, operands, dout, dlse))
+    return actual
