@@ -118,5 +118,6 @@ def _compile(spec: KernelSpec) -> bytes:
     from jax_fastattn.ffi import compiler  # loads the compiler, which takes seconds
 
     _logger.info("compiling %s", spec)
+    kernel = compiler.compile_kernel(spec)
     _compile_count += 1
-    return compiler.compile_kernel(spec)
+    return kernel

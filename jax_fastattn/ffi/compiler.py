@@ -9,13 +9,16 @@ architecture is an option of each compilation, so that neither the environment n
 from __future__ import annotations
 
 import functools
+import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
+from jax_fastattn.ffi.resources import KernelResources, kernel_resources
 from jax_fastattn.kernels.sm80.backward import BackwardKernel
 from jax_fastattn.kernels.sm80.forward import ForwardKernel
 from jax_fastattn.kernels.spec import NUM_FLOATS, NUM_INTS, KernelSpec, launch_buffers
@@ -45,9 +48,30 @@ def compile_kernel(spec: KernelSpec) -> bytes:
         an ELF object file with one function, `FUNCTION_PREFIX`. It takes the buffers of `launch_buffers(spec)`, then
         the scalars of `launch_scalars`, then the stream.
     """
+    return _compile(spec, lambda *_: None)
+
+
+def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
+    """Compiles the kernel of `spec` and says what each kernel that it launches costs."""
+    shared_bytes: dict[str, int] = {}
+
+    def read_launches(dsl: Any, module: Any, function_name: str) -> None:
+        del dsl, function_name
+        found = re.findall(r"cuda\.kernel @(\w+)\(.*smem\.config_smem_size = (\d+) : i64", str(module))
+        shared_bytes.update({name: int(size) for name, size in found})
+
+    return kernel_resources(_compile(spec, read_launches), shared_bytes)
+
+
+def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> bytes:
     with _lock:
         _open_runtime()
-        compiled = cute.compile(_KERNELS[spec.op](spec), *_fake_arguments(spec), options=f"--gpu-arch {spec.arch}")
+        compiled = cute.compile(
+            _KERNELS[spec.op](spec),
+            *_fake_arguments(spec),
+            options=f"--gpu-arch {spec.arch}",
+            trace_finalize_hooks=on_traced,
+        )
         return compiled.dump_to_object(FUNCTION_PREFIX)
 
 

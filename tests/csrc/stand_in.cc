@@ -1,0 +1,98 @@
+// SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Stands in for the CuTe DSL runtime and the CUDA driver, so that the extension is tested without a GPU. Tests set the
+// `set_*` variables and read the `seen_*` ones through ctypes.
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+extern "C" {
+
+int set_device = 0;
+int set_major = 9;
+int set_minor = 0;
+int set_device_error = 0;
+int set_create_status = 0;
+int set_get_status = 0;
+int set_get_throws = 0;
+int set_run_status = 0;
+int set_run_cuda_error = 0;
+int set_num_buffers = 0;
+
+std::atomic<int> seen_loads{0};
+std::atomic<int> seen_overlapping_loads{0};
+std::atomic<int> seen_runs{0};
+int seen_object_size = 0;
+int seen_mode_at_load = -1;
+int seen_mode = 0;  // 0: global, 1: thread local, 2: relaxed
+int seen_device_at_run = -1;
+size_t seen_num_arguments = 0;
+void* seen_buffers[32];
+int seen_ints[32];  // every argument after the buffers, as an int; floats by their bits
+
+struct Module {
+  int device;
+};
+
+int CuteDSLRT_Module_Create_From_Bytes(Module** module, const unsigned char*, size_t size, const char**, size_t) {
+  static std::atomic<int> loading{0};
+  if (loading.fetch_add(1) != 0) ++seen_overlapping_loads;
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  ++seen_loads;
+  seen_mode_at_load = seen_mode;
+  seen_object_size = static_cast<int>(size);
+  *module = new Module{set_device};
+  --loading;
+  return set_create_status;
+}
+
+int CuteDSLRT_Module_Get_Function(void** function, Module* module, const char* prefix) {
+  if (set_get_throws || std::string(prefix) != "jax_fastattn") throw std::runtime_error("symbol not found");
+  *function = module;
+  return set_get_status;
+}
+
+int CuteDSLRT_Function_Run(void* function, void** arguments, size_t count) {
+  ++seen_runs;
+  seen_device_at_run = static_cast<Module*>(function)->device;
+  seen_num_arguments = count;
+  const size_t buffers = static_cast<size_t>(set_num_buffers);
+  for (size_t i = 0; i < buffers; ++i) seen_buffers[i] = *static_cast<void**>(arguments[i]);
+  for (size_t i = buffers; i < count; ++i) std::memcpy(&seen_ints[i - buffers], arguments[i], sizeof(int));
+  *static_cast<int*>(arguments[count - 1]) = set_run_cuda_error;
+  if (buffers > 0 && set_run_status == 0 && set_run_cuda_error == 0) {
+    // The first integer, into the first element of the last result (float32): a program sees that it was launched.
+    *static_cast<float*>(seen_buffers[buffers - 1]) = static_cast<float>(seen_ints[0]);
+  }
+  return set_run_status;
+}
+
+const char* CuteDSLRT_GetErrorName(int error) { return error == 7 ? "InvalidArguments" : "CudaError"; }
+
+int cuCtxGetDevice(int* device) {
+  *device = set_device;
+  return set_device_error;
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 75 ? set_major : set_minor;
+  return 0;
+}
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, seen_mode);
+  return 0;
+}
+
+int cuGetErrorString(int error, const char** text) {
+  *text = error == 700 ? "an illegal memory access was encountered" : nullptr;
+  return *text == nullptr;
+}
+
+}  // extern "C"

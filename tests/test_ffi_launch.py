@@ -1,0 +1,232 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ extension: what a launch passes to the runtime, what is loaded when, and every error a user can meet."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import dataclasses
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import stand_in
+from stand_in import FLOATS, INTS, SPEC
+
+from jax_fastattn import ffi
+from jax_fastattn.ffi import call
+
+NUM_BUFFERS = 6
+
+
+class Library:
+    """The stand-in's variables as attributes."""
+
+    def __init__(self, handle: ctypes.CDLL) -> None:
+        self.__dict__["handle"] = handle
+
+    def __getattr__(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self.handle, name).value
+
+    def __setattr__(self, name: str, value: int) -> None:
+        ctypes.c_int.in_dll(self.handle, name).value = value
+
+    def array(self, name: str, kind: Any, length: int) -> list[Any]:
+        return list((kind * length).in_dll(self.handle, name))
+
+
+@pytest.fixture(scope="module")
+def handle(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return stand_in.install(stand_in.build(tmp_path_factory.mktemp("stand_in")))
+
+
+@pytest.fixture
+def library(handle: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Library]:
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
+    stand_in.stand_in_compiler(monkeypatch)
+    library = Library(handle)
+    library.set_num_buffers = NUM_BUFFERS
+    library.seen_loads = library.seen_runs = library.seen_overlapping_loads = 0
+    yield library
+    for name in ("device_error", "create_status", "get_status", "get_throws", "run_status", "run_cuda_error", "device"):
+        setattr(library, f"set_{name}", 0)
+    library.set_major, library.set_minor = 9, 0
+
+
+def program(**static: Any) -> Any:
+    """A compiled program with one launch. Not jit(launch), whose traces are shared between tests."""
+    return jax.jit(lambda *arrays: stand_in.launch(*arrays, **static)).lower(*stand_in.operands()).compile()
+
+
+def run(**static: Any) -> list[Any]:
+    return jax.block_until_ready(program(**static)(*stand_in.operands()))
+
+
+def test_arguments_reach_the_runtime_in_the_order_of_the_host_function(library: Library) -> None:
+    arrays = stand_in.operands()
+    out, lse = jax.block_until_ready(program()(*arrays))
+    buffers = library.array("seen_buffers", ctypes.c_void_p, NUM_BUFFERS)
+    assert buffers == [x.unsafe_buffer_pointer() for x in (*arrays, out, lse)]
+    scalars = library.array("seen_ints", ctypes.c_int, 9)
+    assert tuple(scalars[:7]) == INTS
+    assert struct.unpack("2f", struct.pack("2i", *scalars[7:])) == FLOATS
+    assert library.seen_num_arguments == NUM_BUFFERS + 7 + 2 + 2, "buffers, scalars, stream, error code"
+    assert float(lse[0, 0, 0]) == INTS[0]
+
+
+def test_equal_scalars_keep_their_number(library: Library) -> None:
+    run(ints=(5,) * 7, floats=(1.0, 1.0))
+    assert library.array("seen_ints", ctypes.c_int, 7) == [5] * 7
+
+
+def test_a_kernel_is_loaded_once_by_many_threads(library: Library) -> None:
+    launch = program()
+    arrays = stand_in.operands()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: jax.block_until_ready(launch(*arrays)), range(32)))
+    assert (library.seen_loads, library.seen_runs, library.seen_overlapping_loads) == (1, 32, 0)
+
+
+def test_a_kernel_is_loaded_once_per_device(library: Library) -> None:
+    launch = program()
+    for device in (0, 3, 0, 3):
+        library.set_device = device
+        jax.block_until_ready(launch(*stand_in.operands()))
+        assert library.seen_device_at_run == device
+    assert library.seen_loads == 2
+
+
+def test_loading_is_allowed_during_stream_capture(library: Library) -> None:
+    run()
+    assert library.seen_mode_at_load == 2, "relaxed"
+    assert library.seen_mode == 0, "as before"
+
+
+def test_the_object_arrives_whole(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = stand_in.elf_object(content=np.random.default_rng(0).bytes(100_001))
+    stand_in.stand_in_compiler(monkeypatch, kernel)
+    run()
+    assert library.seen_object_size == len(kernel)
+
+
+@pytest.mark.parametrize(
+    ("arch", "major", "minor"),
+    [("sm_80", 8, 0), ("sm_80", 8, 7), ("sm_86", 8, 9), ("sm_90a", 9, 0), ("sm_120a", 12, 0), ("sm_120f", 12, 1)],
+)
+def test_architecture_that_runs(library: Library, arch: str, major: int, minor: int) -> None:
+    library.set_major, library.set_minor = major, minor
+    run(spec=dataclasses.replace(SPEC, arch=arch))
+    assert library.seen_runs == 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "major", "minor"),
+    [("sm_80", 9, 0), ("sm_86", 8, 0), ("sm_90a", 10, 0), ("sm_90a", 8, 0), ("sm_120a", 12, 1), ("", 9, 0)],
+)
+def test_architecture_that_does_not_run(library: Library, arch: str, major: int, minor: int) -> None:
+    library.set_major, library.set_minor = major, minor
+    message = f"compiled for {arch}, but CUDA device 0 has compute capability {major}.{minor}.*set_target_arch"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        run(spec=dataclasses.replace(SPEC, arch=arch))
+    assert library.seen_loads == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("device_error", 201, r"no CUDA device is current: CUDA error 201, unknown error"),
+        ("create_status", 2, r"could not load kernel [0-9a-f]{12} on CUDA device 0: CudaError\. Check that"),
+        ("get_status", 1, r"could not load kernel [0-9a-f]{12} on CUDA device 0: CudaError\. Check that"),
+        ("get_throws", 1, r"has no function jax_fastattn"),
+        ("run_cuda_error", 700, r"launch of kernel [0-9a-f]{12} failed: CUDA error 700, an illegal memory access"),
+        ("run_status", 7, r"could not launch kernel [0-9a-f]{12} with 17 arguments: InvalidArguments"),
+    ],
+)
+def test_error_of_the_runtime(library: Library, setting: str, value: int, message: str) -> None:
+    setattr(library, f"set_{setting}", value)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        run()
+    setattr(library, f"set_{setting}", 0)
+    run()  # nothing of the failure is kept
+
+
+@pytest.mark.parametrize("change", ["machine", "not an object", "empty"])
+def test_object_for_another_cpu_or_no_object(library: Library, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    kernel = {"machine": stand_in.elf_object(machine=8), "not an object": b"x" * 200, "empty": b"x"}[change]
+    stand_in.stand_in_compiler(monkeypatch, kernel)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"has no launcher for this CPU\. Lower"):
+        run()
+    assert library.seen_loads == 0
+
+
+def _attributes(**changes: Any) -> dict[str, Any]:
+    kernel = call._Kernel.of("0" * 64, stand_in.elf_object())
+    attributes = {
+        "key": kernel.key,
+        "arch": "sm_90a",
+        "object": kernel.text,
+        "object_size": np.int32(kernel.size),
+        "num_buffers": np.int32(2),
+        "ints": np.array(INTS, np.int32),
+        "floats": np.array(FLOATS, np.float32),
+    }
+    return attributes | changes
+
+
+def _call(attributes: dict[str, Any], num_operands: int = 1) -> Any:
+    x = np.ones((3,), np.float32)
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.block_until_ready(
+        jax.jit(lambda *xs: jax.ffi.ffi_call(ffi.TARGET_NAME, result)(*xs, **attributes))(*[x] * num_operands)
+    )
+
+
+GOOD = call._Kernel.of("0" * 64, stand_in.elf_object())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"object": GOOD.text[: len(GOOD.text) // 2]},
+        {"object": GOOD.text[:40] + ("A" if GOOD.text[40] != "A" else "B") + GOOD.text[41:]},
+        {"object": "*" + GOOD.text[1:]},
+        {"object": ""},
+        {"object_size": np.int32(GOOD.size - 1)},
+        {"object_size": np.int32(GOOD.size + 1)},
+        {"object_size": np.int32(-1)},
+        {"object_size": np.int32(2**31 - 1)},
+    ],
+    ids=["truncated", "flipped", "alphabet", "empty", "size-1", "size+1", "negative", "huge"],
+)
+def test_damaged_object_in_a_program(library: Library, changes: dict[str, Any]) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"is damaged\. Lower the computation again, and discard"):
+        _call(_attributes(**changes))
+    assert library.seen_loads == 0
+
+
+@pytest.mark.parametrize(("num_buffers", "num_operands"), [(3, 1), (1, 1), (-1, 1), (41, 40)])
+def test_wrong_number_of_buffers(library: Library, num_buffers: int, num_operands: int) -> None:
+    message = rf"takes {num_buffers} buffers, but its custom call has {num_operands} operands and 1 results"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        _call(_attributes(num_buffers=np.int32(num_buffers)), num_operands)
+    assert library.seen_runs == 0
+
+
+def test_too_many_scalars(library: Library) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="was changed after lowering"):
+        _call(_attributes(ints=np.zeros(100, np.int32)))
+    assert library.seen_runs == 0
+
+
+@pytest.mark.parametrize("name", ["key", "object", "ints", "num_buffers"])
+def test_missing_attribute(library: Library, name: str) -> None:
+    attributes = _attributes()
+    del attributes[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="attribute"):
+        _call(attributes)
+    assert library.seen_runs == 0

@@ -1,0 +1,248 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Lowering for CUDA in a process without a GPU: one compact custom call, and no compilation for new sizes."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import types
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import stand_in
+from stand_in import FLOATS, INTS, SPEC
+
+from jax_fastattn import ffi
+from jax_fastattn.ffi import cache, call, registry
+from jax_fastattn.kernels.spec import UNBOUNDED
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
+    stand_in.stand_in_compiler(monkeypatch)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The specs that were compiled."""
+    specs = []
+
+    class Compiler:
+        @staticmethod
+        def compile_kernel(spec: Any) -> bytes:
+            specs.append(spec)
+            return stand_in.elf_object()
+
+    monkeypatch.undo()
+    monkeypatch.setattr(call, "_kernels", {})
+    monkeypatch.setattr(cache, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setitem(__import__("sys").modules, "jax_fastattn.ffi.compiler", Compiler)
+    monkeypatch.setattr("jax_fastattn.ffi.compiler", Compiler, raising=False)
+    return specs
+
+
+def lower(function: Any, *arrays: Any) -> str:
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_one_custom_call_with_everything_a_launch_needs() -> None:
+    text = lower(lambda *arrays: stand_in.launch(*arrays), *stand_in.operands())
+    assert text.count("stablehlo.custom_call @jax_fastattn_launch") == 1
+    assert "has_side_effect" not in text
+    assert f"ints = array<i32: {', '.join(map(str, INTS))}>" in text
+    assert "floats = array<f32: 1.250000e-01, 3.000000e+01>" in text
+    assert 'arch = "sm_90a"' in text
+    assert "num_buffers = 6 : i32" in text
+    assert "result_layouts = [dense<[3, 2, 1, 0]> : tensor<4xindex>, dense<[2, 1, 0]> : tensor<3xindex>]" in text
+    packed = text.split('object = "')[1].split('"')[0]
+    assert zlib.decompress(base64.b64decode(packed)) == stand_in.elf_object()
+
+
+def test_identical_launches_carry_their_kernel_once() -> None:
+    def layers(query: Any, *others: Any) -> Any:
+        key, _, lengths = others
+        for _ in range(5):
+            query, _ = stand_in.launch(query, key, key, lengths, spec=dataclasses.replace(SPEC, v_head_dim=64))
+        return query
+
+    text = lower(layers, *stand_in.operands())
+    assert text.count("custom_call @jax_fastattn_launch") == 1
+    assert text.count("call @launch(") == 5
+
+
+def test_new_sizes_and_scalars_compile_nothing(compiled: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
+    before = ffi.compile_count()
+    calls = {
+        "first": (INTS, FLOATS),
+        "batch size": ((3, *INTS[1:]), FLOATS),
+        "query length": ((2, 64, *INTS[2:]), FLOATS),
+        "key length": ((2, 193, 1000, *INTS[3:]), FLOATS),
+        "heads": ((2, 193, 257, 8, *INTS[4:]), FLOATS),
+        "window": ((2, 193, 257, 4, 17, UNBOUNDED, 0), FLOATS),
+        "scale": (INTS, (0.5, 30.0)),
+        "cap": (INTS, (0.125, 50.0)),
+    }
+    texts = set()
+    for ints, floats in calls.values():
+        arrays = stand_in.operands(ints[0], ints[1], ints[2])
+        texts.add(lower(lambda *xs, i=ints, f=floats: stand_in.launch(*xs, ints=i, floats=f), *arrays))
+    assert len(texts) == len(calls)
+    assert ffi.compile_count() == before + 1
+    assert compiled == [SPEC]
+    lower(lambda *xs: stand_in.launch(*xs, spec=dataclasses.replace(SPEC, arch="sm_80")), *stand_in.operands())
+    assert ffi.compile_count() == before + 2
+
+
+def test_a_kernel_on_disk_is_not_compiled(compiled: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
+    texts = []
+    for _ in range(2):
+        monkeypatch.setattr(call, "_kernels", {})  # as in a new process
+        texts.append(lower(lambda *xs: stand_in.launch(*xs), *stand_in.operands()))
+    assert compiled == [SPEC]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_entry_is_rebuilt(compiled: list[Any], tmp_path: Path, monkeypatch: Any, damage: str) -> None:
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
+    good = lower(lambda *xs: stand_in.launch(*xs), *stand_in.operands())
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.write_bytes(content[:100] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
+    monkeypatch.setattr(call, "_kernels", {})
+    assert lower(lambda *xs: stand_in.launch(*xs), *stand_in.operands()) == good
+    assert len(compiled) == 2
+    assert path.read_bytes() == content
+
+
+def test_an_unwritable_directory_still_works(compiled: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path / "file" / "lowering"))
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        text = lower(lambda *xs: stand_in.launch(*xs), *stand_in.operands())
+    assert "custom_call @jax_fastattn_launch" in text
+
+
+def test_a_failed_compilation_is_not_remembered(compiled: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
+
+    def fail(spec: Any) -> bytes:
+        raise RuntimeError("ptxas")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jax_fastattn.ffi.compiler.compile_kernel", fail)
+        before = ffi.compile_count()
+        with pytest.raises(RuntimeError, match="ptxas"):
+            lower(lambda *xs: stand_in.launch(*xs), *stand_in.operands())
+    assert ffi.compile_count() == before
+    lower(lambda *xs: stand_in.launch(*xs), *stand_in.operands())
+    assert ffi.compile_count() == before + 1
+
+
+def test_wrong_number_of_operands() -> None:
+    message = r"forward kernel takes 6 buffers \(query, key, value, key_value_seq_lengths, out, lse\); found 3 operands"
+    with pytest.raises(ValueError, match=message):
+        lower(lambda *xs: stand_in.launch(*xs[:3]), *stand_in.operands())
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The CUDA devices that this process believes to have."""
+    found: list[Any] = []
+
+    def local_devices(backend: str) -> list[Any]:
+        assert backend == "cuda"
+        if not found:
+            raise RuntimeError("Unknown backend")
+        return found
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    monkeypatch.setattr(registry, "_target_arch", None)
+    return found
+
+
+class Device(types.SimpleNamespace):
+    def __str__(self) -> str:
+        return f"cuda:{self.id}"
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ("7.5", None),
+        ("8.0", "sm_80"),
+        ("8.6", "sm_86"),
+        ("8.7", "sm_80"),
+        ("8.9", "sm_89"),
+        ("9.0", "sm_90a"),
+        ("10.0", None),
+        ("12.0", "sm_120a"),
+    ],
+)
+def test_arch_of_the_local_devices(devices: list[Any], capability: str, arch: str | None) -> None:
+    devices += [Device(id=0, compute_capability=capability), Device(id=1, compute_capability=capability)]
+    assert ffi.arch() == arch
+
+
+def test_arch_without_a_device(devices: list[Any]) -> None:
+    with pytest.raises(RuntimeError, match=r'set_target_arch\("sm_90a"\)'):
+        ffi.arch()
+    ffi.set_target_arch("sm_89")
+    assert ffi.arch() == "sm_89"
+    ffi.set_target_arch(None)
+    with pytest.raises(RuntimeError, match="set_target_arch"):
+        ffi.arch()
+
+
+def test_named_arch_comes_before_the_local_one(devices: list[Any]) -> None:
+    devices.append(Device(id=0, compute_capability="9.0"))
+    ffi.set_target_arch("sm_80")
+    assert ffi.arch() == "sm_80"
+
+
+def test_devices_of_different_architectures(devices: list[Any]) -> None:
+    devices += [Device(id=0, compute_capability="8.0"), Device(id=1, compute_capability="9.0")]
+    with pytest.raises(RuntimeError, match=r"\(cuda:0: 8.0, cuda:1: 9.0\).*CUDA_VISIBLE_DEVICES"):
+        ffi.arch()
+
+
+@pytest.mark.parametrize("name", ["hopper", "90a", "sm_", "SM_90A", "sm_90a "])
+def test_target_arch_of_another_form(devices: list[Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f'`arch` is "{name}"; pass a name such as "sm_80"'):
+        ffi.set_target_arch(name)
+
+
+def test_target_arch_of_another_type(devices: list[Any]) -> None:
+    with pytest.raises(TypeError, match="`arch` is a int; pass a string"):
+        ffi.set_target_arch(90)  # pyright: ignore[reportArgumentType] (the point of the test)
+
+
+def test_register_any_number_of_times() -> None:
+    ffi.register()
+    ffi.register()
+
+
+@pytest.mark.parametrize(("plugin", "expected"), [("jax_cuda12_plugin", "12"), ("jax_cuda13_plugin", "13"), ("", "13")])
+def test_runtime_library_of_the_plugin(tmp_path: Path, monkeypatch: Any, plugin: str, expected: str) -> None:
+    for version in ("12", "13"):
+        path = tmp_path / f"cu{version}" / "lib" / "libcute_dsl_runtime.so"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setattr(registry, "_is_installed", lambda module: module in (plugin, "nvidia_cutlass_dsl"))
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda module: spec)
+    assert registry.runtime_library() == str(tmp_path / f"cu{expected}" / "lib" / "libcute_dsl_runtime.so")
+
+
+def test_no_runtime_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_is_installed", lambda module: False)
+    assert registry.runtime_library() is None
+    assert len(ffi.missing_parts()) == 2
+    assert all("pip install" in reason for reason in ffi.missing_parts())
