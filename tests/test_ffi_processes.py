@@ -171,7 +171,8 @@ def test_the_real_runtime_refuses_without_crashing(tmp_path: Path, library: Path
     """A section table past the end of the object, and an object without our function."""
     real = _paths("ffi.registry.runtime_library()", "sys.argv[1]")
     given = real + "stand_in.stand_in_compiler(patch, Path(sys.argv[2]).read_bytes())\n"
-    (tmp_path / "damaged.o").write_bytes(stand_in.elf_object(section_table=1 << 20))
-    assert "could not load kernel" in _failure(given, tmp_path, library, tmp_path / "damaged.o")
-    (tmp_path / "foreign.o").write_bytes(stand_in.elf_object())
-    assert "has no function jax_fastattn" in _failure(given, tmp_path, library, tmp_path / "foreign.o")
+    damaged, foreign = tmp_path / "damaged.o", tmp_path / "foreign.o"
+    damaged.write_bytes(stand_in.elf_object(section_table=1 << 20))
+    foreign.write_bytes(stand_in.elf_object())
+    assert "could not load kernel" in _failure(given, tmp_path / "cache 1", library, damaged)
+    assert "has no function jax_fastattn" in _failure(given, tmp_path / "cache 2", library, foreign)
