@@ -7,7 +7,16 @@ neither the compiler nor the C++ extension: the first lowering for CUDA, or `reg
 first kernel that is in no cache loads the compiler.
 """
 
-from jax_fastattn.ffi.call import compile_count, custom_call
+from jax_fastattn.ffi.call import compile_count, custom_call, prepare
 from jax_fastattn.ffi.registry import TARGET_NAME, arch, missing_parts, register, set_target_arch
 
-__all__ = ["TARGET_NAME", "arch", "compile_count", "custom_call", "missing_parts", "register", "set_target_arch"]
+__all__ = [
+    "TARGET_NAME",
+    "arch",
+    "compile_count",
+    "custom_call",
+    "missing_parts",
+    "prepare",
+    "register",
+    "set_target_arch",
+]

@@ -54,6 +54,11 @@ def compile_count() -> int:
     return _compile_count
 
 
+def prepare(spec: KernelSpec) -> None:
+    """Makes sure that the kernel of `spec` is in memory and on disk, as a lowering would."""
+    _kernel(spec)
+
+
 def custom_call(
     ctx: mlir.LoweringRuleContext,
     spec: KernelSpec,

@@ -1,0 +1,167 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernels against the oracle, on a GPU: results, gradients, poison, and equal bits in a second order.
+
+Oracles compile for seconds each, so all of them are computed in threads while the first tests run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import multiprocessing
+import os
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fastattn
+from jax_fastattn import ffi
+from jax_fastattn.ops import vjp
+from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.testing import compare
+from jax_fastattn.testing.cases import GPU_CASES, Case, kernel_specs
+from jax_fastattn.testing.poison import poison
+
+pytestmark = pytest.mark.gpu
+
+_first_results: dict[Case, compare.Results] = {}
+
+
+def _inputs(case: Case) -> tuple[AttentionSpec, Operands, jax.Array, Any]:
+    operands_key, cotangents_key = jax.random.split(jax.random.key(GPU_CASES.index(case)))
+    spec = dataclasses.replace(case.spec(), implementation="cuda")
+    return spec, poison(case.operands(operands_key)), *case.cotangents(cotangents_key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _kernels(spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> compare.Results:
+    def attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, Any]:
+        return vjp.attend(spec, operands, True)
+
+    return compare.evaluate(attention, spec, operands, dout, dlse)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _kernels_without_lse(spec: AttentionSpec, operands: Operands, dout: jax.Array) -> compare.Results:
+    """As in training: nobody asks for the log-sum-exp, and its cotangent is no operand of the kernel."""
+    names = [name for name in compare.DIFFERENTIABLE if name in spec.present]
+
+    def attention(*arrays: jax.Array) -> jax.Array:
+        return vjp.attend(spec, operands._replace(**dict(zip(names, arrays, strict=True))), False)[0]
+
+    out, pullback = jax.vjp(attention, *(getattr(operands, name) for name in names))
+    gradients = {f"d{name}": x for name, x in zip(names, pullback(dout), strict=True)}
+    return compare.Results(out, vjp.attend(spec, operands, True)[1], **gradients)
+
+
+def _results(case: Case) -> compare.Results:
+    spec, operands, dout, dlse = _inputs(case)
+    found = _kernels_without_lse(spec, operands, dout) if dlse is None else _kernels(spec, operands, dout, dlse)
+    return jax.tree.map(np.asarray, found)
+
+
+def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
+    return jax.tree.map(np.asarray, compare.expected(*_inputs(case)))
+
+
+@pytest.fixture(scope="module")
+def expectations(request: pytest.FixtureRequest) -> Any:
+    """Oracle and baseline of every selected case, as futures; all their kernels are compiled on return."""
+    selected = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    cases = dict.fromkeys(case for case in selected if isinstance(case, Case))
+    specs = kernel_specs(cases, ffi.arch() or "")
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as compilers:
+        list(compilers.map(ffi.prepare, specs))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures: dict[Case, Future[Any]] = {case: pool.submit(_expectation, case) for case in cases}
+        yield futures
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_results_and_gradients(case: Case, expectations: dict[Case, Future[Any]]) -> None:
+    actual = _results(case)
+    _first_results[case] = actual
+    compare.assert_within_budget(actual, *expectations[case].result())
+
+
+@pytest.mark.parametrize("case", GPU_CASES[::-1], ids=str)
+def test_same_bits_in_another_order(case: Case) -> None:
+    first = _first_results.get(case) or _results(case)
+    for name, x, y in zip(compare.Results._fields, first, _results(case), strict=True):
+        if x is not None:
+            np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), err_msg=name)
+
+
+@pytest.mark.parametrize("long", ["query", "key"])
+def test_more_than_2_to_the_31_elements(long: str) -> None:
+    """The last rows of long arrays, against the same rows alone: each query sees the 96 keys up to its own position."""
+    length, heads, head_dim, short = (1 << 17) + 96, 128, 128, 64
+    lengths = {"query": short, "key": short, long: length}
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def normal(key: jax.Array, length: int) -> jax.Array:
+        return jax.random.normal(key, (1, length, heads, head_dim), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnames="offset")
+    def gradients(query: Any, k: Any, value: Any, dout: Any, *, offset: int) -> list[Any]:
+        def attention(*arrays: jax.Array) -> jax.Array:
+            return jax_fastattn.attention(
+                *arrays, implementation="cuda", local_window_size=(95, 0), query_offset=offset
+            )
+
+        out, pullback = jax.vjp(attention, query, k, value)
+        return [out, *pullback(dout)]
+
+    query, dout = normal(keys[0], lengths["query"]), normal(keys[1], lengths["query"])
+    k, value = normal(keys[2], lengths["key"]), normal(keys[3], lengths["key"])
+    offset = lengths["key"] - lengths["query"]
+    found = gradients(query, k, value, dout, offset=offset)
+    tail = 160
+    query, dout, k, value = (x[:, -tail:] for x in (query, dout, k, value))
+    expected = gradients(query, k, value, dout, offset=k.shape[1] - query.shape[1])
+    for name, x, y in zip(("out", "dquery", "dkey", "dvalue"), found, expected, strict=True):
+        y = np.asarray(y, np.float32)
+        x = np.asarray(x[:, -y.shape[1] :], np.float32)
+        assert np.abs(x - y).max() <= 0.02 * (1 + np.abs(y).max()), name
+
+
+def test_a_second_size_compiles_nothing() -> None:
+    def run(length: int, **options: Any) -> None:
+        x = jnp.ones((2, length, 2, 64), jnp.bfloat16)
+        jax.block_until_ready(jax_fastattn.attention(x, x, x, implementation="cuda", is_causal=True, **options))
+
+    run(100, local_window_size=(9, 0), logits_soft_cap=2.0)
+    compiled = ffi.compile_count()
+    run(333, local_window_size=(70, 0), logits_soft_cap=3.0, scale=0.5)
+    assert ffi.compile_count() == compiled
+
+
+def test_unsupported_calls_warn_and_fall_back() -> None:
+    x = jnp.ones((1, 5, 3, 8), jnp.bfloat16)
+    bias = jnp.zeros((1, 3, 5, 5), jnp.float32)
+    with pytest.warns(UserWarning, match="`bias` is given"):
+        out = jax_fastattn.attention(x, x, x, bias)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
+
+
+def test_explain_names_the_kernel() -> None:
+    x = jnp.ones((1, 5, 3, 64), jnp.bfloat16)
+    found = jax_fastattn.explain(x, x, x)
+    assert (found.implementation, found.kernel, found.reasons) == ("cuda", "sm80", ())
+
+
+def test_concurrent_streams_and_threads() -> None:
+    """Several threads launch at once; each must get its own numbers."""
+    attend = jax.jit(lambda x: jax_fastattn.attention(x, x, x, implementation="cuda"))
+    inputs = [jax.random.normal(jax.random.key(i), (2, 130 + i, 2, 64), jnp.bfloat16) for i in range(8)]
+    alone = [np.asarray(attend(x)) for x in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            for expected, found in zip(alone, pool.map(attend, inputs), strict=True):
+                np.testing.assert_array_equal(np.asarray(found), expected)
