@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The compiler, in a process without a GPU: objects for any architecture, the same every time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_fastattn.ffi.resources import KernelResources, kernel_resources
+from jax_fastattn.kernels.spec import KernelSpec
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("nvidia_cutlass_dsl") is None, reason="nvidia-cutlass-dsl is not installed"
+    ),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:cutlass"),
+]
+
+FORWARD = KernelSpec("forward", "sm_80", "bfloat16", 64, 32, group=2, window_right=True)
+BACKWARD = dataclasses.replace(FORWARD, op="backward")
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Any:
+    from jax_fastattn.ffi import compiler
+
+    return compiler
+
+
+@pytest.mark.parametrize(("spec", "kernels"), [(FORWARD, 1), (BACKWARD, 2)], ids=["forward", "backward"])
+def test_one_object_holds_every_kernel_of_an_operation(compiler: Any, spec: KernelSpec, kernels: int) -> None:
+    found = compiler.inspect_kernel(spec)
+    assert len(found) == kernels
+    for resources in found:
+        assert 16 <= resources.registers <= 255
+        assert 0 < resources.shared_bytes <= 163 * 1024
+
+
+def _chip(kernel: bytes) -> int:
+    """The architecture of the first cubin, from the flags of its header: 80 for sm_80."""
+    cubin = kernel[kernel.index(b"\x7fELF", 1) :]
+    return int.from_bytes(cubin[48:52], "little") >> 8 & 0xFF
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80", "sm_120a", "sm_86"])
+def test_architecture_is_an_option_of_one_compilation(compiler: Any, arch: str) -> None:
+    environment = dict(os.environ)
+    kernel = compiler.compile_kernel(dataclasses.replace(FORWARD, arch=arch))
+    assert _chip(kernel) == int(arch.strip("sm_a"))
+    assert dict(os.environ) == environment
+
+
+def test_threads_compile_side_by_side(compiler: Any) -> None:
+    specs = [dataclasses.replace(FORWARD, arch=arch) for arch in ("sm_80", "sm_90a", "sm_80", "sm_90a")]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        kernels = list(pool.map(compiler.compile_kernel, specs))
+    assert kernels[0] == kernels[2]
+    assert kernels[1] == kernels[3]
+    assert kernels[0] != kernels[1]
+
+
+def test_another_process_compiles_the_same_bytes(compiler: Any) -> None:
+    """Else JAX's compilation cache would miss after a rebuild."""
+    code = (
+        "import hashlib; from jax_fastattn.kernels.spec import KernelSpec; from jax_fastattn.ffi import compiler; "
+        f"print(hashlib.sha256(compiler.compile_kernel({FORWARD!r})).hexdigest())"
+    )
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == hashlib.sha256(compiler.compile_kernel(FORWARD)).hexdigest()
+
+
+def test_resources_of_something_else() -> None:
+    with pytest.raises(ValueError, match="no cubin"):
+        kernel_resources(b"\x7fELF" + b"\0" * 100, {})
+
+
+def test_resources_name_every_launched_kernel(compiler: Any) -> None:
+    kernel = compiler.compile_kernel(FORWARD)
+    (found,) = kernel_resources(kernel, {})
+    assert found == KernelResources(found.name, found.registers, found.local_bytes, shared_bytes=0)
+    with pytest.raises(ValueError, match="expected"):
+        kernel_resources(kernel, {"another kernel": 1})
