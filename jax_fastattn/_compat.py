@@ -22,4 +22,4 @@ def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
         return x
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, added, to="varying")
-    return jax.lax.pvary(x, added)
+    return jax.lax.pvary(x, added)  # pyright: ignore[reportAttributeAccessIssue] (gone from newer jax)

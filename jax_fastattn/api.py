@@ -42,7 +42,7 @@ def attention(
 
     For every batch entry and head, with the sum over the visible keys:
 
-    .. math:: \mathrm{out}_i = \sum_j \exp(x_{ij} - \mathrm{lse}_i) v_j, \quad x = \mathrm{scale}\, q k^T + \mathrm{bias}
+    .. math:: \mathrm{out}_i = \sum_j \exp(x_{ij} - \mathrm{lse}_i) v_j, \; x = \mathrm{scale}\, q k^T + \mathrm{bias}
 
     as in FlashAttention (https://arxiv.org/abs/2205.14135). A query with no visible key gets output 0, log-sum-exp
     -inf and zero gradients (`jax.nn` returns the mean of `value` there: the one deliberate difference). Keys, values

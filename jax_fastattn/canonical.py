@@ -221,4 +221,5 @@ def packed_offsets(
 def unify_varying(operands: Operands) -> Operands:
     """Inside `shard_map`: every operand varies over the union of the manual axes, as one kernel reads them all."""
     axes = frozenset().union(*(_compat.varying_axes(x) for x in operands.arrays()))
-    return Operands(*(None if x is None else _compat.as_varying(x, axes) for x in operands))
+    unified: list[Any] = [None if x is None else _compat.as_varying(x, axes) for x in operands]
+    return Operands(*unified)

@@ -11,8 +11,9 @@ What stays out: any check of user input (`validation.py`) and any reshaping (`ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -85,7 +86,7 @@ class AttentionSpec:
         left, right = self.window
         return left, 0 if self.is_causal else right
 
-    def operands(self, arrays: list[jax.Array] | tuple[jax.Array, ...]) -> Operands:
+    def operands(self, arrays: Sequence[Any]) -> Operands:
         """Inverse of `Operands.arrays`."""
         return Operands(**dict(zip(self.present, arrays, strict=True)))
 

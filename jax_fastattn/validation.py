@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,7 +41,8 @@ class Axes:
             known, source = self._sizes.setdefault(axis, (size, name))
             if known != size:
                 raise ValueError(
-                    f"`{name}` has shape {x.shape} ({axes}) with {axis} = {size}, expected {axis} = {known} as in `{source}`"
+                    f"`{name}` has shape {x.shape} ({axes}) with {axis} = {size}, "
+                    f"expected {axis} = {known} as in `{source}`"
                 )
 
     def bind_broadcast(self, name: str, x: Any, axes: str) -> None:
@@ -97,7 +99,7 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
         raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static, or fold it into `query`")
     if isinstance(x, (bool, str)) or (not np.isscalar(x) and not (hasattr(x, "shape") and x.shape == ())):
         raise TypeError(f"`{name}` is {type(x).__name__}, expected a float")
-    value = float(x)
+    value = float(x)  # pyright: ignore[reportArgumentType] (numpy.isscalar narrows to more than numbers)
     if not math.isfinite(value) or (positive and value <= 0):
         raise ValueError(f"`{name}` is {value}, expected a finite{' positive' if positive else ''} number")
     return value

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, PartitionSpec

@@ -36,7 +36,8 @@ def backward(
     cotangents = [out, lse, dout] + ([] if dlse is None else [dlse])
     found = _op(spec, dlse is not None)(*operands.arrays(), *cotangents)
     names = [name for name in DIFFERENTIABLE if name in spec.present]
-    return Gradients(**dict.fromkeys(DIFFERENTIABLE) | dict(zip(names, found, strict=True)))
+    gradients: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE) | dict(zip(names, found, strict=True))
+    return Gradients(**gradients)
 
 
 @backward_p.def_abstract_eval

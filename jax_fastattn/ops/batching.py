@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Batching: a vmapped axis V is folded into the batch, `[V, B, ...] <-> [V * B, ...]`, and unfolded from the results."""
+"""Batching: a vmapped axis V is folded into the batch, `[V, B, ...] <-> [V * B, ...]`, and back in the results."""
 
 from __future__ import annotations
 

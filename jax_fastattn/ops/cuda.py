@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -45,7 +47,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     problem = Problem.of(spec, padded)
     rows = padded.query.shape[:3]
     out, lse = _launch(
-        kernel_spec(problem, "forward", ffi.arch()),
+        kernel_spec(problem, "forward", ffi.arch()),  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
         problem,
         padded.arrays(),
         [(rows + padded.value.shape[3:], padded.query.dtype), (rows, jnp.float32)],
@@ -67,7 +69,7 @@ def backward(
     cotangents = [pad_head_dim(out), lse, pad_head_dim(dout)] + ([] if dlse is None else [dlse])
     batch, query_length, num_heads = lse.shape
     dq, dk, dv, stats = _launch(
-        kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None),
+        kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None),  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
         problem,
         padded.arrays() + cotangents,
         [
@@ -93,7 +95,7 @@ def _sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.A
 
 
 def _launch(
-    kernel: KernelSpec, problem: Problem, arrays: Sequence[jax.Array], results: Sequence[tuple[tuple[int, ...], object]]
+    kernel: KernelSpec, problem: Problem, arrays: Sequence[jax.Array], results: Sequence[tuple[tuple[int, ...], Any]]
 ) -> list[jax.Array]:
     ints, floats = launch_scalars(problem)
     shapes = tuple((shape, jnp.dtype(dtype).name) for shape, dtype in results)

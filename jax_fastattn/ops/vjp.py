@@ -38,8 +38,10 @@ def _attend_bwd(spec: AttentionSpec, return_residual: bool, residuals: Any, cota
     del return_residual  # without it the cotangent is None
     operands, out, lse = residuals
     found = backward(spec, operands, out, lse, *cotangents)
-    cast = {name: None if x is None else x.astype(getattr(operands, name).dtype) for name, x in found._asdict().items()}
-    return (Operands(**dict.fromkeys(Operands._fields) | cast),)
+    gradients: dict[str, Any] = dict.fromkeys(Operands._fields)
+    for name, x in found._asdict().items():
+        gradients[name] = None if x is None else x.astype(getattr(operands, name).dtype)
+    return (Operands(**gradients),)
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)

@@ -30,7 +30,7 @@ def _asm(
     """Emits inline assembly; `results` and `operands` have one constraint letter (f, r, l) per value."""
     types = [_RETURN[letter][0]() for letter in results]
     constraints = ",".join([f"={letter}" for letter in results] + list(operands))
-    struct = llvm.StructType.get_literal(types) if len(types) > 1 else (types[0] if types else None)
+    struct = llvm.StructType.get_literal(types) if len(types) > 1 else (types[0] if types else None)  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
     out = llvm.inline_asm(
         struct,
         [value.ir_value(loc=loc, ip=ip) for value in values],
@@ -202,6 +202,6 @@ def unpack(pair: Int32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None)
         # A bfloat16 is the upper half of its float32.
         halves = [pair << 16, pair & Int32(-0x10000)]
         return [Float32(llvm.bitcast(T.f32(), half.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)) for half in halves]
-    vector = llvm.bitcast(ir.VectorType.get([2], T.f16()), pair.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+    vector = llvm.bitcast(ir.VectorType.get([2], T.f16()), pair.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
     index = [Int32(i).ir_value(loc=loc, ip=ip) for i in range(2)]
     return [Float32(Float16(llvm.extractelement(vector, i, loc=loc, ip=ip))) for i in index]
