@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import stand_in
 
+import jax_fastattn
+
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("nvidia_cutlass_dsl") is None, reason="nvidia-cutlass-dsl is not installed"
 )
@@ -47,9 +49,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(code: str, *arguments: object, directory: Path, preamble: str = PREAMBLE) -> str:
     """What a new process prints; `directory` is its cache."""
-    tests = Path(__file__).parent
+    package, tests = Path(jax_fastattn.__file__).parents[1], Path(__file__).parent
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(package), str(tests), os.environ.get("PYTHONPATH", "")]),
         "JAX_FASTATTN_CACHE_DIR": str(directory),
         "JAX_PLATFORMS": "cpu",
     }
