@@ -101,30 +101,19 @@ class DkdvKernel:
         state.dk_acc.fill(0.0)
         state.dv_acc.fill(0.0)
 
-        # The loop runs over (head of the group, query tile), tiles fastest; copies stay one tile ahead.
-        count = visit.end - visit.begin
-        total = count * spec.group
-        self._load_keys(state)
-        if cutlass.const_expr(config.stages == 2):
-            first = Int32(0)
-            cutlass.if_generate(total > 0, lambda: self._load_queries(state, first, visit.begin, first))
-        cute.arch.cp_async_commit_group()
-        member, tile = Int32(0), visit.begin
-        for step in cutlass.range(total, unroll=1):
-            next_member, next_tile = self._next(state, member, tile)
-            stage = step % config.stages
-            if cutlass.const_expr(config.stages == 1):
-                cute.arch.sync_threads()
-                self._load_queries(state, member, tile, stage)
-                cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            if cutlass.const_expr(config.stages == 2):
-                if step + 1 < total:
-                    self._load_queries(state, next_member, next_tile, 1 - stage)
-                cute.arch.cp_async_commit_group()
-            self._visit(state, tile, stage)
-            member, tile = next_member, next_tile
+        self._start(state)
+        step = Int32(0)
+        for member in cutlass.range(spec.group, unroll=1):
+            if cutlass.const_expr(spec.window_right):
+                for tile in cutlass.range(visit.begin, visit.full_begin, unroll=1):
+                    self._visit(state, step, member, tile, masked=True)
+                    step = step + 1
+            for tile in cutlass.range(visit.full_begin, visit.full_end, unroll=1):
+                self._visit(state, step, member, tile, masked=False)
+                step = step + 1
+            for tile in cutlass.range(visit.full_end, visit.end, unroll=1):
+                self._visit(state, step, member, tile, masked=True)
+                step = step + 1
 
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
@@ -140,13 +129,14 @@ class DkdvKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        key_warp = warp % self.config.key_warps
+        # Warps w and w + 4 share a scheduler: those that wait for each other must not, hence columns fastest.
+        key_warp = warp // self.config.column_warps
         return SimpleNamespace(
             thread=thread,
             lane=thread % 32,
             warp=warp,
             key_warp=key_warp,
-            column_warp=warp // self.config.key_warps,
+            column_warp=warp % self.config.column_warps,
             warp_row=key_warp * self.config.keys_per_warp,
             shared=cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint(),
             row=block // kv_heads // batch * self.config.keys,
@@ -154,12 +144,14 @@ class DkdvKernel:
             kv_head=block % kv_heads,
         )
 
-    def _next(self, state: SimpleNamespace, member: Int32, tile: Int32) -> tuple[Int32, Int32]:
-        """The (head of the group, query tile) after this one."""
-        if self.spec.group == 1:
-            return member, tile + 1
-        wraps = tile + 1 == state.visit.end
-        return ptx.where(wraps, member + 1, member), ptx.where(wraps, state.visit.begin, tile + 1)
+    def _start(self, state: SimpleNamespace) -> None:
+        """Loads K, V and the first query tile."""
+        self._load_keys(state)
+        if self.config.stages == 2:
+            first = Int32(0)
+            begin = state.visit.begin
+            cutlass.if_generate(begin < state.visit.end, lambda: self._load_queries(state, first, begin, first))
+        cute.arch.cp_async_commit_group()
 
     def _load_keys(self, state: SimpleNamespace) -> None:
         """Starts the copy of K and V of the CTA's keys."""
@@ -194,11 +186,36 @@ class DkdvKernel:
 
         cutlass.if_generate(at.thread < self.config.queries, load_statistics)
 
+    def _load_next(self, state: SimpleNamespace, member: Int32, index: Int32, stage: Int32) -> None:
+        """Starts the copy of the tile after this one, which may belong to the next head of the group."""
+        wraps = index + 1 == state.visit.end
+        index = ptx.where(wraps, state.visit.begin, index + 1)
+        member = ptx.where(wraps, member + 1, member)
+        cutlass.if_generate(member < self.spec.group, lambda: self._load_queries(state, member, index, stage))
+
     # One query tile.
 
-    def _visit(self, state: SimpleNamespace, index: Int32, stage: Int32) -> None:
-        """dV += P^T dO and dK += dS^T Q of one query tile."""
+    def _visit(self, state: SimpleNamespace, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+        """dV += P^T dO and dK += dS^T Q of one query tile, with the copies of the next one in flight.
+
+        Args:
+            state: the state of the kernel.
+            step: how many tiles were visited before.
+            member: query head of the group.
+            index: the query tile.
+            masked: whether some of its queries do not see some of the keys.
+        """
         at, queries, douts = state.at, self.query_tile, self.dout_tile
+        stage = step % self.config.stages
+        if self.config.stages == 1:
+            cute.arch.sync_threads()
+            self._load_queries(state, member, index, stage)
+            cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        if self.config.stages == 2:
+            self._load_next(state, member, index, 1 - stage)
+            cute.arch.cp_async_commit_group()
         shared = at.shared + self.ring_start + stage * self.stage_nbytes
         dout_shared = shared + queries.nbytes
         stats = dout_shared + douts.nbytes
@@ -206,9 +223,8 @@ class DkdvKernel:
         score = self._scores(state, self.key_tile, 0, queries, shared, first_query)
         dscore = self._scores(state, self.value_tile, self.key_tile.nbytes, douts, dout_shared, first_query)
         self._differentiate(state, score, dscore, stats + first_query * 8)
-        masked = Boolean((index < state.visit.full_begin) | (index >= state.visit.full_end))
-        first_column = index * self.config.queries + first_query
-        cutlass.if_generate(masked, lambda: self._mask(state, score, dscore, first_column))
+        if masked:
+            self._mask(state, score, dscore, index * self.config.queries + first_query)
 
         load_p, load_ds = self._score_loaders(state, score, dscore, first_query)
         steps = self.config.queries // 16
@@ -230,7 +246,7 @@ class DkdvKernel:
         load_a = mma.load_a(rows, at.shared + start + rows.offset(at.warp_row + row, column))
         row, column = crossed_lane(at.lane)
         load_b = mma.load_b(columns, shared + columns.offset(first + row, column))
-        acc = mma.register_zeros(*self.score_blocks)
+        acc = mma.zeros(*self.score_blocks)
         # Zero-filled columns past the last whole k-step add nothing.
         steps = (rows.columns + 15) // 16
         mma.gemm(acc, (*self.score_blocks, steps), load_a, load_b, self.mma_dtype)

@@ -103,18 +103,13 @@ class DqKernel:
         state.acc.fill(0.0)
         self._start(state)
 
-        for tile in cutlass.range(visit.begin, visit.end, unroll=1):
-            if cutlass.const_expr(config.stages == 1):
-                cute.arch.sync_threads()
-                self._load_keys(state, tile)
-                cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            if cutlass.const_expr(config.stages == 2):
-                if tile + 1 < visit.end:
-                    self._load_keys(state, tile + 1)
-                cute.arch.cp_async_commit_group()
-            self._visit(state, tile)
+        if cutlass.const_expr(spec.window_left):
+            for tile in cutlass.range(visit.begin, visit.full_begin, unroll=1):
+                self._visit(state, tile, masked=True)
+        for tile in cutlass.range(visit.full_begin, visit.full_end, unroll=1):
+            self._visit(state, tile, masked=False)
+        for tile in cutlass.range(visit.full_end, visit.end, unroll=1):
+            self._visit(state, tile, masked=True)
 
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
@@ -252,11 +247,20 @@ class DqKernel:
 
     # One key tile.
 
-    def _visit(self, state: SimpleNamespace, index: Int32) -> None:
-        """dQ += dS K of one key tile."""
+    def _visit(self, state: SimpleNamespace, index: Int32, *, masked: bool) -> None:
+        """dQ += dS K of one key tile, with the copies of the next one in flight."""
+        if self.config.stages == 1:
+            cute.arch.sync_threads()
+            self._load_keys(state, index)
+            cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        if self.config.stages == 2:
+            cutlass.if_generate(index + 1 < state.visit.end, lambda: self._load_keys(state, index + 1))
+            cute.arch.cp_async_commit_group()
         lane, keys, values = state.at.lane, self.key_tile, self.value_tile
         stage = state.at.shared + self.ring_start + index % self.config.stages * self.stage_nbytes
-        score, dscore = mma.zeros(*self.score_blocks), mma.register_zeros(*self.score_blocks)
+        score, dscore = mma.zeros(*self.score_blocks), mma.zeros(*self.score_blocks)
         load_k = mma.load_b(keys, stage + keys.offset(*crossed_lane(lane)))
         load_v = mma.load_b(values, stage + keys.nbytes + values.offset(*crossed_lane(lane)))
         load_k_transposed = mma.load_b_transposed(keys, stage + keys.offset(*plain_lane(lane)))
@@ -265,8 +269,8 @@ class DqKernel:
         for i in range(len(score)):
             stats = state.stats[mma.accumulator_row(i // (4 * self.score_blocks[1]), i % 4)]
             _, dscore[i] = gradient.differentiate(score[i], dscore[i], stats, state.transform)
-        masked = Boolean((index < state.visit.full_begin) | (index >= state.visit.full_end))
-        cutlass.if_generate(masked, lambda: self._mask(state, dscore, index))
+        if masked:
+            self._mask(state, dscore, index)
 
         def gradients(m: int, k: int) -> mma.Fragment:
             return mma.pack_fragment(dscore, self.score_blocks[1], m, k, self.mma_dtype)
