@@ -7,8 +7,8 @@ smallest program counter runs first, which reconverges structured code. Only the
 are known; any other raises `NotImplementedError`.
 
 What it catches beyond wrong results: an access outside the buffers raises, shared memory starts as NaN, and the target
-of a cp.async is NaN from its issue until the wait that completes it, so a missing wait or an early overwrite shows in the
-output. What it cannot catch: a missing barrier between warps, since these run in step here.
+of a cp.async is NaN from its issue until the wait that completes it, so a missing wait or an early overwrite shows in
+the output. What it cannot catch: a missing barrier between warps, since these run in step here.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Cta:
         dtype = np.dtype(kind)
         if name in self.registers:
             value = self.registers[name]
-            return value if dtype == bool else value.astype(f"u{dtype.itemsize}").view(dtype)
+            return value if kind is bool else value.astype(f"u{dtype.itemsize}").view(dtype)
         if name.startswith("0f"):
             value = np.array([int(name[2:], 16)], np.uint32).view(np.float32)[0]
         elif name == "%tid.x":
@@ -169,9 +169,7 @@ class Cta:
             width = {"%rd": 8, "%rs": 2}.get(name[:3], 4)
             value = value.view(f"u{value.dtype.itemsize}").astype(f"u{width}")
         old = self.registers.get(name)
-        if old is None or active.all():
-            old = np.zeros(self.threads, value.dtype)
-        self.registers[name] = np.where(active, value, old)
+        self.registers[name] = value if old is None or active.all() else np.where(active, value, old)
 
     @staticmethod
     def names(operand: str) -> list[str]:

@@ -10,7 +10,7 @@ loop carries it): element e of fragment (m, n) has index `(m * n_blocks + n) * 4
 from collections.abc import Callable
 from typing import Any
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import SharedTile
@@ -22,13 +22,6 @@ Accumulator = Any  # a list or a register tensor of Float32
 def zeros(m_blocks: int, n_blocks: int) -> list[Float32]:
     """A fresh accumulator."""
     return [Float32(0.0)] * (m_blocks * n_blocks * 4)
-
-
-def register_zeros(m_blocks: int, n_blocks: int) -> cute.Tensor:
-    """A fresh accumulator that a loop can carry or a branch can change."""
-    acc = cute.make_rmem_tensor((m_blocks * n_blocks * 4,), Float32)
-    acc.fill(0.0)
-    return acc
 
 
 def accumulator_row(m: int, element: int) -> int:
@@ -43,7 +36,7 @@ def gemm(
     load_b: Callable[[int, int], Fragment],
     dtype: str,
 ) -> None:
-    """acc += A B; each B fragment is requested one step before its use, so that ldmatrix runs beside mma.
+    """acc += A B. ptxas moves each ldmatrix ahead of the products that use it; prefetching here changed no code.
 
     Args:
         acc: the accumulator, updated in place.
@@ -53,25 +46,16 @@ def gemm(
         dtype: "bf16" or "f16".
     """
     m_blocks, n_blocks, k_steps = shape
-    steps = [(k, n) for k in range(k_steps) for n in range(0, n_blocks, 2)]
-    b_next = load_b(0, 0)
-    a_next = [load_a(m, 0) for m in range(m_blocks)]
-    a = a_next
-    for index, (k, n) in enumerate(steps):
-        b = b_next
-        if n == 0:
-            a = a_next
-        if index + 1 < len(steps):
-            k_next, n_next = steps[index + 1]
-            b_next = load_b(n_next, k_next)
-            if n_next == 0:
-                a_next = [load_a(m, k_next) for m in range(m_blocks)]
-        for m in range(m_blocks):
-            for half in range(2):
-                first = (m * n_blocks + n + half) * 4
-                c = [acc[first + e] for e in range(4)]
-                for e, x in enumerate(ptx.mma(a[m], b[2 * half : 2 * half + 2], c, dtype=dtype)):
-                    acc[first + e] = x
+    for k in range(k_steps):
+        a = [load_a(m, k) for m in range(m_blocks)]
+        for n in range(0, n_blocks, 2):
+            b = load_b(n, k)
+            for m in range(m_blocks):
+                for half in range(2):
+                    first = (m * n_blocks + n + half) * 4
+                    c = [acc[first + e] for e in range(4)]
+                    for e, x in enumerate(ptx.mma(a[m], b[2 * half : 2 * half + 2], c, dtype=dtype)):
+                        acc[first + e] = x
 
 
 def load_a(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:

@@ -117,9 +117,9 @@ def store_rows(
         if columns_end:
             stored = Boolean(stored & (chunk + first_chunk < tile.columns // CHUNK))
         address = shared + tile.offset(row + first_row, (chunk + first_chunk) * CHUNK)
-        column_bytes = Int64((chunk + first_chunk) * (2 * CHUNK))
+        offset = Int64(row + first_row) * stride + Int64((chunk + first_chunk) * (2 * CHUNK))
 
-        def store(address: Int32 = address, offset: Int64 = Int64(row + first_row) * stride + column_bytes) -> None:
+        def store(address: Int32 = address, offset: Int64 = offset) -> None:
             ptx.store_global_chunk(target + offset, ptx.load_shared_chunk(address))
 
         cutlass.if_generate(stored, store)

@@ -64,21 +64,22 @@ class ForwardConfig:
 
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:
-    """The tiling for a compile key: the first of its candidates that fits the architecture's shared memory."""
-    limit = shared_memory_limit(spec.arch)
+    """The tiling for a compile key: the first candidate of which `blocks` CTAs fit an SM's shared memory together."""
+    # An SM has 1 KB more than its largest CTA may ask for, and every CTA takes 1 KB for the system.
+    available = shared_memory_limit(spec.arch) + 1024
     for config in _forward_candidates(spec):
-        if config.shared_memory(spec.head_dim, spec.v_head_dim) <= limit:
+        if config.blocks * (config.shared_memory(spec.head_dim, spec.v_head_dim) + 1024) <= available:
             return config
     raise AssertionError(f"no forward tiling fits {spec}")
 
 
 def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
-    width = padded(spec.v_head_dim)
-    if width <= 64:
-        return (ForwardConfig(32, 4, 64, blocks=2), ForwardConfig(16, 4, 64))
-    if width <= 128:
-        return (ForwardConfig(32, 4, 64, blocks=2), ForwardConfig(32, 4, 32), ForwardConfig(16, 4, 32))
-    return (ForwardConfig(16, 8, 64), ForwardConfig(16, 4, 64), ForwardConfig(16, 4, 32))
+    """Best first. Output accumulators take `rows_per_warp * D / 32` registers: 32 rows go up to 128 columns."""
+    wide = (ForwardConfig(16, 8, 64), ForwardConfig(16, 8, 48), ForwardConfig(16, 8, 32))
+    if padded(spec.v_head_dim) > 128:
+        return wide
+    resident = padded(spec.head_dim) <= 64 and padded(spec.v_head_dim) <= 64
+    return (ForwardConfig(32, 4, 64, query_in_registers=resident, blocks=2), *wide)
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def _first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
 def _dq_candidates(spec: KernelSpec) -> tuple[DqConfig, ...]:
     width = padded(max(spec.head_dim, spec.v_head_dim))
     if width <= 64:
-        return (DqConfig(32, 4, 32, blocks=2), DqConfig(16, 8, 64))
+        return (DqConfig(32, 4, 64, blocks=2), DqConfig(16, 8, 64))
     if width <= 128:
         return (DqConfig(32, 4, 32, blocks=2), DqConfig(16, 8, 64), DqConfig(16, 8, 32, rows_in_registers=True))
     return (DqConfig(16, 8, 32), DqConfig(16, 4, 32), DqConfig(16, 4, 16))

@@ -1,0 +1,152 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The index arithmetic of mma.sync kernels on Python integers: fragments, bank conflicts, copies, tile tables."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from jax_fastattn.kernels.device.layout import (
+    CHUNK,
+    CopyShape,
+    SharedTile,
+    accumulator_lane,
+    crossed_lane,
+    plain_lane,
+)
+from jax_fastattn.kernels.sm80.config import forward_config, shared_memory_limit
+from jax_fastattn.kernels.spec import KernelSpec
+
+HEAD_DIMS = range(8, 257, 8)
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
+
+
+def ldmatrix(block: np.ndarray, lane_map, transpose: bool) -> np.ndarray:
+    """[lane, register, pair] that ldmatrix.x4 returns when each lane passes `lane_map(lane)` of a 16 x 16 block."""
+    matrices = np.empty((4, 8, 8), block.dtype)
+    for lane in range(32):
+        row, column = lane_map(lane)
+        matrices[lane // 8, lane % 8] = block[row, column : column + 8]
+    if transpose:
+        matrices = matrices.swapaxes(1, 2)
+    return np.stack([m.reshape(32, 2) for m in matrices], axis=1)
+
+
+def fragment_a(matrix: np.ndarray) -> np.ndarray:
+    """[lane, register, pair] of a 16 x 16 A operand [m, k], from the table of the PTX manual."""
+    out = np.empty((32, 4, 2), matrix.dtype)
+    for lane in range(32):
+        group, thread = lane // 4, lane % 4
+        for register in range(4):
+            for half in range(2):
+                row = group + 8 * (register % 2)
+                out[lane, register, half] = matrix[row, 2 * thread + half + 8 * (register // 2)]
+    return out
+
+
+def fragment_b(matrix: np.ndarray) -> np.ndarray:
+    """[lane, register, pair] of two 16 x 8 B operands side by side [k, n]."""
+    out = np.empty((32, 4, 2), matrix.dtype)
+    for lane in range(32):
+        group, thread = lane // 4, lane % 4
+        for register in range(4):
+            for half in range(2):
+                k = 2 * thread + half + 8 * (register % 2)
+                out[lane, register, half] = matrix[k, group + 8 * (register // 2)]
+    return out
+
+
+BLOCK = np.arange(256).reshape(16, 16)
+
+
+def test_plain_lane_gives_a_and_transposed_b():
+    np.testing.assert_array_equal(ldmatrix(BLOCK, plain_lane, False), fragment_a(BLOCK))
+    np.testing.assert_array_equal(ldmatrix(BLOCK, plain_lane, True), fragment_b(BLOCK))
+
+
+def test_crossed_lane_gives_b_and_transposed_a():
+    np.testing.assert_array_equal(ldmatrix(BLOCK, crossed_lane, False), fragment_b(BLOCK.T))
+    np.testing.assert_array_equal(ldmatrix(BLOCK, crossed_lane, True), fragment_a(BLOCK.T))
+
+
+def test_two_packed_accumulators_are_one_a_fragment():
+    wanted = fragment_a(BLOCK)
+    for lane in range(32):
+        row, column = accumulator_lane(lane)
+        for register in range(4):
+            top, left = row + 8 * (register % 2), column + 8 * (register // 2)
+            np.testing.assert_array_equal(wanted[lane, register], BLOCK[top, left : left + 2])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_shared_rows_are_free_of_bank_conflicts(head_dim):
+    tile = SharedTile(64, head_dim)
+    for lane_map in (plain_lane, crossed_lane):
+        for phase in range(4):
+            starts = [tile.offset(*lane_map(lane)) for lane in range(8 * phase, 8 * phase + 8)]
+            assert {start // 16 % 8 for start in starts} == set(range(8))
+            assert all(start % 16 == 0 for start in starts)
+    words = [tile.offset(*accumulator_lane(lane)) // 4 % 32 for lane in range(32)]
+    assert sorted(words) == list(range(32))
+
+
+@pytest.mark.parametrize("threads", [32, 128, 256])
+@pytest.mark.parametrize("rows", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 64, 72, 96, 128, 160, 192, 248, 256])
+def test_a_copy_visits_every_chunk_once(head_dim, rows, threads):
+    shape = CopyShape(SharedTile(rows, head_dim), threads)
+    visits = np.zeros((rows, shape.tile.chunks), int)
+    for thread in range(threads):
+        row, chunk = shape.thread_chunk(thread)
+        for first_row, first_chunk, rows_end, columns_end in shape.passes():
+            at = row + first_row, chunk + first_chunk
+            assert rows_end or at[0] < rows
+            if at[0] < rows:
+                visits[at] += 1
+                assert columns_end or at[1] * CHUNK < head_dim
+    assert (visits == 1).all()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_forward_tiling_fits(head_dim, arch):
+    for v_head_dim in HEAD_DIMS:
+        spec = KernelSpec("forward", arch, "bfloat16", head_dim, v_head_dim)
+        config = forward_config(spec)
+        assert config.shared_memory(head_dim, v_head_dim) <= shared_memory_limit(arch)
+        assert config.keys % 16 == 0
+        # Output and score accumulators of a thread, out of 255 registers.
+        assert config.rows_per_warp * (SharedTile(1, v_head_dim).padded_columns + config.keys) // 32 <= 192
+
+
+EMULATED = {
+    "causal-mla-gqa3": (dict(head_dim=192, v_head_dim=128, window_right=True, group=3), 0.1),
+    "negative-scale-window-offset-odd-dims": (
+        dict(head_dim=72, v_head_dim=40, window_left=True, window_right=True, query_offset=True),
+        -0.3,
+    ),
+    "lengths-sinks-cap-wide-value": (
+        dict(
+            head_dim=24,
+            v_head_dim=136,
+            query_seq_lengths=True,
+            key_value_seq_lengths=True,
+            sinks=True,
+            logits_soft_cap=True,
+            window_right=True,
+        ),
+        -0.4,
+    ),
+    "zero-scale-float16": (dict(head_dim=64, v_head_dim=64, dtype="float16", key_value_seq_lengths=True), 0.0),
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl to compile")
+@pytest.mark.parametrize("case", EMULATED)
+def test_emulated_forward_matches_reference(case, monkeypatch):
+    from tests.kernels.emulated_forward import check
+
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_80")
+    fields, scale = EMULATED[case]
+    check(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields}), scale)
