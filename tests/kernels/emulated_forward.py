@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import cutlass
 import ml_dtypes
 import numpy as np
@@ -35,8 +37,9 @@ def compile_forward(spec: KernelSpec, config: ForwardConfig | None = None) -> tu
     arguments += [pointer(cutlass.Float32) if spec.sinks else None, element, pointer(cutlass.Float32)]
     arguments += [cutlass.Int32(0)] * 7 + [cutlass.Float32(0.0)] * 2
     kernel = ForwardKernel(spec, config)
-    compiled = cute.compile(kernel, *arguments, make_fake_stream(), options="--keep-ptx")
-    return kernel, compiled.artifacts.PTX
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
+        return kernel, cute.compile(kernel, *arguments, make_fake_stream(), options=options).artifacts.PTX
 
 
 def reference(spec: KernelSpec, arrays: dict, scale: float) -> tuple[np.ndarray, np.ndarray]:

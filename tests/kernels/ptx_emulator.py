@@ -24,7 +24,7 @@ _POISON = 0xFF  # 0xFFFF is a NaN in bfloat16 and float16, 0xFFFFFFFF one in flo
 _TYPES = {
     "u16": np.uint16, "s16": np.int16, "b16": np.uint16,
     "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32,
-    "u64": np.uint64, "s64": np.int64, "b64": np.uint64,
+    "u64": np.uint64, "s64": np.int64, "b64": np.uint64, "f16": np.float16,
 }  # fmt: skip
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
@@ -385,12 +385,13 @@ class Cta:
                 for target, data in self.groups.pop(0):
                     self.shared[target] = data
         else:
-            target = self.shared_indices(self.address(operands[0], np.uint32)[active], 16)
-            size = self.get(operands[3], np.uint32)[active] if len(operands) > 3 else np.full(active.sum(), 16)
-            data = np.zeros((len(target), 16), np.uint8)
-            copied = size == 16
+            width = int(operands[2])
+            target = self.shared_indices(self.address(operands[0], np.uint32)[active], width)
+            size = self.get(operands[3], np.uint32)[active] if len(operands) > 3 else np.full(active.sum(), width)
+            data = np.zeros((len(target), width), np.uint8)
+            copied = size == width
             source = self.address(operands[1], np.uint64)[active][copied]
-            data[copied] = self.memory.data[self.memory.indices(source, 16)]
+            data[copied] = self.memory.data[self.memory.indices(source, width)]
             self.shared[target] = _POISON
             self.open_copies.append((target, data))
 

@@ -144,9 +144,8 @@ EMULATED = {
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl to compile")
 @pytest.mark.parametrize("case", EMULATED)
-def test_emulated_forward_matches_reference(case, monkeypatch):
+def test_emulated_forward_matches_reference(case):
     from tests.kernels.emulated_forward import check
 
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_80")
     fields, scale = EMULATED[case]
     check(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields}), scale)
