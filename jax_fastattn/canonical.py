@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fastattn import _compat, validation
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -166,7 +167,7 @@ def _check_sinks(axes: validation.Axes, sinks: Any) -> jax.Array:
     """float32 `[1, N]` (float64 stays)."""
     sinks = _checked("sinks", sinks, "float")
     axes.bind("sinks", sinks, "N")
-    return sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))[None]
+    return sinks.astype(np.promote_types(sinks.dtype, np.float32))[None]
 
 
 def add_batch(x: jax.Array, batched_ndim: int) -> jax.Array:
@@ -186,7 +187,8 @@ def expand_to_bnts(x: jax.Array) -> jax.Array:
 
 def offset_per_batch(query_offset: Any, batch: int) -> jax.Array | None:
     """int32 `[B]`; None for the common 0, which then costs nothing."""
-    if isinstance(query_offset, int):
+    if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
+        validation.check_int32("query_offset", int(query_offset))
         return jnp.full((batch,), query_offset, jnp.int32) if query_offset else None
     offset = _checked("query_offset", query_offset, "int32")
     if offset.shape not in ((), (batch,)):

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -250,7 +251,7 @@ class _Blocks:
         chunk = CHUNK
         while chunk > MIN_CHUNK and batch * num_heads * chunk**2 > BLOCK_SIZE:
             chunk //= 2
-        dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
+        dtype = np.promote_types(operands.query.dtype, np.float32)
         # The sum of an empty slice is a constant 0 to XLA.
         zeros = [jnp.sum(x[:0].astype(dtype)) for x in operands.arrays()]
         return cls(

@@ -36,6 +36,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fastattn.spec import AttentionSpec, Operands
 
@@ -47,7 +48,7 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
         out `[B, T, N, D]` in the dtype of the operands, and the log-sum-exp `[B, T, N]` in float32 (float64 for
         float64 operands).
     """
-    dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
+    dtype = np.promote_types(operands.query.dtype, np.float32)
     group = operands.query.shape[2] // max(operands.key.shape[2], 1)
     visible = visible_pairs(spec, operands)
 

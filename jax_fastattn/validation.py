@@ -105,6 +105,12 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
     return value
 
 
+def check_int32(name: str, x: int) -> None:
+    """An integer that int32 holds."""
+    if not -(2**31) <= x < 2**31:
+        raise ValueError(f"`{name}` is {x}, expected a value that int32 holds")
+
+
 def check_flag(name: str, x: Any) -> bool:
     """A Python bool."""
     if not isinstance(x, (bool, np.bool_)):

@@ -166,7 +166,7 @@ class Case:
         sizes = self.shape
         dout_key, dlse_key = jax.random.split(key)
         dout = jax.random.normal(dout_key, tuple(sizes[axis] for axis in "BTND"), jnp.float32).astype(self.dtype)
-        dtype = jnp.promote_types(self.dtype, jnp.float32)
+        dtype = np.promote_types(self.dtype, np.float32)
         dlse = jax.random.normal(dlse_key, tuple(sizes[axis] for axis in "BTN"), jnp.float32).astype(dtype)
         return dout, dlse if self.dlse else None
 

@@ -42,6 +42,7 @@ class Results(NamedTuple):
     dsinks: Any = None
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def evaluate(
     attention: Attention, spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None
 ) -> Results:
@@ -61,12 +62,14 @@ def expected(
     spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None
 ) -> tuple[Results, Results]:
     """Results of the oracle and of the baseline."""
-    dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
+    dtype = np.promote_types(operands.query.dtype, np.float32)
     wide = {name: getattr(operands, name) for name in DIFFERENTIABLE if name in spec.present}
     wide = operands._replace(**{name: x.astype(dtype) for name, x in wide.items()})
     with jax.default_matmul_precision("highest"):
         oracle = evaluate(attention_reference, spec, wide, dout, dlse)
-    return oracle, evaluate(same_dtype_attention, spec, operands, dout, dlse)
+    # The transpose of a bf16 x bf16 -> float32 product multiplies a float32 cotangent with a bf16 operand.
+    with jax.numpy_dtype_promotion("standard"):
+        return oracle, evaluate(same_dtype_attention, spec, operands, dout, dlse)
 
 
 def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -76,7 +79,7 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
     operands. The log-sum-exp stays float32, unlike jax.nn's.
     """
     dtype = operands.query.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = np.promote_types(dtype, np.float32)
     presets = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
     group = operands.query.shape[2] // max(operands.key.shape[2], 1)
     visible = visible_pairs(spec, operands)
