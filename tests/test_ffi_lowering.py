@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import sys
 import types
 import zlib
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 import stand_in
 from stand_in import FLOATS, INTS, SPEC
 
+import jax_fastattn
 from jax_fastattn import ffi
 from jax_fastattn.ffi import cache, call, registry
 from jax_fastattn.kernels.spec import UNBOUNDED
@@ -41,7 +44,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.undo()
     monkeypatch.setattr(call, "_kernels", {})
     monkeypatch.setattr(cache, "compiler_version", lambda: "4.8.1")
-    monkeypatch.setitem(__import__("sys").modules, "jax_fastattn.ffi.compiler", Compiler)
+    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
+    monkeypatch.setitem(sys.modules, "jax_fastattn.ffi.compiler", Compiler)
     monkeypatch.setattr("jax_fastattn.ffi.compiler", Compiler, raising=False)
     return specs
 
@@ -246,3 +250,65 @@ def test_no_runtime_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.runtime_library() is None
     assert len(ffi.missing_parts()) == 2
     assert all("pip install" in reason for reason in ffi.missing_parts())
+
+
+def test_attention_compiles_once_for_all_sizes_windows_and_caps(
+    compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the public function, with its gradient: two kernels, whatever is not in the compile key."""
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(registry, "_target_arch", "sm_90a")
+    base = {
+        "batch": 2,
+        "query_length": 193,
+        "key_length": 257,
+        "heads": 8,
+        "window": (17, 5),
+        "cap": 30.0,
+        "scale": 0.1,
+    }
+    changes = [
+        {},
+        {"batch": 3},
+        {"query_length": 64},
+        {"key_length": 1000},
+        {"heads": 4},
+        {"window": (3, 0)},
+        {"cap": 50.0},
+        {"scale": 0.2},
+    ]
+    before = ffi.compile_count()
+    for change in changes:
+        sizes = base | change
+        query = jnp.ones((sizes["batch"], sizes["query_length"], sizes["heads"], 64), jnp.bfloat16)
+        key = jnp.ones((sizes["batch"], sizes["key_length"], sizes["heads"] // 2, 64), jnp.bfloat16)
+        static = {
+            "local_window_size": sizes["window"],
+            "logits_soft_cap": sizes["cap"],
+            "scale": sizes["scale"],
+            "implementation": "cuda",
+        }
+
+        def loss(q: Any, k: Any, static: dict[str, Any] = static) -> Any:
+            return jax_fastattn.attention(q, k, k, **static).astype(jnp.float32).sum()
+
+        text = lower(jax.grad(loss, (0, 1)), query, key)
+        assert text.count("custom_call @jax_fastattn_launch") == 2
+    assert ffi.compile_count() == before + 2
+    assert sorted(spec.op for spec in compiled) == ["backward", "forward"]
+
+
+def test_layers_share_one_forward_and_one_backward(
+    compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(registry, "_target_arch", "sm_90a")
+
+    def loss(x: Any) -> Any:
+        for _ in range(48):
+            x = x + jax_fastattn.attention(x, x, x, is_causal=True, implementation="cuda")
+        return x.astype(jnp.float32).sum()
+
+    text = lower(jax.grad(loss), jnp.ones((2, 193, 4, 64), jnp.bfloat16))
+    assert text.count("custom_call @jax_fastattn_launch") == 2
+    assert text.count("call @jax_fastattn_launch") >= 96
