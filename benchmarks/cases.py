@@ -1,0 +1,98 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured: attention problems by name, and how much work each of them is.
+
+The grid holds the tokens (B * S = 16384) and the width (N * H = 2048) and varies head dim, mask and length. The other
+cases are what people train and serve: grouped heads, windows, soft caps, sinks, packing, biases, decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jax_fastattn.testing.cases import Case
+
+TOKENS, WIDTH = 16384, 2048
+FLOP_FORMULA = "visible pairs * N * (2 H + 2 D) forward, visible pairs * N * (6 H + 4 D) backward"
+
+
+def _case(length: int, heads: int, dim: int, *, kv_heads: int | None = None, **more: object) -> Case:
+    kv_heads = kv_heads or heads
+    shape = {"batch": max(TOKENS // length, 1), "query_length": length, "key_length": length, "head_dim": dim}
+    return Case(**{"dtype": "bfloat16", **shape, "num_kv_heads": kv_heads, "group": heads // kv_heads, **more})
+
+
+def _grid() -> dict[str, Case]:
+    return {
+        f"d{dim}-{'causal' if causal else 'full'}-{name}": _case(length, WIDTH // dim, dim, is_causal=causal)
+        for dim in (128, 64, 256)
+        for causal in (True, False)
+        for name, length in (("1k", 1024), ("4k", 4096), ("16k", 16384))
+    }
+
+
+# Documents of a packed batch: 16384 tokens in all, long ones and short ones.
+_DOCUMENTS = (5000, 3000, 2200, 1700, 1300, 900, 700, 500, 400, 250, 200, 100, 70, 40, 20, 4)
+
+GRID = _grid()
+OTHERS = {
+    "gqa-32-8-d128-causal-8k": _case(8192, 32, 128, kv_heads=8, is_causal=True),
+    "window-4096-d128-32k": _case(32768, 16, 128, is_causal=True, window=(4096, None)),
+    "softcap-50-d256-causal-8k": _case(8192, 8, 256, is_causal=True, logits_soft_cap=50.0),
+    "sinks-window-128-gqa-64-8-d64-4k": _case(4096, 64, 64, kv_heads=8, is_causal=True, window=(127, None), sinks="n"),
+    "mla-192-128-causal-4k": _case(4096, 16, 192, v_head_dim=128, is_causal=True),
+    "odd-length-1000-d96-causal": _case(1000, 21, 96, is_causal=True),
+    "short-512-d128-causal": _case(512, 16, 128, is_causal=True),
+    "packed-16k-d128-causal": _case(16384, 16, 128, is_causal=True, packed=(_DOCUMENTS, _DOCUMENTS)),
+    "bias-d64-2k": _case(2048, 32, 64, bias="nts"),
+    "mask-d64-2k": _case(2048, 32, 64, mask="bts"),
+    "decode-64x8k-gqa-32-8-d128": _case(8192, 32, 128, kv_heads=8, batch=64, query_length=1),
+    "decode-1x128k-gqa-32-8-d128": _case(131072, 32, 128, kv_heads=8, batch=1, query_length=1),
+}
+# The same kinds in a size for any CPU: what the tests run.
+TINY = {
+    "tiny-causal": _case(48, 4, 16, kv_heads=2, is_causal=True, batch=2),
+    "tiny-packed-window-softcap-sinks": _case(
+        48, 2, 16, packed=((30, 12, 6), (30, 12, 6)), window=(9, 0), logits_soft_cap=5.0, sinks="n", batch=1
+    ),
+    "tiny-bias-mask": _case(48, 2, 16, bias="nts", mask="bts", batch=2),
+}
+CASES = GRID | OTHERS | TINY
+
+_QUICK = ("d128-causal-4k", "d128-full-4k", "d128-causal-16k", "d64-causal-4k", "d256-causal-4k")
+SETS = {
+    "all": [*GRID, *OTHERS],
+    "grid": list(GRID),
+    "others": list(OTHERS),
+    "quick": [*_QUICK, "gqa-32-8-d128-causal-8k", "window-4096-d128-32k", "softcap-50-d256-causal-8k"],
+    "tiny": list(TINY),
+}
+
+
+def visible_pairs(case: Case) -> int:
+    """How many pairs of a query and a key see each other, over the batch, for one head; a mask array is not counted."""
+    if case.packed is not None:
+        return sum(_visible(case, query, key) for query, key in zip(*case.packed, strict=True))
+    return case.batch * _visible(case, case.query_length, case.key_length)
+
+
+def _visible(case: Case, query_length: int, key_length: int) -> int:
+    left, right = case.spec().bounds
+    position = np.arange(query_length)
+    first = np.zeros_like(position) if left is None else np.clip(position - left, 0, key_length)
+    last = np.full_like(position, key_length) if right is None else np.clip(position + right + 1, 0, key_length)
+    return int(np.maximum(last - first, 0).sum())
+
+
+def flops(case: Case, mode: str) -> int:
+    """Floating-point operations of the matrix products, see `FLOP_FORMULA`."""
+    sizes = case.shape
+    per_pair = {"forward": 2 * sizes["H"] + 2 * sizes["D"], "backward": 6 * sizes["H"] + 4 * sizes["D"]}
+    return visible_pairs(case) * sizes["N"] * per_pair[mode]
+
+
+def cut(case: Case, batch: int) -> Case:
+    """The first entries of the batch and the first group of heads: independent of the rest, and of a size to check."""
+    return dataclasses.replace(case, batch=batch, num_kv_heads=1)

@@ -1,0 +1,179 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Implementations of attention, ours and others', behind one signature. Others are imported when they are asked for.
+
+An implementation is a function of a case and its operands (canonical, see `jax_fastattn.spec`) to the output
+`[B, T, N, D]`. `Unsupported` says that its API cannot express a case; whatever else it raises is its own error.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_fastattn
+from jax_fastattn.spec import Operands
+from jax_fastattn.testing.cases import Case
+
+Attend = Callable[[Case, Operands], jax.Array]
+
+
+class Unsupported(Exception):
+    """There is no argument for what the case asks for."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An implementation, with the module and the distribution that it comes in."""
+
+    module: str
+    distribution: str
+    attend: Attend
+
+    def version(self) -> str | None:
+        """Its version; None where it is not installed."""
+        if importlib.util.find_spec(self.module) is None:
+            return None
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return "from source"
+
+
+def refuse(case: Case, *names: str) -> None:
+    """Raises for fields of the case that are set and that the caller has no argument for."""
+    asked = [name for name in names if getattr(case, name) not in (None, 0, False, (None, None))]
+    if asked:
+        raise Unsupported(f"no argument for {', '.join(asked)}")
+
+
+def boundaries(lengths: tuple[int, ...]) -> jax.Array:
+    """Cumulative lengths from 0, as varlen functions take them."""
+    return jnp.array([0, *itertools.accumulate(lengths)], jnp.int32)
+
+
+def ours(case: Case, operands: Operands, implementation: Any = None) -> jax.Array:
+    """`jax_fastattn`, by its public functions."""
+    refuse(case, "segments")
+    options: dict[str, Any] = {
+        "scale": case.scale,
+        "is_causal": case.is_causal,
+        "local_window_size": case.window,
+        "logits_soft_cap": case.logits_soft_cap,
+        "sinks": None if operands.sinks is None else operands.sinks[0],
+        "implementation": implementation,
+    }
+    if case.packed is not None:
+        packed = jax_fastattn.attention_varlen(
+            *(x[0] for x in operands[:3]), boundaries(case.packed[0]), boundaries(case.packed[1]), **options
+        )
+        return packed[None]
+    return jax_fastattn.attention(
+        *operands[:5],
+        query_seq_lengths=operands.query_seq_lengths,
+        key_value_seq_lengths=operands.key_value_seq_lengths,
+        query_offset=0 if operands.query_offset is None else operands.query_offset,
+        **options,
+    )
+
+
+def jax_nn(case: Case, operands: Operands, implementation: Any) -> jax.Array:
+    """`jax.nn.dot_product_attention`."""
+    refuse(case, "logits_soft_cap", "sinks", "segments", "packed", "query_offset")
+    return jax.nn.dot_product_attention(
+        *operands[:5],
+        scale=case.scale,
+        is_causal=case.is_causal,
+        query_seq_lengths=operands.query_seq_lengths,
+        key_value_seq_lengths=operands.key_value_seq_lengths,
+        local_window_size=closed_window(case),
+        implementation=implementation,
+    )
+
+
+def closed_window(case: Case) -> tuple[int, int] | None:
+    """The window for functions that take numbers only."""
+    if case.window == (None, None):
+        return None
+    left, right = case.spec().bounds
+    return case.key_length if left is None else left, case.key_length if right is None else right
+
+
+def fa4_jax(case: Case, operands: Operands) -> jax.Array:
+    """FlashAttention-4's kernels. Causal masks are aligned to the last key, ours to the first."""
+    refuse(case, "bias", "mask", "logits_soft_cap", "sinks", "segments", "query_offset")
+    refuse(case, "query_seq_lengths", "key_value_seq_lengths")
+    refuse_alignment(case)
+    from fa4_jax import flash_attn, flash_attn_varlen
+
+    options = {"causal": case.is_causal, "scale": case.scale}
+    if case.window != (None, None):
+        options["window_size"] = case.window
+    if case.packed is not None:
+        query, key, value = (x[0] for x in operands[:3])
+        return flash_attn_varlen(query, key, value, *map(boundaries, case.packed), **options)[None]
+    return flash_attn(*operands[:3], **options)
+
+
+def dew_flash_attn(case: Case, operands: Operands) -> jax.Array:
+    """FlashAttention-3's kernels on Hopper, -2's elsewhere. Causal masks are aligned to the last key."""
+    refuse(case, "bias", "mask", "logits_soft_cap", "segments", "query_offset")
+    refuse(case, "query_seq_lengths", "key_value_seq_lengths")
+    refuse_alignment(case)
+    from dew_flash_attn import flash_mha, flash_mha_varlen
+
+    sides = (None, None) if case.window == (None, None) else case.spec().bounds
+    options = {
+        "softmax_scale": case.scale,
+        "is_causal": case.is_causal,
+        "window_size": tuple(-1 if side is None else side for side in sides),
+        "sinks": None if operands.sinks is None else operands.sinks[0],
+    }
+    if case.packed is not None:
+        (query_starts, key_starts), longest = map(boundaries, case.packed), [max(x) for x in case.packed]
+        options |= {"key_cu_seqlens": key_starts, "key_max_seqlen": longest[1]}
+        return flash_mha_varlen(*(x[0] for x in operands[:3]), query_starts, longest[0], **options)[None]
+    return flash_mha(*operands[:3], **options)
+
+
+def refuse_alignment(case: Case) -> None:
+    """Raises where masks that are aligned to the last key differ from those aligned to the first."""
+    if case.spec().bounds != (None, None) and case.query_length != case.key_length:
+        raise Unsupported("its masks are aligned to the last key")
+
+
+def tokamax(case: Case, operands: Operands) -> jax.Array:
+    """tokamax's GPU kernels: Mosaic, else Triton; never its XLA path."""
+    refuse(case, "sinks", "segments", "packed", "query_offset")
+    from tokamax import dot_product_attention
+
+    return dot_product_attention(
+        *operands[:5],
+        scale=case.scale,
+        is_causal=case.is_causal,
+        query_seq_lengths=operands.query_seq_lengths,
+        key_value_seq_lengths=operands.key_value_seq_lengths,
+        local_window_size=closed_window(case),
+        logits_soft_cap=case.logits_soft_cap,
+        implementation=("mosaic", "triton"),
+    )
+
+
+# The order of columns in tables.
+IMPLEMENTATIONS = {
+    "jax_fastattn": Implementation("jax_fastattn", "jax_fastattn", ours),
+    "jax_fastattn-xla": Implementation("jax_fastattn", "jax_fastattn", partial(ours, implementation="xla")),
+    "jax.nn-cudnn": Implementation("jax", "jax", partial(jax_nn, implementation="cudnn")),
+    "jax.nn-xla": Implementation("jax", "jax", partial(jax_nn, implementation="xla")),
+    "fa4-jax": Implementation("fa4_jax", "fa4-jax", fa4_jax),
+    "dew-flash-attn": Implementation("dew_flash_attn", "dew-flash-attn-cu13", dew_flash_attn),
+    "tokamax": Implementation("tokamax", "tokamax", tokamax),
+}

@@ -1,0 +1,275 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures implementations of attention side by side and appends one JSON record per line.
+
+    python benchmarks/run.py                                  # every case, every implementation
+    python benchmarks/run.py --set quick --budget-seconds 90
+    python benchmarks/run.py --cases d128-causal-4k --implementations jax_fastattn jax.nn-cudnn --modes backward
+
+A record is a case, an implementation and a mode; what cannot run, is not installed or gives wrong results is a record
+with its error. docs/measurements.md says what the fields mean and how times are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from cases import CASES, FLOP_FORMULA, SETS, cut, flops
+from peers import IMPLEMENTATIONS, Attend, Unsupported
+from report import RESULTS, slug
+
+import jax_fastattn
+from jax_fastattn.ops.sharding import OPERAND_AXES
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import Operands
+from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.compare import DIFFERENTIABLE, Results, assert_within_budget, evaluate, same_dtype_attention
+
+MODES = ("forward", "backward")
+# Logits of what is checked, in float32.
+CHECKED_BYTES = 1 << 30
+QUERIED = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=SETS, default="all", help="of cases (default: all)")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, metavar="CASE", help=f"instead of a set: {', '.join(CASES)}"
+    )
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="after which no case is begun")
+    parser.add_argument("--repeats", type=int, default=9, help="measurements of each time (default: 9)")
+    parser.add_argument("--measurement-ms", type=float, default=20.0, help="the least length of one (default: 20)")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/<date>-<gpu>.jsonl")
+    parser.add_argument("--commit", help="to record, where this is not a git checkout")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse_arguments(argv)
+    context = describe_run(options.commit)
+    output = options.output or RESULTS / f"{context['date'][:10]}-{slug(context['gpu'])}.jsonl"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    names, started = options.cases or SETS[options.set], time.monotonic()
+    for i, name in enumerate(names):
+        if time.monotonic() - started > options.budget_seconds:
+            print(f"out of time: {', '.join(names[i:])} left out")
+            break
+        for record in measure_case(name, CASES[name], options):
+            with output.open("a") as file:
+                file.write(json.dumps(record | context) + "\n")
+            print(summary(record), flush=True)
+    print(f"records are in {output}")
+
+
+def measure_case(name: str, case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The records of one case, on the same operands."""
+    operands_key, cotangent_key = jax.random.split(jax.random.key(2026))
+    operands = case.operands(operands_key)
+    if operands.bias is not None:  # some take a bias in the dtype of the query only
+        operands = operands._replace(bias=operands.bias.astype(case.dtype))
+    dout, _ = case.cotangents(cotangent_key)
+    checked = Checked(case, operands, dout)
+    for implementation in options.implementations:
+        attend = IMPLEMENTATIONS[implementation].attend
+        for mode in options.modes:
+            record: dict[str, Any] = {"case": name, "problem": str(case), "impl": implementation, "mode": mode}
+            record |= {"version": IMPLEMENTATIONS[implementation].version(), "flops": flops(case, mode)}
+            record["error"] = None
+            try:
+                if record["version"] is None:
+                    raise Unsupported("not installed")
+                call, arrays = compiled(attend, case, operands, dout, mode)
+                record["error"] = checked.failure(call(*arrays), mode)
+                record |= timing(call, arrays, options.repeats, options.measurement_ms)
+                record["tflops"] = record["flops"] / record["ms"]["p50"] / 1e9
+                record["tb_per_s"] = moved_bytes(arrays, call(*arrays)) / record["ms"]["p50"] / 1e9
+                if implementation.startswith("jax_fastattn"):
+                    record["ran"] = explained(attend, case, operands)
+            except Exception as error:  # whatever a peer raises is its record
+                record["error"] = f"{type(error).__name__}: {error}"[:500]
+            yield record
+
+
+def compiled(
+    attend: Attend, case: Case, operands: Operands, dout: jax.Array, mode: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What is timed and its arguments. Backward is the pullback alone: what forward left is an argument of it."""
+    names = [name for name in DIFFERENTIABLE if getattr(operands, name) is not None]
+    arrays = tuple(getattr(operands, name) for name in names)
+
+    def forward(others: Operands, *arrays: jax.Array) -> jax.Array:
+        return attend(case, others._replace(**dict(zip(names, arrays, strict=True))))
+
+    others = operands._replace(**dict.fromkeys(names))
+    if mode == "forward":
+        return jax.jit(forward), (others, *arrays)
+    _, pullback = jax.jit(lambda others, *arrays: jax.vjp(lambda *x: forward(others, *x), *arrays))(others, *arrays)
+    return jax.jit(lambda pullback, dout: dict(zip(names, pullback(dout), strict=True))), (pullback, dout)
+
+
+def timing(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int, measurement_ms: float) -> dict[str, Any]:
+    """Milliseconds per call, from measurements of many asynchronous calls each."""
+
+    def measure(count: int) -> float:
+        started = time.perf_counter()
+        for _ in range(count):
+            result = call(*arrays)
+        jax.block_until_ready(result)
+        return (time.perf_counter() - started) * 1e3
+
+    measure(3)
+    calls = 1
+    while (elapsed := measure(calls)) < measurement_ms:
+        calls = max(calls + 1, min(int(calls * 1.2 * measurement_ms / elapsed), calls * 10))
+    before = clocks()
+    times = [measure(calls) / calls for _ in range(repeats)]
+    quantiles = statistics.quantiles(times, n=10, method="inclusive") if repeats > 1 else times * 9
+    ms = {"p20": quantiles[1], "p50": quantiles[4], "p80": quantiles[7]}
+    return {"ms": ms, "calls": calls, "repeats": repeats, "clocks": {"before": before, "after": clocks()}}
+
+
+class Checked:
+    """What results must be: found once per case, on the first heads (and as many batch entries as memory allows).
+
+    The rule is that of the tests (`jax_fastattn.testing.compare`): the error may be twice that of the same arithmetic
+    in the dtype of the case. The oracle is jax.nn's XLA path in float32, or the executable specification where jax.nn
+    lacks a feature.
+    """
+
+    def __init__(self, case: Case, operands: Operands, dout: jax.Array) -> None:
+        logits = 4 * case.group * case.query_length * case.key_length
+        self.case = cut(case, min(case.batch, max(CHECKED_BYTES // logits, 1)))
+        self.is_whole_batch = self.case.batch == case.batch
+        self.sizes = case.shape
+        self.operands = Operands(
+            *(None if x is None else self.cut(x, axes) for x, axes in zip(operands, OPERAND_AXES.values(), strict=True))
+        )
+        self.dout = self.cut(dout, "BTND")
+        self.expected: tuple[Results, Results] | None = None
+
+    def cut(self, x: jax.Array, axes: str) -> jax.Array:
+        """The part of an array that is checked; broadcast axes stay."""
+        kept = {"B": self.case.batch, "N": self.case.group, "K": 1}
+        return x[tuple(slice(kept.get(axis)) for axis in axes[: x.ndim])]
+
+    def failure(self, found: Any, mode: str) -> str | None:
+        """What is wrong with the results of a case; None when they are right."""
+        if self.expected is None:
+            self.expected = jax.jit(self.oracle)(), jax.jit(self.baseline)()
+        oracle, baseline = (self.select(x, mode) for x in self.expected)
+        if mode == "forward":
+            actual = Results(self.cut(found, "BTND"), None)
+        else:
+            gradients = {f"d{name}": self.cut(x, OPERAND_AXES[name]) for name, x in found.items()}
+            actual = self.select(Results(None, None, **gradients), mode)
+        try:
+            assert_within_budget(actual, oracle, baseline)
+        except AssertionError as error:
+            return f"wrong: {error}"[:500]
+        return None
+
+    def select(self, results: Results, mode: str) -> Results:
+        """The results of a mode; without those that sum over batch entries or heads that are not checked."""
+        if mode == "forward":
+            return Results(results.out, None)
+        sums_over_batch = {"dbias": self.operands.bias, "dsinks": self.operands.sinks}
+        left_out = [
+            name
+            for name, x in sums_over_batch.items()
+            if x is not None and ((x.shape[0] == 1 and not self.is_whole_batch) or x.shape[1] != self.case.group)
+        ]
+        return results._replace(out=None, lse=None, **dict.fromkeys(left_out))
+
+    def oracle(self) -> Results:
+        names = self.case.spec().present
+        wide = {name: getattr(self.operands, name).astype(jnp.float32) for name in DIFFERENTIABLE if name in names}
+        return self.results(self.operands._replace(**wide), self.exact)
+
+    def baseline(self) -> Results:
+        return self.results(self.operands, same_dtype_attention)
+
+    def exact(self, spec: Any, operands: Operands) -> tuple[jax.Array, jax.Array]:
+        with jax.default_matmul_precision("highest"):
+            try:
+                return IMPLEMENTATIONS["jax.nn-xla"].attend(self.case, operands), jnp.zeros(())
+            except Unsupported:
+                return attention_reference(spec, operands)
+
+    def results(self, operands: Operands, attention: Any) -> Results:
+        return evaluate(attention, self.case.spec(), operands, self.dout)
+
+
+def moved_bytes(*trees: Any) -> int:
+    """Bytes of arguments and results: the least that a call has to move."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
+
+
+def explained(attend: Attend, case: Case, operands: Operands) -> str:
+    """What ran a call of ours, as `jax_fastattn.explain` has it."""
+    if getattr(attend, "keywords", {}).get("implementation") == "xla":
+        return "XLA path, as asked"
+    if case.packed is not None:
+        segments = (operands.query_segment_ids, operands.key_value_segment_ids)
+        return str(jax_fastattn.explain(*operands[:3], segment_ids=segments, is_causal=case.is_causal))
+    options = {"is_causal": case.is_causal, "local_window_size": case.window, "logits_soft_cap": case.logits_soft_cap}
+    return str(jax_fastattn.explain(*operands[:5], **options))
+
+
+def describe_run(commit: str | None) -> dict[str, Any]:
+    """What all records of a run share."""
+    versions = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if driver := command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"):
+        versions["driver"] = driver.splitlines()[0]
+    root = str(Path(__file__).parents[1])
+    return {
+        "flop_formula": FLOP_FORMULA,
+        "gpu": jax.devices()[0].device_kind,
+        "versions": versions,
+        "commit": commit or command_output("git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def clocks() -> dict[str, str] | None:
+    """Clocks in MHz, watts and degrees of the first GPU; None without one."""
+    found = command_output("nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader,nounits")
+    return dict(zip(QUERIED.split(","), found.splitlines()[0].split(", "), strict=True)) if found else None
+
+
+def command_output(*command: str) -> str | None:
+    """What a command prints; None where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def summary(record: dict[str, Any]) -> str:
+    """A record in one line."""
+    time_taken = f"{record['ms']['p50']:9.3f} ms {record['tflops']:7.1f} TFLOP/s" if "ms" in record else " " * 29
+    error = "" if record["error"] is None else "  " + record["error"].splitlines()[0][:100]
+    return f"{record['case']:34} {record['impl']:17} {record['mode']:9}{time_taken}{error}"
+
+
+if __name__ == "__main__":
+    main()

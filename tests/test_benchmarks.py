@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks in a tiny size: records, what becomes of a failing peer, and the tables made of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_fastattn.reference import visible_pairs as visible_array
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import cases
+import peers
+import report
+import run
+
+TINY_PACKED = "tiny-packed-window-softcap-sinks"
+QUICK = ["--repeats", "2", "--measurement-ms", "0.1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lenient() -> Iterator[None]:
+    """jax.nn, which is measured too, promotes dtypes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def measure(output: Path, *options: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The records of a run, by case, implementation and mode."""
+    run.main([*QUICK, "--output", str(output), *options])
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    return {(x["case"], x["impl"], x["mode"]): x for x in records}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], dict[str, Any]]:
+    names = ["jax_fastattn", "jax.nn-xla", "tokamax"]
+    output = tmp_path_factory.mktemp("benchmarks") / "records.jsonl"
+    return measure(output, "--set", "tiny", "--implementations", *names, "--commit", "0" * 40)
+
+
+@pytest.mark.parametrize("mode", run.MODES)
+@pytest.mark.parametrize("case", cases.TINY)
+def test_ours_is_timed_and_right_in_every_kind_of_case(records: Any, case: str, mode: str) -> None:
+    record = records[case, "jax_fastattn", mode]
+    assert record["error"] is None
+    assert 0 < record["ms"]["p20"] <= record["ms"]["p50"] <= record["ms"]["p80"]
+    assert record["tflops"] == pytest.approx(record["flops"] / record["ms"]["p50"] / 1e9)
+    assert record["ran"].startswith("XLA path")
+    assert record["versions"]["jax"] == jax.__version__
+    assert record["commit"] == "0" * 40
+
+
+def test_what_cannot_run_is_a_record_with_its_error(records: Any) -> None:
+    assert len(records) == len(cases.TINY) * 3 * 2
+    assert (
+        records[TINY_PACKED, "jax.nn-xla", "forward"]["error"]
+        == "Unsupported: no argument for logits_soft_cap, sinks, packed"
+    )
+    assert records["tiny-causal", "jax.nn-xla", "backward"]["error"] is None
+    if peers.IMPLEMENTATIONS["tokamax"].version() is None:
+        assert {x["error"] for key, x in records.items() if key[1] == "tokamax"} == {"Unsupported: not installed"}
+
+
+def test_wrong_results_are_seen(monkeypatch: Any, tmp_path: Path) -> None:
+    right = peers.IMPLEMENTATIONS["jax_fastattn"]
+    bad = peers.Implementation("jax", "jax", lambda case, operands: right.attend(case, operands) * 1.1)
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, "jax_fastattn", bad)
+    found = measure(tmp_path / "x.jsonl", "--cases", "tiny-bias-mask", "--implementations", "jax_fastattn")
+    assert found["tiny-bias-mask", "jax_fastattn", "forward"]["error"].startswith("wrong: out")
+    assert found["tiny-bias-mask", "jax_fastattn", "backward"]["error"].startswith("wrong: dquery")
+
+
+def test_no_case_is_begun_after_the_budget(tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "x.jsonl"
+    run.main([*QUICK, "--set", "tiny", "--budget-seconds", "-1", "--output", str(output)])
+    assert "tiny-causal, " in capsys.readouterr().out
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("name", cases.TINY)
+def test_flops_count_the_visible_pairs(name: str) -> None:
+    case = cases.TINY[name]
+    operands = case.operands(jax.random.key(0))._replace(mask=None)
+    visible = np.asarray(visible_array(case.spec(), operands))[:, 0].sum()
+    assert cases.visible_pairs(case) == visible
+    assert cases.flops(case, "backward") == 2.5 * cases.flops(case, "forward")
+
+
+def test_the_grid_is_of_one_size() -> None:
+    for case in cases.GRID.values():
+        assert (case.batch * case.query_length, case.num_heads * case.head_dim) == (cases.TOKENS, cases.WIDTH)
+    assert cases.flops(cases.GRID["d128-full-4k"], "forward") == 4 * 4 * 16 * 4096 * 4096 * 128
+
+
+def _record(impl: str, tflops: float | None, error: str | None = None) -> dict[str, Any]:
+    base = {
+        "case": "d64-full-1k",
+        "mode": "forward",
+        "impl": impl,
+        "gpu": "NVIDIA X",
+        "date": "2026-01-02T",
+        "error": error,
+    }
+    times = {} if tflops is None else {"ms": {"p20": 1.0, "p50": 1.1, "p80": 1.3}, "tflops": tflops, "tb_per_s": 1.0}
+    return base | times
+
+
+def test_table_and_plot_are_made_from_records(tmp_path: Path) -> None:
+    lines = [
+        _record("jax_fastattn", 100.0),
+        _record("jax_fastattn", 412.3),
+        _record("jax.nn-cudnn", 399.0),
+        _record("jax.nn-xla", 900.0, "wrong: out"),
+        _record("fa4-jax", None, "RuntimeError: out of memory"),
+        _record("tokamax", None, "Unsupported: not installed"),
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    report.write(readme, tmp_path)
+    text = readme.read_text()
+    assert "| case | mode | jax_fastattn | jax.nn-cudnn | jax.nn-xla |" in text
+    assert "| d64-full-1k | forward | **412** | 399 | wrong |" in text
+    assert text.startswith("above\n") and text.endswith("\nbelow\n") and "old" not in text
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_readme_holds_the_tables_of_the_committed_records() -> None:
+    """Else: python benchmarks/report.py."""
+    text = (report.ROOT / "README.md").read_text()
+    assert text.partition(report.BEGIN)[2].partition(report.END)[0].strip() == report.section()
