@@ -230,3 +230,41 @@ def test_missing_attribute(library: Library, name: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="attribute"):
         _call(attributes)
     assert library.seen_runs == 0
+
+
+class _Metadata(ctypes.Structure):
+    """XLA_FFI_Metadata, after XLA_FFI_Metadata_Extension and XLA_FFI_Extension_Base, as jaxlib 0.8.0 has them."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("version_struct_size", ctypes.c_size_t),
+        ("version_extension", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+        ("traits", ctypes.c_uint32),
+        ("state_type_id", ctypes.c_int64),
+    )
+
+
+class _MetadataExtension(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.POINTER(_Metadata)),
+    )
+
+
+def test_launches_may_be_captured_into_command_buffers() -> None:
+    """Asks the handler what XLA asks when it is registered."""
+    from jax_fastattn.ffi import _ffi
+
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address(_ffi.launch, b"xla._CUSTOM_CALL_TARGET"))
+    metadata = _Metadata(struct_size=ctypes.sizeof(_Metadata), version_struct_size=24)
+    extension = _MetadataExtension(ctypes.sizeof(_MetadataExtension), 1, None, ctypes.pointer(metadata))
+    frame = (ctypes.c_void_p * 64)(168, ctypes.addressof(extension))  # XLA_FFI_CallFrame, of which this much is read
+    assert handler(ctypes.addressof(frame)) is None
+    assert metadata.traits == 1, "XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE alone"
+    assert metadata.major == 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import sys
-import types
 import zlib
 from pathlib import Path
 from typing import Any
@@ -154,102 +153,6 @@ def test_wrong_number_of_operands() -> None:
     message = r"forward kernel takes 6 buffers \(query, key, value, key_value_seq_lengths, out, lse\); found 3 operands"
     with pytest.raises(ValueError, match=message):
         lower(lambda *xs: stand_in.launch(*xs[:3]), *stand_in.operands())
-
-
-@pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The CUDA devices that this process believes to have."""
-    found: list[Any] = []
-
-    def local_devices(backend: str) -> list[Any]:
-        assert backend == "cuda"
-        if not found:
-            raise RuntimeError("Unknown backend")
-        return found
-
-    monkeypatch.setattr(jax, "local_devices", local_devices)
-    monkeypatch.setattr(registry, "_target_arch", None)
-    return found
-
-
-class Device(types.SimpleNamespace):
-    def __str__(self) -> str:
-        return f"cuda:{self.id}"
-
-
-@pytest.mark.parametrize(
-    ("capability", "arch"),
-    [
-        ("7.5", None),
-        ("8.0", "sm_80"),
-        ("8.6", "sm_86"),
-        ("8.7", "sm_80"),
-        ("8.9", "sm_89"),
-        ("9.0", "sm_90a"),
-        ("10.0", None),
-        ("12.0", "sm_120a"),
-    ],
-)
-def test_arch_of_the_local_devices(devices: list[Any], capability: str, arch: str | None) -> None:
-    devices += [Device(id=0, compute_capability=capability), Device(id=1, compute_capability=capability)]
-    assert ffi.arch() == arch
-
-
-def test_arch_without_a_device(devices: list[Any]) -> None:
-    with pytest.raises(RuntimeError, match=r'set_target_arch\("sm_90a"\)'):
-        ffi.arch()
-    ffi.set_target_arch("sm_89")
-    assert ffi.arch() == "sm_89"
-    ffi.set_target_arch(None)
-    with pytest.raises(RuntimeError, match="set_target_arch"):
-        ffi.arch()
-
-
-def test_named_arch_comes_before_the_local_one(devices: list[Any]) -> None:
-    devices.append(Device(id=0, compute_capability="9.0"))
-    ffi.set_target_arch("sm_80")
-    assert ffi.arch() == "sm_80"
-
-
-def test_devices_of_different_architectures(devices: list[Any]) -> None:
-    devices += [Device(id=0, compute_capability="8.0"), Device(id=1, compute_capability="9.0")]
-    with pytest.raises(RuntimeError, match=r"\(cuda:0: 8.0, cuda:1: 9.0\).*CUDA_VISIBLE_DEVICES"):
-        ffi.arch()
-
-
-@pytest.mark.parametrize("name", ["hopper", "90a", "sm_", "SM_90A", "sm_90a "])
-def test_target_arch_of_another_form(devices: list[Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f'`arch` is "{name}"; pass a name such as "sm_80"'):
-        ffi.set_target_arch(name)
-
-
-def test_target_arch_of_another_type(devices: list[Any]) -> None:
-    with pytest.raises(TypeError, match="`arch` is a int; pass a string"):
-        ffi.set_target_arch(90)  # pyright: ignore[reportArgumentType] (the point of the test)
-
-
-def test_register_any_number_of_times() -> None:
-    ffi.register()
-    ffi.register()
-
-
-@pytest.mark.parametrize(("plugin", "expected"), [("jax_cuda12_plugin", "12"), ("jax_cuda13_plugin", "13"), ("", "13")])
-def test_runtime_library_of_the_plugin(tmp_path: Path, monkeypatch: Any, plugin: str, expected: str) -> None:
-    for version in ("12", "13"):
-        path = tmp_path / f"cu{version}" / "lib" / "libcute_dsl_runtime.so"
-        path.parent.mkdir(parents=True)
-        path.touch()
-    monkeypatch.setattr(registry, "_is_installed", lambda module: module in (plugin, "nvidia_cutlass_dsl"))
-    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda module: spec)
-    assert registry.runtime_library() == str(tmp_path / f"cu{expected}" / "lib" / "libcute_dsl_runtime.so")
-
-
-def test_no_runtime_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_is_installed", lambda module: False)
-    assert registry.runtime_library() is None
-    assert len(ffi.missing_parts()) == 2
-    assert all("pip install" in reason for reason in ffi.missing_parts())
 
 
 def test_attention_compiles_once_for_all_sizes_windows_and_caps(
