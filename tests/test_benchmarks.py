@@ -124,7 +124,7 @@ def test_table_and_plot_are_made_from_records(tmp_path: Path) -> None:
         _record("fa4-jax", None, "RuntimeError: out of memory"),
         _record("tokamax", None, "Unsupported: not installed"),
     ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "2026-01-02-x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     readme = tmp_path / "README.md"
     readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
     report.write(readme, tmp_path)
