@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 from jax_fastattn.integrations.flax import attention_fn, bind
 
 HEADS, FEATURES, QUERIES, KEYS = 4, 24, 7, 11
-NNX_MODULE = inspect.signature(nnx.MultiHeadAttention).parameters
+NNX_MODULE = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
 NNX_CALL = inspect.signature(nnx.MultiHeadAttention.__call__).parameters
 
 
