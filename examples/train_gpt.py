@@ -267,10 +267,10 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     """Draws the loss curves of several runs into one PNG: lines are training losses, points held-out losses."""
     matplotlib.use("Agg")
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for run in runs:
+    for below, run in zip(reversed(range(len(runs))), runs, strict=True):  # wider below, so that equal curves both show
         label = f"{run['implementation']}, {run['device']}: {run['tokens_per_second']:,.0f} tokens/s"
-        (line,) = axes.plot(range(1, len(run["losses"]) + 1), run["losses"], linewidth=0.8, alpha=0.7, label=label)
-        axes.plot(*zip(*run["held_out_losses"], strict=True), "o", color=line.get_color())
+        (line,) = axes.plot(range(1, len(run["losses"]) + 1), run["losses"], linewidth=0.8 + 2 * below, label=label)
+        axes.plot(*zip(*run["held_out_losses"], strict=True), "o", markersize=5 + 4 * below, color=line.get_color())
     axes.set(xlabel="step", ylabel="cross-entropy [nats per byte]", title="training (lines) and held-out loss (points)")
     axes.grid(alpha=0.3)
     axes.legend()
