@@ -112,6 +112,7 @@ def _context() -> dict[str, Any]:
         "commit": commit,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
         **{name: metadata.version(name) for name in ("jax", "jaxlib", "nvidia-cutlass-dsl")},
     }
 
