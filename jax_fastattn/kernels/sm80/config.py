@@ -207,7 +207,8 @@ def _first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
 def _dq_candidates(spec: KernelSpec) -> tuple[DqConfig, ...]:
     width = padded(max(spec.head_dim, spec.v_head_dim))
     if width <= 64:
-        return (DqConfig(32, 4, 64, blocks=2), DqConfig(16, 8, 64))
+        # The slope of a soft cap is one more value per score: 64 keys then spill.
+        return (DqConfig(32, 4, 32 if spec.logits_soft_cap else 64, blocks=2), DqConfig(16, 8, 64))
     if width <= 128:
         return (DqConfig(32, 4, 32, blocks=2), DqConfig(16, 8, 64), DqConfig(16, 8, 32, rows_in_registers=True))
     return (DqConfig(16, 8, 32), DqConfig(16, 4, 32), DqConfig(16, 4, 16))

@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the portable backward kernels, runs their PTX in `ptx_emulator` and compares with a float64 reference."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import cutlass
+import ml_dtypes
+import numpy as np
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream, make_ptr
+
+from jax_fastattn.kernels.sm80.backward import BackwardKernel
+from jax_fastattn.kernels.sm80.config import BackwardConfig
+from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, launch_buffers
+from tests.kernels.ptx_emulator import Memory, launch
+
+_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int32": np.int32, "float32": np.float32}
+_DEVICE_DTYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "int32": cutlass.Int32,
+    "float32": cutlass.Float32,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Run-time side of a case: distinct sizes, no multiple of a tile. Operands that the spec lacks are unused.
+
+    With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty.
+    """
+
+    batch: int = 3
+    queries: int = 133
+    keys: int = 201
+    kv_heads: int = 1
+    left: int = 37
+    right: int = 5
+    cap: float = 1.5
+    scale: float = 0.2
+    query_lengths: tuple[int, ...] = (133, 70, -1)
+    key_lengths: tuple[int, ...] = (999, 0, 77)
+    offsets: tuple[int, ...] = (60, -140, 1 << 30)
+
+
+def compile_backward(spec: KernelSpec, config: BackwardConfig | None = None) -> tuple[BackwardKernel, dict[str, str]]:
+    """The kernel object and the PTX of its two kernels, "dq" and "dkdv"; no GPU needed."""
+
+    def pointer(dtype: str | None) -> cute.Pointer | None:
+        return dtype and make_ptr(_DEVICE_DTYPES[dtype], 16, cute.AddressSpace.gmem, assumed_align=16)
+
+    buffers = [pointer(dtype) for dtype in launch_buffers(spec).values()]
+    scalars = [cutlass.Int32(0)] * 7 + [cutlass.Float32(0.0)] * 2
+    kernel = BackwardKernel(spec, config)
+    ptx = cute.compile(kernel, *buffers, *scalars, make_fake_stream(), options="--keep-ptx").artifacts.PTX
+    entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
+    return kernel, {"dkdv" if "DkdvKernel" in text.split("(")[0] else "dq": text for text in entries}
+
+
+def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """out, lse, delta and the gradients in float64, from the visibility rule of `plan.py`; padding must be zero."""
+    query, key, value, dout = (arrays[name].astype(np.float64) for name in ("query", "key", "value", "dout"))
+    batch, queries, heads, _ = query.shape
+    result = {
+        "out": np.zeros(dout.shape),
+        "lse": np.full((batch, queries, heads), -np.inf),
+        "delta": np.zeros((batch, queries, heads)),
+        "dq": np.zeros(query.shape),
+        "dk": np.zeros(key.shape),
+        "dv": np.zeros(value.shape),
+    }
+    i, j = np.arange(queries)[:, None], np.arange(key.shape[1])
+    for b, n in np.ndindex(batch, heads):
+        position = i + (sizes.offsets[b] if spec.query_offset else 0)
+        seen = np.ones((queries, key.shape[1]), bool)
+        if spec.query_seq_lengths:
+            seen &= i < sizes.query_lengths[b]
+        if spec.key_value_seq_lengths:
+            seen &= j < sizes.key_lengths[b]
+        if spec.window_left:
+            seen &= j >= position - sizes.left
+        if spec.window_right:
+            seen &= j <= position + sizes.right
+        kv = n // spec.group
+        logits, slope = sizes.scale * query[b, :, n] @ key[b, :, kv].T, 1.0
+        if spec.logits_soft_cap:
+            tanh = np.tanh(logits / sizes.cap)
+            logits, slope = sizes.cap * tanh, 1 - tanh**2
+        lse = np.logaddexp.reduce(np.where(seen, logits, -np.inf), axis=1)
+        some = np.isfinite(lse)
+        p = np.where(seen, np.exp(logits - np.where(some, lse, 0)[:, None]), 0)
+        out = p @ value[b, :, kv]
+        dlse = arrays["dlse"][b, :, n] if spec.dlse else 0.0
+        delta = np.where(some, (out * dout[b, :, n]).sum(1) - dlse, 0)
+        ds = p * (dout[b, :, n] @ value[b, :, kv].T - delta[:, None]) * slope * sizes.scale
+        result["out"][b, :, n], result["lse"][b, :, n], result["delta"][b, :, n] = out, lse, delta
+        result["dq"][b, :, n] = ds @ key[b, :, kv]
+        result["dk"][b, :, kv] += ds.T @ query[b, :, n]
+        result["dv"][b, :, kv] += p.T @ dout[b, :, n]
+    return result
+
+
+def _operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Operands whose padding is NaN, and what they should give."""
+    random = np.random.default_rng(0)
+    heads = sizes.kv_heads * spec.group
+    shapes = {
+        "query": (sizes.batch, sizes.queries, heads, spec.head_dim),
+        "key": (sizes.batch, sizes.keys, sizes.kv_heads, spec.head_dim),
+        "value": (sizes.batch, sizes.keys, sizes.kv_heads, spec.v_head_dim),
+        "dout": (sizes.batch, sizes.queries, heads, spec.v_head_dim),
+        "dlse": (sizes.batch, sizes.queries, heads),
+    }
+    dtypes = {name: np.dtype(_DTYPES[spec.dtype if name != "dlse" else "float32"]) for name in shapes}
+    arrays = {name: random.standard_normal(shape).astype(dtypes[name]) for name, shape in shapes.items()}
+    padding = []
+    for given, lengths, names in (
+        (spec.query_seq_lengths, sizes.query_lengths, ("query", "dout", "dlse", "out", "lse")),
+        (spec.key_value_seq_lengths, sizes.key_lengths, ("key", "value")),
+    ):
+        padding += [(name, b, max(lengths[b], 0)) for name in names for b in range(sizes.batch) if given]
+    for name, b, first in padding:
+        if name in arrays:
+            arrays[name][b, first:] = 0
+    wanted = reference(spec, sizes, arrays)
+    arrays |= {"out": wanted["out"].astype(dtypes["dout"]), "lse": wanted["lse"].astype(np.float32)}
+    for name, b, first in padding:
+        arrays[name][b, first:] = np.nan
+    arrays |= {
+        "query_seq_lengths": np.array(sizes.query_lengths, np.int32),
+        "key_value_seq_lengths": np.array(sizes.key_lengths, np.int32),
+        "query_offset": np.array(sizes.offsets, np.int32),
+    }
+    return arrays, wanted
+
+
+def check(spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig | None = None) -> None:
+    """Runs both kernels on operands with NaN in the padding, into buffers of NaN, and compares every gradient."""
+    sizes = sizes or Sizes()
+    kernel, ptx = compile_backward(spec, config)
+    arrays, wanted = _operands(spec, sizes)
+    heads = sizes.kv_heads * spec.group
+    arrays |= {name: np.full(wanted[name].shape, np.nan, arrays["query"].dtype) for name in ("dq", "dk", "dv")}
+    arrays["stats"] = np.full((sizes.batch, heads, sizes.queries, 2), np.nan, np.float32)
+    memory = Memory()
+    present = [name for name, dtype in launch_buffers(spec).items() if dtype is not None]
+    address = {name: memory.add(arrays[name]) for name in present}
+
+    operands = present[: present.index("out")]
+    dlse = ["dlse"] if spec.dlse else []
+    scalars = [sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, sizes.scale, sizes.cap]
+    assert max(sizes.left, sizes.right) <= UNBOUNDED
+    for name, buffers, blocks, role in (
+        (
+            "dq",
+            ["out", "lse", "dout", *dlse, "dq", "stats"],
+            heads * -(-sizes.queries // kernel.config.dq.rows),
+            kernel.dq,
+        ),
+        (
+            "dkdv",
+            ["dout", "stats", "dk", "dv"],
+            sizes.kv_heads * -(-sizes.keys // kernel.config.dkdv.keys),
+            kernel.dkdv,
+        ),
+    ):
+        parameters = [address[buffer] for buffer in (*operands, *buffers)] + scalars
+        launch(ptx[name], parameters, memory, sizes.batch * blocks, role.shared_nbytes)
+
+    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
+    for name in ("dq", "dk", "dv"):
+        got = memory.read(address[name], arrays[name].shape, arrays[name].dtype).astype(np.float64)
+        largest = np.abs(wanted[name]).max()
+        np.testing.assert_allclose(got, wanted[name], atol=tolerance * largest, rtol=0, err_msg=name)
+        if spec.key_value_seq_lengths and name != "dq":
+            assert not got[1].any() or sizes.key_lengths[1] > 0
+    stats = memory.read(address["stats"], arrays["stats"].shape, np.float32).swapaxes(1, 2)
+    lse2 = np.where(np.isneginf(wanted["lse"]), np.inf, wanted["lse"] * math.log2(math.e))
+    np.testing.assert_allclose(stats[..., 0], lse2, atol=1e-4)
+    np.testing.assert_allclose(stats[..., 1], wanted["delta"], atol=tolerance * np.abs(wanted["delta"]).max() + 1e-6)
