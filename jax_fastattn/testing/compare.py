@@ -67,29 +67,33 @@ def expected(
     wide = operands._replace(**{name: x.astype(dtype) for name, x in wide.items()})
     with jax.default_matmul_precision("highest"):
         oracle = evaluate(attention_reference, spec, wide, dout, dlse)
-    # The transpose of a bf16 x bf16 -> float32 product multiplies a float32 cotangent with a bf16 operand.
-    with jax.numpy_dtype_promotion("standard"):
-        return oracle, evaluate(same_dtype_attention, spec, operands, dout, dlse)
+    return oracle, evaluate(same_dtype_attention, spec, operands, dout, dlse)
 
 
 def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """The contract of `attention_reference` with the roundings of jax.nn's XLA path.
 
-    Logits are accumulated and the softmax is taken in float32; probabilities and output are rounded to the dtype of the
-    operands. The log-sum-exp stays float32, unlike jax.nn's.
+    Logits are accumulated and the softmax is taken in float32; probabilities, output and the cotangent of the logits
+    are rounded to the dtype of the operands. The log-sum-exp stays float32, unlike jax.nn's.
     """
     dtype = operands.query.dtype
     wide = np.promote_types(dtype, np.float32)
-    presets = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
-    group = operands.query.shape[2] // max(operands.key.shape[2], 1)
     visible = visible_pairs(spec, operands)
-    sees, seen = (jnp.moveaxis(jnp.any(visible, axis=axis), 1, 2)[..., None] for axis in (3, 2))
+    batch, num_heads, query_length, key_length = visible.shape
+    num_kv_heads = operands.key.shape[2]
+    # Heads apart, so that gradients of keys and values are summed over the group before they are rounded.
+    heads = num_kv_heads, num_heads // max(num_kv_heads, 1)
+    grouped = visible.reshape(batch, *heads, query_length, key_length)
+    sees = jnp.moveaxis(jnp.any(grouped, axis=4), 3, 1)[..., None]
+    seen = jnp.moveaxis(jnp.any(grouped, axis=(2, 3)), 1, 2)[..., None]
     zero = jnp.zeros((), dtype)
-    query = jnp.where(sees, operands.query, zero)
-    key, value = (jnp.where(seen, jnp.repeat(x, group, axis=2), zero) for x in (operands.key, operands.value))
+    query = jnp.where(sees, operands.query.reshape(batch, query_length, *heads, operands.query.shape[3]), zero)
+    key, value = (jnp.where(seen, x, zero) for x in (operands.key, operands.value))
 
-    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision=presets.get(str(dtype)), preferred_element_type=wide)
-    logits = logits * spec.scale
+    # jax.nn asks for the preset BF16_BF16_F32 or F16_F16_F32, and no CPU has the latter; this is what they mean.
+    precision = None if dtype == wide else jax.lax.Precision.HIGHEST
+    logits = jnp.einsum("btkgh,bskh->bkgts", query.astype(wide), key.astype(wide), precision=precision)
+    logits = _round_cotangent(logits, dtype).reshape(visible.shape) * spec.scale
     if operands.bias is not None:
         logits = logits + operands.bias.astype(wide)
     logits = jnp.where(visible, logits, 0.0)
@@ -109,10 +113,21 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
     extended = jnp.where(is_empty[..., None], 0.0, extended)
 
     weights = jax.nn.softmax(extended, axis=3)[..., :-1].astype(dtype)
-    has_value = sees & jnp.moveaxis(~is_empty, 1, 2)[..., None]
-    out = jnp.where(has_value, jnp.einsum("bnts,bsnd->btnd", weights, value), zero)
+    weights = jnp.where(is_empty[..., None], zero, weights).reshape(grouped.shape)
+    out = jnp.where(sees, jnp.einsum("bkgts,bskd->btkgd", weights, value), zero)
+    out = out.reshape(batch, query_length, num_heads, value.shape[3])
     lse = jnp.where(is_empty, -jnp.inf, jax.nn.logsumexp(extended, axis=3))
     return out, jnp.moveaxis(lse, 1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _round_cotangent(x: jax.Array, dtype: Any) -> jax.Array:
+    """x; its cotangent is rounded to dtype."""
+    del dtype
+    return x
+
+
+_round_cotangent.defvjp(lambda x, dtype: (x, None), lambda dtype, _, g: (g.astype(dtype).astype(g.dtype),))
 
 
 def assert_within_budget(

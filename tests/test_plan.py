@@ -1,0 +1,91 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The tile plan against brute force: every small problem, and integers at the edge of int32."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+
+import pytest
+
+from jax_fastattn.kernels.plan import TileRange, key_tiles, query_tiles
+from jax_fastattn.kernels.spec import UNBOUNDED
+
+LENGTHS = range(6)
+BOUNDS = (0, 1, 2, 4, UNBOUNDED)
+OFFSETS = (-UNBOUNDED, -7, -5, -3, -2, -1, 0, 1, 2, 3, 5, 7, UNBOUNDED)
+TILES = (1, 2, 3, 4)
+
+
+def visible_bits(query_end: int, key_end: int, offset: int, left: int, right: int) -> list[int]:
+    """For each query, the set of keys that it sees as the bits of an integer; the definition in plan.py."""
+    return [
+        sum(1 << j for j in range(key_end) if i + offset - left <= j <= i + offset + right) for i in range(query_end)
+    ]
+
+
+def transpose(rows: list[int], columns: int) -> list[int]:
+    return [sum((row >> j & 1) << i for i, row in enumerate(rows)) for j in range(columns)]
+
+
+def check(found: TileRange, lines: list[int], length: int, tile: int) -> None:
+    """Checks a tile range against the lines (queries, or keys) of one tile, whose bits are its partners."""
+    assert 0 <= found.begin <= found.full_begin <= found.full_end <= found.end
+    some, all_ = functools.reduce(operator.or_, lines, 0), functools.reduce(operator.and_, lines, (1 << length) - 1)
+    bits = (1 << tile) - 1
+    count = -(-length // tile)
+    touched = [t for t in range(count) if some >> t * tile & bits]
+    assert set(touched) <= set(range(found.begin, found.end)), "a visible pair is not visited"
+    if touched:
+        assert (touched[0], touched[-1] + 1) == (found.begin, found.end), "a tile is visited for nothing"
+    else:
+        assert found.end - found.begin <= 1, "tiles are visited for nothing"
+    full = [t for t in range(count) if all_ >> t * tile & bits == bits]
+    if lines:
+        assert set(range(found.full_begin, found.full_end)) <= set(full), "a tile that needs a mask is called full"
+        assert full == list(range(found.full_begin, found.full_end)), "a full tile is masked"
+
+
+@pytest.mark.parametrize("query_end", LENGTHS)
+def test_tiles_match_brute_force(query_end: int) -> None:
+    for key_end, offset, left, right in itertools.product(LENGTHS, OFFSETS, BOUNDS, BOUNDS):
+        bounds = {"offset": offset, "left": left, "right": right, "query_end": query_end, "key_end": key_end}
+        rows = visible_bits(query_end, key_end, offset, left, right)
+        columns = transpose(rows, key_end)
+        for size, tile in itertools.product(TILES, TILES):
+            # One tile past the end: a grid covers the padded length.
+            for start in range(0, query_end + size, size):
+                check(key_tiles(start, size, tile, **bounds), rows[start : start + size], key_end, tile)
+            for start in range(0, key_end + size, size):
+                check(query_tiles(start, size, tile, **bounds), columns[start : start + size], query_end, tile)
+
+
+class Int32(int):
+    """An integer that refuses to leave int32, as a device integer silently would."""
+
+    def __new__(cls, value: int) -> Int32:
+        if not -(1 << 31) <= value < 1 << 31:
+            raise OverflowError(value)
+        return super().__new__(cls, value)
+
+
+def _checked(name: str) -> Callable[[Int32, int], Int32]:
+    method = getattr(int, name)
+    return lambda a, b: Int32(method(a, b))
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv"):
+    setattr(Int32, f"__{_name}__", _checked(f"__{_name}__"))
+
+
+@pytest.mark.parametrize("tiles", [key_tiles, query_tiles])
+def test_no_sum_leaves_int32(tiles) -> None:
+    lengths = (0, 1, 1000, UNBOUNDED)
+    widths, offsets = (0, 1000, UNBOUNDED), (-UNBOUNDED, -1000, 0, 1000, UNBOUNDED)
+    for query_end, key_end, offset, left, right in itertools.product(lengths, lengths, offsets, widths, widths):
+        bounds = {"offset": offset, "left": left, "right": right, "query_end": query_end, "key_end": key_end}
+        for start in (0, 128, UNBOUNDED - 128):
+            tiles(Int32(start), 128, 64, **{name: Int32(value) for name, value in bounds.items()})

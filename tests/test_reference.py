@@ -1,0 +1,193 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The executable specification against jax.nn, against finite differences, and at the edges of its contract."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fastattn.reference import attention_reference, visible_pairs
+from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.testing.cases import CPU_CASES, GPU_CASES, Case
+from jax_fastattn.testing.compare import (
+    Results,
+    assert_within_budget,
+    evaluate,
+    expected,
+    same_dtype_attention,
+)
+from jax_fastattn.testing.poison import poison, poison_rows
+
+LENGTHS = Case(query_length=5, key_length=7, head_dim=4, query_seq_lengths=(3, 5), key_value_seq_lengths=(7, 0))
+
+
+def jax_nn_has(case: Case) -> bool:
+    beyond = case.logits_soft_cap, case.sinks, case.query_offset, case.segments, case.packed, case.dlse
+    return not any(beyond) and case.num_heads > 0
+
+
+def jax_nn_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """jax.nn's XLA path; a one-sided window as a mask. The log-sum-exp is not compared."""
+    one_sided = spec.window[0] is None or spec.window[1] is None
+    mask = visible_pairs(spec, operands) if one_sided and spec.window != (None, None) else operands.mask
+    out = jax.nn.dot_product_attention(
+        *operands[:4],
+        mask,
+        scale=spec.scale,
+        is_causal=spec.is_causal,
+        query_seq_lengths=operands.query_seq_lengths,
+        key_value_seq_lengths=operands.key_value_seq_lengths,
+        local_window_size=None if one_sided else spec.window,
+        implementation="xla",
+    )
+    return out, jnp.zeros(out.shape[:3], jnp.float32)
+
+
+def drop_empty_rows(spec: AttentionSpec, operands: Operands, x: jax.Array) -> jax.Array:
+    """x with 0 in rows that see nothing, where jax.nn means something else."""
+    sees = jnp.moveaxis(jnp.any(visible_pairs(spec, operands), axis=3), 1, 2)
+    return jnp.where(sees[..., None], x, jnp.zeros((), x.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both(spec: AttentionSpec, operands: Operands, dout: jax.Array) -> tuple[Results, Results]:
+    """Results of jax.nn, and of the reference or, below float32, of the baseline."""
+    ours = attention_reference if operands.query.dtype == jnp.float32 else same_dtype_attention
+    theirs = evaluate(jax_nn_attention, spec, operands, dout)
+    return theirs._replace(out=drop_empty_rows(spec, operands, theirs.out)), evaluate(ours, spec, operands, dout)
+
+
+@pytest.mark.parametrize("case", [case for case in CPU_CASES if jax_nn_has(case)], ids=str)
+def test_reference_is_jax_nn(case: Case, key: jax.Array) -> None:
+    case = dataclasses.replace(case, v_head_dim=None)
+    spec, operands = case.spec(), case.operands(key)
+    dout = drop_empty_rows(spec, operands, case.cotangents(key)[0])
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        theirs, ours = both(spec, operands, dout)
+    for name, x, y in zip(Results._fields, theirs, ours, strict=True):
+        if name != "lse" and x is not None:
+            np.testing.assert_allclose(y, x, atol=3e-6, rtol=1e-5, err_msg=name)
+
+
+def test_baseline_rounds_as_jax_nn_does(key: jax.Array) -> None:
+    """In bfloat16: jax.nn's float16 path asks for a precision that CPUs lack.
+
+    The factor is larger for ours, since jax.nn's BF16_BF16_F32 rounds the cotangent of the logits on GPUs only.
+    """
+    case = Case(dtype="bfloat16", num_kv_heads=2, group=3, is_causal=True)
+    spec, operands = case.spec(), case.operands(key)
+    dout, _ = case.cotangents(key)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        theirs, ours = both(spec, operands, dout)
+    oracle, _ = expected(spec, operands, dout)
+    theirs = theirs._replace(lse=ours.lse)
+    assert_within_budget(ours, oracle, theirs, factor=2.0)
+    assert_within_budget(theirs, oracle, ours, factor=1.25)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(is_causal=True, bias="nt", sinks="n", logits_soft_cap=1.3, dlse=True),
+        Case(window=(2, 1), sinks="bn", query_seq_lengths=(5, 3), key_value_seq_lengths=(0, 6), dlse=True),
+        Case(mask="bts", bias="bnts", segments=3),
+    ],
+    ids=str,
+)
+def test_gradients_are_finite_differences(case: Case, key: jax.Array) -> None:
+    case = dataclasses.replace(case, dtype="float64", query_length=5, key_length=7, group=2, head_dim=4, v_head_dim=3)
+    step = 1e-6
+    with jax.enable_x64(True):
+        spec, operands = case.spec(), case.operands(key)
+        dout, dlse = case.cotangents(key)
+        wide = {"bias", "sinks"} & set(spec.present)
+        operands = operands._replace(**{name: getattr(operands, name).astype(jnp.float64) for name in wide})
+        found = evaluate(attention_reference, spec, operands, dout, dlse)
+
+        @jax.jit
+        def total(operands: Operands) -> jax.Array:
+            out, lse = attention_reference(spec, operands)
+            return jnp.sum(out * dout) + (
+                0.0 if dlse is None else jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0) * dlse)
+            )
+
+        for name, gradient in zip(("query", "key", "value", "bias", "sinks"), found[2:], strict=True):
+            if gradient is None:
+                continue
+            x = getattr(operands, name)
+            direction = jax.random.normal(key, x.shape, x.dtype)
+            up, down = (total(operands._replace(**{name: x + sign * step * direction})) for sign in (1, -1))
+            np.testing.assert_allclose((up - down) / (2 * step), jnp.sum(gradient * direction), rtol=1e-7, atol=1e-8)
+
+
+def test_padding_is_not_read(key: jax.Array) -> None:
+    spec, operands = LENGTHS.spec(), LENGTHS.operands(key)
+    dout, _ = LENGTHS.cotangents(key)
+    clean = evaluate(attention_reference, spec, operands, dout)
+    poisoned = evaluate(attention_reference, spec, poison(operands), poison_rows(dout, operands.query_seq_lengths))
+    for name, x, y in zip(Results._fields, clean, poisoned, strict=True):
+        if x is not None:
+            np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def test_empty_rows() -> None:
+    case = dataclasses.replace(LENGTHS, sinks="n", dlse=True)
+    key = jax.random.key(1)
+    spec, operands = case.spec(), case.operands(key)
+    found = evaluate(attention_reference, spec, operands, *case.cotangents(key))
+    # Batch entry 0 has two rows of padding; entry 1 has no key.
+    np.testing.assert_array_equal(found.lse[0, 3:], -jnp.inf)
+    np.testing.assert_array_equal(found.lse[1], jnp.broadcast_to(operands.sinks, found.lse[1].shape))
+    for x in (found.out[0, 3:], found.out[1], found.dquery[0, 3:], found.dquery[1], found.dkey[1], found.dvalue[1]):
+        np.testing.assert_array_equal(x, 0.0)
+
+
+def test_bias_of_minus_infinity_hides(key: jax.Array) -> None:
+    """A bias of -inf is a mask, also for all of a row."""
+    case = Case(query_length=5, key_length=7, head_dim=4, mask="bts")
+    operands = case.operands(key)
+    assert operands.mask is not None
+    mask = operands.mask.at[:, :, 2].set(False)
+    masked = operands._replace(mask=mask)
+    biased = operands._replace(mask=None, bias=jnp.where(mask, 0.0, -jnp.inf))
+    dout, _ = case.cotangents(key)
+    first, second = (
+        evaluate(attention_reference, AttentionSpec(scale=0.5, present=x.present()), x, dout) for x in (masked, biased)
+    )
+    for name, x, y in zip(Results._fields, first, second, strict=True):
+        if name != "dbias" and x is not None:
+            np.testing.assert_array_equal(x, y, err_msg=name)
+    assert np.isfinite(second.dbias).all()
+
+
+def test_names_of_cases_are_unique() -> None:
+    for cases in (CPU_CASES, GPU_CASES):
+        names = [str(case) for case in cases]
+        assert len(set(names)) == len(names)
+
+
+def test_budget_catches_what_a_maximum_hides(key: jax.Array) -> None:
+    """Late causal rows are small: a wrong tile there is below the rounding of the first rows."""
+    case = Case(dtype="bfloat16", is_causal=True, query_length=1000, key_length=1000)
+    spec, operands = case.spec(), case.operands(key)
+    dout, _ = case.cotangents(key)
+    oracle, baseline = expected(spec, operands, dout)
+    assert_within_budget(baseline, oracle, baseline)
+    wrong = baseline._replace(out=baseline.out.at[0, 900:964].mul(0.9))
+    with pytest.raises(AssertionError, match=r"out: rms error .* worst at \("):
+        assert_within_budget(wrong, oracle, baseline)
+
+
+def test_budget_names_what_is_not_finite(key: jax.Array) -> None:
+    spec, operands = LENGTHS.spec(), LENGTHS.operands(key)
+    oracle, baseline = expected(spec, operands, LENGTHS.cotangents(key)[0])
+    wrong = baseline._replace(lse=jnp.zeros_like(baseline.lse), dkey=baseline.dkey.at[0, 1, 2, 3].set(jnp.nan))
+    with pytest.raises(AssertionError, match=r"lse: 0.0 at \(0, 3, 0\), expected -inf") as error:
+        assert_within_budget(wrong, oracle, baseline)
+    assert "dkey: nan at (0, 1, 2, 3)" in str(error.value)
