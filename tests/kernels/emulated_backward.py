@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from dataclasses import dataclass
 
 import cutlass
@@ -57,7 +58,9 @@ def compile_backward(spec: KernelSpec, config: BackwardConfig | None = None) -> 
     buffers = [pointer(dtype) for dtype in launch_buffers(spec).values()]
     scalars = [cutlass.Int32(0)] * 7 + [cutlass.Float32(0.0)] * 2
     kernel = BackwardKernel(spec, config)
-    ptx = cute.compile(kernel, *buffers, *scalars, make_fake_stream(), options="--keep-ptx").artifacts.PTX
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
+        ptx = cute.compile(kernel, *buffers, *scalars, make_fake_stream(), options=options).artifacts.PTX
     entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
     return kernel, {"dkdv" if "DkdvKernel" in text.split("(")[0] else "dq": text for text in entries}
 
@@ -176,7 +179,7 @@ def check(spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig |
     for name in ("dq", "dk", "dv"):
         got = memory.read(address[name], arrays[name].shape, arrays[name].dtype).astype(np.float64)
         largest = np.abs(wanted[name]).max()
-        np.testing.assert_allclose(got, wanted[name], atol=tolerance * largest, rtol=0, err_msg=name)
+        np.testing.assert_allclose(got, wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
         if spec.key_value_seq_lengths and name != "dq":
             assert not got[1].any() or sizes.key_lengths[1] > 0
     stats = memory.read(address["stats"], arrays["stats"].shape, np.float32).swapaxes(1, 2)

@@ -21,11 +21,6 @@ from tests.kernels import emulated_backward
 from tests.kernels.emulated_backward import Sizes
 
 
-@pytest.fixture(autouse=True)
-def _arch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_80")
-
-
 def _spec(
     head_dim: int, v_head_dim: int, dtype: str = "bfloat16", arch: str = "sm_80", **features: object
 ) -> KernelSpec:
