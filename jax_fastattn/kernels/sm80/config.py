@@ -64,13 +64,18 @@ class ForwardConfig:
 
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:
-    """The tiling for a compile key: the first candidate of which `blocks` CTAs fit an SM's shared memory together."""
+    """The tiling for a compile key."""
+    return _first_fit(_forward_candidates(spec), spec)
+
+
+def _first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
+    """The first candidate of which `blocks` CTAs fit an SM's shared memory together."""
     # An SM has 1 KB more than its largest CTA may ask for, and every CTA takes 1 KB for the system.
     available = shared_memory_limit(spec.arch) + 1024
-    for config in _forward_candidates(spec):
+    for config in candidates:
         if config.blocks * (config.shared_memory(spec.head_dim, spec.v_head_dim) + 1024) <= available:
             return config
-    raise AssertionError(f"no forward tiling fits {spec}")
+    raise AssertionError(f"no tiling fits {spec}")
 
 
 def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
@@ -191,17 +196,8 @@ class BackwardConfig:
 
 
 def backward_config(spec: KernelSpec) -> BackwardConfig:
-    """The tilings for a compile key: of each kernel the first candidate that fits the architecture's shared memory."""
+    """The tilings of both kernels for a compile key."""
     return BackwardConfig(_first_fit(_dq_candidates(spec), spec), _first_fit(_dkdv_candidates(spec), spec))
-
-
-def _first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
-    limit = shared_memory_limit(spec.arch)
-    for config in candidates:
-        # An SM has 1 KB more than one CTA may use, and keeps 1 KB back for each CTA.
-        if config.blocks * (config.shared_memory(spec.head_dim, spec.v_head_dim) + 1024) <= limit + 1024:
-            return config
-    raise AssertionError(f"no backward tiling fits {spec}")
 
 
 def _dq_candidates(spec: KernelSpec) -> tuple[DqConfig, ...]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.device import mma, ptx, softmax, tiles
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
