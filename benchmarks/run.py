@@ -33,7 +33,7 @@ from report import RESULTS, slug
 import jax_fastattn
 from jax_fastattn.ops.sharding import OPERAND_AXES
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import Operands
+from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import DIFFERENTIABLE, Results, assert_within_budget, evaluate, same_dtype_attention
 
@@ -155,7 +155,6 @@ class Checked:
         logits = 4 * case.group * case.query_length * case.key_length
         self.case = cut(case, min(case.batch, max(CHECKED_BYTES // logits, 1)))
         self.is_whole_batch = self.case.batch == case.batch
-        self.sizes = case.shape
         self.operands = Operands(
             *(None if x is None else self.cut(x, axes) for x, axes in zip(operands, OPERAND_AXES.values(), strict=True))
         )
@@ -170,7 +169,8 @@ class Checked:
     def failure(self, found: Any, mode: str) -> str | None:
         """What is wrong with the results of a case; None when they are right."""
         if self.expected is None:
-            self.expected = jax.jit(self.oracle)(), jax.jit(self.baseline)()
+            arrays = self.operands, self.dout
+            self.expected = jax.jit(self.oracle)(*arrays), jax.jit(self.baseline)(*arrays)
         oracle, baseline = (self.select(x, mode) for x in self.expected)
         if mode == "forward":
             actual = Results(self.cut(found, "BTND"), None)
@@ -195,23 +195,20 @@ class Checked:
         ]
         return results._replace(out=None, lse=None, **dict.fromkeys(left_out))
 
-    def oracle(self) -> Results:
+    def oracle(self, operands: Operands, dout: jax.Array) -> Results:
         names = self.case.spec().present
-        wide = {name: getattr(self.operands, name).astype(jnp.float32) for name in DIFFERENTIABLE if name in names}
-        return self.results(self.operands._replace(**wide), self.exact)
+        wide = {name: getattr(operands, name).astype(jnp.float32) for name in DIFFERENTIABLE if name in names}
+        return evaluate(self.exact, self.case.spec(), operands._replace(**wide), dout)
 
-    def baseline(self) -> Results:
-        return self.results(self.operands, same_dtype_attention)
+    def baseline(self, operands: Operands, dout: jax.Array) -> Results:
+        return evaluate(same_dtype_attention, self.case.spec(), operands, dout)
 
-    def exact(self, spec: Any, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    def exact(self, spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
         with jax.default_matmul_precision("highest"):
             try:
                 return IMPLEMENTATIONS["jax.nn-xla"].attend(self.case, operands), jnp.zeros(())
             except Unsupported:
                 return attention_reference(spec, operands)
-
-    def results(self, operands: Operands, attention: Any) -> Results:
-        return evaluate(attention, self.case.spec(), operands, self.dout)
 
 
 def moved_bytes(*trees: Any) -> int:
