@@ -109,20 +109,29 @@ def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> ja
     return out if lse is None else (out, lse)
 
 
-def _resolve(operands: Operands, *, scale: Any = None, **options: Any) -> tuple[AttentionSpec, Operands]:
+def _resolve(
+    operands: Operands,
+    *,
+    scale: Any = None,
+    is_causal: Any = False,
+    local_window_size: Any = None,
+    implementation: Any = None,
+    logits_soft_cap: Any = None,
+    deterministic: Any = False,
+) -> tuple[AttentionSpec, Operands]:
     """The static facts of a call, defaults filled in."""
     operands = unify_varying(operands)
     head_dim = operands.query.shape[-1]
     default_scale = head_dim**-0.5 if head_dim else 1.0
-    cap = options.get("logits_soft_cap")
-    implementation = options.get("implementation")
     validation.check_implementation(implementation)
+    if logits_soft_cap is not None:
+        logits_soft_cap = validation.check_scalar("logits_soft_cap", logits_soft_cap, positive=True)
     spec = AttentionSpec(
         scale=default_scale if scale is None else validation.check_scalar("scale", scale),
-        is_causal=validation.check_flag("is_causal", options.get("is_causal", False)),
-        window=validation.check_window(options.get("local_window_size")),
-        logits_soft_cap=None if cap is None else validation.check_scalar("logits_soft_cap", cap, positive=True),
-        deterministic=validation.check_flag("deterministic", options.get("deterministic", False)),
+        is_causal=validation.check_flag("is_causal", is_causal),
+        window=validation.check_window(local_window_size),
+        logits_soft_cap=logits_soft_cap,
+        deterministic=validation.check_flag("deterministic", deterministic),
         implementation=implementation,
         present=operands.present(),
     )

@@ -71,6 +71,8 @@ def explain(problem: Problem) -> Explanation:
     """What `attention` would do with `problem` on the default backend."""
     if problem.spec.implementation == "xla":
         reasons = ['`implementation` is "xla"']
+    elif problem.is_empty:
+        reasons = ["there is nothing to compute: a size is 0"]
     elif jax.default_backend() not in ("gpu", "cuda"):
         reasons = [f"the platform is {jax.default_backend()}", *unsupported_reasons(problem, "sm_80")]
     else:

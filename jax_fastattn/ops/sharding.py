@@ -8,7 +8,7 @@ a string of axis letters per array, as in spec.py; `N` and `K` are the query and
 
 from __future__ import annotations
 
-import string
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,7 +109,7 @@ def shardy_rule(
     num_heads, num_kv_heads = operands[0][1][2], operands[1][1][2]
     grouped = num_heads > num_kv_heads > 1
     heads = {"N": "(k g)" if grouped else "k" if num_kv_heads > 1 else "g", "K": "k"}
-    fresh = iter(string.ascii_lowercase[::-1])
+    fresh = itertools.count()
     sizes = {"B": operands[0][1][0], "N": num_heads, "K": num_kv_heads}
 
     def term(letters: str, shape: tuple[int, ...]) -> str:
