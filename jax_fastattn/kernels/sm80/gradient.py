@@ -45,12 +45,14 @@ def load_bounds(
             return otherwise
         return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
 
+    offset = entry(operands[2], Int32(0), -UNBOUNDED, UNBOUNDED)
     return {
         "query_end": entry(operands[0], lengths[0], 0, lengths[0]),
         "key_end": entry(operands[1], lengths[1], 0, lengths[1]),
-        "offset": entry(operands[2], Int32(0), -UNBOUNDED, UNBOUNDED),
-        "left": window[0] if spec.window_left else Int32(UNBOUNDED),
-        "right": window[1] if spec.window_right else Int32(UNBOUNDED),
+        "offset": offset,
+        # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
+        "left": window[0] if spec.window_left else offset + UNBOUNDED,
+        "right": window[1] if spec.window_right else UNBOUNDED - offset,
     }
 
 
