@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 from jax.custom_batching import custom_vmap
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_fastattn import portable
+from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
 from jax_fastattn.portable import Gradients
 from jax_fastattn.spec import AttentionSpec, Operands, Problem

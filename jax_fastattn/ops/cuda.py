@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_fastattn import ffi
+from jax_fastattn._compat import Primitive
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
 from jax_fastattn.portable import Gradients
 from jax_fastattn.spec import AttentionSpec, Operands, Problem

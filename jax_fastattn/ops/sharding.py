@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract
 
 OPERAND_AXES = {
