@@ -28,10 +28,12 @@ QUICK = ["--repeats", "2", "--measurement-ms", "0.1"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lenient() -> Iterator[None]:
-    """jax.nn, which is measured too, promotes dtypes."""
+def lenient_and_quick() -> Iterator[None]:
+    """jax.nn, which is measured too, promotes dtypes. Most of the time here goes into optimising tiny programs."""
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def measure(output: Path, *options: str) -> dict[tuple[str, str, str], dict[str, Any]]:

@@ -14,11 +14,11 @@ import ml_dtypes
 import numpy as np
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
+from ptx_emulator import Memory, launch
 
 from jax_fastattn.kernels.sm80.backward import BackwardKernel
 from jax_fastattn.kernels.sm80.config import BackwardConfig
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, launch_buffers
-from tests.kernels.ptx_emulator import Memory, launch
 
 _DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int32": np.int32, "float32": np.float32}
 _DEVICE_DTYPES = {

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
+from ptx_emulator import Memory, launch
 
 from jax_fastattn.kernels.sm80.config import ForwardConfig
 from jax_fastattn.kernels.sm80.forward import ForwardKernel
 from jax_fastattn.kernels.spec import KernelSpec
-from tests.kernels.ptx_emulator import Memory, launch
 
 # Distinct, no multiple of a tile; offset and lengths leave rows without keys, a padding tail and an empty sequence.
 BATCH, QUERIES, KEYS, KV_HEADS = 3, 133, 201, 2

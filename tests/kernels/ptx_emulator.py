@@ -36,7 +36,7 @@ _COMPARE = {
     "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }  # fmt: skip
 # An ordered "ne" is false for NaN, unlike numpy's.
-_FLOAT_NE = lambda a, b: (a != b) & ~(np.isnan(a) | np.isnan(b))  # noqa: E731 (a table entry)
+_FLOAT_NE = lambda a, b: (a != b) & ~(np.isnan(a) | np.isnan(b))
 
 
 @dataclass

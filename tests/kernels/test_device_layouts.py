@@ -145,7 +145,7 @@ EMULATED = {
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl to compile")
 @pytest.mark.parametrize("case", EMULATED)
 def test_emulated_forward_matches_reference(case):
-    from tests.kernels.emulated_forward import check
+    from emulated_forward import check
 
     fields, scale = EMULATED[case]
     check(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields}), scale)

@@ -8,6 +8,9 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+import emulated_backward
+from emulated_backward import Sizes
+
 from jax_fastattn.kernels.sm80.config import (
     BackwardConfig,
     DkdvConfig,
@@ -17,8 +20,6 @@ from jax_fastattn.kernels.sm80.config import (
 )
 from jax_fastattn.kernels.spec import KernelSpec
 from jax_fastattn.kernels.support import ARCHITECTURES
-from tests.kernels import emulated_backward
-from tests.kernels.emulated_backward import Sizes
 
 
 def _spec(
