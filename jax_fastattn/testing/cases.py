@@ -278,7 +278,10 @@ _ODD = _lengths((1, 63), (64, 65), (127, 193), (129, 128), (257, 127), (1000, 25
 _MANY = _ODD + _lengths((193, 1), (63, 64), (65, 129), (128, 1000), (1, 1), (128, 128))
 _FEW = _lengths((65, 129), (193, 64), (257, 1000))
 _WINDOWS = [{"window": window} for window in ((0, 0), (1, 0), (0, 3), (64, 63), (100, 7), (5, 150), (2000, 2000))]
-_OFFSETS = [{"query_offset": offset} for offset in ((64, 64), (0, 0), (100, -100), (-1, 1), (-500, 500))]
+_OFFSETS = [
+    {"query_offset": offset}
+    for offset in ((64, 64), (0, 0), (100, -100), (-1, 1), (-500, 500), (1 << 30, 40), (-(1 << 30), 7))
+]
 _MHA = Case(dtype="bfloat16")
 _GQA = Case(dtype="bfloat16", num_kv_heads=4, group=2)
 _BOTH_LENGTHS = [

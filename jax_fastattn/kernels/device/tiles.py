@@ -9,11 +9,12 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
+from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 
 def _with_device_min_max(module: ModuleType) -> dict[str, Any]:
@@ -123,3 +124,36 @@ def store_rows(
             ptx.store_global_chunk(target + offset, ptx.load_shared_chunk(address))
 
         cutlass.if_generate(stored, store)
+
+
+def load_bounds(
+    spec: KernelSpec,
+    batch: Int32,
+    lengths: tuple[Int32, Int32],
+    operands: tuple[Any, Any, Any],
+    window: tuple[Int32, Int32],
+) -> dict[str, Int32]:
+    """Ends, offset and window of one batch entry: the keyword arguments of the tile plan.
+
+    Args:
+        spec: the compile key.
+        batch: index of the batch entry.
+        lengths: T and S.
+        operands: query_seq_lengths, key_value_seq_lengths, query_offset, each a pointer or None.
+        window: window_left and window_right, read where the spec has the bound.
+    """
+
+    def entry(pointer: Any, otherwise: Int32, low: Any, high: Any) -> Int32:
+        if pointer is None:
+            return otherwise
+        return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
+
+    offset = entry(operands[2], Int32(0), -UNBOUNDED, UNBOUNDED)
+    return {
+        "query_end": entry(operands[0], lengths[0], 0, lengths[0]),
+        "key_end": entry(operands[1], lengths[1], 0, lengths[1]),
+        "offset": offset,
+        # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
+        "left": window[0] if spec.window_left else offset + UNBOUNDED,
+        "right": window[1] if spec.window_right else UNBOUNDED - offset,
+    }

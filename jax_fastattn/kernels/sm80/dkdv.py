@@ -68,7 +68,7 @@ class DkdvKernel:
         spec, config = self.spec, self.config
         kv_heads = num_heads // spec.group
         at = self._locate(batch, kv_heads)
-        bounds = gradient.load_bounds(
+        bounds = tiles.load_bounds(
             spec,
             at.batch,
             (query_length, key_length),

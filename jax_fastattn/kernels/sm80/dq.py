@@ -69,7 +69,7 @@ class DqKernel:
     ):
         spec, config = self.spec, self.config
         at = self._locate(batch, query_length, num_heads)
-        bounds = gradient.load_bounds(
+        bounds = tiles.load_bounds(
             spec,
             at.batch,
             (query_length, key_length),

@@ -152,27 +152,27 @@ class ForwardKernel:
     ):
         spec, config = self.spec, self.config
         at = self._locate(query_length, num_heads)
-        query_end = self._length(query_seq_lengths, at.batch, query_length)
-        key_end = self._length(key_value_seq_lengths, at.batch, key_length)
-        offset = self._offset(query_offset, at.batch)
-        left = window_left if spec.window_left else Int32(UNBOUNDED)
-        right = window_right if spec.window_right else Int32(UNBOUNDED)
-        visit = tiles.key_tiles(
-            at.row,
-            config.rows,
-            config.keys,
-            offset=offset,
-            left=left,
-            right=right,
-            query_end=query_end,
-            key_end=key_end,
+        bounds = tiles.load_bounds(
+            spec,
+            at.batch,
+            (query_length, key_length),
+            (query_seq_lengths, key_value_seq_lengths, query_offset),
+            (window_left, window_right),
         )
+        query_end, key_end = bounds["query_end"], bounds["key_end"]
+        visit = tiles.key_tiles(at.row, config.rows, config.keys, **bounds)
         scaling = softmax.scaling(scale, logits_soft_cap if spec.logits_soft_cap else None)
         source = self._source(at, query, key, value, query_length, key_length, num_heads)
         row, column = accumulator_lane(at.lane)
         first_row = at.row + at.warp * config.rows_per_warp + row
         limits = [
-            softmax.key_limits(first_row + 8 * i, offset=offset, left=left, right=right, key_end=key_end)
+            softmax.key_limits(
+                first_row + 8 * i,
+                offset=bounds["offset"],
+                left=bounds["left"],
+                right=bounds["right"],
+                key_end=key_end,
+            )
             for i in range(2 * self.m_blocks)
         ]
         state = SimpleNamespace(
@@ -234,12 +234,6 @@ class ForwardKernel:
             head=kv_head * spec.group + member,
             kv_head=kv_head,
         )
-
-    def _length(self, lengths: Any, batch: Int32, length: Int32) -> Int32:
-        return length if lengths is None else tiles.clamp(_load(lengths, batch), 0, length)
-
-    def _offset(self, offsets: Any, batch: Int32) -> Int32:
-        return Int32(0) if offsets is None else tiles.clamp(_load(offsets, batch), -UNBOUNDED, UNBOUNDED)
 
     def _source(
         self, at: SimpleNamespace, query: Any, key: Any, value: Any, query_length: Any, key_length: Any, num_heads: Any

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the dq and the dkdv kernel share: ends of sequences, the score gradient in registers, the store of a gradient.
+"""What the dq and the dkdv kernel share: the score gradient in registers, the store of a gradient.
 
 With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a query row, lse2 in base 2:
 
@@ -12,48 +12,14 @@ visible key, or past its sequence, has lse2 = +inf and delta = 0, so that its P 
 
 from typing import Any, NamedTuple
 
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane
 from jax_fastattn.kernels.device.softmax import LOG2_E, cap_score
-from jax_fastattn.kernels.device.tiles import clamp
-from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
+from jax_fastattn.kernels.spec import KernelSpec
 
 MMA_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
-
-
-def load_bounds(
-    spec: KernelSpec,
-    batch: Int32,
-    lengths: tuple[Int32, Int32],
-    operands: tuple[Any, Any, Any],
-    window: tuple[Int32, Int32],
-) -> dict[str, Int32]:
-    """Ends, offset and window of one batch entry: the keyword arguments of the tile plan.
-
-    Args:
-        spec: the compile key.
-        batch: index of the batch entry.
-        lengths: T and S.
-        operands: query_seq_lengths, key_value_seq_lengths, query_offset, each a pointer or None.
-        window: window_left and window_right, read where the spec has the bound.
-    """
-
-    def entry(pointer: Any, otherwise: Int32, low: Any, high: Any) -> Int32:
-        if pointer is None:
-            return otherwise
-        return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
-
-    offset = entry(operands[2], Int32(0), -UNBOUNDED, UNBOUNDED)
-    return {
-        "query_end": entry(operands[0], lengths[0], 0, lengths[0]),
-        "key_end": entry(operands[1], lengths[1], 0, lengths[1]),
-        "offset": offset,
-        # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
-        "left": window[0] if spec.window_left else offset + UNBOUNDED,
-        "right": window[1] if spec.window_right else UNBOUNDED - offset,
-    }
 
 
 class Transform(NamedTuple):
