@@ -143,6 +143,12 @@ def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def tanh(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """tanh(x), one MUFU (relative error 2^-11)."""
+    return _asm("tanh.approx.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+
+
+@dsl_user_op
 def store_global(address: Int64, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores 4 bytes."""
     _asm("st.global.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)

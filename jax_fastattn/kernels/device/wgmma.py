@@ -1,0 +1,222 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""TMA and WGMMA vocabulary of the Hopper kernels: swizzled tiles, products of a warpgroup, rings of slots, loops.
+
+Layouts, descriptors and fragments come from CuTe's own partitioning. A warpgroup's accumulator, like that of `mma.py`
+with `m_blocks = 1`, holds element e of column block n at flat index `4 n + e`; two neighbouring blocks rounded to 16
+bits are one A fragment of 16 columns.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import for_generate, yield_out
+
+from jax_fastattn.kernels.device import ptx
+
+# Tiles
+
+
+def atom_columns(columns: int) -> int:
+    """16-bit columns of a swizzle atom: rows of 128 bytes where they divide the tile, else of 64."""
+    return 64 if columns % 64 == 0 else 32
+
+
+def tile_layout(dtype: Any, shape: tuple[int, int]) -> Any:
+    """Layout of a `[rows, columns]` tile, columns contiguous: atoms of 8 swizzled rows, down the rows first."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = kinds.K_SW128 if atom_columns(shape[1]) == 64 else kinds.K_SW64
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, (0, 1))
+
+
+def staged_tile(pointer: cute.Pointer, dtype: Any, shape: tuple[int, int], count: int, pitch: int) -> cute.Tensor:
+    """`count` tiles `[rows, columns, stage]` in shared memory, `pitch` elements apart."""
+    layout = tile_layout(dtype, shape)
+    staged = cute.append(layout.outer, cute.make_layout(count, stride=pitch))
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), staged)
+
+
+def transposed(tile: cute.Tensor) -> cute.Tensor:
+    """The same memory as `[columns, rows, stage]`."""
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0, 2]))
+
+
+# TMA
+
+
+def tma_operand(
+    op: Any, pointer: cute.Pointer, sizes: tuple[Int32, Int32, Int32], head_dim: int, tile: tuple[int, int]
+) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """The copy atom (with descriptor) and coordinates `[rows, columns, heads, batch]` of a global operand.
+
+    Args:
+        op: the direction.
+        pointer: `[batch, rows, heads, head_dim]`, contiguous.
+        sizes: (batch, rows, heads).
+        head_dim: columns, a multiple of 8.
+        tile: (rows, columns) of a copy; what lies outside the operand is filled with zeros, or not stored.
+    """
+    batch, rows, heads = sizes
+    row_stride = cute.assume(Int64(heads) * head_dim, divby=8)
+    batch_stride = cute.assume(Int64(heads) * head_dim * Int64(rows), divby=8)
+    layout = cute.make_layout((rows, Int32(head_dim), heads, batch), stride=(row_stride, 1, head_dim, batch_stride))
+    operand = cute.make_tensor(pointer, layout)
+    atom, coordinates = cpasync.make_tiled_tma_atom(op, operand, tile_layout(pointer.dtype, tile), tile)
+    return atom, coordinates
+
+
+def tma_copy(
+    atom: cute.CopyAtom, coordinates: cute.Tensor, shared: cute.Tensor, head: tuple[Int32, Int32], store: bool = False
+) -> Callable[..., None]:
+    """A function `(tile, stage, barrier)` that copies a tile of rows; one warp calls it, TMA completes the barrier.
+
+    Args:
+        atom: from `tma_operand`, like the coordinates.
+        coordinates: of the operand.
+        shared: `[rows, columns, stage]`.
+        head: (head, batch entry).
+        store: whether the copy goes from shared to global memory; then there is no barrier.
+    """
+    shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
+    tiles = cute.local_tile(coordinates[None, None, head[0], head[1]], shape, (None, 0))
+    inner, outer = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+
+    def copy(tile: Int32, stage: Any, barrier: Any = None) -> None:
+        if store:
+            cute.copy(atom, inner[None, stage], outer[None, tile])
+        else:
+            cute.copy(atom, outer[None, tile], inner[None, stage], tma_bar_ptr=barrier)
+
+    return copy
+
+
+def expect(barrier: cute.Pointer, nbytes: int) -> None:
+    """Arrives on a barrier that TMA completes with `nbytes`; one warp calls it."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes)
+
+
+def wait(barrier: cute.Pointer, phase: Int32) -> None:
+    """Waits for the end of a barrier's phase."""
+    cute.arch.mbarrier_wait(barrier, phase)
+
+
+class Ring:
+    """One side's position in a ring of slots.
+
+    The producer fills and the consumers wait and release in the same order, once per slot and lap. A barrier's phase
+    is the parity of the lap; "empty" barriers start as if a lap had been released.
+
+    Args:
+        full: barriers that TMA completes.
+        empty: barriers on which every consumer warp arrives.
+        slots: their number.
+    """
+
+    def __init__(self, full: cute.Pointer, empty: cute.Pointer, slots: int):
+        self._full, self._empty, self._slots = full, empty, slots
+        self._at = cute.make_rmem_tensor((2,), Int32)
+        self._at.fill(0)
+
+    def _advance(self) -> Int32:
+        slot = self._at[0]
+        wraps = slot == self._slots - 1
+        self._at[0] = ptx.where(wraps, Int32(0), slot + 1)
+        self._at[1] = self._at[1] ^ ptx.where(wraps, Int32(1), Int32(0))
+        return slot
+
+    def fill(self, copy: Callable[..., None], tile: Int32, nbytes: int) -> None:
+        """The producer's step: waits until the next slot is free and starts a copy of `nbytes` into it."""
+        phase = self._at[1] ^ 1
+        slot = self._advance()
+        wait(self._empty + slot, phase)
+        expect(self._full + slot, nbytes)
+        copy(tile, slot, self._full + slot)
+
+    def wait(self) -> Int32:
+        """The consumers' step: waits until the next slot is full and returns its index."""
+        phase = self._at[1]
+        slot = self._advance()
+        wait(self._full + slot, phase)
+        return slot
+
+    def peek(self, ahead: Int32) -> Int32:
+        """Waits for the slot `ahead` (0 or 1) after the next one to be full, without taking it."""
+        slot = self._at[0] + ahead
+        wraps = slot == self._slots
+        phase = self._at[1] ^ ptx.where(wraps, Int32(1), Int32(0))
+        slot = ptx.where(wraps, Int32(0), slot)
+        wait(self._full + slot, phase)
+        return slot
+
+    def release(self, slot: Int32) -> None:
+        """Gives a slot back; every consumer warp calls it."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self._empty + slot)
+
+
+# Products
+
+
+def product(dtype: Any, columns: int, *, a_in_registers: bool, b_transposed: bool) -> cute.TiledMma:
+    """A product of one warpgroup with 64 rows and `columns` columns.
+
+    Args:
+        dtype: of both factors.
+        columns: N of the instruction, a multiple of 8, at most 256.
+        a_in_registers: whether the left factor is a register fragment, else a tile `[rows, k]`.
+        b_transposed: whether the right factor is stored `[k, columns]`, else `[columns, k]`.
+    """
+    majors, sources = cute.nvgpu.OperandMajorMode, warpgroup.OperandSource
+    op = warpgroup.MmaF16BF16Op(
+        dtype,
+        Float32,
+        (64, columns, 16),
+        sources.RMEM if a_in_registers else sources.SMEM,
+        majors.K,
+        majors.MN if b_transposed else majors.K,
+    )
+    return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
+
+
+def operand_a(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
+    """Descriptors of a left factor `[rows, k, stage]` in shared memory."""
+    part = mma.get_slice(0)
+    return mma.make_fragment_A(part.partition_A(tile))
+
+
+def operand_b(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
+    """Descriptors of a right factor `[columns, k, stage]`."""
+    part = mma.get_slice(0)
+    return mma.make_fragment_B(part.partition_B(tile))
+
+
+def accumulator(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
+    """Registers for a result."""
+    return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+
+
+def fragment_a(mma: cute.TiledMma, shape: tuple[int, int], dtype: Any) -> cute.Tensor:
+    """Registers for a left factor."""
+    return cute.make_rmem_tensor(mma.partition_shape_A(shape), dtype)
+
+
+def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, *, accumulate: bool) -> None:
+    """Starts acc (+)= A B as one group of instructions; `warpgroup.wait_group` waits for it."""
+    atom = cute.make_mma_atom(mma.op)
+    warpgroup.fence()
+    for k in range(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+def loop(count: Int32, body: Callable[[Int32], None]) -> None:
+    """Runs `body(i)` for i in range(count); state lives in register tensors."""
+    for i in for_generate(0, count):
+        body(i)
+        yield_out()
