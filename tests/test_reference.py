@@ -36,6 +36,8 @@ def jax_nn_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array
     """jax.nn's XLA path; a one-sided window as a mask. The log-sum-exp is not compared."""
     one_sided = spec.window[0] is None or spec.window[1] is None
     mask = visible_pairs(spec, operands) if one_sided and spec.window != (None, None) else operands.mask
+    # JAX 0.8.0 ignores a window that comes with no other mask.
+    mask = jnp.ones((1, 1, 1, 1), bool) if mask is None and not one_sided else mask
     out = jax.nn.dot_product_attention(
         *operands[:4],
         mask,
