@@ -1,0 +1,55 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiles for every architecture, within its registers and shared memory. No GPU needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import pytest
+
+from jax_fastattn.kernels.sm80.config import shared_memory_limit
+from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.support import ARCHITECTURES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+]
+
+CAUSAL = {"window_right": True}
+EVERYTHING = {
+    **CAUSAL,
+    "window_left": True,
+    "group": 3,
+    "query_seq_lengths": True,
+    "key_value_seq_lengths": True,
+    "query_offset": True,
+    "logits_soft_cap": True,
+}
+# Local memory of the kernels with every feature at once, bytes per thread: a few values kept across the loop.
+EVERYTHING_LOCAL_BYTES = 64
+
+
+def _spec(op: str, arch: str, dims: tuple[int, int], features: dict[str, object]) -> KernelSpec:
+    spec = KernelSpec(op, arch, "bfloat16", *dims, **features)  # pyright: ignore[reportArgumentType]
+    everything = features is EVERYTHING
+    return dataclasses.replace(spec, sinks=everything and op == "forward", dlse=everything and op == "backward")
+
+
+@pytest.mark.parametrize("features", [CAUSAL, EVERYTHING], ids=["causal", "everything"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=lambda x: "v".join(map(str, x)))
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_fit(arch: str, op: str, dims: tuple[int, int], features: dict[str, object]) -> None:
+    from jax_fastattn.ffi.compiler import inspect_kernel
+
+    kernels = inspect_kernel(_spec(op, arch, dims, features))
+    assert len(kernels) == (1 if op == "forward" else 2)
+    allowed = EVERYTHING_LOCAL_BYTES if features is EVERYTHING else 0
+    for kernel in kernels:
+        print(f"{kernel.registers} registers, {kernel.local_bytes} B local, {kernel.shared_bytes} B shared")
+        assert kernel.registers <= 255
+        assert kernel.local_bytes <= allowed
+        assert kernel.shared_bytes <= shared_memory_limit(arch)
