@@ -1,0 +1,107 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the GPU test suite twice, then compute-sanitizer over a small set of cases, and records the outcome.
+
+    python benchmarks/gpu_checks.py --output benchmarks/results/2026-11-21-h100-checks.json
+
+The suite itself runs every case in two orders. A record holds the counts, the GPU, the versions and the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from run import describe_run
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ("memcheck", "racecheck", "synccheck")
+# One of each structure; instrumented kernels are a hundred times slower.
+CASES = (
+    "mha-d64-bf16-q193-kv257",
+    "gqa5-causal-d128-bf16-q257-kv127",
+    "gqa2-causal-d256-bf16-q64-kv65",
+    "mha-causal-d192v128-bf16-q129-kv128",
+    "gqa5-window40.0-cap5-sinks_n-dlse-offset64.-30-qlen193.100-kvlen257.129-d128-bf16-q193-kv257",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--commit", help="to record, where this is not a git checkout")
+    parser.add_argument("--suite-runs", type=int, default=2)
+    parser.add_argument("--inside-sanitizer", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside_sanitizer:
+        run_cases()
+        return
+    # Oracles are compiled once per case and run once: tuning their products would take most of the time.
+    environment = os.environ | {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    suites = [run_suite(environment) for _ in range(options.suite_runs)]
+    sanitizer = {tool: sanitize(tool, environment) for tool in TOOLS}
+    record = {"suite": suites, "sanitizer": sanitizer, "sanitizer_cases": CASES} | describe_run(options.commit)
+    del record["flop_formula"]
+    options.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+
+
+def run_suite(environment: dict[str, str]) -> dict[str, Any]:
+    """Counts of one run of `pytest -m gpu`, and its seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, started = Path(folder) / "report.xml", time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        subprocess.run([*command, "tests"], cwd=ROOT, env=environment, check=False)
+        seconds = round(time.monotonic() - started)
+        suite = ElementTree.parse(report).getroot()[0]
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    failed = [case.attrib["name"] for case in suite if case.find("failure") is not None]
+    return counts | {"seconds": seconds, "failed": failed}
+
+
+def sanitize(tool: str, environment: dict[str, str]) -> dict[str, Any]:
+    """What a tool of compute-sanitizer says of our kernels, and of those alone."""
+    script = [sys.executable, str(Path(__file__).resolve()), "--output", os.devnull, "--inside-sanitizer"]
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-regex", "kns=kernel_cutlass", *script]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    printed = found.stdout + found.stderr
+    summary = re.findall(r"={9} ((?:ERROR|RACECHECK) SUMMARY.*)", printed)
+    finished = f"ran {len(CASES)} cases" in printed
+    return {"summary": summary[-1] if summary else printed[-2000:], "finished": finished, "exit": found.returncode}
+
+
+def run_cases() -> None:
+    """Forward and backward of the cases, on poisoned operands."""
+    import dataclasses
+
+    import jax
+
+    from jax_fastattn.ops import vjp
+    from jax_fastattn.testing import compare
+    from jax_fastattn.testing.cases import GPU_CASES
+    from jax_fastattn.testing.poison import poison
+
+    cases = [case for case in GPU_CASES if str(case) in CASES]
+    for case in cases:
+        spec = dataclasses.replace(case.spec(), implementation="cuda")
+        operands = poison(case.operands(jax.random.key(0)))
+
+        def attention(spec: Any, operands: Any) -> Any:
+            return vjp.attend(spec, operands, True)
+
+        run = jax.jit(lambda spec, *arrays: compare.evaluate(attention, spec, *arrays), static_argnums=0)
+        jax.block_until_ready(run(spec, operands, *case.cotangents(jax.random.key(1))))
+    print(f"ran {len(cases)} cases")
+
+
+if __name__ == "__main__":
+    main()
