@@ -21,7 +21,7 @@ SHARED_MEMORY = 227 * 1024
 _SM_SHARED_MEMORY = 228 * 1024
 
 # Registers of a consumer and of a producer thread after setmaxnreg, by consumer warpgroups: 64 K of them per SM.
-_REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
+_REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 # Every shared-memory tile starts at a whole repetition of the 128-byte swizzle.
 _TILE_ALIGNMENT = 1024
@@ -43,8 +43,8 @@ class ForwardConfig:
         overlap: whether Q K^T of the next tile is issued before P V of this one. Costs a second score accumulator.
         ping_pong: whether named barriers make the warpgroups issue their products in turns.
         blocks: CTAs that must fit on an SM together. Above 1 a single producer warp and no setmaxnreg.
-        persistent: whether a CTA per SM walks through the query tiles, else one CTA per tile.
-        own_out: whether the output tile has shared memory of its own, else it lies where Q was. Persistent CTAs then
+        ctas: CTAs that walk through all the work, as many as the GPU has SMs; 0: one CTA per query tile.
+        own_out: whether the output tile has shared memory of its own, else it lies where Q was. Walking CTAs with it
             load the next Q before the output has been stored.
     """
 
@@ -54,7 +54,7 @@ class ForwardConfig:
     overlap: bool = True
     ping_pong: bool = False
     blocks: int = 1
-    persistent: bool = False
+    ctas: int = 0
     own_out: bool = False
 
     @property
@@ -75,7 +75,7 @@ class ForwardConfig:
     @property
     def moves_registers(self) -> bool:
         """Whether producer warps give registers to consumers; it takes whole warpgroups."""
-        return self.blocks == 1
+        return self.blocks == 1 and self.warpgroups > 1
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -136,7 +136,7 @@ class SharedMemory:
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.barrier_start + 8 * (2 * self.config.slots + 2 * self.config.warpgroups)
+        return self.barrier_start + 8 * 2 * (self.config.slots + self.config.warpgroups)
 
     @property
     def fits(self) -> bool:

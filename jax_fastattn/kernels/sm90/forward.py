@@ -19,6 +19,7 @@ The maximum that shifts the exponentials may lag behind the true one by a factor
 only when a row outgrows that, which after the first tiles is almost never.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +116,9 @@ class ForwardKernel:
             store, out, (batch, query_length, num_heads), spec.v_head_dim, (WARPGROUP_ROWS, memory.v_head_dim)
         )
         tile_count = (query_length + (config.rows - 1)) // config.rows
+        ctas = batch * num_heads * tile_count
+        if cutlass.const_expr(config.ctas):
+            ctas = Int32(cutlass.min(batch * num_heads * ((tile_count + 1) // 2), config.ctas))
         self.kernel(
             *query_tma,
             *key_tma,
@@ -125,6 +129,7 @@ class ForwardKernel:
             query_offset,
             sinks,
             lse,
+            batch,
             query_length,
             key_length,
             num_heads,
@@ -134,7 +139,7 @@ class ForwardKernel:
             scale,
             logits_soft_cap,
         ).launch(
-            grid=(batch * num_heads * tile_count, 1, 1),
+            grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
             smem=memory.nbytes,
             stream=stream,
@@ -158,6 +163,7 @@ class ForwardKernel:
         query_offset: cute.Pointer | None,
         sinks: cute.Pointer | None,
         lse: cute.Pointer,
+        batch: Int32,
         query_length: Int32,
         key_length: Int32,
         num_heads: Int32,
@@ -169,7 +175,6 @@ class ForwardKernel:
     ):
         spec, config = self.spec, self.config
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, out_atom))
@@ -181,32 +186,27 @@ class ForwardKernel:
             lse=lse,
             sinks=sinks,
             sinks_stride=sinks_stride,
-            lengths=(query_seq_lengths, key_value_seq_lengths, query_offset),
+            operands=(query_seq_lengths, key_value_seq_lengths, query_offset),
+            batch=batch,
             query_length=query_length,
             key_length=key_length,
             num_heads=num_heads,
-            left=window_left if spec.window_left else Int32(UNBOUNDED),
-            right=window_right if spec.window_right else Int32(UNBOUNDED),
+            left=window_left,
+            right=window_right,
             scaling=softmax.scaling(scale, logits_soft_cap if spec.logits_soft_cap else None),
         )
         if cutlass.const_expr(spec.logits_soft_cap):
             call.inner = scale / logits_soft_cap
-        work = self._work(block, call)
 
         def produce() -> None:
             if config.moves_registers:
                 cute.arch.setmaxregister_decrease(config.registers[1])
-            cutlass.if_generate(
-                warp_index == config.consumer_threads // 32,
-                lambda: cutlass.if_generate(
-                    work.visit.begin < work.visit.end, lambda: self._produce(shared, call, work)
-                ),
-            )
+            cutlass.if_generate(warp_index == config.consumer_threads // 32, lambda: self._produce(shared, call))
 
         def consume() -> None:
             if config.moves_registers:
                 cute.arch.setmaxregister_increase(config.registers[0])
-            self._consume(shared, call, work, thread, warp_index)
+            self._consume(shared, call, thread, warp_index)
 
         cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
 
@@ -232,6 +232,7 @@ class ForwardKernel:
             full=barriers,
             empty=barriers + config.slots,
             query_full=barriers + 2 * config.slots,
+            query_empty=barriers + (2 * config.slots + config.warpgroups),
         )
 
     def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
@@ -247,100 +248,134 @@ class ForwardKernel:
                     cute.arch.mbarrier_init(shared.empty + slot, 4 * config.warpgroups)
                 for group in range(config.warpgroups):
                     cute.arch.mbarrier_init(shared.query_full + group, 1)
+                    cute.arch.mbarrier_init(shared.query_empty + group, 4)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
         cute.arch.sync_threads()
 
-    def _work(self, block: Int32, call: SimpleNamespace) -> SimpleNamespace:
-        """What a CTA computes.
+    # Schedule.
 
-        Block index, fastest first: head of the group (they share K and V in L2), query tile from the last to the
-        first (the longest of a causal mask start first), key/value head, batch entry.
+    def _each_work(self, call: SimpleNamespace, body: Callable[[SimpleNamespace], None]) -> None:
+        """Runs `body` for each query tile of this CTA; the producer and the consumers walk alike.
+
+        Heads of a group come next to each other (they share K and V in L2), then the query tiles of the group, then
+        key/value heads and batch entries. One CTA per tile: from the last tile to the first, since the longest of a
+        causal mask should start first. Walking CTAs take a tile from the end and its counterpart from the beginning:
+        with a causal mask all such pairs are equally long.
         """
         spec, config = self.spec, self.config
+        block, _, _ = cute.arch.block_idx()
         tile_count = (call.query_length + (config.rows - 1)) // config.rows
         kv_heads = call.num_heads // spec.group
-        member, block = block % spec.group, block // spec.group
-        tile, block = tile_count - 1 - block % tile_count, block // tile_count
-        kv_head, batch = block % kv_heads, block // kv_heads
-        lengths = call.lengths
-        bounds = {
-            "offset": _entry(lengths[2], batch, Int32(0), -UNBOUNDED, UNBOUNDED),
-            "left": call.left,
-            "right": call.right,
-            "key_end": _entry(lengths[1], batch, call.key_length, 0, call.key_length),
-        }
-        query_end = _entry(lengths[0], batch, call.query_length, 0, call.query_length)
-        visit = tiles.key_tiles(tile * config.rows, config.rows, config.keys, query_end=query_end, **bounds)
+
+        def locate(index: Int32, tiles_per_head: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+            member, index = index % spec.group, index // spec.group
+            position, index = index % tiles_per_head, index // tiles_per_head
+            kv_head, batch = index % kv_heads, index // kv_heads
+            return position, kv_head, kv_head * spec.group + member, batch
+
+        if not config.ctas:
+            position, *where = locate(block, tile_count)
+            body(self._work(call, tile_count - 1 - position, *where))
+            return
+        pair_count = (tile_count + 1) // 2
+        grid, _, _ = cute.arch.grid_dim()
+        total = pair_count * call.num_heads * call.batch
+
+        def walk(i: Int32) -> None:
+            position, *where = locate(block + i * grid, pair_count)
+            # The middle of an odd number of tiles is its own counterpart.
+            count = ptx.where(2 * position == tile_count - 1, Int32(1), Int32(2))
+
+            def visit(half: Int32) -> None:
+                tile = ptx.where(half == 0, tile_count - 1 - position, position)
+                body(self._work(call, tile, *where))
+
+            wgmma.loop(count, visit)
+
+        wgmma.loop((total - block + (grid - 1)) // grid, walk)
+
+    def _work(self, call: SimpleNamespace, tile: Int32, kv_head: Int32, head: Int32, batch: Int32) -> SimpleNamespace:
+        """One query tile of one head: its rows, what they may see, and the key tiles to visit."""
+        config = self.config
+        row = tile * config.rows
+        bounds = tiles.load_bounds(
+            self.spec, batch, (call.query_length, call.key_length), call.operands, (call.left, call.right)
+        )
+        visit = tiles.key_tiles(row, config.rows, config.keys, **bounds)
+        if any(operand is not None for operand in call.operands):
+            # Loops around wgmma: the compiler has to know that all lanes take the same turns.
+            visit = type(visit)(*[cute.arch.make_warp_uniform(end) for end in visit])
+        query_end = bounds.pop("query_end")
         return SimpleNamespace(
-            tile=tile,
-            row=tile * config.rows,
-            batch=batch,
-            head=kv_head * spec.group + member,
-            kv_head=kv_head,
-            bounds=bounds,
-            query_end=query_end,
-            visit=visit,
+            tile=tile, row=row, batch=batch, head=head, kv_head=kv_head, bounds=bounds, query_end=query_end, visit=visit
         )
 
     # Producer.
 
-    def _produce(self, shared: SimpleNamespace, call: SimpleNamespace, work: SimpleNamespace) -> None:
-        """Loads Q, then K and V tiles in the order in which the consumers take them."""
-        config, visit = self.config, work.visit
+    def _produce(self, shared: SimpleNamespace, call: SimpleNamespace) -> None:
+        """Loads Q, K and V tiles in the order in which the consumers take them. Runs in one warp."""
+        config = self.config
         ring = wgmma.Ring(shared.full, shared.empty, config.slots)
-        copy_query = wgmma.tma_copy(*call.query, shared.query, (work.head, work.batch))
-        copy_key = wgmma.tma_copy(*call.key, shared.key, (work.kv_head, work.batch))
-        copy_value = wgmma.tma_copy(*call.value, shared.value, (work.kv_head, work.batch))
+        query_phase = cute.make_rmem_tensor((1,), Int32)
+        query_phase[0] = Int32(1)
 
-        def load_query(group: int) -> None:
-            barrier = shared.query_full + group
-            wgmma.expect(barrier, WARPGROUP_ROWS * self.memory.head_dim * 2)
-            copy_query(work.tile * config.warpgroups + group, group, barrier)
+        def load(work: SimpleNamespace) -> None:
+            copy_query = wgmma.tma_copy(*call.query, shared.query, (work.head, work.batch))
+            copy_key = wgmma.tma_copy(*call.key, shared.key, (work.kv_head, work.batch))
+            copy_value = wgmma.tma_copy(*call.value, shared.value, (work.kv_head, work.batch))
 
-        def load_key(tile: Int32) -> None:
-            ring.fill(copy_key, tile, config.keys * self.memory.head_dim * 2)
+            def load_key(tile: Int32) -> None:
+                ring.fill(copy_key, tile, config.keys * self.memory.head_dim * 2)
 
-        def load_value(tile: Int32) -> None:
-            ring.fill(copy_value, tile, config.keys * self.memory.v_head_dim * 2)
+            def load_value(tile: Int32) -> None:
+                ring.fill(copy_value, tile, config.keys * self.memory.v_head_dim * 2)
 
-        last = visit.end - 1
-        load_query(0)
-        load_key(last)
-        for group in range(1, config.warpgroups):
-            load_query(group)
+            def step(i: Int32) -> None:
+                if config.overlap:
+                    load_key(last - 1 - i)
+                    load_value(last - i)
+                else:
+                    load_value(last - i)
+                    load_key(last - 1 - i)
 
-        def step(i: Int32) -> None:
-            if config.overlap:
-                load_key(last - 1 - i)
-                load_value(last - i)
-            else:
-                load_value(last - i)
-                load_key(last - 1 - i)
+            def load_rest() -> None:
+                wgmma.loop(last - work.visit.begin, step)
+                load_value(work.visit.begin)
 
-        wgmma.loop(last - visit.begin, step)
-        load_value(visit.begin)
+            last = work.visit.end - 1
+            some = work.visit.begin < work.visit.end
+            cutlass.if_generate(some, lambda: load_key(last))
+            for group in range(config.warpgroups):
+                barrier = shared.query_full + group
+                if config.ctas:
+                    wgmma.wait(shared.query_empty + group, query_phase[0])
+                wgmma.expect(barrier, WARPGROUP_ROWS * self.memory.head_dim * 2)
+                copy_query(work.tile * config.warpgroups + group, group, barrier)
+            query_phase[0] = query_phase[0] ^ 1
+            cutlass.if_generate(some, load_rest)
+
+        self._each_work(call, load)
 
     # Consumers.
 
-    def _consume(
-        self, shared: SimpleNamespace, call: SimpleNamespace, work: SimpleNamespace, thread: Int32, warp_index: Int32
-    ) -> None:
+    def _consume(self, shared: SimpleNamespace, call: SimpleNamespace, thread: Int32, warp_index: Int32) -> None:
         """Everything a consumer warpgroup does."""
-        config, spec = self.config, self.spec
-        group = warp_index // 4 if config.warpgroups > 1 else Int32(0)
+        config = self.config
         score_mma, out_mma = self._products()
+        group = warp_index // 4 if config.warpgroups > 1 else Int32(0)
         row, column = accumulator_lane(thread % 32)
-        first_row = work.row + warp_index * 16 + row
         state = SimpleNamespace(
             shared=shared,
             call=call,
-            work=work,
+            work=None,
             ring=wgmma.Ring(shared.full, shared.empty, config.slots),
+            query_phase=cute.make_rmem_tensor((1,), Int32),
             group=group,
             thread=thread % 128,
             warp=warp_index % 4,
+            row=warp_index * 16 + row,
             column=column,
             score_mma=score_mma,
             out_mma=out_mma,
@@ -353,18 +388,32 @@ class ForwardKernel:
             maxima=cute.make_rmem_tensor((2,), Float32),
             sums=cute.make_rmem_tensor((2,), Float32),
             factors=cute.make_rmem_tensor((2,), Float32),
-            limits=[softmax.key_limits(first_row + 8 * i, **work.bounds) for i in range(2)],
+            limits=None,
         )
-        state.out.fill(0.0)
-        state.maxima.fill(_NEVER)
-        state.sums.fill(0.0)
+        state.query_phase[0] = Int32(0)
         if config.ping_pong and config.warpgroups > 1:
             # The last warpgroup gives the first turn to the first one.
             cutlass.if_generate(group == config.warpgroups - 1, lambda: self._pass_turn(state))
-        cutlass.if_generate(work.visit.begin < work.visit.end, lambda: self._main_loop(state))
+        self._each_work(call, lambda work: self._attend(state, work))
+        if config.own_out:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _attend(self, state: SimpleNamespace, work: SimpleNamespace) -> None:
+        """One query tile, from Q to the stored output."""
+        state.work = work
+        first_row = work.row + state.row
+        state.limits = [softmax.key_limits(first_row + 8 * i, **work.bounds) for i in range(2)]
+        state.out.fill(0.0)
+        state.maxima.fill(_NEVER)
+        state.sums.fill(0.0)
+        wgmma.wait(state.shared.query_full + state.group, state.query_phase[0])
+        state.query_phase[0] = state.query_phase[0] ^ 1
+        cutlass.if_generate(
+            work.visit.begin < work.visit.end, lambda: self._visit(state), lambda: self._release_early(state)
+        )
         sink = None
-        if spec.sinks:
-            sink = _load(call.sinks, work.batch * call.sinks_stride + work.head)
+        if self.spec.sinks:
+            sink = _load(state.call.sinks, work.batch * state.call.sinks_stride + work.head)
         weights = self._finish_rows(state, sink, first_row)
         self._store(state, weights)
 
@@ -375,7 +424,7 @@ class ForwardKernel:
             wgmma.product(self.dtype, self.memory.v_head_dim, a_in_registers=True, b_transposed=True),
         )
 
-    def _main_loop(self, state: SimpleNamespace) -> None:
+    def _visit(self, state: SimpleNamespace) -> None:
         """All key tiles, from the last to the first."""
         visit = state.work.visit
         last = visit.end - 1
@@ -387,6 +436,7 @@ class ForwardKernel:
         wgmma.loop(full_end - full_begin, lambda i: step(state, full_end - 1 - i, masked=False))
         if self.spec.window_left:
             wgmma.loop(full_begin - visit.begin, lambda i: step(state, full_begin - 1 - i, masked=True))
+        self._release_early(state)
         if self.config.overlap:
             slot = state.ring.wait()
             self._add_values(state, slot)
@@ -395,7 +445,6 @@ class ForwardKernel:
 
     def _first_tile(self, state: SimpleNamespace, tile: Int32) -> None:
         """Softmax of the first tile; without overlap its values too."""
-        wgmma.wait(state.shared.query_full + state.group, Int32(0))
         if not self.spec.logits_soft_cap:
             cutlass.if_generate(state.call.scaling.negative, lambda: self._negate_query(state))
         slot = state.ring.wait()
@@ -609,10 +658,13 @@ class ForwardKernel:
             # A select, not a product: a padding row's sum can be NaN.
             pair = [ptx.where(live, state.out[2 * i + e] * weight, Float32(0.0)) for e in range(2)]
             pairs[i] = ptx.pack(*pair, dtype=self.mma_dtype)
+        if self.config.own_out:
+            # The previous output may still be on its way from there.
+            cutlass.if_generate(state.warp == 0, lambda: cute.arch.cp_async_bulk_wait_group(0, read=True))
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, state.out_mma).get_slice(state.thread)
         target = copy.partition_D(state.shared.out)[None, None, None, state.group]
-        # Q lies there, and other warps may still read it.
+        # The other warps no longer read Q, which may lie there, and that previous output is gone.
         self._sync_warpgroup(state)
         cute.copy(atom, copy.retile(rounded), target)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -623,17 +675,23 @@ class ForwardKernel:
             send = wgmma.tma_copy(*state.call.out, state.shared.out, (work.head, work.batch), store=True)
             send(work.tile * self.config.warpgroups + state.group, state.group)
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if not self.config.own_out:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                self._release_query(state, arrivals=4)
 
         cutlass.if_generate(state.warp == 0, store)
+
+    def _release_early(self, state: SimpleNamespace) -> None:
+        """Releases Q after the last scores where the output does not lie over it."""
+        if self.config.own_out:
+            self._release_query(state, arrivals=1)
+
+    def _release_query(self, state: SimpleNamespace, arrivals: int) -> None:
+        """Lets the producer load this warpgroup's next Q, once 4 warps have arrived, or one for all."""
+        if self.config.ctas:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(state.shared.query_empty + state.group, arrive_count=arrivals)
 
 
 def _load(pointer: cute.Pointer, index: Int32) -> Any:
     return cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[index]
-
-
-def _entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any) -> Int32:
-    """An optional operand's value for a batch entry, clamped; the same in all lanes, and known to be."""
-    if pointer is None:
-        return otherwise
-    return cute.arch.make_warp_uniform(tiles.clamp(_load(pointer, batch), low, high))
