@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`explain` says what a call would run, and why, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import calls
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_fastattn import explain
+
+Q, K, V = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 129, 6, 64), (2, 193, 3, 64), (2, 193, 3, 40)))
+
+
+@pytest.fixture
+def _gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process believes to have an H100."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def test_elsewhere() -> None:
+    found = explain(Q, K, V)
+    assert (found.implementation, found.kernel, found.tile, found.reasons) == (
+        "xla",
+        None,
+        None,
+        ("the platform is cpu",),
+    )
+    assert str(found) == "XLA path, because the platform is cpu"
+
+
+def test_elsewhere_names_every_reason() -> None:
+    query, key, value = (jax.ShapeDtypeStruct((2, 5, 3, 264), jnp.float32) for _ in range(3))
+    found = explain(query, key, value, is_causal=True, segment_ids=jnp.zeros((2, 5), jnp.int32))
+    assert found.reasons[0] == "the platform is cpu"
+    assert "the dtype is float32; the kernels take bfloat16 and float16" in found.reasons
+    assert "`query` has head dim 264; at most 256" in found.reasons
+    assert all(reason in str(found) for reason in found.reasons)
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_on_a_gpu() -> None:
+    found = explain(Q, K, V, is_causal=True, local_window_size=(64, 0))
+    assert (found.implementation, found.reasons) == ("cuda", ())
+    assert found.kernel in ("sm80", "sm90")
+    assert found.tile is not None
+    for word in ("forward", "dq", "dkdv"):
+        assert word in found.tile
+    assert str(found) == f"CUDA kernels {found.kernel} ({found.tile})"
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"implementation": "xla"}, '`implementation` is "xla"'),
+        ({"query": jax.ShapeDtypeStruct((2, 0, 6, 64), jnp.bfloat16)}, "nothing to compute"),
+    ],
+    ids=["xla", "empty"],
+)
+def test_reasons_against_the_kernels_on_a_gpu(change: dict[str, Any], reason: str) -> None:
+    found = explain(**{"query": Q, "key": K, "value": V} | change)
+    assert found.implementation == "xla"
+    assert len(found.reasons) == 1
+    assert reason in found.reasons[0]
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_on_a_gpu_without_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax_fastattn.ffi.registry._is_installed", lambda module: False)
+    found = explain(Q, K, V)
+    assert found.implementation == "xla"
+    assert any("pip install" in reason for reason in found.reasons)
+
+
+def test_takes_every_argument_of_attention_and_runs_nothing() -> None:
+    spec, arrays = calls.EVERYTHING.spec(), calls.arrays_of(calls.EVERYTHING.operands(jax.random.key(0)))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    for given in (arrays, abstract):
+        found = explain(**given, **calls.options_of(spec), return_residual=True, deterministic=True)
+        assert found.implementation == "xla"
+
+
+def test_wrong_arguments_raise_as_in_attention() -> None:
+    with pytest.raises(ValueError, match="`key` has 3 heads, which does not divide the 5 heads of `query`"):
+        explain(jax.ShapeDtypeStruct((2, 129, 5, 64), jnp.bfloat16), K, V)
+    with pytest.raises(TypeError, match="windw"):
+        explain(Q, K, V, windw=3)

@@ -1,0 +1,228 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What lowering for CUDA gives, in a process without a GPU: one custom call forward, one backward, nothing around."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import calls
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_fastattn import attention, ffi, set_target_arch
+from jax_fastattn.ffi import call
+from jax_fastattn.kernels.support import unsupported_reasons
+from jax_fastattn.ops import dispatch
+from jax_fastattn.testing.cases import Case
+
+BASE = Case(dtype="bfloat16", query_length=129, key_length=193, num_kv_heads=3, group=2, head_dim=32, v_head_dim=40)
+
+# Operations that move data.
+MOVES = (
+    "transpose",
+    "pad",
+    "concatenate",
+    "gather",
+    "slice",
+    "dynamic_slice",
+    "copy",
+    "scatter",
+    "dynamic_update_slice",
+)
+
+
+@pytest.fixture
+def _cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+
+
+def moves(text: str) -> list[str]:
+    """The operations of a program that move data."""
+    return [name for name in re.findall(r"stablehlo\.(\w+)", text) if name in MOVES]
+
+
+def both_passes(case: Case) -> tuple[str, str]:
+    """StableHLO of the forward pass, and of both passes."""
+    spec = case.spec()
+    abstract = jax.eval_shape(
+        lambda: (calls.arrays_of(case.operands(jax.random.key(0))), case.cotangents(jax.random.key(0)))
+    )
+    names = [name for name in calls.DIFFERENTIABLE if name in abstract[0]]
+
+    def forward(arrays: calls.Arrays, with_lse: bool = False) -> Any:
+        return attention(**arrays, **calls.options_of(spec), implementation="cuda", return_residual=with_lse)
+
+    def backward(arrays: calls.Arrays, cotangents: Any) -> Any:
+        def of_wanted(wanted: calls.Arrays) -> Any:
+            return forward(arrays | wanted, case.dlse)
+
+        _, vjp = jax.vjp(of_wanted, {name: arrays[name] for name in names})
+        return vjp(cotangents if case.dlse else cotangents[0])
+
+    return calls.cuda_text(forward, abstract[0]), calls.cuda_text(backward, *abstract)
+
+
+SUPPORTED = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "float16": {"dtype": "float16"},
+    "window-cap": {"window": (64, 3), "logits_soft_cap": 30.0},
+    "lengths": {"query_seq_lengths": (100, 129), "key_value_seq_lengths": (193, 7)},
+    "offset": {"query_offset": (64, 3), "is_causal": True},
+    "mha": {"group": 1},
+    "one-kv-head": {"num_kv_heads": 1, "group": 7},
+    "dlse": {"dlse": True},
+}
+
+
+@pytest.mark.usefixtures("_cuda")
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_one_custom_call_in_each_pass_and_nothing_around(name: str) -> None:
+    forward, both = both_passes(dataclasses.replace(BASE, **SUPPORTED[name]))
+    assert (forward.count("stablehlo.custom_call"), calls.count_launches(forward), moves(forward)) == (1, 1, [])
+    assert (both.count("stablehlo.custom_call"), calls.count_launches(both), moves(both)) == (2, 2, [])
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_gradient_of_sinks_moves_statistics_only() -> None:
+    forward, both = both_passes(dataclasses.replace(BASE, sinks="n"))
+    assert (calls.count_launches(forward), moves(forward), calls.count_launches(both)) == (1, [], 2)
+    assert "x32x" not in "".join(line for line in both.splitlines() if moves(line))
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_head_dims_that_no_kernel_takes_are_padded() -> None:
+    """Also shows that the tests above can fail."""
+    forward, both = both_passes(dataclasses.replace(BASE, head_dim=20, v_head_dim=20))
+    assert (forward.count("stablehlo.custom_call"), both.count("stablehlo.custom_call")) == (1, 2)
+    assert set(moves(forward)) == {"pad", "slice"}
+    assert set(moves(both)) == {"pad", "slice"}
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_unbatched_and_vmapped_are_one_custom_call() -> None:
+    query, key, value = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BASE.operands(jax.random.key(0))[:3])
+    text = calls.cuda_text(jax.vmap(attention), query, key, value)
+    assert (calls.count_launches(text), moves(text)) == (1, [])
+    several = [jax.ShapeDtypeStruct((5, *x.shape), x.dtype) for x in (query, key, value)]
+    text = calls.cuda_text(jax.vmap(attention), *several)
+    assert (calls.count_launches(text), moves(text)) == (1, [])
+    assert "tensor<10x129x6x32xbf16>" in text
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_layers_share_one_kernel() -> None:
+    def model(x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = attention(x, x, x)
+        return x.astype(jnp.float32).sum()
+
+    text = calls.cuda_text(jax.grad(model), jax.ShapeDtypeStruct((2, 129, 6, 32), jnp.bfloat16))
+    assert calls.count_launches(text) == 6
+    assert text.count("stablehlo.custom_call") == 2
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_nothing_to_compute_launches_nothing() -> None:
+    query, key = jnp.zeros((2, 0, 6, 32), jnp.bfloat16), jnp.zeros((2, 193, 3, 32), jnp.bfloat16)
+    assert "custom_call" not in calls.cuda_text(attention, query, key, key)
+    assert "custom_call" not in calls.cuda_text(attention, key, query[:, :, :3], query[:, :, :3])
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_the_xla_path_on_request() -> None:
+    arrays = BASE.operands(jax.random.key(0))[:3]
+    assert "custom_call" not in calls.cuda_text(lambda *x: attention(*x, implementation="xla"), *arrays)
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_a_fallback_warns_once_with_its_reasons() -> None:
+    query, key, value = (x.astype(jnp.float32) for x in BASE.operands(jax.random.key(0))[:3])
+    text = r"takes the XLA path, .*: the dtype is float32; the kernels take bfloat16 and float16\. Pass implementation"
+    with pytest.warns(UserWarning, match=text) as caught:
+        assert "custom_call" not in calls.cuda_text(attention, query, key, value)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calls.cuda_text(attention, query[:1], key[:1], value[:1])
+        calls.cuda_text(lambda *x: attention(*x, implementation="xla"), query, key, value)
+    with pytest.warns(UserWarning, match="head dim 264"):
+        wide = jnp.zeros((2, 5, 3, 264), jnp.bfloat16)
+        calls.cuda_text(attention, wide, wide, wide)
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (jnp.zeros(shape) for shape in ((2, 5, 6, 264), (2, 7, 3, 264), (2, 7, 3, 272)))
+    bias, mask = jnp.zeros((5, 7)), jnp.ones((5, 7), bool)
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        return attention(*arrays, bias, mask, implementation="cuda")
+
+    def reasons() -> list[str]:
+        with pytest.raises(NotImplementedError) as caught:
+            calls.cuda_text(run, query, key, value)
+        first, *listed, last = str(caught.value).splitlines()
+        assert first == 'implementation="cuda" cannot run this call:'
+        assert last == "implementation=None falls back to the XLA path."
+        return [line.removeprefix("  - ") for line in listed]
+
+    case = Case(query_length=5, key_length=7, group=2, head_dim=264, v_head_dim=272, bias="ts", mask="ts")
+    expected = unsupported_reasons(case.problem(), "sm_90a")
+    assert reasons() == expected
+    assert {
+        "the dtype is float32; the kernels take bfloat16 and float16",
+        "`query` has head dim 264; at most 256",
+    } <= set(expected)
+    monkeypatch.setattr(ffi.registry, "_target_arch", "sm_75")
+    assert reasons() == unsupported_reasons(case.problem(), "sm_75")
+    monkeypatch.setattr(ffi.registry, "_is_installed", lambda module: False)
+    assert reasons() == ffi.missing_parts() + [x for x in expected if "architecture" not in x]
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_the_backward_pass_falls_back_with_the_forward_pass() -> None:
+    query, key, value = (x.astype(jnp.float32) for x in BASE.operands(jax.random.key(0))[:3])
+    with pytest.warns(UserWarning, match="float32"):
+        text = calls.cuda_text(jax.grad(lambda *x: attention(*x).sum()), query, key, value)
+    assert "custom_call" not in text
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_cutlass_dsl") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+def test_new_sizes_windows_and_caps_compile_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(call, "_kernels", {})
+    set_target_arch("sm_80")
+    first = Case(dtype="bfloat16", num_kv_heads=2, group=3, head_dim=8, window=(5, 2), logits_soft_cap=3.0)
+    changes = {
+        "batch size": {"batch": 5},
+        "query length": {"query_length": 7},
+        "key length": {"key_length": 1000},
+        "heads": {"num_kv_heads": 4},
+        "window": {"window": (100, 0)},
+        "cap": {"logits_soft_cap": 50.0},
+        "scale": {"scale": 0.3},
+    }
+    try:
+        before, texts = ffi.compile_count(), set()
+        for change in [{}, *changes.values()]:
+            texts.add(both_passes(dataclasses.replace(first, **change)))
+            assert ffi.compile_count() == before + 2, change
+        assert len(texts) == 1 + len(changes)
+        monkeypatch.setattr(call, "_kernels", {})  # as in a new process: from disk
+        both_passes(first)
+        assert ffi.compile_count() == before + 2
+        calls.cuda_text(attention, *(jnp.zeros((2, 5, 3, 16), jnp.bfloat16) for _ in range(3)))
+        assert ffi.compile_count() == before + 3
+    finally:
+        set_target_arch(None)
+        dispatch._warn_once.cache_clear()

@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""shard_map with its replication checks on: each device runs its share, gradients of replicated arrays are summed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import calls
+import jax
+import pytest
+import test_sharding
+from jax.sharding import PartitionSpec as P
+
+from jax_fastattn import attention_varlen
+
+CASE = test_sharding.CASE
+SPECS = {name: P(*axes) for name, axes in test_sharding.SPLIT.items()}
+
+
+def run(case: calls.Case, specs: dict[str, P], mesh: Any) -> Any:
+    """Gradients of the sum of all devices' losses."""
+    arrays = calls.arrays_of(case.operands(jax.random.key(0)))
+    spec = case.spec()
+
+    def local(arrays: calls.Arrays, dout: jax.Array, dlse: jax.Array) -> jax.Array:
+        out, lse = calls.attention(**arrays, **calls.options_of(spec), return_residual=True)
+        total = (out * dout).sum() + jax.numpy.where(jax.numpy.isfinite(lse), lse * dlse, 0.0).sum()
+        return jax.lax.psum(total, ("data", "model"))
+
+    rows = P("data", None, "model")
+    in_specs = ({name: specs[name] for name in arrays}, rows, rows)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=True)
+    dout, dlse = case.cotangents(jax.random.key(1))
+    return jax.jit(lambda arrays: calls.gradients(lambda x: mapped(x, dout, dlse), arrays))(arrays)
+
+
+def test_split_everywhere() -> None:
+    found = run(CASE, SPECS, test_sharding.make_mesh())
+    calls.assert_same(found, calls.expected_gradients(CASE)(calls.arrays_of(CASE.operands(jax.random.key(0)))), 5e-5)
+
+
+@pytest.mark.parametrize("name", ["bias", "sinks", "integers", "key-value"])
+def test_gradients_of_replicated_arrays_are_summed(name: str) -> None:
+    """What is replicated over the batch serves every batch entry: the oracle repeats it."""
+    change: dict[str, Any] = {
+        "bias": {"bias": "nts"},
+        "sinks": {"bias": None},
+        "integers": {"mask": "ts"},
+        "key-value": {"group": 4, "num_kv_heads": 1, "bias": "ns"},
+    }[name]
+    case = dataclasses.replace(CASE, **change)
+    specs = dict(SPECS)
+    if case.bias is not None and "b" not in case.bias:
+        specs["bias"] = P(None, "model")
+    if name == "integers":
+        specs["mask"] = P()
+    if name == "key-value":  # one head, on every device of the model axis
+        specs |= {"key": P("data"), "value": P("data")}
+    found = run(case, specs, test_sharding.make_mesh())
+    calls.assert_same(found, calls.expected_gradients(case)(calls.arrays_of(case.operands(jax.random.key(0)))), 5e-5)
+
+
+def test_packed_sequences_on_each_device() -> None:
+    """Every device holds its own packed sequences."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    query, key, value = (x.reshape(-1, *x.shape[2:]) for x in CASE.operands(jax.random.key(0))[:3])
+    starts_q, starts_k = jax.numpy.array([0, 4, 15, 0, 9, 14]), jax.numpy.array([0, 8, 21, 0, 2, 20])
+    arrays = (query, key, value, starts_q, starts_k)
+
+    def packed(*arrays: jax.Array) -> jax.Array:
+        return attention_varlen(*arrays, is_causal=True)
+
+    mapped = jax.jit(jax.shard_map(packed, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=True))
+    halves = [packed(*(x[i * len(x) // 2 : (i + 1) * len(x) // 2] for x in arrays)) for i in range(2)]
+    calls.assert_same(jax.device_get(mapped(*arrays)), jax.device_get(jax.numpy.concatenate(halves)))

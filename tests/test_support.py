@@ -1,0 +1,66 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`unsupported_reasons` is the one place that knows what the kernels take; docs/support.md is made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jax_fastattn.kernels.support import ARCHITECTURES, describe_tiles, unsupported_reasons
+from jax_fastattn.testing.cases import GPU_CASES, Case
+from jax_fastattn.testing.support_table import support_table
+
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+BASE = Case(dtype="bfloat16", group=2)
+
+
+def test_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == support_table(), "run: python -m jax_fastattn.testing.support_table > docs/support.md"
+
+
+def test_the_page_has_rows_of_both_kinds() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert any(row.endswith("yes |") for row in rows)
+    assert any(row.endswith("no |") for row in rows)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_gpu_case_is_supported(arch: str) -> None:
+    """Else the GPU suite would compare the XLA path with itself."""
+    assert [str(case) for case in GPU_CASES if unsupported_reasons(case.problem(), arch)] == []
+
+
+ALONE = {
+    "dtype": ({"dtype": "float32"}, "the dtype is float32; the kernels take bfloat16 and float16"),
+    "head-dim": ({"head_dim": 264, "v_head_dim": 64}, "`query` has head dim 264; at most 256"),
+    "v-head-dim": ({"v_head_dim": 264}, "`value` has head dim 264; at most 256"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_obstacle_is_one_reason(name: str) -> None:
+    change, reason = ALONE[name]
+    assert unsupported_reasons(dataclasses.replace(BASE, **change).problem(), "sm_90a") == [reason]
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_100a", None])
+def test_architecture(arch: str | None) -> None:
+    (reason,) = unsupported_reasons(BASE.problem(), arch)
+    assert reason == f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}"
+
+
+def test_all_reasons_come_together() -> None:
+    case = dataclasses.replace(BASE, dtype="float32", head_dim=264, v_head_dim=272)
+    assert len(unsupported_reasons(case.problem(), "sm_75")) == 4
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("head_dims", [(8, 8), (20, 24), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_tiles_are_described(arch: str, head_dims: tuple[int, int]) -> None:
+    case = dataclasses.replace(BASE, head_dim=head_dims[0], v_head_dim=head_dims[1])
+    words = describe_tiles(case.problem(), arch).replace(",", "").split()
+    assert words[::2] == ["forward", "dq", "dkdv"]
+    assert all(int(rows) > 0 and int(keys) > 0 for rows, keys in (tile.split("x") for tile in words[1::2]))

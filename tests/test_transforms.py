@@ -1,0 +1,155 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""checkpoint, scan, donation and export."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fastattn import attention
+from jax_fastattn.ffi import TARGET_NAME
+from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
+
+POLICIES = jax.checkpoint_policies
+
+# Policy, and the kernel launches of both passes: 2, and 1 more where the forward pass runs again.
+CHECKPOINTS = {
+    "nothing": (POLICIES.nothing_saveable, 3),
+    "everything": (POLICIES.everything_saveable, 2),
+    "both-names": (POLICIES.save_only_these_names(OUT_NAME, LSE_NAME), 2),
+    "output-alone": (POLICIES.save_only_these_names(OUT_NAME), 3),
+    "log-sum-exp-alone": (POLICIES.save_only_these_names(LSE_NAME), 3),
+}
+
+
+def layer(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """Self-attention between two products, `[B, T, N, H]`."""
+    query, key, value = (jnp.einsum("btnh,hk->btnk", x, w) for w in weight)
+    return x + attention(query, key[:, :, ::2], value[:, :, ::2], is_causal=True)
+
+
+def make_layers(count: int = 3, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
+    weights = jax.random.normal(jax.random.key(0), (count, 3, 8, 8), dtype)
+    return weights * 0.3, jax.random.normal(jax.random.key(1), (2, 5, 4, 8), dtype)
+
+
+def loss(weights: jax.Array, x: jax.Array, function: Any = layer) -> jax.Array:
+    for weight in weights:
+        x = function(weight, x)
+    return jnp.sum(jnp.sin(x.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint_policies(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy, launches = CHECKPOINTS[name]
+    gradient = jax.grad(lambda *args: loss(*args, function=jax.checkpoint(layer, policy=policy)), argnums=(0, 1))
+    calls.assert_same(jax.jit(gradient)(*make_layers()), jax.jit(jax.grad(loss, argnums=(0, 1)))(*make_layers()))
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    text = calls.cuda_text(gradient, *make_layers(dtype=jnp.bfloat16))
+    assert calls.count_launches(text) == 3 * launches
+
+
+def test_names_are_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "semantics.md").read_text()
+    assert f"`{OUT_NAME}`" in page
+    assert f"`{LSE_NAME}`" in page
+
+
+def test_scan_over_layers() -> None:
+    weights, x = make_layers()
+
+    def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, weight: (layer(weight, x), None), x, weights)
+        return jnp.sum(jnp.sin(x))
+
+    found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(weights, x) for f in (scanned, loss))
+    calls.assert_same(found, expected)
+
+
+def test_scan_over_layers_with_checkpoint_launches_once_in_each_body(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    policy = POLICIES.save_only_these_names(OUT_NAME, LSE_NAME)
+    body = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+    def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, weight: (body(weight, x), None), x, weights)
+        return jnp.sum(jnp.sin(x.astype(jnp.float32)))
+
+    weights, x = make_layers()
+    calls.assert_same(jax.jit(jax.grad(scanned))(weights, x), jax.jit(jax.grad(loss))(weights, x))
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    assert calls.count_launches(calls.cuda_text(jax.grad(scanned), *make_layers(dtype=jnp.bfloat16))) == 2
+
+
+def test_donated_query_is_used_up() -> None:
+    query, key, value = dataclasses.replace(calls.EVERYTHING, v_head_dim=None).operands(jax.random.key(0))[:3]
+    expected = attention(query, key, value)
+    donated = jnp.array(query)
+    step = jax.jit(attention, donate_argnums=0)
+    assert "donor" in (text := step.lower(donated, key, value).as_text()) or "aliasing_output" in text
+    calls.assert_same(step(donated, key, value), expected, tolerance=1e-6)
+    assert donated.is_deleted()
+
+
+def test_donated_training_step() -> None:
+    weights, x = make_layers()
+    gradient = jax.jit(jax.grad(loss))(weights, x)
+    donated = jnp.array(weights)
+    found = jax.jit(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), donate_argnums=0)(donated, x)
+    calls.assert_same(found, weights - 0.1 * gradient)
+    assert donated.is_deleted()
+
+
+def call_everything(arrays: calls.Arrays) -> Any:
+    return attention(**arrays, **calls.options_of(calls.EVERYTHING.spec()), return_residual=True)
+
+
+def round_trip(exported: Any, vjp_order: int = 0) -> Any:
+    return jax.export.deserialize(exported.serialize(vjp_order=vjp_order))
+
+
+def test_export_runs_elsewhere_forward_and_backward() -> None:
+    arrays = calls.arrays_of(calls.EVERYTHING.operands(jax.random.key(0)))
+    exported = round_trip(jax.export.export(jax.jit(call_everything))(arrays), vjp_order=1)
+    calls.assert_same(exported.call(arrays), jax.jit(call_everything)(arrays), tolerance=1e-6)
+
+    def gradient(function: Any) -> Any:
+        return jax.grad(lambda query: jnp.sum(jnp.sin(function(arrays | {"query": query})[0])))(arrays["query"])
+
+    calls.assert_same(gradient(exported.call), gradient(call_everything), tolerance=1e-6)
+
+
+def test_export_for_another_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    arrays = [jax.ShapeDtypeStruct((2, length, heads, 8), jnp.bfloat16) for length, heads in ((5, 6), (7, 3), (7, 3))]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]
+    with pytest.raises(ValueError, match=TARGET_NAME):
+        jax.export.export(jax.jit(attention), platforms=["cuda"])(*arrays).serialize()
+    exported = jax.export.export(jax.jit(attention), platforms=["cuda"], disabled_checks=checks)(*arrays)
+    loaded = round_trip(exported, vjp_order=1)
+    assert loaded.platforms == ("cuda",)
+    assert [x.shape for x in loaded.out_avals] == [(2, 5, 6, 8)]
+    assert loaded.mlir_module().count(f"stablehlo.custom_call @{TARGET_NAME}") == 1
+    assert loaded.vjp().mlir_module().count(f"stablehlo.custom_call @{TARGET_NAME}") == 2
+    with pytest.raises(ValueError, match="cuda"):
+        loaded.call(*(jnp.zeros(x.shape, x.dtype) for x in arrays))
+
+
+def test_export_for_several_platforms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One file runs the kernels on CUDA and the portable path here."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    query, key, value = (x.astype(jnp.bfloat16) for x in calls.EVERYTHING.operands(jax.random.key(0))[:3])
+    checks = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]
+    export = jax.export.export(jax.jit(attention), platforms=["cpu", "cuda"], disabled_checks=checks)
+    loaded = round_trip(export(query, key, value))
+    assert TARGET_NAME in loaded.mlir_module()
+    np.testing.assert_array_equal(loaded.call(query, key, value), jax.jit(attention)(query, key, value))

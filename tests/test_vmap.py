@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""vmap over any subset of the arrays, in both orders with grad: what one call for each example gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fastattn import attention, attention_varlen
+
+# Neither a size of the case nor a multiple of one.
+EXAMPLES = 9
+
+NAMES = (
+    "query",
+    "key",
+    "value",
+    "bias",
+    "mask",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_offset",
+    "segment_ids",
+    "sinks",
+)
+SUBSETS = {
+    **{name: (name,) for name in NAMES},
+    "query-key-value": NAMES[:3],
+    "key-bias-sinks": ("key", "bias", "sinks"),
+    "query-mask-segments": ("query", "mask", "segment_ids"),
+    "all-but-query": NAMES[1:],
+    "all": NAMES,
+}
+
+
+def make_arrays(case: calls.Case, mapped: tuple[str, ...], examples: int = EXAMPLES) -> calls.Arrays:
+    """The arrays of `case`; those that are mapped are different for each example, and have a leading axis."""
+    arrays = calls.arrays_of(case.operands(jax.random.key(0)))
+
+    def shifted(name: str, x: jax.Array, i: int) -> jax.Array:
+        if name in ("query_seq_lengths", "key_value_seq_lengths"):
+            return (x + i) % (case.query_length if name == "query_seq_lengths" else case.key_length) + 1
+        if name == "query_offset":
+            return x - i % 4
+        return jnp.roll(x, i, axis=tuple(range(x.ndim)))
+
+    def stack(name: str, x: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.stack([shifted(name, x, i) for i in range(examples)]), x)
+
+    return {name: stack(name, x) if name in mapped else x for name, x in arrays.items()}
+
+
+def example(arrays: calls.Arrays, mapped: tuple[str, ...], i: int) -> calls.Arrays:
+    return {name: jax.tree.map(lambda x: x[i], x) if name in mapped else x for name, x in arrays.items()}
+
+
+@functools.cache
+def expected_gradients(case: calls.Case) -> Any:
+    return calls.expected_gradients(case)
+
+
+def check_against_a_loop(case: calls.Case, mapped: tuple[str, ...]) -> None:
+    """The gradients of each example, and those of the sum over all examples."""
+    arrays = make_arrays(case, mapped)
+    each = [expected_gradients(case)(example(arrays, mapped, i)) for i in range(EXAMPLES)]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+    summed = {name: x if name in mapped else x.sum(axis=0) for name, x in stacked.items()}
+    axes = ({name: 0 if name in mapped else None for name in arrays},)
+    loss = calls.loss_of(case)
+
+    @calls.quick_jit
+    def both_orders(arrays: calls.Arrays) -> Any:
+        vmap_of_grad = jax.vmap(functools.partial(calls.gradients, loss), in_axes=axes)(arrays)
+        grad_of_vmap = calls.gradients(lambda arrays: jnp.sum(jax.vmap(loss, in_axes=axes)(arrays)), arrays)
+        return vmap_of_grad, grad_of_vmap
+
+    vmap_of_grad, grad_of_vmap = both_orders(arrays)
+    calls.assert_same(vmap_of_grad, stacked)
+    calls.assert_same(grad_of_vmap, summed, tolerance=5e-5)
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_vmap_over(subset: str) -> None:
+    check_against_a_loop(calls.EVERYTHING, SUBSETS[subset])
+
+
+BROADCAST = dataclasses.replace(calls.EVERYTHING, bias="ns", mask="t")
+
+
+@pytest.mark.parametrize("subset", ["query", "bias", "mask", "sinks", "key-bias-sinks", "all"])
+def test_vmap_over_with_a_bias_that_serves_the_whole_batch(subset: str) -> None:
+    check_against_a_loop(BROADCAST, SUBSETS[subset])
+
+
+def test_vmap_of_vmap() -> None:
+    """Two mapped axes of different sizes, not on the same arrays."""
+    outer, inner = 3, 4
+    case = calls.EVERYTHING
+    arrays = make_arrays(case, ("query", "bias"), outer)
+    arrays["key"], arrays["query"] = (
+        jnp.stack([arrays["key"] * (i + 1) for i in range(inner)]),
+        jnp.stack([arrays["query"] * (i + 1) for i in range(inner)], axis=1),
+    )
+    loss = calls.loss_of(case)
+    axes = [
+        {name: 0 if name in mapped else None for name in arrays} for mapped in (("query", "bias"), ("query", "key"))
+    ]
+    one = functools.partial(calls.gradients, loss)
+    found = jax.jit(jax.vmap(jax.vmap(one, in_axes=axes[1:]), in_axes=axes[:1]))(arrays)
+    for i in range(outer):
+        for j in range(inner):
+            own = arrays | {"query": arrays["query"][i, j], "bias": arrays["bias"][i], "key": arrays["key"][j]}
+            got = jax.tree.map(lambda x, i=i, j=j: x[i, j], found)
+            calls.assert_same(got, expected_gradients(case)(own))
+
+
+def test_vmap_over_other_axes_than_the_first() -> None:
+    case = dataclasses.replace(calls.EVERYTHING, is_causal=False, bias=None, mask=None, segments=0)
+    query, key, value = case.operands(jax.random.key(0))[:3]
+    query = jnp.stack([query * i for i in range(EXAMPLES)], axis=2)
+    key = jnp.stack([key - i for i in range(EXAMPLES)], axis=4)
+    out = jax.vmap(attention, in_axes=(2, 4, None), out_axes=3)(query, key, value)
+    assert out.shape == (2, 5, 6, EXAMPLES, 4)
+    for i in range(EXAMPLES):
+        calls.assert_same(out[..., i, :], attention(query[:, :, i], key[..., i], value))
+
+
+def test_vmap_of_unbatched_is_batched() -> None:
+    query, key, value = calls.EVERYTHING.operands(jax.random.key(0))[:3]
+    for axes in [(0, 0, 0), (0, None, None), (None, 0, 0)]:
+        arrays = [x if axis == 0 else x[0] for x, axis in zip((query, key, value), axes, strict=True)]
+        batched = [x if x.ndim == 4 else jnp.broadcast_to(x, (2, *x.shape)) for x in arrays]
+        calls.assert_same(jax.vmap(attention, in_axes=axes)(*arrays), attention(*batched))
+
+
+def test_vmap_of_packed() -> None:
+    """Each example has its own boundaries."""
+    query, key, value = (x[0] for x in calls.EVERYTHING.operands(jax.random.key(0))[:3])
+    starts_q = jnp.array([[0, 2, 5], [0, 5, 5], [0, 1, 4]], jnp.int32)
+    starts_k = jnp.array([[0, 3, 7], [0, 0, 7], [0, 6, 7]], jnp.int32)
+    queries = jnp.stack([query, 2 * query, -query])
+
+    def loss(query: jax.Array, starts_q: jax.Array, starts_k: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(attention_varlen(query, key, value, starts_q, starts_k, is_causal=True)))
+
+    found = jax.jit(jax.vmap(jax.value_and_grad(loss)))(queries, starts_q, starts_k)
+    one = jax.jit(jax.value_and_grad(loss))
+    for i in range(3):
+        calls.assert_same(jax.tree.map(lambda x, i=i: x[i], found), one(queries[i], starts_q[i], starts_k[i]))
+
+
+def test_jacobian() -> None:
+    """jacrev maps the backward pass alone: operands unmapped, cotangents mapped."""
+    query, key, value = (x[:, :3, :1, :2] for x in calls.EVERYTHING.operands(jax.random.key(0))[:3])
+    found = jax.jit(jax.jacrev(attention, argnums=(0, 1, 2)))(query, key, value)
+
+    def by_hand(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        logits = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(2)
+        return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(logits, axis=-1), value)
+
+    calls.assert_same(found, jax.jit(jax.jacrev(by_hand, argnums=(0, 1, 2)))(query, key, value))
