@@ -199,12 +199,12 @@ class ForwardKernel:
             call.inner = scale / logits_soft_cap
 
         def produce() -> None:
-            if config.moves_registers:
+            if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_decrease(config.registers[1])
             cutlass.if_generate(warp_index == config.consumer_threads // 32, lambda: self._produce(shared, call))
 
         def consume() -> None:
-            if config.moves_registers:
+            if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_increase(config.registers[0])
             self._consume(shared, call, thread, warp_index)
 
