@@ -55,7 +55,7 @@ def python(code: str, *arguments: object, directory: Path, preamble: str = PREAM
         "JAX_FASTATTN_CACHE_DIR": str(directory),
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, "-c", preamble + textwrap.dedent(code), *map(str, arguments)]
+    command = [sys.executable, "-P", "-c", preamble + textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()

@@ -25,7 +25,7 @@ def python(code: str, without: tuple[str, ...] = ()) -> str:
         "CUDA_VISIBLE_DEVICES": "",
     }
     code = WITHOUT.format(names=without) + textwrap.dedent(code)
-    command = [sys.executable, "-W", "error", "-c", code]
+    command = [sys.executable, "-P", "-W", "error", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
