@@ -205,12 +205,30 @@ def fragment_a(mma: cute.TiledMma, shape: tuple[int, int], dtype: Any) -> cute.T
     return cute.make_rmem_tensor(mma.partition_shape_A(shape), dtype)
 
 
-def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, *, accumulate: bool) -> None:
-    """Starts acc (+)= A B as one group of instructions; `warpgroup.wait_group` waits for it."""
+def gemm(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    *,
+    accumulate: bool,
+    steps: range | None = None,
+) -> None:
+    """Starts acc (+)= A B as one group of instructions; `warpgroup.wait_group` waits for it.
+
+    Args:
+        mma: the product.
+        acc: its accumulator.
+        a: the left factor.
+        b: the right factor, of one stage.
+        accumulate: whether to add to `acc`.
+        steps: which steps of 16 along k; None for all.
+    """
     atom = cute.make_mma_atom(mma.op)
+    steps = range(cute.size(a, mode=[2])) if steps is None else steps
     warpgroup.fence()
-    for k in range(cute.size(a, mode=[2])):
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+    for k in steps:
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > steps[0])
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
 

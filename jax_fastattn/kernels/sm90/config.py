@@ -46,6 +46,8 @@ class ForwardConfig:
         ctas: CTAs that walk through all the work, as many as the GPU has SMs; 0: one CTA per query tile.
         own_out: whether the output tile has shared memory of its own, else it lies where Q was. Walking CTAs with it
             load the next Q before the output has been stored.
+        trim: whether a warpgroup that sees at most the left half of the first tile leaves out the right half (the upper
+            rows of a causal diagonal). `keys` is then a multiple of 32.
     """
 
     warpgroups: int
@@ -56,6 +58,7 @@ class ForwardConfig:
     blocks: int = 1
     ctas: int = 0
     own_out: bool = False
+    trim: bool = False
 
     @property
     def rows(self) -> int:

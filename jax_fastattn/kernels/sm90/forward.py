@@ -51,7 +51,6 @@ class ForwardKernel:
         self.memory = SharedMemory.of(spec, self.config)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = {"bfloat16": "bf16", "float16": "f16"}[spec.dtype]
-        self.score_blocks = self.config.keys // 8
         self.out_blocks = self.memory.v_head_dim // 8
 
     @cute.jit
@@ -426,88 +425,126 @@ class ForwardKernel:
 
     def _visit(self, state: SimpleNamespace) -> None:
         """All key tiles, from the last to the first."""
-        visit = state.work.visit
+        visit, overlap = state.work.visit, self.config.overlap
         last = visit.end - 1
-        self._first_tile(state, last)
-        full_end = Int32(cutlass.min(visit.full_end, last))
-        full_begin = Int32(cutlass.min(visit.full_begin, last))
-        step = self._overlapped_tile if self.config.overlap else self._tile
-        wgmma.loop(last - full_end, lambda i: step(state, last - 1 - i, masked=True))
+        step = self._overlapped_tile if overlap else self._tile
+        short = self._sees_left_half(state, last)
+        rest, due = last, Boolean(True)
+        if short is None:
+            self._first_tile(state, last)
+        else:
+            more = visit.begin < last
+
+            def begin_short() -> None:
+                self._first_tile(state, last, short=True)
+                if overlap:
+                    # The next step adds the values of this tile.
+                    cutlass.if_generate(
+                        more,
+                        lambda: step(state, last - 1, masked=True, short=True),
+                        lambda: self._last_values(state, short=True),
+                    )
+
+            cutlass.if_generate(short, begin_short, lambda: self._first_tile(state, last))
+            if overlap:
+                rest = ptx.where(Boolean(short & more), last - 1, last)
+                due = ptx.where(short, more, due)
+        full_end = Int32(cutlass.min(visit.full_end, rest))
+        full_begin = Int32(cutlass.min(visit.full_begin, rest))
+        wgmma.loop(rest - full_end, lambda i: step(state, rest - 1 - i, masked=True))
         wgmma.loop(full_end - full_begin, lambda i: step(state, full_end - 1 - i, masked=False))
         if self.spec.window_left:
             wgmma.loop(full_begin - visit.begin, lambda i: step(state, full_begin - 1 - i, masked=True))
         self._release_early(state)
-        if self.config.overlap:
-            slot = state.ring.wait()
-            self._add_values(state, slot)
-            warpgroup.wait_group(0)
-            state.ring.release(slot)
+        if overlap:
+            cutlass.if_generate(due, lambda: self._last_values(state))
 
-    def _first_tile(self, state: SimpleNamespace, tile: Int32) -> None:
-        """Softmax of the first tile; without overlap its values too."""
+    def _sees_left_half(self, state: SimpleNamespace, tile: Int32) -> Any:
+        """Whether this warpgroup's rows see only the left half of the first tile; None if that is not exploited."""
+        if not (self.config.trim and self.spec.window_right):
+            return None
+        bounds = state.work.bounds
+        last_row = state.work.row + state.group * WARPGROUP_ROWS + (WARPGROUP_ROWS - 1)
+        end = cute.arch.make_warp_uniform(last_row + bounds["offset"] + bounds["right"] + 1)
+        return end <= tile * self.config.keys + self.config.keys // 2
+
+    def _first_tile(self, state: SimpleNamespace, tile: Int32, short: bool = False) -> None:
+        """Softmax of the first tile, or of its left half; without overlap its values too."""
         if not self.spec.logits_soft_cap:
             cutlass.if_generate(state.call.scaling.negative, lambda: self._negate_query(state))
         slot = state.ring.wait()
-        self._score(state, slot)
+        scores = self._score_left_half(state, slot) if short else self._score(state, slot)
         warpgroup.wait_group(0)
         state.ring.release(slot)
-        self._softmax(state, tile, masked=True, first=True)
-        self._round(state)
+        self._softmax(state, scores, tile, masked=True, first=True)
+        self._round(state, scores)
         if self.spec.key_value_seq_lengths:
-            # The next slot with overlap is K of the next tile if there is one, then V of this one.
             self._zero_values(state, tile)
         if not self.config.overlap:
-            slot = state.ring.wait()
-            self._add_values(state, slot)
-            warpgroup.wait_group(0)
-            state.ring.release(slot)
+            self._last_values(state, short)
 
-    def _overlapped_tile(self, state: SimpleNamespace, tile: Int32, *, masked: bool) -> None:
+    def _last_values(self, state: SimpleNamespace, short: bool = False) -> None:
+        """Adds the values of a tile with nothing else to do meanwhile."""
+        slot = state.ring.wait()
+        self._add_values(state, slot, short)
+        warpgroup.wait_group(0)
+        state.ring.release(slot)
+
+    def _overlapped_tile(self, state: SimpleNamespace, tile: Int32, *, masked: bool, short: bool = False) -> None:
         """Scores of this tile, with P V of the previous one in flight during the softmax."""
         key_slot = state.ring.wait()
         self._await_turn(state)
-        self._score(state, key_slot)
+        scores = self._score(state, key_slot)
         value_slot = state.ring.wait()
-        self._add_values(state, value_slot)
+        self._add_values(state, value_slot, short)
         self._pass_turn(state)
         warpgroup.wait_group(1)
         state.ring.release(key_slot)
-        grown = self._softmax(state, tile, masked=masked)
+        grown = self._softmax(state, scores, tile, masked=masked)
         warpgroup.wait_group(0)
         state.ring.release(value_slot)
         self._rescale(state, grown)
-        self._round(state)
+        self._round(state, scores)
 
     def _tile(self, state: SimpleNamespace, tile: Int32, *, masked: bool) -> None:
         """One tile after the other; other warpgroups fill the gaps."""
         slot = state.ring.wait()
         self._await_turn(state)
-        self._score(state, slot)
+        scores = self._score(state, slot)
         self._pass_turn(state)
         warpgroup.wait_group(0)
         state.ring.release(slot)
-        grown = self._softmax(state, tile, masked=masked)
+        grown = self._softmax(state, scores, tile, masked=masked)
         self._rescale(state, grown)
-        self._round(state)
-        slot = state.ring.wait()
-        self._add_values(state, slot)
-        warpgroup.wait_group(0)
-        state.ring.release(slot)
+        self._round(state, scores)
+        self._last_values(state)
 
-    def _score(self, state: SimpleNamespace, slot: Int32) -> None:
-        """Starts S = Q K^T."""
+    def _score(self, state: SimpleNamespace, slot: Int32) -> cute.Tensor:
+        """Starts S = Q K^T and returns where it will be."""
         wgmma.gemm(state.score_mma, state.scores, state.query, state.key[None, None, None, slot], accumulate=False)
+        return state.scores
 
-    def _add_values(self, state: SimpleNamespace, slot: Int32) -> None:
-        """Starts O += P V."""
+    def _score_left_half(self, state: SimpleNamespace, slot: Int32) -> cute.Tensor:
+        """The same for the left half of a tile."""
+        half = self.config.keys // 2
+        mma = wgmma.product(self.dtype, half, a_in_registers=False, b_transposed=False)
+        halves = cute.local_tile(state.shared.key, (half, self.memory.head_dim), (None, 0, None))
+        keys = wgmma.operand_b(mma, halves)[None, None, None, 0, slot]
+        scores = wgmma.accumulator(mma, (WARPGROUP_ROWS, half))
+        wgmma.gemm(mma, scores, state.query, keys, accumulate=False)
+        return scores
+
+    def _add_values(self, state: SimpleNamespace, slot: Int32, short: bool = False) -> None:
+        """Starts O += P V, or adds the left half of the tile only."""
         values = state.value[None, None, None, slot]
-        wgmma.gemm(state.out_mma, state.out, state.probabilities, values, accumulate=True)
+        steps = range(self.config.keys // 32) if short else None
+        wgmma.gemm(state.out_mma, state.out, state.probabilities, values, accumulate=True, steps=steps)
 
-    def _round(self, state: SimpleNamespace) -> None:
+    def _round(self, state: SimpleNamespace, scores: cute.Tensor) -> None:
         """P in 16 bits: the accumulator's fragments are those of the A operand."""
         pairs = cute.recast_tensor(state.probabilities, Int32)
-        for i in range(4 * self.score_blocks // 2):
-            pairs[i] = ptx.pack(state.scores[2 * i], state.scores[2 * i + 1], dtype=self.mma_dtype)
+        for i in range(cute.size(scores) // 2):
+            pairs[i] = ptx.pack(scores[2 * i], scores[2 * i + 1], dtype=self.mma_dtype)
 
     # Turns of the warpgroups: barrier 1 + g belongs to warpgroup g itself, 5 + g is its turn to issue.
 
@@ -564,16 +601,18 @@ class ForwardKernel:
 
     # Softmax.
 
-    def _softmax(self, state: SimpleNamespace, tile: Int32, *, masked: bool, first: bool = False) -> Any:
+    def _softmax(
+        self, state: SimpleNamespace, scores: cute.Tensor, tile: Int32, *, masked: bool, first: bool = False
+    ) -> Any:
         """Turns scores into probabilities relative to the running maxima, in place.
 
         Returns:
             whether the warp has to rescale its output by `state.factors`; None for the first tile.
         """
-        scores, factor = state.scores, state.call.scaling.factor
-        blocks = (1, self.score_blocks)
+        factor = state.call.scaling.factor
+        blocks = (1, cute.size(scores) // 4)
         if self.spec.logits_soft_cap:
-            for i in range(4 * self.score_blocks):
+            for i in range(cute.size(scores)):
                 scores[i] = ptx.tanh(scores[i] * state.call.inner)
         if masked:
             column = tile * self.config.keys + state.column
