@@ -104,7 +104,7 @@ def attention(
         deterministic=deterministic,
     )
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return canonical.restore(results, batched=jnp.ndim(query) == 4)
+    return canonical.restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
 
 
 def explain(
@@ -179,4 +179,4 @@ def attention_varlen(
         deterministic=deterministic,
     )
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return canonical.restore(results, batched=False)
+    return canonical.restore(results, batched=False)  # pyright: ignore (untyped in jax 0.10)

@@ -79,7 +79,8 @@ def test_another_process_compiles_the_same_bytes(compiler: Any) -> None:
     )
     root = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == hashlib.sha256(compiler.compile_kernel(FORWARD)).hexdigest()
 
 

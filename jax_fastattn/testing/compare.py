@@ -96,7 +96,7 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
     # jax.nn asks for the preset BF16_BF16_F32 or F16_F16_F32, and no CPU has the latter; this is what they mean.
     precision = None if dtype == wide else jax.lax.Precision.HIGHEST
     logits = jnp.einsum("btkgh,bskh->bkgts", query.astype(wide), key.astype(wide), precision=precision)
-    logits = _round_cotangent(logits, dtype).reshape(visible.shape) * spec.scale
+    logits = jnp.reshape(_round_cotangent(logits, dtype), visible.shape) * spec.scale
     if operands.bias is not None:
         logits = logits + operands.bias.astype(wide)
     logits = jnp.where(visible, logits, 0.0)
