@@ -186,7 +186,7 @@ def add_batch(x: jax.Array, batched_ndim: int) -> jax.Array:
 
 def drop_batch(x: jax.Array) -> jax.Array:
     """Inverse of `add_batch`."""
-    return x[0]
+    return jnp.squeeze(x, axis=0)
 
 
 def expand_to_bnts(x: jax.Array) -> jax.Array:

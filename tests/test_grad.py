@@ -69,12 +69,13 @@ def test_gradient_of_one_array_alone(name: str) -> None:
     calls.assert_same(found, expected)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_gradients_have_the_dtype_and_shape_of_their_array(dtype: str) -> None:
+def test_gradients_have_the_dtype_and_shape_of_their_array(dtype: str, transform: Any) -> None:
     case = dataclasses.replace(calls.EVERYTHING, dtype=dtype, bias="ns")
     arrays = calls.arrays_of(case.operands(jax.random.key(0)))
     arrays |= {name: arrays[name].astype(dtype) for name in ("bias", "sinks")}
-    found = jax.jit(lambda arrays: calls.gradients(calls.loss_of(case), arrays))(arrays)
+    found = transform(lambda arrays: calls.gradients(calls.loss_of(case), arrays))(arrays)
     for name in calls.DIFFERENTIABLE:
         assert (found[name].shape, found[name].dtype) == (arrays[name].shape, jnp.dtype(dtype)), name
         assert np.any(found[name]), name
