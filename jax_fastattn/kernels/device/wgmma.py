@@ -70,7 +70,9 @@ def tma_operand(
 def tma_copy(
     atom: cute.CopyAtom, coordinates: cute.Tensor, shared: cute.Tensor, head: tuple[Int32, Int32], store: bool = False
 ) -> Callable[..., None]:
-    """A function `(tile, stage, barrier)` that copies a tile of rows; one warp calls it, TMA completes the barrier.
+    """A function `(tile, stage, barrier)` that copies a tile of rows; TMA completes the barrier.
+
+    A load is called by all lanes of one warp, a store by one lane.
 
     Args:
         atom: from `tma_operand`, like the coordinates.

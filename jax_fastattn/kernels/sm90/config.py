@@ -159,9 +159,9 @@ def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
     """Best first."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     if columns <= 64:
-        return (ForwardConfig(2, 128, 6, ping_pong=True),)
+        return (ForwardConfig(2, 128, 6, ping_pong=True, trim=True),)
     if columns <= 128:
-        return (ForwardConfig(2, 128, 5, ping_pong=True),)
+        return (ForwardConfig(2, 128, 5, ping_pong=True, trim=True),)
     if columns <= 192:
-        return (ForwardConfig(2, 96, 4),)
+        return (ForwardConfig(2, 96, 4, trim=True),)
     return (ForwardConfig(2, 80, 4),)

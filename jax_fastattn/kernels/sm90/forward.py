@@ -712,10 +712,13 @@ class ForwardKernel:
         def store() -> None:
             work = state.work
             send = wgmma.tma_copy(*state.call.out, state.shared.out, (work.head, work.batch), store=True)
-            send(work.tile * self.config.warpgroups + state.group, state.group)
-            cute.arch.cp_async_bulk_commit_group()
+            # Unlike loads, CuTe does not restrict stores to one lane. The same lane waits for them.
+            with cute.arch.elect_one():
+                send(work.tile * self.config.warpgroups + state.group, state.group)
+                cute.arch.cp_async_bulk_commit_group()
+                if not self.config.own_out:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
             if not self.config.own_out:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
                 self._release_query(state, arrivals=4)
 
         cutlass.if_generate(state.warp == 0, store)
