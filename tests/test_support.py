@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_fastattn.kernels.support import ARCHITECTURES, describe_tiles, unsupported_reasons
+from jax_fastattn.kernels.support import ARCHITECTURES, describe_kernels, unsupported_reasons
 from jax_fastattn.testing.cases import GPU_CASES, Case
 from jax_fastattn.testing.support_table import support_table
 
@@ -61,6 +61,8 @@ def test_all_reasons_come_together() -> None:
 @pytest.mark.parametrize("head_dims", [(8, 8), (20, 24), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_tiles_are_described(arch: str, head_dims: tuple[int, int]) -> None:
     case = dataclasses.replace(BASE, head_dim=head_dims[0], v_head_dim=head_dims[1])
-    words = describe_tiles(case.problem(), arch).replace(",", "").split()
+    families, tiles = describe_kernels(case.problem(), arch)
+    assert families == f"{'sm90' if arch == 'sm_90a' else 'sm80'} forward, sm80 backward"
+    words = tiles.replace(",", "").split()
     assert words[::2] == ["forward", "dq", "dkdv"]
     assert all(int(rows) > 0 and int(keys) > 0 for rows, keys in (tile.split("x") for tile in words[1::2]))

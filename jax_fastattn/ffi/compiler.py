@@ -19,8 +19,9 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
-from jax_fastattn.kernels.sm80.backward import BackwardKernel
-from jax_fastattn.kernels.sm80.forward import ForwardKernel
+from jax_fastattn.kernels.sm80 import backward as sm80_backward
+from jax_fastattn.kernels.sm80 import forward as sm80_forward
+from jax_fastattn.kernels.sm90 import forward as sm90_forward
 from jax_fastattn.kernels.spec import NUM_FLOATS, NUM_INTS, KernelSpec, launch_buffers
 
 # Under which csrc/store.cc looks the host function up.
@@ -29,7 +30,11 @@ FUNCTION_PREFIX = "jax_fastattn"
 # XLA aligns buffers to 256 bytes; kernels copy 16 at a time.
 _ALIGNMENT = 16
 
-_KERNELS: dict[str, Any] = {"forward": ForwardKernel, "backward": BackwardKernel}
+_KERNELS: dict[tuple[str, str], Any] = {
+    ("sm80", "forward"): sm80_forward.ForwardKernel,
+    ("sm80", "backward"): sm80_backward.BackwardKernel,
+    ("sm90", "forward"): sm90_forward.ForwardKernel,
+}
 _DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
@@ -67,7 +72,7 @@ def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> by
     with _lock:
         _open_runtime()
         compiled = cute.compile(
-            _KERNELS[spec.op](spec),
+            _KERNELS[spec.family, spec.op](spec),
             *_fake_arguments(spec),
             options=f"--gpu-arch {spec.arch}",
             trace_finalize_hooks=on_traced,

@@ -28,6 +28,7 @@ class KernelSpec:
     Attributes:
         op: "forward", or "backward" (one object that launches the dq and the dkdv kernel).
         arch: target architecture, such as "sm_80" or "sm_90a".
+        family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
         dtype: "bfloat16" or "float16".
         head_dim, v_head_dim: multiples of 8, at most 256.
         group: query heads per key/value head.
@@ -50,6 +51,7 @@ class KernelSpec:
     logits_soft_cap: bool = False
     sinks: bool = False
     dlse: bool = False
+    family: Literal["sm80", "sm90"] = "sm80"
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
@@ -71,6 +73,7 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         logits_soft_cap=spec.logits_soft_cap is not None,
         sinks=op == "forward" and "sinks" in spec.present,
         dlse=dlse,
+        family="sm90" if arch == "sm_90a" and op == "forward" else "sm80",
     )
 
 

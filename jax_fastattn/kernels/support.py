@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from jax_fastattn.kernels.sm80.config import backward_config, forward_config
+from jax_fastattn.kernels.sm80 import config as sm80
+from jax_fastattn.kernels.sm90 import config as sm90
 from jax_fastattn.kernels.spec import UNBOUNDED, kernel_spec
 from jax_fastattn.spec import Problem
 
@@ -29,9 +30,10 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
     return [reason for reason, applies in checks.items() if applies]
 
 
-def describe_tiles(problem: Problem, arch: str) -> str:
-    """Query rows x keys of the tiles that `problem` runs with, in words."""
-    forward = forward_config(kernel_spec(problem, "forward", arch))
-    backward = backward_config(kernel_spec(problem, "backward", arch))
-    dq, dkdv = backward.dq, backward.dkdv
-    return f"forward {forward.rows}x{forward.keys}, dq {dq.rows}x{dq.keys}, dkdv {dkdv.queries}x{dkdv.keys}"
+def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
+    """Families, and query rows x keys of the tiles, that `problem` runs with on `arch`, in words."""
+    forward_spec, backward_spec = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
+    forward = {"sm80": sm80.forward_config, "sm90": sm90.forward_config}[forward_spec.family](forward_spec)
+    dq, dkdv = (config := sm80.backward_config(backward_spec)).dq, config.dkdv
+    tiles = f"forward {forward.rows}x{forward.keys}, dq {dq.rows}x{dq.keys}, dkdv {dkdv.queries}x{dkdv.keys}"
+    return f"{forward_spec.family} forward, {backward_spec.family} backward", tiles

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.support import describe_tiles, unsupported_reasons
+from jax_fastattn.kernels.support import describe_kernels, unsupported_reasons
 from jax_fastattn.spec import Problem
 
 
@@ -21,7 +21,7 @@ class Explanation:
 
     Attributes:
         implementation: "cuda" or "xla".
-        kernel: family of the CUDA kernels, such as "sm80"; None on the XLA path.
+        kernel: families of the CUDA kernels, such as "sm90 forward, sm80 backward"; None on the XLA path.
         tile: tile sizes of forward and backward, in words; None on the XLA path.
         reasons: why the CUDA kernels were not taken, each one; empty when they were.
     """
@@ -79,7 +79,7 @@ def explain(problem: Problem) -> Explanation:
         reasons = cuda_reasons(problem)
     if reasons:
         return Explanation("xla", None, None, tuple(reasons))
-    return Explanation("cuda", "sm80", describe_tiles(problem, ffi.arch() or ""), ())
+    return Explanation("cuda", *describe_kernels(problem, ffi.arch() or ""), ())
 
 
 def _refusal(reasons: list[str]) -> NotImplementedError:

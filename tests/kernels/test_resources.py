@@ -32,20 +32,22 @@ EVERYTHING = {
 EVERYTHING_LOCAL_BYTES = 64
 
 
-def _spec(op: str, arch: str, dims: tuple[int, int], features: dict[str, object]) -> KernelSpec:
-    spec = KernelSpec(op, arch, "bfloat16", *dims, **features)  # pyright: ignore[reportArgumentType]
+def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict[str, object]) -> KernelSpec:
+    spec = KernelSpec(op, arch, "bfloat16", *dims, family=family, **features)  # pyright: ignore[reportArgumentType]
     everything = features is EVERYTHING
     return dataclasses.replace(spec, sinks=everything and op == "forward", dlse=everything and op == "backward")
 
 
 @pytest.mark.parametrize("features", [CAUSAL, EVERYTHING], ids=["causal", "everything"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=lambda x: "v".join(map(str, x)))
-@pytest.mark.parametrize("op", ["forward", "backward"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_kernels_fit(arch: str, op: str, dims: tuple[int, int], features: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("family", "arch", "op"),
+    [("sm90", "sm_90a", "forward"), *(("sm80", arch, op) for arch in ARCHITECTURES for op in ("forward", "backward"))],
+)
+def test_kernels_fit(family: str, arch: str, op: str, dims: tuple[int, int], features: dict[str, object]) -> None:
     from jax_fastattn.ffi.compiler import inspect_kernel
 
-    kernels = inspect_kernel(_spec(op, arch, dims, features))
+    kernels = inspect_kernel(_spec(family, op, arch, dims, features))
     assert len(kernels) == (1 if op == "forward" else 2)
     allowed = EVERYTHING_LOCAL_BYTES if features is EVERYTHING else 0
     for kernel in kernels:

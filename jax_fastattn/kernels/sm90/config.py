@@ -20,6 +20,9 @@ WARPGROUP_ROWS = 64
 SHARED_MEMORY = 227 * 1024
 _SM_SHARED_MEMORY = 228 * 1024
 
+# SMs of an H100 or H200 (SXM). Where there are fewer, the CTAs beyond them run after the others.
+SMS = 132
+
 # Registers of a consumer and of a producer thread after setmaxnreg, by consumer warpgroups: 64 K of them per SM.
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
 
@@ -156,12 +159,15 @@ def forward_config(spec: KernelSpec) -> ForwardConfig:
 
 
 def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
-    """Best first."""
+    """Best first, over causal and full masks at lengths of 1k to 16k (docs/kernels/sm90.md has the sweep).
+
+    One variant for all lengths, so that a new length compiles nothing.
+    """
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     if columns <= 64:
-        return (ForwardConfig(2, 128, 6, ping_pong=True, trim=True),)
+        return (ForwardConfig(3, 128, 8, ping_pong=True, ctas=SMS, own_out=True),)
     if columns <= 128:
-        return (ForwardConfig(2, 128, 5, ping_pong=True, trim=True),)
+        return (ForwardConfig(2, 128, 5, ping_pong=True, ctas=SMS, own_out=True, trim=True),)
     if columns <= 192:
         return (ForwardConfig(2, 96, 4, trim=True),)
-    return (ForwardConfig(2, 80, 4),)
+    return (ForwardConfig(2, 64, 5, ctas=SMS),)
