@@ -156,6 +156,7 @@ CHANGES = {
     "logits_soft_cap": True,
     "sinks": True,
     "dlse": True,
+    "family": "sm90",
 }
 
 
