@@ -283,7 +283,8 @@ class _Blocks:
         offset = self.operands.query_offset
         if offset is None:
             return positions
-        return positions + (offset[:, None] if offset.ndim == 1 else self.queries.take(offset, i))
+        offset = offset[:, None] if offset.ndim == 1 else self.queries.take(offset, i)
+        return positions + jnp.clip(offset, -UNBOUNDED, UNBOUNDED)
 
     def key_chunks(self, i: Index) -> tuple[Index, Index]:
         """The chunks of keys of which a chunk of queries may see any: [begin, end)."""

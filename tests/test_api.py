@@ -449,3 +449,11 @@ def test_insisting_on_cuda_elsewhere_names_every_reason(transform: Any) -> None:
         "`mask` is given",
     ]
     assert "implementation=None falls back to the XLA path" in str(caught.value)
+
+
+def test_an_offset_at_the_end_of_int32_does_not_wrap() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 7, 3, 8))
+    offset = jnp.array([2**31 - 1, -(2**31) + 1], jnp.int32)
+    everything, nothing = attention(x, x, x, is_causal=True, query_offset=offset)
+    np.testing.assert_allclose(everything, attention(x, x, x)[0], atol=1e-6)
+    np.testing.assert_array_equal(nothing, 0.0)
