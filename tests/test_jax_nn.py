@@ -129,7 +129,8 @@ def test_vmap(in_axes: tuple[Any, ...]) -> None:
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
 
-    calls.assert_same(both(attention), both(theirs))
+    # Seen once at 6e-5 on a busy machine: both sides sum in the order that XLA's threads come to. A swapped axis is at 1.
+    calls.assert_same(both(attention), both(theirs), tolerance=2e-4)
 
 
 def test_window_without_a_mask_changes_the_result() -> None:
