@@ -157,6 +157,8 @@ CHANGES = {
     "sinks": True,
     "dlse": True,
     "family": "sm90",
+    "short": True,
+    "deterministic": True,
 }
 
 

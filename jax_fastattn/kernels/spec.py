@@ -16,6 +16,9 @@ from jax_fastattn.spec import Problem
 # Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
 UNBOUNDED = 1 << 29
 
+# Up to which T and S a problem is short.
+SHORT_LENGTH = 2048
+
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 7
 NUM_FLOATS = 2
@@ -35,6 +38,9 @@ class KernelSpec:
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
         query_seq_lengths, key_value_seq_lengths, query_offset, sinks, dlse: whether that operand is passed.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
+        short: T and S are at most `SHORT_LENGTH`: few tiles per row, which wants other variants. False where the
+            family has one variant for all lengths, so that a new length compiles nothing.
+        deterministic: gradients must be bitwise equal from run to run. False where they are anyway.
     """
 
     op: Literal["forward", "backward"]
@@ -52,12 +58,15 @@ class KernelSpec:
     sinks: bool = False
     dlse: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
+    short: bool = False
+    deterministic: bool = False
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
     """The compile key for a problem that `unsupported_reasons` lets through."""
     spec = problem.spec
     left, right = spec.bounds
+    family = "sm90" if arch == "sm_90a" and op == "forward" else "sm80"
     return KernelSpec(
         op=op,
         arch=arch,
@@ -73,7 +82,9 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         logits_soft_cap=spec.logits_soft_cap is not None,
         sinks=op == "forward" and "sinks" in spec.present,
         dlse=dlse,
-        family="sm90" if arch == "sm_90a" and op == "forward" else "sm80",
+        family=family,
+        short=family == "sm90" and max(problem.query_length, problem.key_length) <= SHORT_LENGTH,
+        deterministic=family == "sm90" and op == "backward" and spec.deterministic,
     )
 
 
