@@ -16,8 +16,9 @@ from jax_fastattn.spec import Problem
 # Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
 UNBOUNDED = 1 << 29
 
-# Up to which T and S a problem is short.
+# Up to which T and S a problem is short, and up to which head dims that makes a difference.
 SHORT_LENGTH = 2048
+_SHORT_HEAD_DIM = 64
 
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 7
@@ -38,8 +39,8 @@ class KernelSpec:
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
         query_seq_lengths, key_value_seq_lengths, query_offset, sinks, dlse: whether that operand is passed.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
-        short: T and S are at most `SHORT_LENGTH`: few tiles per row, which wants other variants. False where the
-            family has one variant for all lengths, so that a new length compiles nothing.
+        short: T and S are at most `SHORT_LENGTH`: few tiles per row, which wants other variants. False where there is
+            one variant for all lengths, so that a new length compiles nothing.
         deterministic: gradients must be bitwise equal from run to run. False where they are anyway.
     """
 
@@ -83,7 +84,11 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         sinks=op == "forward" and "sinks" in spec.present,
         dlse=dlse,
         family=family,
-        short=family == "sm90" and max(problem.query_length, problem.key_length) <= SHORT_LENGTH,
+        short=(
+            family == "sm90"
+            and max(problem.head_dim, problem.v_head_dim) <= _SHORT_HEAD_DIM
+            and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
+        ),
         deterministic=family == "sm90" and op == "backward" and spec.deterministic,
     )
 

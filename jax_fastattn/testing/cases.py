@@ -277,6 +277,8 @@ CPU_CASES = [
 _ODD = _lengths((1, 63), (64, 65), (127, 193), (129, 128), (257, 127), (1000, 257))
 _MANY = _ODD + _lengths((193, 1), (63, 64), (65, 129), (128, 1000), (1, 1), (128, 128))
 _FEW = _lengths((65, 129), (193, 64), (257, 1000))
+# One of them beyond `SHORT_LENGTH`, with the other around tile sizes.
+_LONG = _lengths((2049, 65), (2113, 2305), (63, 2177), (193, 4097))
 _WINDOWS = [{"window": window} for window in ((0, 0), (1, 0), (0, 3), (64, 63), (100, 7), (5, 150), (2000, 2000))]
 _OFFSETS = [
     {"query_offset": offset}
@@ -298,8 +300,8 @@ def _on(base: Case, **more: Any) -> Case:
 # its variations compile nothing.
 GPU_CASES = [
     # Lengths.
-    *_vary(_MHA, {}, *_MANY, {"scale": -0.2}, {"scale": 0.0}, {"batch": 5}),
-    *_vary(_on(_MHA, dtype="float16", is_causal=True), {}, *_MANY, {"scale": -0.2}),
+    *_vary(_MHA, {}, *_MANY, {"scale": -0.2}, {"scale": 0.0}, {"batch": 5}, *_LONG),
+    *_vary(_on(_MHA, dtype="float16", is_causal=True), {}, *_MANY, {"scale": -0.2}, *_LONG),
     *_vary(_on(_MHA, head_dim=128), {}, *_ODD, {"scale": 0.3}),
     *_vary(_on(_MHA, head_dim=128, num_kv_heads=4, group=5, is_causal=True), {}, *_MANY, {"num_kv_heads": 1}),
     # Head dims; some with a feature that has no line of its own.
@@ -325,7 +327,8 @@ GPU_CASES = [
     *_vary(_on(_MHA, batch=3, num_kv_heads=2, group=8, is_causal=True), {}, *_FEW, {"num_kv_heads": 1}),
     # Windows and offsets. Causal is a right bound of 0, so it shares the kernel of a right bound.
     *_vary(_MHA, *_WINDOWS, {"window": (70, None), "is_causal": True}, {"window": (0, 9), "is_causal": True}),
-    *_vary(_on(_MHA, window=(70, 30)), *_lengths((65, 1000), (1000, 129), (257, 128))),
+    *_vary(_on(_MHA, window=(70, 30)), *_lengths((65, 1000), (1000, 129), (257, 128)), *_LONG),
+    *_vary(_on(_GQA, window=(500, 0), query_offset=(-7, 90)), *_LONG),
     *_vary(_on(_GQA, head_dim=128), *({"window": (None, right)} for right in (0, 1, 64, 150, 1000))),
     *_vary(_on(_GQA, is_causal=True), *_OFFSETS, *_lengths((1, 257), (129, 65), query_offset=(-3, 128))),
     *_vary(_on(_MHA, head_dim=128, query_offset=(64, -70)), *_WINDOWS, {"window": (150, None), "is_causal": True}),
@@ -334,8 +337,15 @@ GPU_CASES = [
     *_vary(_GQA, *({"key_value_seq_lengths": lengths} for lengths in ((257, 64), (128, 0), (1, 129), (300, 256)))),
     *_vary(_on(_GQA, key_value_seq_lengths=(1000, 193)), *_lengths((1, 1000), (257, 1000), (64, 1000))),
     *_vary(_on(_GQA, is_causal=True), *_BOTH_LENGTHS),
+    *_vary(
+        _on(_GQA, is_causal=True, query_length=2240, key_length=2177),
+        {"query_seq_lengths": (2113, 1), "key_value_seq_lengths": (2000, 2177)},
+        {"query_seq_lengths": (0, 2240), "key_value_seq_lengths": (2177, 193), "query_offset": (3, -70)},
+    ),
     # Soft cap.
-    *_vary(_on(_MHA, is_causal=True, logits_soft_cap=2.0), {}, *_FEW, {"logits_soft_cap": 50.0}, {"scale": 1.5}),
+    *_vary(
+        _on(_MHA, is_causal=True, logits_soft_cap=2.0), {}, *_FEW, {"logits_soft_cap": 50.0}, {"scale": 1.5}, *_LONG
+    ),
     *_vary(_on(_GQA, head_dim=256, logits_soft_cap=30.0), *_WINDOWS[2:5], {"window": (100, None), "is_causal": True}),
     # Sinks.
     *_vary(_on(_MHA, batch=3, num_kv_heads=2, group=8, sinks="n"), *_WINDOWS[3:5], {"window": (127, 0)}),

@@ -22,6 +22,7 @@ import pytest
 import jax_fastattn
 from jax_fastattn import ffi
 from jax_fastattn.ops import vjp
+from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
 from jax_fastattn.testing.cases import GPU_CASES, Case, kernel_specs
@@ -96,6 +97,45 @@ def test_same_bits_in_another_order(case: Case) -> None:
     for name, x, y in zip(compare.Results._fields, first, _results(case), strict=True):
         if x is not None:
             np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), err_msg=name)
+
+
+# By how much each block of 32 keys shifts the scores of all queries, in nats, from the first block to the last.
+SHIFTS = {
+    "rising by hundreds": lambda block: 150.0 * (block % 24),
+    "falling by hundreds": lambda block: -150.0 * (block % 24),
+    "up and down": lambda block: 400.0 * (block * 7 % 5),
+    "one jump": lambda block: 700.0 * (block == 3),
+    "one deep jump": lambda block: 700.0 * (block != 3),
+    "slowly rising": lambda block: 11.0 * block,
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("head_dim", "length"), [(64, 700), (64, 2300), (96, 700), (128, 700), (160, 500), (192, 500), (256, 700)]
+)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_scores_that_jump(shift: str, is_causal: bool, head_dim: int, length: int, dtype: str) -> None:
+    """Maxima that no earlier tile announces: the forward kernels may not trust those of the tiles they have seen."""
+    case = Case(
+        dtype=dtype, query_length=length, key_length=length, num_kv_heads=2, head_dim=head_dim, is_causal=is_causal
+    )
+    query, k, value = case.operands(jax.random.key(5))[:3]
+    shifts = jnp.array([SHIFTS[shift](block) for block in range(-(-length // 32))]).repeat(32)[:length]
+    # The first column carries the shift: 16 times a key's entry, before the scale.
+    k = k.at[..., 0].set((shifts / 16 * head_dim**0.5).astype(dtype)[None, :, None])
+    operands = Operands(query.at[..., 0].set(16), k, value)
+    spec = dataclasses.replace(case.spec(), implementation="cuda")
+    out, lse = jax.jit(vjp.attend, static_argnums=(0, 2))(spec, operands, True)
+    wide = Operands(*(x.astype(jnp.float32) for x in operands[:3]))
+    with jax.default_matmul_precision("highest"):
+        oracle = attention_reference(spec, wide)
+    # jax.nn itself: scores of thousands show what tensor cores cut off when they add, which the stand-in does not do.
+    theirs = jax.nn.dot_product_attention(*operands[:3], scale=spec.scale, is_causal=is_causal, implementation="xla")
+    baseline = theirs, compare.same_dtype_attention(spec, operands)[1]
+    results = [compare.Results(*jax.tree.map(np.asarray, x)) for x in ((out, lse), oracle, baseline)]
+    compare.assert_within_budget(*results)
 
 
 @pytest.mark.parametrize("long", ["query", "key"])

@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -56,3 +60,39 @@ def test_kernels_fit(family: str, arch: str, op: str, dims: tuple[int, int], fea
         assert kernel.registers <= 255
         assert kernel.local_bytes <= allowed
         assert kernel.shared_bytes <= shared_memory_limit(arch)
+
+
+# A head dim of every row of `sm90.config`, and where lengths differ both of them.
+HOPPER_ROWS = [
+    *((dims, short) for dims in ((64, 64), (32, 16)) for short in (True, False)),
+    *((dims, False) for dims in ((96, 96), (128, 128), (72, 128), (160, 160), (192, 128), (256, 256))),
+]
+_SHOW_REMARKS = """
+import sys
+from jax_fastattn.ffi.compiler import inspect_kernel
+from jax_fastattn.kernels.spec import KernelSpec
+
+specs = eval(sys.stdin.read())
+for spec in specs:
+    print("kernel", spec, flush=True)
+    for kernel in inspect_kernel(spec):
+        print("local bytes:", kernel.local_bytes, flush=True)
+"""
+
+
+@pytest.mark.parametrize("features", [{}, CAUSAL], ids=["full", "causal"])
+def test_hopper_rows_neither_spill_nor_serialise(features: dict[str, object]) -> None:
+    """ptxas reports products that it had to serialise as C75xx; nothing else shows it but the speed."""
+    specs = [
+        dataclasses.replace(_spec("sm90", "forward", "sm_90a", dims, features), short=short)
+        for dims, short in HOPPER_ROWS
+    ]
+    environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}"}
+    run = subprocess.run(
+        [sys.executable, "-c", _SHOW_REMARKS], input=repr(specs), env=environment, capture_output=True, text=True
+    )
+    printed = run.stdout + run.stderr
+    assert run.returncode == 0, printed[-3000:]
+    found = {line for line in printed.splitlines() if re.search(r"C75\d\d|local bytes: [1-9]|^kernel", line)}
+    assert "ptxas" in printed  # else the remarks have moved
+    assert found == {f"kernel {spec}" for spec in specs}, printed[-3000:]

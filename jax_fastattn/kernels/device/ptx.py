@@ -8,7 +8,7 @@ marked as having side effects, so that they keep their order against barriers an
 
 from typing import Any
 
-from cutlass import Boolean, Float16, Float32, Int32, Int64, select_
+from cutlass import Boolean, Float16, Float32, Int32, Int64, cute, select_
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -149,6 +149,20 @@ def tanh(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def wait_barrier(address: Int32, phase: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Waits for the end of a phase (its parity) of the mbarrier at a shared-memory address.
+
+    `cute.arch.mbarrier_wait` passes a time limit: its loop has a second test and a sleep, which cost a tenth of an
+    attention step even when the phase has long ended.
+    """
+    text = (
+        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
+        "@done bra over;\nbra again;\nover:\n}"
+    )
+    _asm(text, "", "rr", [Int32(address), Int32(phase)], True, loc, ip)
+
+
+@dsl_user_op
 def store_global(address: Int64, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores 4 bytes."""
     _asm("st.global.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)
@@ -211,3 +225,17 @@ def unpack(pair: Int32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None)
     vector = llvm.bitcast(ir.VectorType.get([2], T.f16()), pair.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
     index = [Int32(i).ir_value(loc=loc, ip=ip) for i in range(2)]
     return [Float32(Float16(llvm.extractelement(vector, i, loc=loc, ip=ip))) for i in index]
+
+
+def transpose_quad(registers: Registers, lane: Int32) -> Registers:
+    """Transposes the 4 x 4 matrix of four lanes (a quad) with four registers each: two butterflies of two shuffles."""
+    for bit in (1, 2):
+        upper = (lane & bit) != 0
+        for low in range(4):
+            high = low + bit
+            if not low & bit:
+                sent = where(upper, registers[low], registers[high])
+                received = cute.arch.shuffle_sync_bfly(sent, offset=bit)
+                pair = where(upper, received, registers[low]), where(upper, registers[high], received)
+                registers = [{low: pair[0], high: pair[1]}.get(i, x) for i, x in enumerate(registers)]
+    return registers

@@ -12,7 +12,7 @@ from typing import Any
 
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import for_generate, yield_out
+from cutlass.cutlass_dsl import LoopUnroll, for_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx
 
@@ -104,7 +104,7 @@ def expect(barrier: cute.Pointer, nbytes: int) -> None:
 
 def wait(barrier: cute.Pointer, phase: Int32) -> None:
     """Waits for the end of a barrier's phase."""
-    cute.arch.mbarrier_wait(barrier, phase)
+    ptx.wait_barrier(barrier.toint(), phase)
 
 
 class Ring:
@@ -142,7 +142,8 @@ class Ring:
     def wait(self) -> Int32:
         """The consumers' step: waits until the next slot is full and returns its index."""
         phase = self._at[1]
-        slot = self._advance()
+        # So told, the compiler computes the slot's descriptors once for the warp, beside the other instructions.
+        slot = cute.arch.make_warp_uniform(self._advance())
         wait(self._full + slot, phase)
         return slot
 
@@ -214,7 +215,6 @@ def gemm(
     b: cute.Tensor,
     *,
     accumulate: bool,
-    steps: range | None = None,
 ) -> None:
     """Starts acc (+)= A B as one group of instructions; `warpgroup.wait_group` waits for it.
 
@@ -224,19 +224,24 @@ def gemm(
         a: the left factor.
         b: the right factor, of one stage.
         accumulate: whether to add to `acc`.
-        steps: which steps of 16 along k; None for all.
     """
-    atom = cute.make_mma_atom(mma.op)
-    steps = range(cute.size(a, mode=[2])) if steps is None else steps
+    gemm_steps(acc, [(mma, a, k) for k in range(cute.size(a, mode=[2]))], b, accumulate=accumulate)
+
+
+def gemm_steps(
+    acc: cute.Tensor, steps: list[tuple[cute.TiledMma, cute.Tensor, int]], b: cute.Tensor, *, accumulate: bool
+) -> None:
+    """`gemm` with a product and a left factor for each step of 16 along k: part of it may be in registers."""
     warpgroup.fence()
-    for k in steps:
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > steps[0])
+    for i, (mma, a, k) in enumerate(steps):
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or i > 0)
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
 
 
 def loop(count: Int32, body: Callable[[Int32], None]) -> None:
     """Runs `body(i)` for i in range(count); state lives in register tensors."""
-    for i in for_generate(0, count):
+    for i in for_generate(0, count, unroll=LoopUnroll(count=1)):
         body(i)
         yield_out()

@@ -46,11 +46,9 @@ class ForwardConfig:
         overlap: whether Q K^T of the next tile is issued before P V of this one. Costs a second score accumulator.
         ping_pong: whether named barriers make the warpgroups issue their products in turns.
         blocks: CTAs that must fit on an SM together. Above 1 a single producer warp and no setmaxnreg.
-        ctas: CTAs that walk through all the work, as many as the GPU has SMs; 0: one CTA per query tile.
-        own_out: whether the output tile has shared memory of its own, else it lies where Q was. Walking CTAs with it
-            load the next Q before the output has been stored.
-        trim: whether a warpgroup that sees at most the left half of the first tile leaves out the right half (the upper
-            rows of a causal diagonal). `keys` is then a multiple of 32.
+        walks: whether the grid is as many CTAs as the GPU holds and each takes tile after tile, else one CTA per tile.
+        held: how many of Q's fragments of 16 columns a warpgroup holds in registers; the rest of Q is read from shared
+            memory for every tile.
     """
 
     warpgroups: int
@@ -59,9 +57,8 @@ class ForwardConfig:
     overlap: bool = True
     ping_pong: bool = False
     blocks: int = 1
-    ctas: int = 0
-    own_out: bool = False
-    trim: bool = False
+    walks: bool = False
+    held: int = 0
 
     @property
     def rows(self) -> int:
@@ -91,12 +88,12 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Byte offsets in dynamic shared memory: Q of each warpgroup, outputs, the ring, mbarriers.
+    """Byte offsets in dynamic shared memory: Q of each warpgroup, the ring, mbarriers.
 
     Attributes:
         config: the variant.
         head_dim: columns of Q and K in shared memory, padded.
-        v_head_dim: columns of V and the output in shared memory, padded.
+        v_head_dim: columns of V in shared memory, padded.
     """
 
     config: ForwardConfig
@@ -111,13 +108,7 @@ class SharedMemory:
     @property
     def query_nbytes(self) -> int:
         """Bytes from the Q of one warpgroup to the next."""
-        columns = self.head_dim if self.config.own_out else max(self.head_dim, self.v_head_dim)
-        return WARPGROUP_ROWS * columns * 2
-
-    @property
-    def out_nbytes(self) -> int:
-        """Bytes from the output of one warpgroup to the next."""
-        return WARPGROUP_ROWS * self.v_head_dim * 2 if self.config.own_out else self.query_nbytes
+        return WARPGROUP_ROWS * self.head_dim * 2
 
     @property
     def slot_nbytes(self) -> int:
@@ -125,14 +116,9 @@ class SharedMemory:
         return padded(self.config.keys * max(self.head_dim, self.v_head_dim) * 2, _TILE_ALIGNMENT)
 
     @property
-    def out_start(self) -> int:
-        """Offset of the outputs."""
-        return self.config.warpgroups * self.query_nbytes if self.config.own_out else 0
-
-    @property
     def ring_start(self) -> int:
         """Offset of the ring."""
-        return self.out_start + self.config.warpgroups * self.out_nbytes
+        return self.config.warpgroups * self.query_nbytes
 
     @property
     def barrier_start(self) -> int:
@@ -159,15 +145,16 @@ def forward_config(spec: KernelSpec) -> ForwardConfig:
 
 
 def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
-    """Best first, over causal and full masks at lengths of 1k to 16k (docs/kernels/sm90.md has the sweep).
-
-    One variant for all lengths, so that a new length compiles nothing.
-    """
+    """Best first. docs/kernels/sm90.md has the sweeps that they come from."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     if columns <= 64:
-        return (ForwardConfig(3, 128, 8, ping_pong=True, ctas=SMS, own_out=True),)
+        if spec.short:
+            return (ForwardConfig(1, 64, 6, blocks=3, walks=True, held=4),)
+        return (ForwardConfig(3, 112, 10, ping_pong=True, walks=True),)
+    if columns <= 96:
+        return (ForwardConfig(3, 96, 8, ping_pong=True, walks=True),)
     if columns <= 128:
-        return (ForwardConfig(2, 128, 5, ping_pong=True, ctas=SMS, own_out=True, trim=True),)
+        return (ForwardConfig(2, 128, 6, ping_pong=True, walks=True, held=8),)
     if columns <= 192:
-        return (ForwardConfig(2, 96, 4, trim=True),)
-    return (ForwardConfig(2, 64, 5, ctas=SMS),)
+        return (ForwardConfig(2, 80, 5, ping_pong=True, walks=True, held=8),)
+    return (ForwardConfig(2, 64, 5, walks=True),)

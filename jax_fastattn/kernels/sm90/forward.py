@@ -15,8 +15,8 @@ Key tiles are visited from the right edge to the left:
 Keys past the end of the array are zeros by TMA. Keys past key_value_seq_lengths hold anything; they can only be in the
 first tile visited, where the consumers zero those rows of V (0 * NaN is NaN) and mask the scores.
 
-The maximum that shifts the exponentials may lag behind the true one by a factor of 2^8: the accumulator is rescaled
-only when a row outgrows that, which after the first tiles is almost never.
+Masked tiles take part in the running maximum. Full tiles assume that their scores do not lie far above it: no maximum,
+no shuffles, no rescaling. Where that turns out wrong, the warp computes the scores of the tile again, by mma.sync.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,14 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
-from jax_fastattn.kernels.device import ptx, softmax, tiles, wgmma
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
+from jax_fastattn.kernels.sm90.config import SMS, WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
-_LAZY_RESCALE = 8.0
+# Beyond which a lane's sum of a tile's probabilities is not accepted. P has to fit its 16 bits, O and the sums float32.
+_SUM_LIMITS = {"bfloat16": 2.0**60, "float16": 2.0**14}
 _NEVER = float("-inf")
 
 
@@ -101,7 +103,7 @@ class ForwardKernel:
         """
         spec, config, memory = self.spec, self.config, self.memory
         kv_heads = num_heads // spec.group
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load = cpasync.CopyBulkTensorTileG2SOp()
         query_tma = wgmma.tma_operand(
             load, query, (batch, query_length, num_heads), spec.head_dim, (WARPGROUP_ROWS, memory.head_dim)
         )
@@ -111,18 +113,15 @@ class ForwardKernel:
         value_tma = wgmma.tma_operand(
             load, value, (batch, key_length, kv_heads), spec.v_head_dim, (config.keys, memory.v_head_dim)
         )
-        out_tma = wgmma.tma_operand(
-            store, out, (batch, query_length, num_heads), spec.v_head_dim, (WARPGROUP_ROWS, memory.v_head_dim)
-        )
         tile_count = (query_length + (config.rows - 1)) // config.rows
         ctas = batch * num_heads * tile_count
-        if cutlass.const_expr(config.ctas):
-            ctas = Int32(cutlass.min(batch * num_heads * ((tile_count + 1) // 2), config.ctas))
+        if cutlass.const_expr(config.walks):
+            ctas = Int32(cutlass.min(batch * num_heads * ((tile_count + 1) // 2), config.blocks * SMS))
         self.kernel(
             *query_tma,
             *key_tma,
             *value_tma,
-            *out_tma,
+            out,
             query_seq_lengths,
             key_value_seq_lengths,
             query_offset,
@@ -155,8 +154,7 @@ class ForwardKernel:
         key: cute.Tensor,
         value_atom: cute.CopyAtom,
         value: cute.Tensor,
-        out_atom: cute.CopyAtom,
-        out: cute.Tensor,
+        out: cute.Pointer,
         query_seq_lengths: cute.Pointer | None,
         key_value_seq_lengths: cute.Pointer | None,
         query_offset: cute.Pointer | None,
@@ -176,12 +174,12 @@ class ForwardKernel:
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
-        self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, out_atom))
+        self._initialize(warp_index, shared, (query_atom, key_atom, value_atom))
         call = SimpleNamespace(
             query=(query_atom, query),
             key=(key_atom, key),
             value=(value_atom, value),
-            out=(out_atom, out),
+            out=out,
             lse=lse,
             sinks=sinks,
             sinks_stride=sinks_stride,
@@ -225,7 +223,6 @@ class ForwardKernel:
         return SimpleNamespace(
             address=base.toint(),
             query=stages(0, rows, memory.head_dim, groups, memory.query_nbytes),
-            out=stages(memory.out_start, rows, memory.v_head_dim, groups, memory.out_nbytes),
             key=stages(memory.ring_start, config.keys, memory.head_dim, *ring),
             value=stages(memory.ring_start, config.keys, memory.v_head_dim, *ring),
             full=barriers,
@@ -274,7 +271,7 @@ class ForwardKernel:
             kv_head, batch = index % kv_heads, index // kv_heads
             return position, kv_head, kv_head * spec.group + member, batch
 
-        if not config.ctas:
+        if not config.walks:
             position, *where = locate(block, tile_count)
             body(self._work(call, tile_count - 1 - position, *where))
             return
@@ -303,13 +300,20 @@ class ForwardKernel:
             self.spec, batch, (call.query_length, call.key_length), call.operands, (call.left, call.right)
         )
         visit = tiles.key_tiles(row, config.rows, config.keys, **bounds)
-        if any(operand is not None for operand in call.operands):
-            # Loops around wgmma: the compiler has to know that all lanes take the same turns.
-            visit = type(visit)(*[cute.arch.make_warp_uniform(end) for end in visit])
-        query_end = bounds.pop("query_end")
         return SimpleNamespace(
-            tile=tile, row=row, batch=batch, head=head, kv_head=kv_head, bounds=bounds, query_end=query_end, visit=visit
+            tile=tile, row=row, batch=batch, head=head, kv_head=kv_head, bounds=bounds, visit=_uniform(visit)
         )
+
+    def _own_visit(self, work: SimpleNamespace, group: Int32) -> plan.TileRange:
+        """Those of the key tiles to visit that one warpgroup's rows see."""
+        if self.config.warpgroups == 1:
+            return work.visit
+        row = work.row + group * WARPGROUP_ROWS
+        seen = tiles.key_tiles(row, WARPGROUP_ROWS, self.config.keys, **work.bounds)
+        end = tiles.clamp(seen.end, work.visit.begin, work.visit.end)
+        begin = tiles.clamp(seen.begin, work.visit.begin, end)
+        full_end = tiles.clamp(seen.full_end, begin, end)
+        return _uniform(plan.TileRange(begin, end, tiles.clamp(seen.full_begin, begin, full_end), full_end))
 
     # Producer.
 
@@ -348,7 +352,7 @@ class ForwardKernel:
             cutlass.if_generate(some, lambda: load_key(last))
             for group in range(config.warpgroups):
                 barrier = shared.query_full + group
-                if config.ctas:
+                if config.walks:
                     wgmma.wait(shared.query_empty + group, query_phase[0])
                 wgmma.expect(barrier, WARPGROUP_ROWS * self.memory.head_dim * 2)
                 copy_query(work.tile * config.warpgroups + group, group, barrier)
@@ -363,6 +367,7 @@ class ForwardKernel:
         """Everything a consumer warpgroup does."""
         config = self.config
         score_mma, out_mma = self._products()
+        held_mma = wgmma.product(self.dtype, config.keys, a_in_registers=True, b_transposed=False)
         group = warp_index // 4 if config.warpgroups > 1 else Int32(0)
         row, column = accumulator_lane(thread % 32)
         state = SimpleNamespace(
@@ -379,6 +384,8 @@ class ForwardKernel:
             score_mma=score_mma,
             out_mma=out_mma,
             query=wgmma.operand_a(score_mma, shared.query)[None, None, None, group],
+            held_mma=held_mma,
+            held=wgmma.fragment_a(held_mma, (WARPGROUP_ROWS, self.memory.head_dim), self.dtype),
             key=wgmma.operand_b(score_mma, shared.key),
             value=wgmma.operand_b(out_mma, wgmma.transposed(shared.value)),
             scores=wgmma.accumulator(score_mma, (WARPGROUP_ROWS, config.keys)),
@@ -394,27 +401,33 @@ class ForwardKernel:
             # The last warpgroup gives the first turn to the first one.
             cutlass.if_generate(group == config.warpgroups - 1, lambda: self._pass_turn(state))
         self._each_work(call, lambda work: self._attend(state, work))
-        if config.own_out:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _attend(self, state: SimpleNamespace, work: SimpleNamespace) -> None:
         """One query tile, from Q to the stored output."""
-        state.work = work
+        state.work, state.visit = work, self._own_visit(work, state.group)
         first_row = work.row + state.row
-        state.limits = [softmax.key_limits(first_row + 8 * i, **work.bounds) for i in range(2)]
+        key_bounds = {name: x for name, x in work.bounds.items() if name != "query_end"}
+        state.limits = [softmax.key_limits(first_row + 8 * i, **key_bounds) for i in range(2)]
         state.out.fill(0.0)
         state.maxima.fill(_NEVER)
         state.sums.fill(0.0)
         wgmma.wait(state.shared.query_full + state.group, state.query_phase[0])
         state.query_phase[0] = state.query_phase[0] ^ 1
-        cutlass.if_generate(
-            work.visit.begin < work.visit.end, lambda: self._visit(state), lambda: self._release_early(state)
-        )
+        if not self.spec.logits_soft_cap:
+            cutlass.if_generate(state.call.scaling.negative, lambda: self._negate_query(state))
+        self._hold_query(state)
+
+        def pass_by() -> None:
+            self._release_query(state)
+            count = work.visit.end - work.visit.begin
+            self._skip(state, count, slots=2 * count, turns=count - 1)
+
+        cutlass.if_generate(state.visit.begin < state.visit.end, lambda: self._visit(state), pass_by)
         sink = None
         if self.spec.sinks:
             sink = _load(state.call.sinks, work.batch * state.call.sinks_stride + work.head)
         weights = self._finish_rows(state, sink, first_row)
-        self._store(state, weights)
+        self._store(state, weights, first_row)
 
     def _products(self) -> tuple[cute.TiledMma, cute.TiledMma]:
         """S = Q K^T from shared memory, and O += P V with P from registers, of one warpgroup."""
@@ -424,87 +437,93 @@ class ForwardKernel:
         )
 
     def _visit(self, state: SimpleNamespace) -> None:
-        """All key tiles, from the last to the first."""
-        visit, overlap = state.work.visit, self.config.overlap
+        """All key tiles of this warpgroup, from the last to the first, between those that only others see."""
+        visit, union, overlap = state.visit, state.work.visit, self.config.overlap
         last = visit.end - 1
         step = self._overlapped_tile if overlap else self._tile
-        short = self._sees_left_half(state, last)
-        rest, due = last, Boolean(True)
-        if short is None:
-            self._first_tile(state, last)
-        else:
-            more = visit.begin < last
+        ahead, behind = union.end - visit.end, visit.begin - union.begin
+        # With overlap, V of a tile comes after K of the next one.
+        state.ahead = ahead
+        self._skip(state, ahead, slots=2 * ahead - int(overlap), turns=ahead)
+        self._first_tile(state, last)
+        full_end = Int32(cutlass.min(visit.full_end, last))
+        full_begin = Int32(cutlass.min(visit.full_begin, last))
 
-            def begin_short() -> None:
-                self._first_tile(state, last, short=True)
-                if overlap:
-                    # The next step adds the values of this tile.
-                    cutlass.if_generate(
-                        more,
-                        lambda: step(state, last - 1, masked=True, short=True),
-                        lambda: self._last_values(state, short=True),
-                    )
+        def visit_tiles(begin: Int32, end: Int32, masked: bool) -> None:
+            wgmma.loop(end - begin, lambda i: step(state, end - 1 - i, masked=masked))
 
-            cutlass.if_generate(short, begin_short, lambda: self._first_tile(state, last))
-            if overlap:
-                rest = ptx.where(Boolean(short & more), last - 1, last)
-                due = ptx.where(short, more, due)
-        full_end = Int32(cutlass.min(visit.full_end, rest))
-        full_begin = Int32(cutlass.min(visit.full_begin, rest))
-        wgmma.loop(rest - full_end, lambda i: step(state, rest - 1 - i, masked=True))
-        wgmma.loop(full_end - full_begin, lambda i: step(state, full_end - 1 - i, masked=False))
+        visit_tiles(full_end, last, masked=True)
+        visit_tiles(full_begin, full_end, masked=False)
         if self.spec.window_left:
-            wgmma.loop(full_begin - visit.begin, lambda i: step(state, full_begin - 1 - i, masked=True))
-        self._release_early(state)
+            visit_tiles(visit.begin, full_begin, masked=True)
+        self._release_query(state)
         if overlap:
-            cutlass.if_generate(due, lambda: self._last_values(state))
+            self._last_values(state, behind)
+        self._skip(state, behind, slots=2 * behind - int(overlap), turns=behind)
 
-    def _sees_left_half(self, state: SimpleNamespace, tile: Int32) -> Any:
-        """Whether this warpgroup's rows see only the left half of the first tile; None if that is not exploited."""
-        if not (self.config.trim and self.spec.window_right):
-            return None
-        bounds = state.work.bounds
-        last_row = state.work.row + state.group * WARPGROUP_ROWS + (WARPGROUP_ROWS - 1)
-        end = cute.arch.make_warp_uniform(last_row + bounds["offset"] + bounds["right"] + 1)
-        return end <= tile * self.config.keys + self.config.keys // 2
+    def _skip(self, state: SimpleNamespace, tiles: Any, *, slots: Any, turns: Any) -> None:
+        """Lets tiles go by that only other warpgroups see: `slots` slots and `turns` turns, two and one for a tile.
 
-    def _first_tile(self, state: SimpleNamespace, tile: Int32, short: bool = False) -> None:
-        """Softmax of the first tile, or of its left half; without overlap its values too."""
-        if not self.spec.logits_soft_cap:
-            cutlass.if_generate(state.call.scaling.negative, lambda: self._negate_query(state))
+        A turn is passed on before its tile is waited for: the others free the slots that the tile needs.
+        """
+
+        if self.config.warpgroups == 1:
+            return
+
+        def release(_: Any) -> None:
+            state.ring.release(state.ring.wait())
+
+        def take_turn() -> None:
+            self._await_turn(state)
+            self._pass_turn(state)
+
+        def skip(i: Int32) -> None:
+            if self.config.ping_pong:
+                cutlass.if_generate(i < turns, take_turn)
+            wgmma.loop(Int32(cutlass.min(slots - 2 * i, 2)), release)
+
+        wgmma.loop(Int32(tiles), skip)
+
+    def _skip_slot(self, state: SimpleNamespace, tiles: Int32) -> None:
+        """Lets the one slot go by that lies out of order where `tiles` are skipped; none for 0."""
+        if self.config.warpgroups > 1:
+            cutlass.if_generate(tiles > 0, lambda: state.ring.release(state.ring.wait()))
+
+    def _first_tile(self, state: SimpleNamespace, tile: Int32) -> None:
+        """Softmax of the first tile; without overlap its values too."""
         slot = state.ring.wait()
-        scores = self._score_left_half(state, slot) if short else self._score(state, slot)
+        scores = self._score(state, slot)
+        if self.config.overlap:
+            self._skip_slot(state, state.ahead)
         warpgroup.wait_group(0)
         state.ring.release(slot)
-        self._softmax(state, scores, tile, masked=True, first=True)
+        self._softmax(state, scores, tile, masked=True)
         self._round(state, scores)
         if self.spec.key_value_seq_lengths:
             self._zero_values(state, tile)
         if not self.config.overlap:
-            self._last_values(state, short)
+            self._last_values(state)
 
-    def _last_values(self, state: SimpleNamespace, short: bool = False) -> None:
-        """Adds the values of a tile with nothing else to do meanwhile."""
+    def _last_values(self, state: SimpleNamespace, behind: Any = None) -> None:
+        """Adds the values of a tile with nothing else to do meanwhile; `behind` tiles follow that others see."""
+        if behind is not None:
+            self._skip_slot(state, behind)
         slot = state.ring.wait()
-        self._add_values(state, slot, short)
+        self._add_values(state, slot)
         warpgroup.wait_group(0)
         state.ring.release(slot)
 
-    def _overlapped_tile(self, state: SimpleNamespace, tile: Int32, *, masked: bool, short: bool = False) -> None:
+    def _overlapped_tile(self, state: SimpleNamespace, tile: Int32, *, masked: bool) -> None:
         """Scores of this tile, with P V of the previous one in flight during the softmax."""
         key_slot = state.ring.wait()
         self._await_turn(state)
         scores = self._score(state, key_slot)
         value_slot = state.ring.wait()
-        self._add_values(state, value_slot, short)
+        self._add_values(state, value_slot)
         self._pass_turn(state)
         warpgroup.wait_group(1)
-        state.ring.release(key_slot)
-        grown = self._softmax(state, scores, tile, masked=masked)
-        warpgroup.wait_group(0)
+        self._probabilities(state, scores, tile, key_slot, masked)
         state.ring.release(value_slot)
-        self._rescale(state, grown)
-        self._round(state, scores)
 
     def _tile(self, state: SimpleNamespace, tile: Int32, *, masked: bool) -> None:
         """One tile after the other; other warpgroups fill the gaps."""
@@ -513,32 +532,32 @@ class ForwardKernel:
         scores = self._score(state, slot)
         self._pass_turn(state)
         warpgroup.wait_group(0)
-        state.ring.release(slot)
-        grown = self._softmax(state, scores, tile, masked=masked)
-        self._rescale(state, grown)
-        self._round(state, scores)
+        self._probabilities(state, scores, tile, slot, masked)
         self._last_values(state)
 
     def _score(self, state: SimpleNamespace, slot: Int32) -> cute.Tensor:
         """Starts S = Q K^T and returns where it will be."""
-        wgmma.gemm(state.score_mma, state.scores, state.query, state.key[None, None, None, slot], accumulate=False)
+        key = state.key[None, None, None, slot]
+        steps = self.memory.head_dim // 16
+        held = [(state.held_mma, state.held, k) for k in range(min(self.config.held, steps))]
+        rest = [(state.score_mma, state.query, k) for k in range(len(held), steps)]
+        wgmma.gemm_steps(state.scores, [*held, *rest], key, accumulate=False)
         return state.scores
 
-    def _score_left_half(self, state: SimpleNamespace, slot: Int32) -> cute.Tensor:
-        """The same for the left half of a tile."""
-        half = self.config.keys // 2
-        mma = wgmma.product(self.dtype, half, a_in_registers=False, b_transposed=False)
-        halves = cute.local_tile(state.shared.key, (half, self.memory.head_dim), (None, 0, None))
-        keys = wgmma.operand_b(mma, halves)[None, None, None, 0, slot]
-        scores = wgmma.accumulator(mma, (WARPGROUP_ROWS, half))
-        wgmma.gemm(mma, scores, state.query, keys, accumulate=False)
-        return scores
+    def _hold_query(self, state: SimpleNamespace) -> None:
+        """Loads the fragments of Q that stay in registers."""
+        if self.config.held:
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+            copy = cute.make_tiled_copy_A(atom, state.held_mma).get_slice(state.thread)
+            source = copy.partition_S(state.shared.query)[None, None, None, state.group]
+            target = copy.retile(state.held)
+            for k in range(min(self.config.held, self.memory.head_dim // 16)):
+                cute.copy(atom, source[None, None, k], target[None, None, k])
 
-    def _add_values(self, state: SimpleNamespace, slot: Int32, short: bool = False) -> None:
-        """Starts O += P V, or adds the left half of the tile only."""
+    def _add_values(self, state: SimpleNamespace, slot: Int32) -> None:
+        """Starts O += P V."""
         values = state.value[None, None, None, slot]
-        steps = range(self.config.keys // 32) if short else None
-        wgmma.gemm(state.out_mma, state.out, state.probabilities, values, accumulate=True, steps=steps)
+        wgmma.gemm(state.out_mma, state.out, state.probabilities, values, accumulate=True)
 
     def _round(self, state: SimpleNamespace, scores: cute.Tensor) -> None:
         """P in 16 bits: the accumulator's fragments are those of the A operand."""
@@ -601,56 +620,95 @@ class ForwardKernel:
 
     # Softmax.
 
-    def _softmax(
-        self, state: SimpleNamespace, scores: cute.Tensor, tile: Int32, *, masked: bool, first: bool = False
-    ) -> Any:
-        """Turns scores into probabilities relative to the running maxima, in place.
+    def _probabilities(
+        self, state: SimpleNamespace, scores: cute.Tensor, tile: Int32, slot: Int32, masked: bool
+    ) -> None:
+        """Scores to P, with products in flight that are then awaited; releases K's slot; rescales O."""
+        if masked:
+            state.ring.release(slot)
+            grown = self._softmax(state, scores, tile, masked=True)
+            warpgroup.wait_group(0)
+            self._round(state, scores)
+        else:
+            sums, grown = self._assumed_softmax(state, scores)
+            warpgroup.wait_group(0)
+            # From here on the previous P is dead, whose registers starting over needs.
+            cutlass.if_generate(
+                grown, lambda: self._start_over(state, scores, slot), lambda: self._accept(state, scores, sums)
+            )
+            state.ring.release(slot)
+        self._rescale(state, grown)
+
+    def _softmax(self, state: SimpleNamespace, scores: cute.Tensor, tile: Int32, *, masked: bool) -> Boolean:
+        """Turns scores into probabilities relative to the running maxima, which it raises first, in place.
 
         Returns:
-            whether the warp has to rescale its output by `state.factors`; None for the first tile.
+            whether the warp has to rescale its output by `state.factors`.
         """
         factor = state.call.scaling.factor
         blocks = (1, cute.size(scores) // 4)
-        if self.spec.logits_soft_cap:
-            for i in range(cute.size(scores)):
-                scores[i] = ptx.tanh(scores[i] * state.call.inner)
+        self._cap(state, scores)
         if masked:
             column = tile * self.config.keys + state.column
             softmax.mask_columns(scores, *blocks, column, state.limits, check_low=self.spec.window_left)
-        maxima = softmax.row_maxima(scores, *blocks)
-        grown = None
-        if first:
-            for i, x in enumerate(maxima):
-                state.maxima[i] = x
-        else:
-            grown = self._raise_maxima(state, maxima)
-        maxima = [state.maxima[i] for i in range(2)]
-        if masked:
+        shifts, grown = [], Boolean(False)
+        for i, x in enumerate(softmax.row_maxima(scores, *blocks)):
+            old = state.maxima[i]
+            grown = Boolean(grown | (x > old))
+            state.maxima[i] = ptx.maximum(old, x)
             # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
-            maxima = [ptx.where(x == Float32(_NEVER), Float32(0.0), x) for x in maxima]
-        sums = softmax.exponentials(scores, *blocks, factor, [x * factor for x in maxima])
+            shift = ptx.where(state.maxima[i] == Float32(_NEVER), Float32(0.0), state.maxima[i])
+            state.factors[i] = ptx.exp2((old - shift) * factor)
+            shifts.append(shift * factor)
+        sums = softmax.exponentials(scores, *blocks, factor, shifts)
+        for i, total in enumerate(sums):
+            state.sums[i] = ptx.fma(state.sums[i], state.factors[i], total)
+        return cute.arch.vote_any_sync(grown)
+
+    def _assumed_softmax(self, state: SimpleNamespace, scores: cute.Tensor) -> tuple[list[Float32], Boolean]:
+        """`_softmax` of a full tile whose scores are assumed to lie not far above the running maxima.
+
+        No maximum, no exchange between lanes: the probabilities may exceed 1, which costs nothing in floating point.
+        A sum over the limit, infinite or not a number says that the assumption is wrong, or that the row has not seen a
+        key yet.
+
+        Returns:
+            sums of the lane's two rows, and whether the assumption is wrong for a row of the warp.
+        """
+        factor = state.call.scaling.factor
+        self._cap(state, scores)
+        blocks = (1, cute.size(scores) // 4)
+        sums = softmax.exponentials(scores, *blocks, factor, [state.maxima[i] * factor for i in range(2)])
+        limit = Float32(_SUM_LIMITS[self.spec.dtype])
+        holds = Boolean((sums[0] < limit) & (sums[1] < limit))
+        return sums, cute.arch.vote_any_sync(Boolean(holds == Boolean(False)))
+
+    def _accept(self, state: SimpleNamespace, scores: cute.Tensor, sums: list[Float32]) -> None:
+        """The assumption was right."""
         for i, total in enumerate(sums):
             state.sums[i] = state.sums[i] + total
-        return grown
+        self._round(state, scores)
 
-    def _raise_maxima(self, state: SimpleNamespace, maxima: list[Float32]) -> Boolean:
-        """Raises the maxima of a warp if one of its rows has outgrown the allowed lag."""
-        factor = state.call.scaling.factor
-        outgrown = [(x - state.maxima[i]) * factor > Float32(_LAZY_RESCALE) for i, x in enumerate(maxima)]
-        grown = cute.arch.vote_any_sync(Boolean(outgrown[0] | outgrown[1]))
+    def _start_over(self, state: SimpleNamespace, scores: cute.Tensor, slot: Int32) -> None:
+        """The softmax of a full tile from the beginning: the scores are gone, the tiles still in shared memory."""
+        rescue.warp_scores(
+            scores,
+            state.shared.address + state.group * self.memory.query_nbytes,
+            state.shared.address + self.memory.ring_start + slot * self.memory.slot_nbytes,
+            warp=state.warp,
+            lane=state.thread % 32,
+            keys=self.config.keys,
+            head_dim=self.memory.head_dim,
+            mma_dtype=self.mma_dtype,
+        )
+        self._softmax(state, scores, Int32(0), masked=False)
+        self._round(state, scores)
 
-        def rescale() -> None:
-            for i, x in enumerate(maxima):
-                old = state.maxima[i]
-                new = ptx.maximum(old, x)
-                # Both -inf: no key seen so far, so there is nothing to rescale and any finite factor will do.
-                shift = ptx.where(new == Float32(_NEVER), Float32(0.0), new)
-                state.factors[i] = ptx.exp2((old - shift) * factor)
-                state.maxima[i] = new
-                state.sums[i] = state.sums[i] * state.factors[i]
-
-        cutlass.if_generate(grown, rescale)
-        return grown
+    def _cap(self, state: SimpleNamespace, scores: cute.Tensor) -> None:
+        """Soft cap, but for the factor."""
+        if self.spec.logits_soft_cap:
+            for i in range(cute.size(scores)):
+                scores[i] = ptx.tanh(scores[i] * state.call.inner)
 
     def _rescale(self, state: SimpleNamespace, grown: Boolean) -> None:
         """Brings the output to the raised maxima."""
@@ -671,7 +729,7 @@ class ForwardKernel:
         for i in range(2):
             row = first_row + 8 * i
             total = softmax.quad_sum(state.sums[i])
-            live = Boolean((total != Float32(0.0)) & (row < work.query_end))
+            live = Boolean((total != Float32(0.0)) & (row < work.bounds["query_end"]))
             log_max, weight = state.maxima[i] * call.scaling.factor, Float32(1.0)
             if sink is not None:
                 scaled = sink * softmax.LOG2_E
@@ -681,58 +739,50 @@ class ForwardKernel:
                 total = total * weight + ptx.exp2(scaled - shift)
                 log_max = top
             value = (log_max + ptx.log2(total)) * softmax.LN_2
-            value = ptx.where(row < work.query_end, value, Float32(_NEVER))
+            value = ptx.where(row < work.bounds["query_end"], value, Float32(_NEVER))
             address = call.lse.toint() + ((lse_row + row) * call.num_heads + work.head) * 4
             stores = Boolean((row < call.query_length) & (state.column == 0))
             cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
             weights.append((weight * ptx.reciprocal(total), live))
         return weights
 
-    def _store(self, state: SimpleNamespace, weights: list) -> None:
-        """Stores this warpgroup's output tile: registers, shared memory, TMA, which leaves out rows past the end."""
-        rounded = cute.make_rmem_tensor(state.out.layout, self.dtype)
-        pairs = cute.recast_tensor(rounded, Int32)
-        for i in range(4 * self.out_blocks // 2):
-            weight, live = weights[i % 2]
-            # A select, not a product: a padding row's sum can be NaN.
-            pair = [ptx.where(live, state.out[2 * i + e] * weight, Float32(0.0)) for e in range(2)]
-            pairs[i] = ptx.pack(*pair, dtype=self.mma_dtype)
-        if self.config.own_out:
-            # The previous output may still be on its way from there.
-            cutlass.if_generate(state.warp == 0, lambda: cute.arch.cp_async_bulk_wait_group(0, read=True))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, state.out_mma).get_slice(state.thread)
-        target = copy.partition_D(state.shared.out)[None, None, None, state.group]
-        # The other warps no longer read Q, which may lie there, and that previous output is gone.
-        self._sync_warpgroup(state)
-        cute.copy(atom, copy.retile(rounded), target)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self._sync_warpgroup(state)
+    def _store(self, state: SimpleNamespace, weights: list, first_row: Int32) -> None:
+        """Stores this warpgroup's output from registers: 16 bytes a lane, 64 neighbouring bytes of a row the quad."""
+        call, work = state.call, state.work
+        nbytes = 2 * self.spec.v_head_dim
+        lane = state.column // 2
+        for i, (weight, live) in enumerate(weights):
+            row = first_row + 8 * i
+            address = ((Int64(work.batch) * call.query_length + row) * call.num_heads + work.head) * nbytes
+            address = call.out.toint() + address + lane * 16
+            for block in range(0, self.spec.v_head_dim // 8, 4):
+                chunk = [self._rounded(state, block + j, i, weight, live) for j in range(4)]
+                chunk = ptx.transpose_quad(chunk, lane)
+                stores = row < call.query_length
+                if block + 4 > self.spec.v_head_dim // 8:
+                    stores = Boolean(stores & (lane < self.spec.v_head_dim // 8 - block))
 
-        def store() -> None:
-            work = state.work
-            send = wgmma.tma_copy(*state.call.out, state.shared.out, (work.head, work.batch), store=True)
-            # Unlike loads, CuTe does not restrict stores to one lane. The same lane waits for them.
+                def store(address: Int64 = address + block * 16, chunk: list = chunk) -> None:
+                    ptx.store_global_chunk(address, chunk)
+
+                cutlass.if_generate(stores, store)
+
+    def _rounded(self, state: SimpleNamespace, block: int, i: int, weight: Float32, live: Boolean) -> Int32:
+        """This lane's two elements of a block of 8 columns, in row i of its two."""
+        # A select, not a product: a padding row's sum can be NaN.
+        pair = [ptx.where(live, state.out[4 * block + 2 * i + e] * weight, Float32(0.0)) for e in range(2)]
+        return ptx.pack(*pair, dtype=self.mma_dtype)
+
+    def _release_query(self, state: SimpleNamespace) -> None:
+        """Lets the producer load this warpgroup's next Q."""
+        if self.config.walks:
             with cute.arch.elect_one():
-                send(work.tile * self.config.warpgroups + state.group, state.group)
-                cute.arch.cp_async_bulk_commit_group()
-                if not self.config.own_out:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-            if not self.config.own_out:
-                self._release_query(state, arrivals=4)
+                cute.arch.mbarrier_arrive(state.shared.query_empty + state.group)
 
-        cutlass.if_generate(state.warp == 0, store)
 
-    def _release_early(self, state: SimpleNamespace) -> None:
-        """Releases Q after the last scores where the output does not lie over it."""
-        if self.config.own_out:
-            self._release_query(state, arrivals=1)
-
-    def _release_query(self, state: SimpleNamespace, arrivals: int) -> None:
-        """Lets the producer load this warpgroup's next Q, once 4 warps have arrived, or one for all."""
-        if self.config.ctas:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(state.shared.query_empty + state.group, arrive_count=arrivals)
+def _uniform(visit: plan.TileRange) -> plan.TileRange:
+    """The compiler has to know that all lanes take the same turns through loops around wgmma."""
+    return plan.TileRange(*[cute.arch.make_warp_uniform(Int32(end)) for end in visit])
 
 
 def _load(pointer: cute.Pointer, index: Int32) -> Any:

@@ -1,0 +1,68 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of one warp once more, by mma.sync from the swizzled tiles that a wgmma of its warpgroup has read.
+
+wgmma needs all four warps; what a single warp has to repeat, it computes with mma.sync. The accumulator of wgmma is
+that of `mma.py` with one block row, so the results land in the same registers.
+"""
+
+from typing import Any
+
+from cutlass import Int32, cute
+
+from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
+
+
+def swizzled_offset(row: Any, step: Any, half: Any, rows: int, columns: int) -> Any:
+    """Byte offset in a `wgmma.tile_layout` tile `[rows, columns]` of 8 columns, from column 16 step + 8 half on.
+
+    Atoms of 64 or 32 columns lie one after the other, each with all rows; chunks of 16 bytes are swizzled by the row.
+
+    Args:
+        row: the row, a Python or a device integer, like the next two.
+        step: which 16 columns.
+        half: 0 or 1.
+        rows: rows of the tile, a multiple of 16.
+        columns: columns of the tile.
+    """
+    atom = wgmma.atom_columns(columns)
+    steps = atom // 16
+    swizzle = row % 8 if atom == 64 else row // 2 % 4
+    chunk = (2 * (step % steps) + half) ^ swizzle
+    return step // steps * (rows * atom * 2) + row * (atom * 2) + chunk * 16
+
+
+def warp_scores(
+    scores: cute.Tensor, query: Int32, key: Int32, *, warp: Int32, lane: Int32, keys: int, head_dim: int, mma_dtype: str
+) -> None:
+    """S = Q K^T of the 16 rows of one warp.
+
+    Args:
+        scores: the wgmma accumulator `[64, keys]`, overwritten.
+        query: address of Q's tile `[64, head_dim]`, aligned to 1024 bytes like `key`.
+        key: address of K's tile `[keys, head_dim]`.
+        warp: index of the warp in its warpgroup.
+        lane: index of the lane in its warp.
+        keys: keys of the tile, a multiple of 16.
+        head_dim: padded head dim, a multiple of 32.
+        mma_dtype: "bf16" or "f16".
+    """
+    scores.fill(0.0)
+    a_row, a_column = plain_lane(lane)
+    b_row, b_column = crossed_lane(lane)
+
+    # Unrolled: for accumulators that a loop carries ptxas found no place beside those of the main loop.
+    for k in range(head_dim // 16):
+        a = ptx.ldmatrix(query + swizzled_offset(warp * 16 + a_row, k, a_column // 8, 64, head_dim))
+        first = key + swizzled_offset(b_row, k, b_column // 8, keys, head_dim)
+        for block in range(keys // 16):
+            # Keeps the compiler from loading many fragments first: the main loop has no registers to spare for them.
+            cute.arch.fence_acq_rel_cta()
+            # The swizzle repeats every 8 rows.
+            b = ptx.ldmatrix(first + block * (16 * 2 * wgmma.atom_columns(head_dim)))
+            for half in range(2):
+                index = (2 * block + half) * 4
+                c = [scores[index + e] for e in range(4)]
+                for e, x in enumerate(ptx.mma(a, b[2 * half : 2 * half + 2], c, dtype=mma_dtype)):
+                    scores[index + e] = x
