@@ -239,3 +239,23 @@ def transpose_quad(registers: Registers, lane: Int32) -> Registers:
                 pair = where(upper, received, registers[low]), where(upper, registers[high], received)
                 registers = [{low: pair[0], high: pair[1]}.get(i, x) for i, x in enumerate(registers)]
     return registers
+
+
+@dsl_user_op
+def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """One lane copies `nbytes` (a multiple of 16) from global to shared memory; the mbarrier counts them."""
+    text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {nbytes}, [$2];"
+    _asm(text, "", "rlr", [shared, source, barrier], True, loc, ip)
+
+
+@dsl_user_op
+def store_matrices_transposed(address: Int32, values: Registers, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores four 8 x 8 matrices of fragments, transposed; lanes 8 i .. 8 i + 7 give the row addresses of matrix i."""
+    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+    _asm(text, "", "rrrrr", [address, *values], True, loc, ip)
+
+
+@dsl_user_op
+def add_global_chunk(address: Int64, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
+    """Adds four float32 atomically to 16 bytes of global memory."""
+    _asm("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", [address, *values], True, loc, ip)

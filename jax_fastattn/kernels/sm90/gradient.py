@@ -1,0 +1,195 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the Hopper backward kernels share: the score gradient in registers, its mask, stores, where sums of dq lie.
+
+With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a query row, lse2 in base 2:
+
+    P = 2^(log2(e) s - lse2)        dS = P (dP - delta) [(1 - tanh^2)]        dP = dout . v
+
+dS is the gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row without a
+visible key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as
+its scores are numbers.
+
+Statistics are float32 `[B, N, padded(T, 128), 2]`, so that every tile of them starts at a multiple of 16 bytes.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.softmax import LOG2_E, Limits
+from jax_fastattn.kernels.spec import KernelSpec
+
+MMA_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
+
+# Query rows to a multiple of which statistics and sums of dq are padded.
+ROW_ALIGNMENT = 128
+
+
+def padded_rows(rows: Any) -> Any:
+    """Rows of a head in the statistics and in the sums of dq; for Python and device integers."""
+    return (rows + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
+
+
+def dq_sum_offset(row: Any, column: Any, columns: int) -> Any:
+    """Index of an element in the float32 sums of dq of one head, `padded_rows(T) * columns` elements.
+
+    The order of wgmma's accumulators, so that each lane adds 16 bytes and a warp 512 neighbouring ones. Blocks of 64
+    rows follow each other; in a block, 8 columns of 64 rows follow each other; there, 16 neighbouring elements (64
+    bytes) are 8 columns of the rows r and r + 8, r % 16 < 8: two columns of r, the same two of r + 8, the next two of r
+    and so on. So 64 bytes of sums are 16 bytes each of two rows of dq.
+
+    Args:
+        row: row of the head.
+        column: column, less than `columns`.
+        columns: the padded head dim.
+    """
+    chunk = (row // 64 * (columns // 8) + column // 8) * 32 + row % 64 // 16 * 8 + row % 8
+    return chunk * 16 + column % 8 // 2 * 4 + row // 8 % 2 * 2 + column % 2
+
+
+class Transform(NamedTuple):
+    """From products to logits in base 2: `factor * x`, or with a soft cap `factor * tanh(inner * x)`."""
+
+    factor: Float32
+    inner: Any
+
+    @classmethod
+    def of(cls, spec: KernelSpec, scale: Float32, logits_soft_cap: Float32) -> "Transform":
+        """The factors of a launch; scale may have any sign."""
+        if spec.logits_soft_cap:
+            return cls(logits_soft_cap * LOG2_E, scale / logits_soft_cap)
+        return cls(scale * LOG2_E, None)
+
+
+class Visibility(NamedTuple):
+    """What one accumulator row sees, counted from the lane's first column of a tile.
+
+    Attributes:
+        limits: the columns seen.
+        check_low: whether their lower end can lie inside of a tile.
+    """
+
+    limits: Limits
+    check_low: bool
+
+    @classmethod
+    def of(cls, limits: Limits, column: Int32, check_low: bool) -> "Visibility":
+        """`column` is the number of the lane's first column in the whole matrix."""
+        return cls(Limits(limits.low - column, limits.high - column), check_low)
+
+    def select(self, x: Float32, at: int) -> Float32:
+        """x where column `at` is seen, else 0. A select, not a product: what is hidden may be no number."""
+        x = ptx.where(Int32(at) < self.limits.high, x, Float32(0.0))
+        return ptx.where(Int32(at) >= self.limits.low, x, Float32(0.0)) if self.check_low else x
+
+
+def exponentiate(
+    score: Float32, lse2: Float32, transform: Transform, visibility: Visibility | None = None, at: int = 0
+) -> tuple[Float32, Float32]:
+    """P of a score q . k, and the factor of (dP - delta) in dS, which is P without a soft cap.
+
+    Args:
+        score: q . k.
+        lse2: of its query row.
+        transform: the factors of the launch.
+        visibility: of the accumulator row; None where the whole tile is seen.
+        at: column of the score, counted as `visibility` does.
+    """
+    capped = score if transform.inner is None else ptx.tanh(score * transform.inner)
+    probability = ptx.exp2(ptx.fma(capped, transform.factor, -lse2))
+    if visibility is not None:
+        probability = visibility.select(probability, at)
+    if transform.inner is None:
+        return probability, probability
+    return probability, probability * ptx.fma(-capped, capped, Float32(1.0))
+
+
+def uniform(visit: plan.TileRange) -> plan.TileRange:
+    """The compiler has to know that all lanes take the same turns through loops around wgmma."""
+    return plan.TileRange(*[cute.arch.make_warp_uniform(Int32(end)) for end in visit])
+
+
+def round_into(fragment: cute.Tensor, acc: cute.Tensor, mma_dtype: str) -> None:
+    """An accumulator in 16 bits: its fragments are those of an A operand."""
+    pairs = cute.recast_tensor(fragment, Int32)
+    for i in range(cute.size(acc) // 2):
+        pairs[i] = ptx.pack(acc[2 * i], acc[2 * i + 1], dtype=mma_dtype)
+
+
+def store_rows(
+    acc: cute.Tensor,
+    head_dim: int,
+    target: Int64,
+    stride: Int64,
+    *,
+    row: Int32,
+    quad_lane: Int32,
+    live_rows: Int32,
+    stored_rows: Int32,
+    mma_dtype: str,
+    factor: Float32 | None = None,
+) -> None:
+    """Stores a warpgroup's accumulator `[64, padded head dim]` in 16 bits, 16 bytes a lane; all lanes call it.
+
+    Args:
+        acc: the accumulator.
+        head_dim: columns to store, a multiple of 8.
+        target: byte address of row 0.
+        stride: bytes from one row to the next.
+        row: the lane's first row; its other one is 8 below.
+        quad_lane: lane % 4.
+        live_rows: rows from there on are stored as 0, whatever the accumulator holds.
+        stored_rows: rows from there on are not stored.
+        mma_dtype: "bf16" or "f16".
+        factor: multiplies what is stored.
+    """
+    blocks = head_dim // 8
+    for i in range(2):
+        at = row + 8 * i
+        live = at < live_rows
+        address = target + Int64(at) * stride + quad_lane * 16
+        for block in range(0, blocks, 4):
+            chunk = []
+            for j in range(block, block + 4):
+                pair = [acc[4 * j + 2 * i + e] for e in range(2)]
+                pair = pair if factor is None else [x * factor for x in pair]
+                chunk.append(ptx.pack(*[ptx.where(live, x, Float32(0.0)) for x in pair], dtype=mma_dtype))
+            chunk = ptx.transpose_quad(chunk, quad_lane)
+            stores = at < stored_rows
+            if block + 4 > blocks:
+                stores = Boolean(stores & (quad_lane < blocks - block))
+
+            def store(address: Int64 = address + block * 16, chunk: list = chunk) -> None:
+                ptx.store_global_chunk(address, chunk)
+
+            cutlass.if_generate(stores, store)
+
+
+def zero_rows(
+    tile: Int32, shape: tuple[int, int], row_nbytes: int, first: Int32, *, thread: Int32, threads: int
+) -> None:
+    """Zeroes the rows from `first` on of a swizzled tile; the caller fences and synchronises.
+
+    Args:
+        tile: address of the tile.
+        shape: its (rows, columns).
+        row_nbytes: bytes of a row of its swizzle atoms: rows of an atom's columns follow each other.
+        first: first row to zero, not negative.
+        thread: index of this thread among those that call.
+        threads: their number.
+    """
+    rows, columns = shape
+    block_nbytes = rows * row_nbytes
+    start = first * row_nbytes + thread * 16
+    for block in range(2 * columns // row_nbytes):
+        for offset in range(0, block_nbytes, 16 * threads):
+            position = start + offset
+
+            def clear(address: Int32 = tile + block * block_nbytes + position) -> None:
+                ptx.store_shared_chunk(address, [Int32(0)] * 4)
+
+            cutlass.if_generate(position < block_nbytes, clear)
