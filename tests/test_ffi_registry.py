@@ -76,6 +76,13 @@ def test_devices_of_different_architectures(devices: list[Any]) -> None:
         ffi.arch()
 
 
+def test_multiprocessors_are_those_of_the_smallest_local_device(devices: list[Any]) -> None:
+    devices += [Device(id=0, core_count=132), Device(id=1, core_count=78)]
+    assert ffi.multiprocessors() == 78
+    ffi.set_target_arch("sm_90a")
+    assert ffi.multiprocessors() == 132
+
+
 @pytest.mark.parametrize("name", ["hopper", "90a", "sm_", "SM_90A", "sm_90a "])
 def test_target_arch_of_another_form(devices: list[Any], name: str) -> None:
     with pytest.raises(ValueError, match=f'`arch` is "{name}"; pass a name such as "sm_80"'):

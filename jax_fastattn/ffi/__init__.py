@@ -8,7 +8,7 @@ first kernel that is in no cache loads the compiler.
 """
 
 from jax_fastattn.ffi.call import compile_count, custom_call, prepare
-from jax_fastattn.ffi.registry import TARGET_NAME, arch, missing_parts, register, set_target_arch
+from jax_fastattn.ffi.registry import TARGET_NAME, arch, missing_parts, multiprocessors, register, set_target_arch
 
 __all__ = [
     "TARGET_NAME",
@@ -16,6 +16,7 @@ __all__ = [
     "compile_count",
     "custom_call",
     "missing_parts",
+    "multiprocessors",
     "prepare",
     "register",
     "set_target_arch",

@@ -32,6 +32,8 @@ _ARCHITECTURES = {
     "12.0": "sm_120a",
 }
 
+_H100_MULTIPROCESSORS = 132
+
 _lock = threading.Lock()
 _target_arch: str | None = None
 
@@ -83,6 +85,17 @@ def _local_arch() -> str | None:
             "them; start one process for each kind, with CUDA_VISIBLE_DEVICES"
         )
     return next(iter(found.values()))
+
+
+def multiprocessors() -> int:
+    """Streaming multiprocessors of the GPU to lower for, by which kernels size their grids.
+
+    Returns:
+        those of the local CUDA device with the fewest; of an H100 SXM where `set_target_arch` names another GPU.
+    """
+    if _target_arch is not None:
+        return _H100_MULTIPROCESSORS
+    return min(getattr(device, "core_count", _H100_MULTIPROCESSORS) for device in jax.local_devices(backend="cuda"))
 
 
 def missing_parts() -> list[str]:

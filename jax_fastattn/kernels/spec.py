@@ -18,10 +18,10 @@ UNBOUNDED = 1 << 29
 
 # Up to which T and S a problem is short, and up to which head dims that makes a difference.
 SHORT_LENGTH = 2048
-_SHORT_HEAD_DIM = 64
+_SHORT_HEAD_DIM = 96
 
 # How many scalars `launch_scalars` returns of each kind.
-NUM_INTS = 7
+NUM_INTS = 8
 NUM_FLOATS = 2
 
 
@@ -117,12 +117,16 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
     return operands | residuals | {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
 
 
-def launch_scalars(problem: Problem) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def launch_scalars(problem: Problem, multiprocessors: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Run-time scalars of a launch, in the order in which every kernel's host function takes them.
 
+    Args:
+        problem: the sizes.
+        multiprocessors: how many the GPU has; decides about speed alone.
+
     Returns:
-        int32 values `(batch, query_length, key_length, num_heads, window_left, window_right, sinks_stride)` and
-        float32 values `(scale, logits_soft_cap)`. An absent bound is UNBOUNDED, an absent cap 0.
+        int32 values `(batch, query_length, key_length, num_heads, window_left, window_right, sinks_stride,
+        multiprocessors)` and float32 values `(scale, logits_soft_cap)`. An absent bound is UNBOUNDED, an absent cap 0.
     """
     left, right = problem.spec.bounds
     ints = (
@@ -133,5 +137,6 @@ def launch_scalars(problem: Problem) -> tuple[tuple[int, ...], tuple[float, ...]
         UNBOUNDED if left is None else min(left, UNBOUNDED),
         UNBOUNDED if right is None else min(right, UNBOUNDED),
         problem.num_heads if problem.sinks_per_batch else 0,
+        multiprocessors,
     )
     return ints, (problem.spec.scale, problem.spec.logits_soft_cap or 0.0)

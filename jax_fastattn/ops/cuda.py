@@ -97,7 +97,7 @@ def _sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.A
 def _launch(
     kernel: KernelSpec, problem: Problem, arrays: Sequence[jax.Array], results: Sequence[tuple[tuple[int, ...], Any]]
 ) -> list[jax.Array]:
-    ints, floats = launch_scalars(problem)
+    ints, floats = launch_scalars(problem, ffi.multiprocessors())
     shapes = tuple((shape, jnp.dtype(dtype).name) for shape, dtype in results)
     return launch_p.bind(*arrays, kernel=kernel, ints=ints, floats=floats, results=shapes)
 

@@ -311,7 +311,7 @@ GPU_CASES = [
     *_vary(_on(_GQA, head_dim=40, is_causal=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=72, sinks="n"), {}, {"sinks": "bn"}, *_ODD),
     *_vary(_on(_GQA, head_dim=80, dtype="float16", logits_soft_cap=1.0), {}, *_ODD),
-    *_vary(_on(_GQA, head_dim=96, is_causal=True), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=96, is_causal=True), {}, *_ODD, *_LONG),
     *_vary(_on(_GQA, head_dim=104), *({"query_seq_lengths": lengths} for lengths in ((193, 65), (0, 128), (64, 1)))),
     *_vary(_on(_GQA, head_dim=160), *({"window": (left, None)} for left in (0, 1, 64, 150, 1000))),
     *_vary(_on(_GQA, head_dim=192, dtype="float16"), {}, *_ODD),

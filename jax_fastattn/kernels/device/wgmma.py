@@ -142,10 +142,14 @@ class Ring:
     def wait(self) -> Int32:
         """The consumers' step: waits until the next slot is full and returns its index."""
         phase = self._at[1]
-        # So told, the compiler computes the slot's descriptors once for the warp, beside the other instructions.
-        slot = cute.arch.make_warp_uniform(self._advance())
+        slot = self._advance()
         wait(self._full + slot, phase)
         return slot
+
+    def settle(self) -> None:
+        """Tells the compiler, before a loop, that all lanes are at the same slot: its descriptors then cost nothing."""
+        for i in range(2):
+            self._at[i] = cute.arch.make_warp_uniform(self._at[i])
 
     def peek(self, ahead: Int32) -> Int32:
         """Waits for the slot `ahead` (0 or 1) after the next one to be full, without taking it."""

@@ -53,6 +53,7 @@ class BackwardKernel:
         window_left: Int32,
         window_right: Int32,
         sinks_stride: Int32,
+        multiprocessors: Int32,
         scale: Float32,
         logits_soft_cap: Float32,
         stream: cuda.CUstream,
@@ -82,7 +83,8 @@ class BackwardKernel:
             num_heads: N.
             window_left: keys to the left of its own position that a query sees; read if the spec has the bound.
             window_right: the same to the right.
-            sinks_stride: not read; every kernel takes the same scalars.
+            sinks_stride: not read, nor the next; every kernel takes the same scalars.
+            multiprocessors: of the GPU.
             scale: factor on q . k, of any sign.
             logits_soft_cap: the cap; read if the spec has one.
             stream: CUDA stream.

@@ -74,6 +74,7 @@ class ForwardKernel:
         window_left: Int32,
         window_right: Int32,
         sinks_stride: Int32,
+        multiprocessors: Int32,
         scale: Float32,
         logits_soft_cap: Float32,
         stream: cuda.CUstream,
@@ -97,6 +98,7 @@ class ForwardKernel:
             window_left: keys to the left of its own position that a query sees; read if the spec has the bound.
             window_right: the same to the right.
             sinks_stride: elements from one row of sinks to the next, 0 when all batch entries share one.
+            multiprocessors: not read; every kernel takes the same scalars.
             scale: factor on q . k, of any sign.
             logits_soft_cap: the cap; read if the spec has one.
             stream: CUDA stream.

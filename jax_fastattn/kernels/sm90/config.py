@@ -20,9 +20,6 @@ WARPGROUP_ROWS = 64
 SHARED_MEMORY = 227 * 1024
 _SM_SHARED_MEMORY = 228 * 1024
 
-# SMs of an H100 or H200 (SXM). Where there are fewer, the CTAs beyond them run after the others.
-SMS = 132
-
 # Registers of a consumer and of a producer thread after setmaxnreg, by consumer warpgroups: 64 K of them per SM.
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
 
@@ -49,6 +46,8 @@ class ForwardConfig:
         walks: whether the grid is as many CTAs as the GPU holds and each takes tile after tile, else one CTA per tile.
         held: how many of Q's fragments of 16 columns a warpgroup holds in registers; the rest of Q is read from shared
             memory for every tile.
+        waits_late: whether P V of the previous tile is awaited behind all exponentials of a full tile. Else ptxas puts
+            the wait in their middle, and the rounding of the first between the others.
     """
 
     warpgroups: int
@@ -59,6 +58,7 @@ class ForwardConfig:
     blocks: int = 1
     walks: bool = False
     held: int = 0
+    waits_late: bool = False
 
     @property
     def rows(self) -> int:
@@ -149,12 +149,14 @@ def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     if columns <= 64:
         if spec.short:
-            return (ForwardConfig(1, 64, 6, blocks=3, walks=True, held=4),)
-        return (ForwardConfig(3, 112, 10, ping_pong=True, walks=True),)
+            return (ForwardConfig(1, 64, 6, blocks=3, walks=True, held=4, waits_late=True),)
+        return (ForwardConfig(3, 128, 10, ping_pong=True),)
     if columns <= 96:
+        if spec.short:
+            return (ForwardConfig(2, 128, 7, ping_pong=True, walks=True, held=6, waits_late=True),)
         return (ForwardConfig(3, 96, 8, ping_pong=True, walks=True),)
     if columns <= 128:
-        return (ForwardConfig(2, 128, 6, ping_pong=True, walks=True, held=8),)
+        return (ForwardConfig(2, 128, 6, ping_pong=True, walks=True, held=8, waits_late=True),)
     if columns <= 192:
-        return (ForwardConfig(2, 80, 5, ping_pong=True, walks=True, held=8),)
-    return (ForwardConfig(2, 64, 5, walks=True),)
+        return (ForwardConfig(2, 80, 5, ping_pong=True, walks=True, held=8, waits_late=True),)
+    return (ForwardConfig(2, 64, 5, walks=True, waits_late=True),)

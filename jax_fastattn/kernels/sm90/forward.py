@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.sm90.config import SMS, WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
+from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Beyond which a lane's sum of a tile's probabilities is not accepted. P has to fit its 16 bits, O and the sums float32.
@@ -74,6 +74,7 @@ class ForwardKernel:
         window_left: Int32,
         window_right: Int32,
         sinks_stride: Int32,
+        multiprocessors: Int32,
         scale: Float32,
         logits_soft_cap: Float32,
         stream: cuda.CUstream,
@@ -97,6 +98,7 @@ class ForwardKernel:
             window_left: keys to the left of its own position that a query sees; read if the spec has the bound.
             window_right: the same to the right.
             sinks_stride: elements from one row of sinks to the next, 0 when all batch entries share one.
+            multiprocessors: of the GPU.
             scale: factor on q . k, of any sign.
             logits_soft_cap: the cap; read if the spec has one.
             stream: CUDA stream.
@@ -116,7 +118,7 @@ class ForwardKernel:
         tile_count = (query_length + (config.rows - 1)) // config.rows
         ctas = batch * num_heads * tile_count
         if cutlass.const_expr(config.walks):
-            ctas = Int32(cutlass.min(batch * num_heads * ((tile_count + 1) // 2), config.blocks * SMS))
+            ctas = Int32(cutlass.min(batch * num_heads * ((tile_count + 1) // 2), config.blocks * multiprocessors))
         self.kernel(
             *query_tma,
             *key_tma,
@@ -450,6 +452,7 @@ class ForwardKernel:
         full_begin = Int32(cutlass.min(visit.full_begin, last))
 
         def visit_tiles(begin: Int32, end: Int32, masked: bool) -> None:
+            state.ring.settle()
             wgmma.loop(end - begin, lambda i: step(state, end - 1 - i, masked=masked))
 
         visit_tiles(full_end, last, masked=True)
@@ -631,12 +634,12 @@ class ForwardKernel:
             self._round(state, scores)
         else:
             sums, grown = self._assumed_softmax(state, scores)
-            warpgroup.wait_group(0)
-            # From here on the previous P is dead, whose registers starting over needs.
+            if not self.config.waits_late:
+                warpgroup.wait_group(0)
+                self._round(state, scores)
             cutlass.if_generate(
-                grown, lambda: self._start_over(state, scores, slot), lambda: self._accept(state, scores, sums)
+                grown, lambda: self._start_over(state, scores, slot), lambda: self._accept(state, scores, slot, sums)
             )
-            state.ring.release(slot)
         self._rescale(state, grown)
 
     def _softmax(self, state: SimpleNamespace, scores: cute.Tensor, tile: Int32, *, masked: bool) -> Boolean:
@@ -683,14 +686,19 @@ class ForwardKernel:
         holds = Boolean((sums[0] < limit) & (sums[1] < limit))
         return sums, cute.arch.vote_any_sync(Boolean(holds == Boolean(False)))
 
-    def _accept(self, state: SimpleNamespace, scores: cute.Tensor, sums: list[Float32]) -> None:
+    def _accept(self, state: SimpleNamespace, scores: cute.Tensor, slot: Int32, sums: list[Float32]) -> None:
         """The assumption was right."""
+        state.ring.release(slot)
+        if self.config.waits_late:
+            warpgroup.wait_group(0)
+            self._round(state, scores)
         for i, total in enumerate(sums):
             state.sums[i] = state.sums[i] + total
-        self._round(state, scores)
 
     def _start_over(self, state: SimpleNamespace, scores: cute.Tensor, slot: Int32) -> None:
         """The softmax of a full tile from the beginning: the scores are gone, the tiles still in shared memory."""
+        if self.config.waits_late:
+            warpgroup.wait_group(0)
         rescue.warp_scores(
             scores,
             state.shared.address + state.group * self.memory.query_nbytes,
@@ -701,6 +709,7 @@ class ForwardKernel:
             head_dim=self.memory.head_dim,
             mma_dtype=self.mma_dtype,
         )
+        state.ring.release(slot)
         self._softmax(state, scores, Int32(0), masked=False)
         self._round(state, scores)
 
