@@ -5,7 +5,7 @@
     python benchmarks/tune.py --cases d64-causal-4k d64-full-16k --peers dew-flash-attn \\
         --configs "3, 128, 10, ping_pong=True" "3, 112, 10, ping_pong=True, walks=True"
 
-Each argument of `--configs` is the inside of a `ForwardConfig(...)`; "table" is the one that would be chosen. All of them
+Each argument of `--configs` is the inside of a `ForwardConfig(...)`; "table" is the one that would be chosen. They all
 take turns in short measurements, forwards and then backwards, so that a clock that drops under load drops for all. A
 variant that differs from the first in its results, or that does not end, is a record with its error.
 

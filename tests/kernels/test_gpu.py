@@ -110,9 +110,7 @@ SHIFTS = {
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("head_dim", "length"), [(64, 700), (64, 2300), (96, 700), (96, 2300), (128, 700), (192, 500), (256, 700)]
-)
+@pytest.mark.parametrize(("head_dim", "length"), [(64, 700), (64, 2300), (96, 2300), (128, 700), (256, 700)])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_scores_that_jump(shift: str, is_causal: bool, head_dim: int, length: int, dtype: str) -> None:
@@ -131,7 +129,10 @@ def test_scores_that_jump(shift: str, is_causal: bool, head_dim: int, length: in
     with jax.default_matmul_precision("highest"):
         oracle = attention_reference(spec, wide)
     # jax.nn itself: scores of thousands show what tensor cores cut off when they add, which the stand-in does not do.
-    theirs = jax.nn.dot_product_attention(*operands[:3], scale=spec.scale, is_causal=is_causal, implementation="xla")
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = jax.nn.dot_product_attention(
+            *operands[:3], scale=spec.scale, is_causal=is_causal, implementation="xla"
+        )
     baseline = theirs, compare.same_dtype_attention(spec, operands)[1]
     results = [compare.Results(*jax.tree.map(np.asarray, x)) for x in ((out, lse), oracle, baseline)]
     compare.assert_within_budget(*results)

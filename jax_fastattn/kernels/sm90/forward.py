@@ -634,12 +634,23 @@ class ForwardKernel:
             self._round(state, scores)
         else:
             sums, grown = self._assumed_softmax(state, scores)
-            if not self.config.waits_late:
+            late = self.config.waits_late
+
+            def wait() -> None:
+                # All warps of a warpgroup have to wait in the same place: not on the two sides of a warp's branch.
                 warpgroup.wait_group(0)
                 self._round(state, scores)
-            cutlass.if_generate(
-                grown, lambda: self._start_over(state, scores, slot), lambda: self._accept(state, scores, slot, sums)
-            )
+
+            def start_over() -> None:
+                self._start_over(state, scores, slot)
+                if not late:
+                    self._round(state, scores)
+
+            if not late:
+                wait()
+            cutlass.if_generate(grown, start_over, lambda: self._accept(state, slot, sums))
+            if late:
+                wait()
         self._rescale(state, grown)
 
     def _softmax(self, state: SimpleNamespace, scores: cute.Tensor, tile: Int32, *, masked: bool) -> Boolean:
@@ -686,19 +697,14 @@ class ForwardKernel:
         holds = Boolean((sums[0] < limit) & (sums[1] < limit))
         return sums, cute.arch.vote_any_sync(Boolean(holds == Boolean(False)))
 
-    def _accept(self, state: SimpleNamespace, scores: cute.Tensor, slot: Int32, sums: list[Float32]) -> None:
+    def _accept(self, state: SimpleNamespace, slot: Int32, sums: list[Float32]) -> None:
         """The assumption was right."""
         state.ring.release(slot)
-        if self.config.waits_late:
-            warpgroup.wait_group(0)
-            self._round(state, scores)
         for i, total in enumerate(sums):
             state.sums[i] = state.sums[i] + total
 
     def _start_over(self, state: SimpleNamespace, scores: cute.Tensor, slot: Int32) -> None:
         """The softmax of a full tile from the beginning: the scores are gone, the tiles still in shared memory."""
-        if self.config.waits_late:
-            warpgroup.wait_group(0)
         rescue.warp_scores(
             scores,
             state.shared.address + state.group * self.memory.query_nbytes,
@@ -711,7 +717,6 @@ class ForwardKernel:
         )
         state.ring.release(slot)
         self._softmax(state, scores, Int32(0), masked=False)
-        self._round(state, scores)
 
     def _cap(self, state: SimpleNamespace, scores: cute.Tensor) -> None:
         """Soft cap, but for the factor."""
