@@ -39,8 +39,13 @@ _DOCUMENTS = (5000, 3000, 2200, 1700, 1300, 900, 700, 500, 400, 250, 200, 100, 7
 GRID = _grid()
 OTHERS = {
     "gqa-32-8-d128-causal-8k": _case(8192, 32, 128, kv_heads=8, is_causal=True),
+    "mha-32-d128-causal-8k": _case(8192, 32, 128, is_causal=True),
+    "lengths-d128-causal-8k": _case(
+        8192, 32, 128, is_causal=True, query_seq_lengths=(8192,) * 2, key_value_seq_lengths=(8192,) * 2
+    ),
     "window-4096-d128-32k": _case(32768, 16, 128, is_causal=True, window=(4096, None)),
     "softcap-50-d256-causal-8k": _case(8192, 8, 256, is_causal=True, logits_soft_cap=50.0),
+    "softcap-50-d128-causal-4k": _case(4096, 16, 128, is_causal=True, logits_soft_cap=50.0),
     "sinks-window-128-gqa-64-8-d64-4k": _case(4096, 64, 64, kv_heads=8, is_causal=True, window=(127, None), sinks="n"),
     "mla-192-128-causal-4k": _case(4096, 16, 192, v_head_dim=128, is_causal=True),
     "odd-length-1000-d96-causal": _case(1000, 21, 96, is_causal=True),

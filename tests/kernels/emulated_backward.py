@@ -56,7 +56,7 @@ def compile_backward(spec: KernelSpec, config: BackwardConfig | None = None) -> 
         return dtype and make_ptr(_DEVICE_DTYPES[dtype], 16, cute.AddressSpace.gmem, assumed_align=16)
 
     buffers = [pointer(dtype) for dtype in launch_buffers(spec).values()]
-    scalars = [cutlass.Int32(0)] * 7 + [cutlass.Float32(0.0)] * 2
+    scalars = [cutlass.Int32(0)] * 8 + [cutlass.Float32(0.0)] * 2
     kernel = BackwardKernel(spec, config)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"

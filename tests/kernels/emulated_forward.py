@@ -35,7 +35,7 @@ def compile_forward(spec: KernelSpec, config: ForwardConfig | None = None) -> tu
     integers = [spec.query_seq_lengths, spec.key_value_seq_lengths, spec.query_offset]
     arguments = [element] * 3 + [pointer(cutlass.Int32) if given else None for given in integers]
     arguments += [pointer(cutlass.Float32) if spec.sinks else None, element, pointer(cutlass.Float32)]
-    arguments += [cutlass.Int32(0)] * 7 + [cutlass.Float32(0.0)] * 2
+    arguments += [cutlass.Int32(0)] * 8 + [cutlass.Float32(0.0)] * 2
     kernel = ForwardKernel(spec, config)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
