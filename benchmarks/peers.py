@@ -87,7 +87,7 @@ def ours(case: Case, operands: Operands, implementation: Any = None) -> jax.Arra
 
 def jax_nn(case: Case, operands: Operands, implementation: Any) -> jax.Array:
     """`jax.nn.dot_product_attention`."""
-    refuse(case, "logits_soft_cap", "sinks", "segments", "packed", "query_offset")
+    refuse(case, "logits_soft_cap", "sinks", "segments", "packed", "query_offset", "v_head_dim")
     return jax.nn.dot_product_attention(
         *operands[:5],
         scale=case.scale,

@@ -1,13 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times variants of the Hopper forward kernel beside each other and beside peers: what the table in config.py rests on.
+"""Times variants of a Hopper kernel beside each other and beside peers: what the tables in kernels/sm90 rest on.
 
     python benchmarks/tune.py --cases d64-causal-4k d64-full-16k --peers dew-flash-attn \\
         --configs "3, 128, 10, ping_pong=True" "3, 112, 10, ping_pong=True, walks=True"
+    python benchmarks/tune.py --mode backward --cases d128-causal-4k --configs table "64, 3, staged=True"
 
-Each argument of `--configs` is the inside of a `ForwardConfig(...)`; "table" is the one that would be chosen. They all
-take turns in short measurements, forwards and then backwards, so that a clock that drops under load drops for all. A
-variant that differs from the first in its results, or that does not end, is a record with its error.
+Each argument of `--configs` is the inside of a `ForwardConfig(...)` or, backward, of a `BackwardConfig(...)`; "table"
+is the one that would be chosen. They all take turns in short measurements, forwards and then backwards, so that a clock
+that drops under load drops for all. A variant that differs from the first in its results, or that does not end, is a
+record with its error.
 
 Variants are compiled first, in processes of their own. One record per line goes to the output: config, case, median and
 best TFLOP/s, ratio to the best peer, clocks.
@@ -37,11 +39,20 @@ from run import clocks, compiled, describe_run
 
 from jax_fastattn import ffi
 from jax_fastattn.ffi import cache, call
-from jax_fastattn.kernels.sm90 import config, forward
-from jax_fastattn.kernels.sm90.config import ForwardConfig
+from jax_fastattn.kernels.sm90 import backward, backward_config, config, forward
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
 
-TABLE, KERNEL_KEY = config.forward_config, cache.kernel_key
+KERNEL_KEY = cache.kernel_key
+# The modules that choose a variant, and by which function.
+TABLES = {
+    "forward": ((config, forward), "forward_config", config.forward_config, config.ForwardConfig),
+    "backward": (
+        (backward_config, backward),
+        "backward_config",
+        backward_config.backward_config,
+        backward_config.BackwardConfig,
+    ),
+}
 # A variant that hangs holds the GPU until its process ends.
 LONGEST_STEP_SECONDS = 60.0
 
@@ -49,13 +60,15 @@ LONGEST_STEP_SECONDS = 60.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", required=True)
-    parser.add_argument("--configs", nargs="+", type=parse_config, required=True)
+    parser.add_argument("--mode", choices=TABLES, default="forward")
+    parser.add_argument("--configs", nargs="+", required=True)
     parser.add_argument("--peers", nargs="*", choices=IMPLEMENTATIONS, default=[])
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each (default: 7)")
     parser.add_argument("--measurement-ms", type=float, default=20.0, help="the length of one (default: 20)")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     options = parser.parse_args()
+    options.configs = [parse_config(options.mode, text) for text in options.configs]
     compile_all(options)
     context = describe_run(options.commit)
     for name in options.cases:
@@ -66,21 +79,24 @@ def main() -> None:
                 file.write(json.dumps(record | context) + "\n")
 
 
-def parse_config(text: str) -> ForwardConfig | None:
+def parse_config(mode: str, text: str) -> Any:
     """A config from the arguments of its constructor; None for "table"."""
-    return None if text == "table" else eval(f"ForwardConfig({text})", {"ForwardConfig": ForwardConfig})
+    return None if text == "table" else eval(f"Config({text})", {"Config": TABLES[mode][3]})
 
 
-def select(variant: ForwardConfig | None) -> None:
-    """Makes the forward kernels of this process those of a variant."""
+def select(mode: str, variant: Any) -> None:
+    """Makes the kernels of a mode, in this process, those of a variant."""
+    modules, name, table, _ = TABLES[mode]
 
-    def choose(spec: KernelSpec) -> ForwardConfig:
-        return TABLE(spec) if variant is None else variant
+    def choose(spec: KernelSpec) -> Any:
+        return table(spec) if variant is None else variant
 
     def key(spec: KernelSpec) -> str:
-        return hashlib.sha256(f"{KERNEL_KEY(spec)} {choose(spec)}".encode()).hexdigest()
+        label = choose(spec) if spec.op == mode else ""
+        return hashlib.sha256(f"{KERNEL_KEY(spec)} {label}".encode()).hexdigest()
 
-    config.forward_config = forward.forward_config = choose
+    for module in modules:
+        setattr(module, name, choose)
     cache.kernel_key = key
     call._kernels.clear()
     jax.clear_caches()
@@ -88,16 +104,16 @@ def select(variant: ForwardConfig | None) -> None:
 
 def compile_all(options: argparse.Namespace) -> None:
     """Fills the kernel cache, on all cores."""
-    specs = {kernel_spec(CASES[name].problem(), "forward", ffi.arch() or "") for name in options.cases}
+    specs = {kernel_spec(CASES[name].problem(), options.mode, ffi.arch() or "") for name in options.cases}
     jobs = [(spec, variant) for spec in specs for variant in options.configs]
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs))
 
 
-def compile_one(job: tuple[KernelSpec, ForwardConfig | None]) -> None:
+def compile_one(job: tuple[KernelSpec, Any]) -> None:
     """Compiles one variant; its error, if any, comes again where it is measured."""
     spec, variant = job
-    select(variant)
+    select(spec.op, variant)
     try:
         ffi.prepare(spec)
     except Exception as error:
@@ -126,11 +142,14 @@ def tune(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for label, implementation, variant in attempts:
         try:
             with deadline(f"{name}: {label}"):
-                select(variant)
-                call, arrays = compiled(IMPLEMENTATIONS[implementation].attend, case, operands, dout, "forward")
-                result = call(*arrays).astype(jnp.float32)
+                select(options.mode, variant)
+                call, arrays = compiled(IMPLEMENTATIONS[implementation].attend, case, operands, dout, options.mode)
+                # Compiled for good: a function traced again would run the variant selected last.
+                call = call.lower(*arrays).compile()
+                result = [x.astype(jnp.float32) for x in jax.tree.leaves(call(*arrays))]
                 first = result if first is None else first
-                difference = float(jnp.linalg.norm(result - first) / jnp.linalg.norm(first))
+                pairs = zip(result, first, strict=True)
+                difference = max(float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) for x, y in pairs)
             error = None if difference < 8e-3 else f"differs from the first by {difference:.1e}"
             runs.append(Run(label, call, arrays, error))
         except Exception as error:
@@ -141,12 +160,12 @@ def tune(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 seconds = measure(run, options.measurement_ms)
             if turn >= 0:  # the one before is to warm up
                 run.seconds.append(seconds)
-    work = flops(case, "forward") / 1e12
+    work = flops(case, options.mode) / 1e12
     rates = {run.variant: work / statistics.median(run.seconds) for run in runs}
     best_peer = max((rates[peer] for peer in options.peers if peer in rates), default=None)
     for run in runs:
         rate = rates[run.variant]
-        record = {"case": name, "variant": run.variant, "error": run.error, "tflops": rate}
+        record = {"case": name, "mode": options.mode, "variant": run.variant, "error": run.error, "tflops": rate}
         record |= {"best_tflops": work / min(run.seconds), "rounds": options.rounds, "clocks": clocks()}
         yield record | ({} if best_peer is None else {"ratio": rate / best_peer})
 

@@ -158,7 +158,6 @@ CHANGES = {
     "dlse": True,
     "family": "sm90",
     "short": True,
-    "deterministic": True,
 }
 
 

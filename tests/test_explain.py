@@ -48,11 +48,20 @@ def test_elsewhere_names_every_reason() -> None:
 def test_on_a_gpu() -> None:
     found = explain(Q, K, V, is_causal=True, local_window_size=(64, 0))
     assert (found.implementation, found.reasons) == ("cuda", ())
+    assert found.kernel == "sm90 forward, sm90 backward"
+    assert found.tile is not None
+    for word in ("forward", "backward"):
+        assert word in found.tile
+    assert str(found) == f"CUDA kernels {found.kernel} ({found.tile})"
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_deterministic_gradients_are_the_portable_kernels() -> None:
+    found = explain(Q, K, V, deterministic=True)
     assert found.kernel == "sm90 forward, sm80 backward"
     assert found.tile is not None
     for word in ("forward", "dq", "dkdv"):
         assert word in found.tile
-    assert str(found) == f"CUDA kernels {found.kernel} ({found.tile})"
 
 
 @pytest.mark.usefixtures("_gpu")

@@ -21,6 +21,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
 from jax_fastattn.kernels.sm80 import backward as sm80_backward
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
+from jax_fastattn.kernels.sm90 import backward as sm90_backward
 from jax_fastattn.kernels.sm90 import forward as sm90_forward
 from jax_fastattn.kernels.spec import NUM_FLOATS, NUM_INTS, KernelSpec, launch_buffers
 
@@ -34,6 +35,7 @@ _KERNELS: dict[tuple[str, str], Any] = {
     ("sm80", "forward"): sm80_forward.ForwardKernel,
     ("sm80", "backward"): sm80_backward.BackwardKernel,
     ("sm90", "forward"): sm90_forward.ForwardKernel,
+    ("sm90", "backward"): sm90_backward.BackwardKernel,
 }
 _DTYPES = {
     "bfloat16": cutlass.BFloat16,

@@ -20,6 +20,9 @@ UNBOUNDED = 1 << 29
 SHORT_LENGTH = 2048
 _SHORT_HEAD_DIM = 96
 
+# Up to which head dims there is a backward kernel for Hopper.
+FUSED_HEAD_DIM = 128
+
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 8
 NUM_FLOATS = 2
@@ -41,7 +44,6 @@ class KernelSpec:
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
         short: T and S are at most `SHORT_LENGTH`: few tiles per row, which wants other variants. False where there is
             one variant for all lengths, so that a new length compiles nothing.
-        deterministic: gradients must be bitwise equal from run to run. False where they are anyway.
     """
 
     op: Literal["forward", "backward"]
@@ -60,14 +62,14 @@ class KernelSpec:
     dlse: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
     short: bool = False
-    deterministic: bool = False
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
     """The compile key for a problem that `unsupported_reasons` lets through."""
     spec = problem.spec
     left, right = spec.bounds
-    family = "sm90" if arch == "sm_90a" and op == "forward" else "sm80"
+    fused = max(problem.head_dim, problem.v_head_dim) <= FUSED_HEAD_DIM and not spec.deterministic
+    family = "sm90" if arch == "sm_90a" and (op == "forward" or fused) else "sm80"
     return KernelSpec(
         op=op,
         arch=arch,
@@ -86,10 +88,10 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         family=family,
         short=(
             family == "sm90"
+            and op == "forward"
             and max(problem.head_dim, problem.v_head_dim) <= _SHORT_HEAD_DIM
             and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
         ),
-        deterministic=family == "sm90" and op == "backward" and spec.deterministic,
     )
 
 
@@ -114,7 +116,8 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
     if spec.op == "forward":
         return operands | {"sinks": optional(spec.sinks, "float32"), "out": spec.dtype, "lse": "float32"}
     residuals = {"out": spec.dtype, "lse": "float32", "dout": spec.dtype, "dlse": optional(spec.dlse, "float32")}
-    return operands | residuals | {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
+    gradients = {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
+    return operands | residuals | gradients | ({"dq_sum": "float32"} if spec.family == "sm90" else {})
 
 
 def launch_scalars(problem: Problem, multiprocessors: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from jax_fastattn.kernels.sm80 import config as sm80
+from jax_fastattn.kernels.sm90 import backward_config as sm90_backward
 from jax_fastattn.kernels.sm90 import config as sm90
 from jax_fastattn.kernels.spec import UNBOUNDED, kernel_spec
 from jax_fastattn.spec import Problem
@@ -34,6 +35,11 @@ def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
     """Families, and query rows x keys of the tiles, that `problem` runs with on `arch`, in words."""
     forward_spec, backward_spec = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
     forward = {"sm80": sm80.forward_config, "sm90": sm90.forward_config}[forward_spec.family](forward_spec)
-    dq, dkdv = (config := sm80.backward_config(backward_spec)).dq, config.dkdv
-    tiles = f"forward {forward.rows}x{forward.keys}, dq {dq.rows}x{dq.keys}, dkdv {dkdv.queries}x{dkdv.keys}"
-    return f"{forward_spec.family} forward, {backward_spec.family} backward", tiles
+    if backward_spec.family == "sm90":
+        fused = sm90_backward.backward_config(backward_spec)
+        backward = f"backward {fused.queries}x{fused.keys}"
+    else:
+        dq, dkdv = (config := sm80.backward_config(backward_spec)).dq, config.dkdv
+        backward = f"dq {dq.rows}x{dq.keys}, dkdv {dkdv.queries}x{dkdv.keys}"
+    families = f"{forward_spec.family} forward, {backward_spec.family} backward"
+    return families, f"forward {forward.rows}x{forward.keys}, {backward}"

@@ -14,6 +14,7 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
+from jax_fastattn.kernels.sm90.backward_config import backward_config, padded_rows
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
 from jax_fastattn.portable import Gradients
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
@@ -63,26 +64,33 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> Gradients:
-    """One custom call, which launches the dq and the dkdv kernel."""
+    """One custom call, which launches every kernel of the backward pass."""
     padded = _padded(operands)._replace(sinks=None)
     problem = Problem.of(spec, padded)
     cotangents = [pad_head_dim(out), lse, pad_head_dim(dout)] + ([] if dlse is None else [dlse])
+    kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
     batch, query_length, num_heads = lse.shape
-    dq, dk, dv, stats = _launch(
-        kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None),  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
+    if kernel.family == "sm80":
+        scratch = [(batch, num_heads, query_length, 2)]
+    else:
+        rows = padded_rows(query_length)
+        scratch = [(batch, num_heads, 2, rows), (batch, num_heads, rows, backward_config(kernel).head_dim)]
+    dq, dk, dv, stats, *_ = _launch(
+        kernel,
         problem,
         padded.arrays() + cotangents,
-        [
-            *((x.shape, x.dtype) for x in padded[:3]),
-            ((batch, num_heads, query_length, 2), jnp.float32),
-        ],
+        [*((x.shape, x.dtype) for x in padded[:3]), *((shape, jnp.float32) for shape in scratch)],
     )
+    dsinks = None
+    if operands.sinks is not None:
+        delta = stats[..., 1] if kernel.family == "sm80" else stats[:, :, 1, :query_length]
+        dsinks = _sinks_gradient(operands.sinks, lse, delta)
     return Gradients(
         query=cut_head_dim(dq, operands.query.shape[3]),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
         bias=None,
-        sinks=None if operands.sinks is None else _sinks_gradient(operands.sinks, lse, stats[..., 1]),
+        sinks=dsinks,
     )
 
 

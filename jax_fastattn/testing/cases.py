@@ -42,6 +42,7 @@ class Case:
             `attention_varlen` passes it on: segment ids, and offsets by token. What is left is padding.
         sinks: "n" for one row, "bn" for one for each batch entry; None is absent.
         dlse: whether the log-sum-exp has a cotangent.
+        deterministic: as in `AttentionSpec`.
     """
 
     dtype: str = "float32"
@@ -65,6 +66,7 @@ class Case:
     packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     sinks: str | None = None
     dlse: bool = False
+    deterministic: bool = False
 
     def __str__(self) -> str:
         heads = (
@@ -96,6 +98,7 @@ class Case:
             joined("and", self.packed and self.packed[1]),
             self.sinks and f"sinks_{self.sinks}",
             "dlse" if self.dlse else None,
+            "deterministic" if self.deterministic else None,
             joined("scale", self.scale),
             joined("offset", self.query_offset),
             joined("qlen", self.query_seq_lengths),
@@ -125,6 +128,7 @@ class Case:
             is_causal=self.is_causal,
             window=self.window,
             logits_soft_cap=self.logits_soft_cap,
+            deterministic=self.deterministic,
             present=jax.eval_shape(self.operands, jax.random.key(0)).present(),
         )
 
@@ -329,6 +333,8 @@ GPU_CASES = [
     *_vary(_MHA, *_WINDOWS, {"window": (70, None), "is_causal": True}, {"window": (0, 9), "is_causal": True}),
     *_vary(_on(_MHA, window=(70, 30)), *_lengths((65, 1000), (1000, 129), (257, 128)), *_LONG),
     *_vary(_on(_GQA, window=(500, 0), query_offset=(-7, 90)), *_LONG),
+    # More query tiles than there are multiprocessors, in more than one section of heads.
+    *_vary(_on(_MHA, batch=1, num_kv_heads=20, head_dim=128, window=(300, 0)), *_lengths((1100, 1100))),
     *_vary(_on(_GQA, head_dim=128), *({"window": (None, right)} for right in (0, 1, 64, 150, 1000))),
     *_vary(_on(_GQA, is_causal=True), *_OFFSETS, *_lengths((1, 257), (129, 65), query_offset=(-3, 128))),
     *_vary(_on(_MHA, head_dim=128, query_offset=(64, -70)), *_WINDOWS, {"window": (150, None), "is_causal": True}),
@@ -354,6 +360,9 @@ GPU_CASES = [
     *_vary(_on(_MHA, dlse=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=128, is_causal=True, sinks="bn", dlse=True), {}, {"scale": -0.1}, *_FEW),
     *_vary(_on(_GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS),
+    # Equal bits in every run.
+    *_vary(_on(_MHA, deterministic=True), *_FEW),
+    *_vary(_on(_GQA, head_dim=128, is_causal=True, deterministic=True), *_FEW, *_LONG[:2]),
     # All of it at once.
     *_vary(
         _on(_MHA, num_kv_heads=4, group=5, head_dim=128, logits_soft_cap=5.0, sinks="n", dlse=True),

@@ -6,13 +6,14 @@ A kernel keeps scores q . k unscaled and folds `Scaling` into the exponential: o
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
+from jax_fastattn.kernels.spec import KernelSpec
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -52,6 +53,20 @@ def cap_score(score: Float32, inner: Float32) -> Float32:
     `tanh.approx` is one MUFU, but its 5e-4 times a cap of 50 is an error of 2 % in a probability.
     """
     return ptx.fma(Float32(-2.0), ptx.reciprocal(ptx.exp2(score * inner) + Float32(1.0)), Float32(1.0))
+
+
+class Transform(NamedTuple):
+    """From products to logits in base 2, with a scale of any sign: `factor * x`, or `factor * cap_score(x, inner)`."""
+
+    factor: Float32
+    inner: Any
+
+    @classmethod
+    def of(cls, spec: KernelSpec, scale: Float32, logits_soft_cap: Float32) -> "Transform":
+        """The factors of a launch."""
+        if spec.logits_soft_cap:
+            return cls(logits_soft_cap * LOG2_E, scale / logits_soft_cap * (2 * LOG2_E))
+        return cls(scale * LOG2_E, None)
 
 
 @dataclass(frozen=True)

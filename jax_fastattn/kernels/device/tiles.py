@@ -126,6 +126,13 @@ def store_rows(
         cutlass.if_generate(stored, store)
 
 
+def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any) -> Int32:
+    """An int32 operand `[B]` at one batch entry, moved into [low, high]; `otherwise` where there is no operand."""
+    if pointer is None:
+        return otherwise
+    return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
+
+
 def load_bounds(
     spec: KernelSpec,
     batch: Int32,
@@ -142,16 +149,10 @@ def load_bounds(
         operands: query_seq_lengths, key_value_seq_lengths, query_offset, each a pointer or None.
         window: window_left and window_right, read where the spec has the bound.
     """
-
-    def entry(pointer: Any, otherwise: Int32, low: Any, high: Any) -> Int32:
-        if pointer is None:
-            return otherwise
-        return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
-
-    offset = entry(operands[2], Int32(0), -UNBOUNDED, UNBOUNDED)
+    offset = load_entry(operands[2], batch, Int32(0), -UNBOUNDED, UNBOUNDED)
     return {
-        "query_end": entry(operands[0], lengths[0], 0, lengths[0]),
-        "key_end": entry(operands[1], lengths[1], 0, lengths[1]),
+        "query_end": load_entry(operands[0], batch, lengths[0], 0, lengths[0]),
+        "key_end": load_entry(operands[1], batch, lengths[1], 0, lengths[1]),
         "offset": offset,
         # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
         "left": window[0] if spec.window_left else offset + UNBOUNDED,

@@ -68,18 +68,15 @@ def tma_operand(
 
 
 def tma_copy(
-    atom: cute.CopyAtom, coordinates: cute.Tensor, shared: cute.Tensor, head: tuple[Int32, Int32], store: bool = False
+    atom: cute.CopyAtom, coordinates: cute.Tensor, shared: cute.Tensor, head: tuple[Int32, Int32]
 ) -> Callable[..., None]:
-    """A function `(tile, stage, barrier)` that copies a tile of rows; TMA completes the barrier.
-
-    A load is called by all lanes of one warp, a store by one lane.
+    """A function `(tile, stage, barrier)` by which one warp loads a tile of rows; TMA completes the barrier.
 
     Args:
         atom: from `tma_operand`, like the coordinates.
         coordinates: of the operand.
         shared: `[rows, columns, stage]`.
         head: (head, batch entry).
-        store: whether the copy goes from shared to global memory; then there is no barrier.
     """
     shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
     tiles = cute.local_tile(coordinates[None, None, head[0], head[1]], shape, (None, 0))
@@ -87,11 +84,8 @@ def tma_copy(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     )
 
-    def copy(tile: Int32, stage: Any, barrier: Any = None) -> None:
-        if store:
-            cute.copy(atom, inner[None, stage], outer[None, tile])
-        else:
-            cute.copy(atom, outer[None, tile], inner[None, stage], tma_bar_ptr=barrier)
+    def copy(tile: Int32, stage: Any, barrier: cute.Pointer) -> None:
+        cute.copy(atom, outer[None, tile], inner[None, stage], tma_bar_ptr=barrier)
 
     return copy
 

@@ -31,7 +31,7 @@ class DkdvKernel:
 
     def __init__(self, spec: KernelSpec, config: DkdvConfig):
         self.spec, self.config = spec, config
-        self.mma_dtype = gradient.MMA_DTYPE[spec.dtype]
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         dims = spec.head_dim, spec.v_head_dim
         self.key_tile, self.value_tile, self.query_tile, self.dout_tile, self.exchange_tile = config.tiles(*dims)
         self.row_blocks = config.keys_per_warp // 16
@@ -94,7 +94,7 @@ class DkdvKernel:
             kv_heads=kv_heads,
             valid_rows=bounds["key_end"] - at.row,
             stored_rows=key_length - at.row,
-            transform=gradient.Transform.of(spec, scale, logits_soft_cap),
+            transform=softmax.Transform.of(spec, scale, logits_soft_cap),
             dk_acc=cute.make_rmem_tensor((self.dk_blocks[0] * self.dk_blocks[1] * 4,), Float32),
             dv_acc=cute.make_rmem_tensor((self.dv_blocks[0] * self.dv_blocks[1] * 4,), Float32),
         )

@@ -30,7 +30,7 @@ class DqKernel:
 
     def __init__(self, spec: KernelSpec, config: DqConfig):
         self.spec, self.config = spec, config
-        self.mma_dtype = gradient.MMA_DTYPE[spec.dtype]
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.query_tile = SharedTile(config.rows, spec.head_dim)
         self.dout_tile = SharedTile(config.rows, spec.v_head_dim)
         self.key_tile = SharedTile(config.keys, spec.head_dim)
@@ -97,7 +97,7 @@ class DqKernel:
             kv_heads=kv_heads,
             valid_rows=bounds["query_end"] - at.row,
             stored_rows=query_length - at.row,
-            transform=gradient.Transform.of(spec, scale, logits_soft_cap),
+            transform=softmax.Transform.of(spec, scale, logits_soft_cap),
             acc=cute.make_rmem_tensor((self.dq_blocks[0] * self.dq_blocks[1] * 4,), Float32),
         )
         state.acc.fill(0.0)

@@ -44,7 +44,7 @@ class ForwardKernel:
     def __init__(self, spec: KernelSpec, config: ForwardConfig | None = None):
         self.spec = spec
         self.config = config or forward_config(spec)
-        self.mma_dtype = {"bfloat16": "bf16", "float16": "f16"}[spec.dtype]
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.query_tile = SharedTile(self.config.rows, spec.head_dim)
         self.key_tile = SharedTile(self.config.keys, spec.head_dim)
         self.value_tile = SharedTile(self.config.keys, spec.v_head_dim)

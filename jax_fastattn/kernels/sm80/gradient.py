@@ -10,30 +10,11 @@ dS is the gradient of s before the factor `scale`, which dq and dk receive once,
 visible key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask.
 """
 
-from typing import Any, NamedTuple
-
 from cutlass import Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane
-from jax_fastattn.kernels.device.softmax import LOG2_E, cap_score
-from jax_fastattn.kernels.spec import KernelSpec
-
-MMA_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
-
-
-class Transform(NamedTuple):
-    """From products to logits in base 2: `factor * x`, or with a soft cap `factor * tanh(...)`, see `cap_score`."""
-
-    factor: Float32
-    inner: Any
-
-    @classmethod
-    def of(cls, spec: KernelSpec, scale: Float32, logits_soft_cap: Float32) -> "Transform":
-        """The factors of a launch; scale may have any sign."""
-        if spec.logits_soft_cap:
-            return cls(logits_soft_cap * LOG2_E, scale / logits_soft_cap * (2 * LOG2_E))
-        return cls(scale * LOG2_E, None)
+from jax_fastattn.kernels.device.softmax import Transform, cap_score
 
 
 def differentiate(

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of the Hopper backward kernels: one frozen config for each kernel, checked against shared memory.
+"""Variants of the Hopper backward kernel: one frozen config each, checked against shared memory.
 
 Pure Python, no import of the DSL: tests and the support table read it on any machine. What each row compiles to and how
 fast it was measured is in docs/kernels/sm90.md.
@@ -9,35 +9,51 @@ fast it was measured is in docs/kernels/sm90.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jax_fastattn.kernels.sm90.config import SHARED_MEMORY, WARPGROUP_ROWS, padded_head_dim
 from jax_fastattn.kernels.spec import KernelSpec
 
+# Query rows to a multiple of which statistics and sums of dq are padded.
+ROW_ALIGNMENT = 128
+
+
+def padded_rows(rows: Any) -> Any:
+    """Rows of a head in the statistics and in the sums of dq; for Python and device integers."""
+    return (rows + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
+
 
 @dataclass(frozen=True)
-class DkdvConfig:
-    """One variant of the key-stationary kernel for padded head dims up to 128: 128 keys, two consumer warpgroups.
+class BackwardConfig:
+    """One variant of the fused kernel: 128 keys of a CTA, two consumer warpgroups of 64 keys each.
 
     Attributes:
-        queries: query rows of a tile, 64 or 128.
-        stages: tiles of Q and of dO in their rings, at least 2.
-        adds_dq: whether it also adds up dq, in float32. Needs both padded head dims 64 with 128 queries, or padded head
-            dim 128 with 64 queries.
-        rotated: whether S of the next tile is issued before this one has ended. Needs the registers of 64 queries.
-        rounds_late: whether P is rounded together with dS, so that no product of the warpgroup runs under dS: saves the
-            registers that 128 queries need. Not with a soft cap.
+        queries: query rows of a tile: 128 for padded head dims of 64, else 64.
+        stages: tiles of Q, of dO and of dS in shared memory.
+        staged: whether sums of dq go through shared memory and TMA, else from registers by atomic additions.
     """
 
     queries: int
     stages: int
-    adds_dq: bool = False
-    rotated: bool = False
-    rounds_late: bool = False
+    staged: bool
 
     @property
     def keys(self) -> int:
         """Keys of a CTA."""
         return 2 * WARPGROUP_ROWS
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of Q, K and dq, zeros included: of a tile's dq, each warpgroup computes [64, 64]."""
+        return 64 if self.queries == 128 else 128
+
+    @property
+    def rounds_late(self) -> bool:
+        """Whether P is rounded together with dS, so that no product of the warpgroup runs under dS.
+
+        Saves the registers that 128 queries need; not with a soft cap, whose factor of dS takes the place of P.
+        """
+        return self.queries == 128
 
     @property
     def consumer_threads(self) -> int:
@@ -56,23 +72,26 @@ class DkdvConfig:
 
 
 @dataclass(frozen=True)
-class DkdvMemory:
-    """Byte offsets in dynamic shared memory: K, V, the rings of Q and dO, dS, statistics, mbarriers.
+class BackwardMemory:
+    """Byte offsets in dynamic shared memory: K, V, the rings of Q, dO and dS, staged dQ, statistics, mbarriers.
 
     Attributes:
         config: the variant.
-        head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V and dO in shared memory, padded.
     """
 
-    config: DkdvConfig
-    head_dim: int
+    config: BackwardConfig
     v_head_dim: int
 
     @classmethod
-    def of(cls, spec: KernelSpec, config: DkdvConfig) -> DkdvMemory:
+    def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """The layout of a compile key."""
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+        return cls(config, padded_head_dim(spec.v_head_dim))
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of Q and K in shared memory."""
+        return self.config.head_dim
 
     @property
     def query_nbytes(self) -> int:
@@ -106,14 +125,19 @@ class DkdvMemory:
 
     @property
     def dscore_start(self) -> int:
-        """Offset of two buffers of dS, each of [64, 64] tiles: query halves fastest, then key halves."""
+        """Offset of a buffer of dS for each stage, of [64, 64] tiles: query halves fastest, then key halves."""
         return self.dout_start + self.config.stages * self.dout_nbytes
+
+    @property
+    def staging_start(self) -> int:
+        """Offset of a float32 dQ of one tile, [64, 64] of each warpgroup."""
+        dscore_nbytes = self.config.stages * self.config.queries * self.config.keys * 2
+        return self.dscore_start + dscore_nbytes
 
     @property
     def stats_start(self) -> int:
         """Offset of the ring of statistics."""
-        dscore_nbytes = 2 * self.config.queries * self.config.keys * 2 if self.config.adds_dq else 0
-        return self.dscore_start + dscore_nbytes
+        return self.staging_start + (2 * 4 * WARPGROUP_ROWS * WARPGROUP_ROWS if self.config.staged else 0)
 
     @property
     def barrier_start(self) -> int:
@@ -131,9 +155,8 @@ class DkdvMemory:
         return self.nbytes <= SHARED_MEMORY
 
 
-def dkdv_config(spec: KernelSpec, *, adds_dq: bool = False) -> DkdvConfig:
-    """The key-stationary variant for padded head dims up to 128."""
-    head_dim, v_head_dim = padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)
-    if max(head_dim, v_head_dim) <= 64 and not spec.logits_soft_cap:
-        return DkdvConfig(128, 3, adds_dq, rounds_late=True)
-    return DkdvConfig(64, 3, adds_dq, rotated=adds_dq)
+def backward_config(spec: KernelSpec) -> BackwardConfig:
+    """The variant for a compile key."""
+    if max(spec.head_dim, spec.v_head_dim) <= 64 and not spec.logits_soft_cap:
+        return BackwardConfig(128, 2, staged=False)
+    return BackwardConfig(64, 2, staged=True)

@@ -38,6 +38,9 @@ from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 _SUM_LIMITS = {"bfloat16": 2.0**60, "float16": 2.0**14}
 _NEVER = float("-inf")
 
+# Key/value heads whose tiles of one position come next to each other under a left window bound.
+_SECTION_HEADS = 16
+
 
 class ForwardKernel:
     """The forward kernel of one compile key.
@@ -52,7 +55,7 @@ class ForwardKernel:
         self.config = config or forward_config(spec)
         self.memory = SharedMemory.of(spec, self.config)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
-        self.mma_dtype = {"bfloat16": "bf16", "float16": "f16"}[spec.dtype]
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.out_blocks = self.memory.v_head_dim // 8
 
     @cute.jit
@@ -118,7 +121,9 @@ class ForwardKernel:
         tile_count = (query_length + (config.rows - 1)) // config.rows
         ctas = batch * num_heads * tile_count
         if cutlass.const_expr(config.walks):
-            ctas = Int32(cutlass.min(batch * num_heads * ((tile_count + 1) // 2), config.blocks * multiprocessors))
+            if cutlass.const_expr(not spec.window_left):
+                ctas = batch * num_heads * ((tile_count + 1) // 2)
+            ctas = Int32(cutlass.min(ctas, config.blocks * multiprocessors))
         self.kernel(
             *query_tma,
             *key_tma,
@@ -260,10 +265,12 @@ class ForwardKernel:
         Heads of a group come next to each other (they share K and V in L2), then the query tiles of the group, then
         key/value heads and batch entries. One CTA per tile: from the last tile to the first, since the longest of a
         causal mask should start first. Walking CTAs take a tile from the end and its counterpart from the beginning:
-        with a causal mask all such pairs are equally long.
+        with a causal mask all such pairs are equally long; with a left window bound too they are not, see
+        `_walk_sections`.
         """
         spec, config = self.spec, self.config
         block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
         tile_count = (call.query_length + (config.rows - 1)) // config.rows
         kv_heads = call.num_heads // spec.group
 
@@ -277,8 +284,10 @@ class ForwardKernel:
             position, *where = locate(block, tile_count)
             body(self._work(call, tile_count - 1 - position, *where))
             return
+        if spec.window_left:
+            self._walk_sections(call, tile_count, body)
+            return
         pair_count = (tile_count + 1) // 2
-        grid, _, _ = cute.arch.grid_dim()
         total = pair_count * call.num_heads * call.batch
 
         def walk(i: Int32) -> None:
@@ -293,6 +302,34 @@ class ForwardKernel:
             wgmma.loop(count, visit)
 
         wgmma.loop((total - block + (grid - 1)) // grid, walk)
+
+    def _walk_sections(self, call: SimpleNamespace, tile_count: Int32, body: Callable[[SimpleNamespace], None]) -> None:
+        """Walks the query tiles under a window: equally long but for the short ones at the beginning of each head.
+
+        Heads come in sections. In a section the last tile of every head comes first, then the one before it of every
+        head: the short ones come last, and several tiles of a head still run at a time, on the same keys. Each round
+        deals one tile to each CTA, every other one in reverse.
+        """
+        spec = self.spec
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        heads = call.num_heads * call.batch
+        full_section = _SECTION_HEADS * spec.group
+
+        def walk(i: Int32) -> None:
+            index = i * grid + ptx.where(i % 2 == 0, block, grid - 1 - block)
+            section = index // (full_section * tile_count)
+            first_head = section * full_section
+            index = index - first_head * tile_count
+            section_heads = Int32(cutlass.min(heads - first_head, Int32(full_section)))
+            position, head = index // section_heads, first_head + index % section_heads
+            batch, head = head // call.num_heads, head % call.num_heads
+            body(self._work(call, tile_count - 1 - position, head // spec.group, head, batch))
+
+        total = heads * tile_count
+        rounds, rest = total // grid, total % grid
+        last = ptx.where(rounds % 2 == 0, block, grid - 1 - block)
+        wgmma.loop(rounds + ptx.where(last < rest, Int32(1), Int32(0)), walk)
 
     def _work(self, call: SimpleNamespace, tile: Int32, kv_head: Int32, head: Int32, batch: Int32) -> SimpleNamespace:
         """One query tile of one head: its rows, what they may see, and the key tiles to visit."""

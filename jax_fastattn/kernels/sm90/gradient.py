@@ -10,7 +10,7 @@ dS is the gradient of s before the factor `scale`, which dq and dk receive once,
 visible key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as
 its scores are numbers.
 
-Statistics are float32 `[B, N, padded(T, 128), 2]`, so that every tile of them starts at a multiple of 16 bytes.
+Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes.
 """
 
 from typing import Any, NamedTuple
@@ -20,49 +20,24 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.device.softmax import LOG2_E, Limits
-from jax_fastattn.kernels.spec import KernelSpec
-
-MMA_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
-
-# Query rows to a multiple of which statistics and sums of dq are padded.
-ROW_ALIGNMENT = 128
-
-
-def padded_rows(rows: Any) -> Any:
-    """Rows of a head in the statistics and in the sums of dq; for Python and device integers."""
-    return (rows + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
+from jax_fastattn.kernels.device.softmax import Limits, Transform, cap_score
 
 
 def dq_sum_offset(row: Any, column: Any, columns: int) -> Any:
     """Index of an element in the float32 sums of dq of one head, `padded_rows(T) * columns` elements.
 
-    The order of wgmma's accumulators, so that each lane adds 16 bytes and a warp 512 neighbouring ones. Blocks of 64
-    rows follow each other; in a block, 8 columns of 64 rows follow each other; there, 16 neighbouring elements (64
-    bytes) are 8 columns of the rows r and r + 8, r % 16 < 8: two columns of r, the same two of r + 8, the next two of r
-    and so on. So 64 bytes of sums are 16 bytes each of two rows of dq.
+    The order of wgmma's accumulators: blocks of 64 rows and 64 columns follow each other, columns first, and are 16 KB
+    each; in a block, 16 rows of a warp, 4 KB; there, 8 columns of the 16 rows, 512 bytes, 16 of each lane: two columns
+    of the rows r and r + 8. So 64 neighbouring bytes are 8 columns of two rows.
 
     Args:
         row: row of the head.
         column: column, less than `columns`.
-        columns: the padded head dim.
+        columns: the padded head dim, a multiple of 64.
     """
-    chunk = (row // 64 * (columns // 8) + column // 8) * 32 + row % 64 // 16 * 8 + row % 8
-    return chunk * 16 + column % 8 // 2 * 4 + row // 8 % 2 * 2 + column % 2
-
-
-class Transform(NamedTuple):
-    """From products to logits in base 2: `factor * x`, or with a soft cap `factor * tanh(inner * x)`."""
-
-    factor: Float32
-    inner: Any
-
-    @classmethod
-    def of(cls, spec: KernelSpec, scale: Float32, logits_soft_cap: Float32) -> "Transform":
-        """The factors of a launch; scale may have any sign."""
-        if spec.logits_soft_cap:
-            return cls(logits_soft_cap * LOG2_E, scale / logits_soft_cap)
-        return cls(scale * LOG2_E, None)
+    block = row // 64 * (columns // 64) + column // 64
+    chunk = (block * 4 + row % 64 // 16) * 8 + column % 64 // 8
+    return chunk * 128 + row % 8 * 16 + column % 8 // 2 * 4 + row // 8 % 2 * 2 + column % 2
 
 
 class Visibility(NamedTuple):
@@ -71,19 +46,22 @@ class Visibility(NamedTuple):
     Attributes:
         limits: the columns seen.
         check_low: whether their lower end can lie inside of a tile.
+        check_high: whether their upper end can.
     """
 
     limits: Limits
     check_low: bool
+    check_high: bool
 
     @classmethod
-    def of(cls, limits: Limits, column: Int32, check_low: bool) -> "Visibility":
+    def of(cls, limits: Limits, column: Int32, check_low: bool, check_high: bool = True) -> "Visibility":
         """`column` is the number of the lane's first column in the whole matrix."""
-        return cls(Limits(limits.low - column, limits.high - column), check_low)
+        return cls(Limits(limits.low - column, limits.high - column), check_low, check_high)
 
     def select(self, x: Float32, at: int) -> Float32:
         """x where column `at` is seen, else 0. A select, not a product: what is hidden may be no number."""
-        x = ptx.where(Int32(at) < self.limits.high, x, Float32(0.0))
+        if self.check_high:
+            x = ptx.where(Int32(at) < self.limits.high, x, Float32(0.0))
         return ptx.where(Int32(at) >= self.limits.low, x, Float32(0.0)) if self.check_low else x
 
 
@@ -99,13 +77,15 @@ def exponentiate(
         visibility: of the accumulator row; None where the whole tile is seen.
         at: column of the score, counted as `visibility` does.
     """
-    capped = score if transform.inner is None else ptx.tanh(score * transform.inner)
+    capped = score if transform.inner is None else cap_score(score, transform.inner)
     probability = ptx.exp2(ptx.fma(capped, transform.factor, -lse2))
-    if visibility is not None:
-        probability = visibility.select(probability, at)
-    if transform.inner is None:
-        return probability, probability
-    return probability, probability * ptx.fma(-capped, capped, Float32(1.0))
+    weight = probability
+    if transform.inner is not None:
+        weight = probability * ptx.fma(-capped, capped, Float32(1.0))
+    if visibility is None:
+        return probability, weight
+    seen = visibility.select(probability, at)
+    return seen, seen if transform.inner is None else visibility.select(weight, at)
 
 
 def uniform(visit: plan.TileRange) -> plan.TileRange:

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The key-stationary Hopper backward kernel for padded head dims up to 128: dk and dv, on request the sums of dq.
+"""The key-stationary Hopper backward kernel for head dims up to 128: dk, dv and the sums of dq.
 
 A CTA owns 128 keys of one key/value head: two consumer warpgroups of 64 keys each, and one producer warp. K and V stay
 in shared memory, tiles of Q (with statistics) and of dO pass through two rings, for all query heads of the group. Per
 tile, everything transposed so that keys are rows:
 
-    S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    and with `adds_dq`  dQ = dS K
+    S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
 
 P^T and dS^T go from accumulator to A operand inside registers; dS also to shared memory for dQ, of which each
 warpgroup computes half and adds it to a float32 buffer, in an order that differs from run to run.
@@ -16,38 +16,67 @@ Query tiles are visited in ascending order: masked ones (right window edge), ful
 """
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import DkdvConfig, DkdvMemory
+from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, BackwardMemory, padded_rows
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
 _BLOCK = 64
-_BLOCK_NBYTES = 2 * _BLOCK * _BLOCK
+# Float32 sums of so many rows and columns.
+_BLOCK_NBYTES = 4 * _BLOCK * _BLOCK
 
 
-class DkdvKernel:
-    """Writes dk and dv; with `config.adds_dq` adds dq to `dq_sum`.
+class _Edges(NamedTuple):
+    """Which edges of the visible queries a masked tile may hold."""
+
+    low: bool
+    high: bool
+
+
+class _Uniform:
+    """Int32 values that loops carry, the same in all lanes of a warp."""
+
+    def __init__(self, *values: Int32):
+        self._count = len(values)
+        self._at = cute.make_rmem_tensor((self._count,), Int32)
+        for i, value in enumerate(values):
+            self._at[i] = value
+
+    def __getitem__(self, i: int) -> Int32:
+        return self._at[i]
+
+    def __setitem__(self, i: int, value: Int32) -> None:
+        self._at[i] = value
+
+    def settle(self) -> None:
+        """Tells the compiler, before a loop, that all lanes have the same."""
+        for i in range(self._count):
+            self._at[i] = cute.arch.make_warp_uniform(self._at[i])
+
+
+class FusedKernel:
+    """Writes dk and dv, and adds dq to `dq_sum`.
 
     Args:
         spec: the compile key.
         config: the variant.
     """
 
-    def __init__(self, spec: KernelSpec, config: DkdvConfig):
+    def __init__(self, spec: KernelSpec, config: BackwardConfig):
         self.spec, self.config = spec, config
-        self.memory = DkdvMemory.of(spec, config)
+        self.memory = BackwardMemory.of(spec, config)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
-        self.mma_dtype = gradient.MMA_DTYPE[spec.dtype]
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
 
     def launch(
         self,
@@ -61,13 +90,14 @@ class DkdvKernel:
         stats: cute.Pointer,
         dk: cute.Pointer,
         dv: cute.Pointer,
-        dq_sum: cute.Pointer | None,
+        dq_sum: cute.Pointer,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
         num_heads: Int32,
         window_left: Int32,
         window_right: Int32,
+        multiprocessors: Int32,
         scale: Float32,
         logits_soft_cap: Float32,
         stream: cuda.CUstream,
@@ -82,17 +112,18 @@ class DkdvKernel:
             key_value_seq_lengths: int32 `[B]` or None.
             query_offset: int32 `[B]` or None.
             dout: `[B, T, N, D]`.
-            stats: float32 `[B, N, padded_rows(T), 2]`, every row written.
+            stats: float32 `[B, N, 2, padded_rows(T)]`, every row written.
             dk: `[B, S, K, H]`, written in full, like dv.
             dv: `[B, S, K, D]`.
             dq_sum: float32 `[B, N, padded_rows(T) * padded H]` in the order of `gradient.dq_sum_offset`, zeroed by the
-                caller; None without `adds_dq`.
+                caller.
             batch: B.
             query_length: T.
             key_length: S.
             num_heads: N.
             window_left: keys to the left of its own position that a query sees.
             window_right: the same to the right.
+            multiprocessors: of the GPU.
             scale: factor on q . k, of any sign.
             logits_soft_cap: the cap.
             stream: CUDA stream.
@@ -121,6 +152,8 @@ class DkdvKernel:
             query_length,
             key_length,
             num_heads,
+            batch * kv_heads,
+            (multiprocessors + (key_tiles - 1)) // key_tiles,
             window_left,
             window_right,
             scale,
@@ -151,10 +184,12 @@ class DkdvKernel:
         stats: cute.Pointer,
         dk: cute.Pointer,
         dv: cute.Pointer,
-        dq_sum: cute.Pointer | None,
+        dq_sum: cute.Pointer,
         query_length: Int32,
         key_length: Int32,
         num_heads: Int32,
+        all_heads: Int32,
+        section: Int32,
         window_left: Int32,
         window_right: Int32,
         scale: Float32,
@@ -166,7 +201,7 @@ class DkdvKernel:
         shared = self._shared()
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
         work = self._work(
-            (query_length, key_length, num_heads),
+            (query_length, key_length, num_heads, all_heads, section),
             (query_seq_lengths, key_value_seq_lengths, query_offset),
             (window_left, window_right),
         )
@@ -179,7 +214,7 @@ class DkdvKernel:
 
         def consume() -> None:
             cute.arch.setmaxregister_increase(config.registers[0])
-            transform = gradient.Transform.of(spec, scale, logits_soft_cap)
+            transform = softmax.Transform.of(spec, scale, logits_soft_cap)
             self._consume(shared, work, transform, (thread, warp_index), (dk, dv, dq_sum), scale)
 
         cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
@@ -203,8 +238,8 @@ class DkdvKernel:
             value=staged(memory.value_start, WARPGROUP_ROWS, memory.v_head_dim, 2),
             query=staged(memory.query_start, config.queries, memory.head_dim, stages),
             dout=staged(memory.dout_start, config.queries, memory.v_head_dim, stages),
-            key_blocks=staged(0, _BLOCK, _BLOCK, 2 * blocks) if config.adds_dq else None,
-            dscore=staged(memory.dscore_start, _BLOCK, _BLOCK, config.queries // 16) if config.adds_dq else None,
+            key_blocks=staged(0, _BLOCK, _BLOCK, 2 * blocks),
+            dscore=staged(memory.dscore_start, _BLOCK, _BLOCK, stages * config.queries // 32),
             key_full=barriers,
             value_full=barriers + 1,
             query_full=barriers + 2,
@@ -232,27 +267,29 @@ class DkdvKernel:
         cutlass.if_generate(warp_index == 0, initialize)
         cute.arch.sync_threads()
 
-    def _work(self, sizes: tuple[Int32, Int32, Int32], operands: tuple, window: tuple) -> SimpleNamespace:
+    def _work(self, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
         """The keys of this CTA and the query tiles that see them.
 
-        Block index, fastest first: key tile, key/value head, batch entry. Neighbouring CTAs read the same Q and dO, and
-        under a causal mask the longest of a head start first.
+        Heads come in sections of about as many key tiles as the GPU runs at a time. In a section the first tile of
+        every head comes first, then the second: under a causal mask the longest start first, and those that run
+        together read the same Q and dO.
         """
         spec, config = self.spec, self.config
-        query_length, key_length, num_heads = sizes
+        query_length, key_length, num_heads, all_heads, section = sizes
         block, _, _ = cute.arch.block_idx()
         kv_heads = num_heads // spec.group
         key_tiles = (key_length + (config.keys - 1)) // config.keys
-        tile, head_index = block % key_tiles, block // key_tiles
+        first_head = block // (section * key_tiles) * section
+        heads = Int32(cutlass.min(section, all_heads - first_head))
+        index = block - first_head * key_tiles
+        tile, head_index = index // heads, first_head + index % heads
         batch = head_index // kv_heads
         row = tile * config.keys
         bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
         visit = tiles.query_tiles(row, config.keys, config.queries, **bounds)
-        if config.adds_dq:
-            # Keys past the end would add to dq: where there are some, every tile is masked.
-            full_end = ptx.where(row + config.keys > bounds["key_end"], visit.begin, visit.full_end)
-            full_begin = Int32(cutlass.min(visit.full_begin, full_end))
-            visit = plan.TileRange(visit.begin, visit.end, full_begin, full_end)
+        # Keys past the end would add to dq: where there are some, every tile is masked.
+        full_begin = ptx.where(row + config.keys > bounds["key_end"], visit.end, visit.full_begin)
+        visit = visit._replace(full_begin=full_begin, full_end=Int32(cutlass.max(visit.full_end, full_begin)))
         return SimpleNamespace(
             tile=tile,
             row=row,
@@ -286,14 +323,16 @@ class DkdvKernel:
             head = work.first_head + member
             copy_query = wgmma.tma_copy(*query, shared.query, (head, work.batch))
             copy_dout = wgmma.tma_copy(*dout, shared.dout, (head, work.batch))
-            head_row = (Int64(work.batch) * work.num_heads + head) * gradient.padded_rows(work.query_length)
+            head_row = (Int64(work.batch) * work.num_heads + head) * padded_rows(work.query_length)
 
             def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
                 copy_query(tile, stage, barrier)
-                source = stats.toint() + (head_row + tile * config.queries) * 8
+                rows, nbytes = padded_rows(work.query_length), memory.stats_nbytes // 2
+                source = stats.toint() + (2 * head_row + tile * config.queries) * 4
                 target = shared.address + memory.stats_start + stage * memory.stats_nbytes
                 with cute.arch.elect_one():
-                    ptx.copy_bulk(target, source, memory.stats_nbytes, barrier.toint())
+                    ptx.copy_bulk(target, source, nbytes, barrier.toint())
+                    ptx.copy_bulk(target + nbytes, source + Int64(rows) * 4, nbytes, barrier.toint())
 
             def load(i: Int32) -> None:
                 tile = work.visit.begin + i
@@ -312,7 +351,7 @@ class DkdvKernel:
         self,
         shared: SimpleNamespace,
         work: SimpleNamespace,
-        transform: gradient.Transform,
+        transform: softmax.Transform,
         who: tuple[Int32, Int32],
         outputs: tuple,
         scale: Float32,
@@ -326,7 +365,6 @@ class DkdvKernel:
         dk_mma = wgmma.product(self.dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
         dv_mma = wgmma.product(self.dtype, memory.v_head_dim, a_in_registers=True, b_transposed=True)
         scores = (WARPGROUP_ROWS, config.queries)
-        row = work.row + warp_index * 16 + lane_row
         state = SimpleNamespace(
             shared=shared,
             work=work,
@@ -334,10 +372,9 @@ class DkdvKernel:
             thread=thread,
             group=group,
             warp=warp_index % 4,
+            row=warp_index * 16 + lane_row,
             lane_column=lane_column,
-            limits=self._limits(work, row),
-            queries=wgmma.Ring(shared.query_full, shared.query_empty, config.stages),
-            douts=wgmma.Ring(shared.dout_full, shared.dout_empty, config.stages),
+            stage=_Uniform(Int32(0), Int32(0)),
             score_mma=score_mma,
             dk_mma=dk_mma,
             dv_mma=dv_mma,
@@ -358,147 +395,142 @@ class DkdvKernel:
         state.dv.fill(0.0)
         visit = work.visit
         wgmma.wait(shared.key_full, Int32(0))
-        if config.adds_dq:
-            self._prepare_dq(state, outputs[2])
-        if config.rotated:
-            state.remaining, state.query_slot = cute.make_rmem_tensor((1,), Int32), cute.make_rmem_tensor((1,), Int32)
-            state.remaining[0] = spec.group * (visit.end - visit.begin)
-            state.query_slot[0] = Int32(0)
-            cutlass.if_generate(state.remaining[0] > 0, lambda: self._take_query(state))
-            self._start_scores(state, state.query_slot[0])
-            warpgroup.wait_group(0)
+        self._prepare_dq(state, outputs[2])
         wgmma.wait(shared.value_full, Int32(0))
 
-        def visit_tiles(head: Int32, begin: Int32, end: Int32, masked: bool) -> None:
-            state.queries.settle()
-            state.douts.settle()
-            wgmma.loop(end - begin, lambda i: self._tile(state, head, begin + i, masked=masked))
+        def visit_tiles(head: Int32, begin: Int32, end: Int32, edges: _Edges | None) -> None:
+            state.stage.settle()
+            wgmma.loop(end - begin, lambda i: self._tile(state, head, begin + i, edges))
+
+        # Scores of queries past query_seq_lengths may be no numbers.
+        checks_high = spec.window_left or spec.query_seq_lengths
 
         def visit_head(member: Int32) -> None:
             head = work.first_head + member
-            if spec.window_right:
-                visit_tiles(head, visit.begin, visit.full_begin, masked=True)
-            visit_tiles(head, visit.full_begin, visit.full_end, masked=False)
-            visit_tiles(head, visit.full_end, visit.end, masked=True)
+            visit_tiles(head, visit.begin, visit.full_begin, _Edges(True, checks_high))
+            # Queries past the end of the array have P = 0 by their statistics.
+            visit_tiles(head, visit.full_begin, visit.full_end if checks_high else visit.end, None)
+            if checks_high:
+                visit_tiles(head, visit.full_end, visit.end, _Edges(True, True))
 
         wgmma.loop(Int32(spec.group), visit_head)
-        self._store(state, (row - work.row, thread % 4), outputs, scale)
+        if config.staged:
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self._send_dq(state)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self._store(state, outputs, scale)
 
-    def _limits(self, work: SimpleNamespace, row: Int32) -> list[softmax.Limits]:
-        """Which queries see each of the lane's two keys."""
-        bounds = {name: x for name, x in work.bounds.items() if name != "key_end"}
-        limits = [softmax.query_limits(row + 8 * i, **bounds) for i in range(2)]
-        if self.config.adds_dq:
-            end = work.bounds["key_end"]
-            limits = [
-                softmax.Limits(x.low, ptx.where(row + 8 * i < end, x.high, Int32(0))) for i, x in enumerate(limits)
-            ]
-        return limits
-
-    def _tile(self, state: SimpleNamespace, head: Int32, tile: Int32, *, masked: bool) -> None:
+    def _tile(self, state: SimpleNamespace, head: Int32, tile: Int32, edges: _Edges | None) -> None:
         """One query tile, from its scores to the sums."""
-        config = self.config
-        if config.rotated:
-            query_slot = state.query_slot[0]
-        else:
-            query_slot = state.queries.wait()
-            self._start_scores(state, query_slot)
-        dout_slot = state.douts.wait()
-        if masked and self.spec.query_seq_lengths:
-            self._zero_queries(state, tile, query_slot, dout_slot)
-        dout = state.dout[None, None, None, dout_slot]
+        config, shared = self.config, state.shared
+        stage, phase = state.stage[0], state.stage[1]
+        wgmma.wait(shared.query_full + stage, phase)
+        query = state.query[None, None, None, stage]
+        wgmma.gemm(state.score_mma, state.score, state.key, query, accumulate=False)
+        wgmma.wait(shared.dout_full + stage, phase)
+        if edges is not None and self.spec.query_seq_lengths:
+            self._zero_queries(state, tile, stage)
+        dout = state.dout[None, None, None, stage]
         wgmma.gemm(state.score_mma, state.dscore, state.value, dout, accumulate=False)
-        if not config.rotated:
-            warpgroup.wait_group(1)
-        self._probabilities(state, tile, query_slot, masked)
+        # Loaded before the waits, as far as registers go: the latency passes under the products.
+        blocks = config.queries // 8
+        early = 0 if self.spec.logits_soft_cap else blocks
+        lse2 = self._stats(state, stage, 0, range(early))
+        warpgroup.wait_group(1)
+        lse2 += self._stats(state, stage, 0, range(early, blocks))
+        self._probabilities(state, tile, lse2, edges)
+        delta = self._stats(state, stage, 1, range(early // 2))
         if not config.rounds_late:
-            self._add_dv(state, dout_slot)
+            self._add_dv(state, stage)
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
-        self._dscores(state, tile, query_slot, masked)
-        if config.adds_dq:
-            self._store_dscores(state)
+        delta += self._stats(state, stage, 1, range(early // 2, blocks))
+        self._dscores(state, tile, delta, edges)
+        self._store_dscores(state, stage)
         if config.rounds_late:
-            self._add_dv(state, dout_slot)
-        query_t = state.query_t[None, None, None, query_slot]
+            self._add_dv(state, stage)
+        self._start_dq(state, stage)
+        query_t = state.query_t[None, None, None, stage]
         wgmma.gemm(state.dk_mma, state.dk, state.ds_fragment, query_t, accumulate=True)
-        if config.adds_dq:
-            self._start_dq(state)
-        flying = int(config.adds_dq)
-        if config.rotated:
-            warpgroup.wait_group(flying)
-            state.douts.release(dout_slot)
-            self._start_next_scores(state)
-            flying += 1
-        else:
-            warpgroup.wait_group(flying + 1)
-            state.douts.release(dout_slot)
-        # Of the groups in flight dk is the oldest; then dq, then the next scores.
-        warpgroup.wait_group(flying)
-        state.queries.release(query_slot)
-        if config.adds_dq:
-            warpgroup.wait_group(int(config.rotated))
-            self._add_dq(state, head, tile)
+        if config.staged:
+            self._send_dq(state)
+        # In flight, oldest first: dv, dq, dk.
+        warpgroup.wait_group(2)
+        _release(shared.dout_empty + stage)
+        warpgroup.wait_group(1)
+        self._add_dq(state, head, tile)
+        self._advance(state)
         warpgroup.wait_group(0)
+        _release(shared.query_empty + stage)
 
-    def _start_scores(self, state: SimpleNamespace, slot: Int32) -> None:
-        query = state.query[None, None, None, slot]
-        wgmma.gemm(state.score_mma, state.score, state.key, query, accumulate=False)
-
-    def _start_next_scores(self, state: SimpleNamespace) -> None:
-        """Starts the scores of the next tile, of this head or the next; after the last one, any that nobody reads."""
-        state.remaining[0] = cute.arch.make_warp_uniform(state.remaining[0] - 1)
-        cutlass.if_generate(state.remaining[0] > 0, lambda: self._take_query(state))
-        self._start_scores(state, state.query_slot[0])
-
-    def _take_query(self, state: SimpleNamespace) -> None:
-        state.query_slot[0] = state.queries.wait()
+    def _advance(self, state: SimpleNamespace) -> None:
+        """Goes to the next stage of both rings, which move alike; the phase is the parity of the lap."""
+        wraps = state.stage[0] == self.config.stages - 1
+        state.stage[0] = ptx.where(wraps, Int32(0), state.stage[0] + 1)
+        state.stage[1] = state.stage[1] ^ ptx.where(wraps, Int32(1), Int32(0))
 
     def _add_dv(self, state: SimpleNamespace, slot: Int32) -> None:
         dout_t = state.dout_t[None, None, None, slot]
         wgmma.gemm(state.dv_mma, state.dv, state.p_fragment, dout_t, accumulate=True)
 
-    def _visibilities(self, state: SimpleNamespace, tile: Int32) -> list[gradient.Visibility]:
-        """Of the lane's two rows in one tile."""
-        column = tile * self.config.queries + state.lane_column
-        return [gradient.Visibility.of(x, column, self.spec.window_right) for x in state.limits]
+    def _visibilities(self, state: SimpleNamespace, tile: Int32, edges: _Edges) -> list[gradient.Visibility]:
+        """Of the lane's two rows in one tile.
 
-    def _stats(self, state: SimpleNamespace, slot: Int32) -> Int32:
-        """Address of the statistics of the lane's first query."""
-        memory = self.memory
-        return state.shared.address + memory.stats_start + slot * memory.stats_nbytes + state.lane_column * 8
+        What depends on the lane is added last: one register lives through the loops instead of four limits.
+        """
+        work, bounds = state.work, state.work.bounds
+        end = bounds["query_end"] - tile * self.config.queries if self.spec.query_seq_lengths else Int32(UNBOUNDED)
+        window = {name: bounds[name] for name in ("offset", "left", "right")}
+        first = softmax.query_limits(work.row - tile * self.config.queries, query_end=Int32(UNBOUNDED), **window)
+        result = []
+        for i in range(2):
+            shift = state.row + 8 * i - state.lane_column
+            low, high = first.low + shift, first.high + shift
+            if self.spec.query_seq_lengths:
+                high = Int32(cutlass.min(high, end - state.lane_column))
+            # No query sees a key past the end.
+            low = ptx.where(state.row + 8 * i < bounds["key_end"] - work.row, low, Int32(UNBOUNDED))
+            result.append(gradient.Visibility(softmax.Limits(low, high), edges.low, edges.high))
+        return result
 
-    def _probabilities(self, state: SimpleNamespace, tile: Int32, slot: Int32, masked: bool) -> None:
+    def _stats(self, state: SimpleNamespace, stage: Int32, which: int, blocks: range) -> list[Float32]:
+        """lse2 (0) or delta (1) of the queries of the lane's columns, in blocks of 8 queries."""
+        memory, queries = self.memory, self.config.queries
+        address = state.shared.address + memory.stats_start + stage * memory.stats_nbytes
+        address = address + state.lane_column * 4 + which * (4 * queries)
+        return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
+
+    def _probabilities(self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], edges: _Edges | None) -> None:
         """S to P in 16 bits, and to the factor of dP - delta in its own place."""
-        visibilities = self._visibilities(state, tile) if masked else [None, None]
-        stats, pairs = self._stats(state, slot), cute.recast_tensor(state.p_fragment, Int32)
+        visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
+        pairs = cute.recast_tensor(state.p_fragment, Int32)
         for block in range(self.config.queries // 8):
-            rows = ptx.load_shared_pairs(stats + 64 * block)
             for i in range(2):
                 values = []
                 for e in range(2):
                     index = 4 * block + 2 * i + e
                     probability, state.score[index] = gradient.exponentiate(
-                        state.score[index], rows[2 * e], state.transform, visibilities[i], 8 * block + e
+                        state.score[index], lse2[2 * block + e], state.transform, visibilities[i], 8 * block + e
                     )
                     values.append(probability)
                 if not self.config.rounds_late:
                     pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
-    def _dscores(self, state: SimpleNamespace, tile: Int32, slot: Int32, masked: bool) -> None:
+    def _dscores(self, state: SimpleNamespace, tile: Int32, delta: list[Float32], edges: _Edges | None) -> None:
         """dP to dS in 16 bits."""
-        visibilities = self._visibilities(state, tile) if masked and self.config.adds_dq else None
-        stats, pairs = self._stats(state, slot), cute.recast_tensor(state.ds_fragment, Int32)
+        # V past key_value_seq_lengths holds anything, which would reach dq.
+        hides = edges is not None and self.spec.key_value_seq_lengths
+        visibilities = self._visibilities(state, tile, edges) if hides else None
+        pairs = cute.recast_tensor(state.ds_fragment, Int32)
         p_pairs = cute.recast_tensor(state.p_fragment, Int32)
         for block in range(self.config.queries // 8):
-            rows = ptx.load_shared_pairs(stats + 64 * block)
             for i in range(2):
                 values, probabilities = [], []
                 for e in range(2):
                     index = 4 * block + 2 * i + e
                     probabilities.append(state.score[index])
-                    value = state.score[index] * (state.dscore[index] - rows[2 * e + 1])
+                    value = state.score[index] * (state.dscore[index] - delta[2 * block + e])
                     if visibilities is not None:
                         value = visibilities[i].select(value, 8 * block + e)
                     values.append(value)
@@ -508,11 +540,10 @@ class DkdvKernel:
 
     # dQ.
 
-    def _store_dscores(self, state: SimpleNamespace) -> None:
-        """Puts dS^T, transposed, into this warpgroup's half of the next buffer, for both warpgroups to read."""
+    def _store_dscores(self, state: SimpleNamespace, stage: Int32) -> None:
+        """Puts dS^T, transposed, into this warpgroup's half of the stage's buffer, for both warpgroups to read."""
         queries, lane = self.config.queries, state.thread % 32
-        state.buffer[0] = state.buffer[0] ^ 1
-        half = state.buffer[0] * 2 + state.group
+        half = stage * 2 + state.group
         # Four matrices of an A fragment: keys 0 and 8 of queries 0, the same of queries 8.
         corner = rescue.swizzled_offset(lane // 16 * 8 + lane % 8, state.warp, lane // 8 % 2, _BLOCK, _BLOCK)
         address = state.shared.address + self.memory.dscore_start + half * (queries * _BLOCK * 2) + corner
@@ -523,7 +554,7 @@ class DkdvKernel:
             ptx.store_matrices_transposed(address + step * (16 * _BLOCK * 2), registers)
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def _start_dq(self, state: SimpleNamespace) -> None:
+    def _start_dq(self, state: SimpleNamespace, stage: Int32) -> None:
         """Starts this warpgroup's half of dQ = dS K, when both have stored their dS.
 
         With 128 queries a warpgroup takes 64 of them, with 64 queries 64 of the 128 columns.
@@ -532,7 +563,7 @@ class DkdvKernel:
         tall, columns = self.config.queries // _BLOCK, self.memory.head_dim // _BLOCK
         warpgroup.fence()
         for half in range(2):
-            a_tile = (state.buffer[0] * 2 + half) * tall + (state.group if tall == 2 else 0)
+            a_tile = (stage * 2 + half) * tall + (state.group if tall == 2 else 0)
             b_tile = half * columns + (state.group if columns == 2 else 0)
             for k in range(_BLOCK // 16):
                 atom = cute.make_mma_atom(state.dq_mma.op)
@@ -543,16 +574,39 @@ class DkdvKernel:
 
     def _add_dq(self, state: SimpleNamespace, head: Int32, tile: Int32) -> None:
         """Adds this warpgroup's half of dQ to the sums, in the order of `gradient.dq_sum_offset`."""
-        work, columns = state.work, self.memory.head_dim
+        work, columns = state.work, self.memory.head_dim // _BLOCK
         tall = self.config.queries // _BLOCK
-        head_row = (Int64(work.batch) * work.num_heads + head) * gradient.padded_rows(work.query_length)
-        block_row = tile * tall + (state.group if tall == 2 else 0)
-        block_column = state.group * (_BLOCK // 8) if tall == 1 else 0
-        # 8 columns of 64 rows are 2048 bytes, 16 of each lane.
-        address = state.dq_sum + head_row * (4 * columns) + state.thread % 128 * 16
-        address = address + (block_row * (columns // 8) + block_column) * 2048
-        for n in range(_BLOCK // 8):
-            ptx.add_global_chunk(address + 2048 * n, [state.dq[4 * n + i] for i in range(4)])
+        head_row = (Int64(work.batch) * work.num_heads + head) * padded_rows(work.query_length)
+        block = (tile * tall + (state.group if tall == 2 else 0)) * columns + (state.group if tall == 1 else 0)
+        lane, warp_nbytes = state.thread % 32, _BLOCK_NBYTES // 4
+        address = state.dq_sum + head_row * (4 * self.memory.head_dim)
+        address = address + Int64(block) * _BLOCK_NBYTES + state.warp * warp_nbytes
+        chunks = [[state.dq[4 * n + i] for i in range(4)] for n in range(_BLOCK // 8)]
+        if not self.config.staged:
+            for n, chunk in enumerate(chunks):
+                ptx.add_global_chunk(address + lane * 16 + 512 * n, chunk)
+            return
+        # The addition of the last tile has read the buffer.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for n, chunk in enumerate(chunks):
+            ptx.store_shared_floats(self._staging(state) + lane * 16 + 512 * n, chunk)
+        state.target[0] = address
+
+    def _staging(self, state: SimpleNamespace) -> Int32:
+        """Address of the warp's part of the staged dQ."""
+        return state.shared.address + self.memory.staging_start + (state.group * 4 + state.warp) * (_BLOCK_NBYTES // 4)
+
+    def _send_dq(self, state: SimpleNamespace) -> None:
+        """Starts the addition of the staged dQ, if there is one. All lanes have passed a fence since they stored it."""
+        cute.arch.sync_warp()
+
+        def send() -> None:
+            with cute.arch.elect_one():
+                ptx.reduce_bulk(state.target[0], self._staging(state), _BLOCK_NBYTES // 4)
+                cute.arch.cp_async_bulk_commit_group()
+
+        cutlass.if_generate(state.target[0] != 0, send)
 
     def _prepare_dq(self, state: SimpleNamespace, dq_sum: cute.Pointer) -> None:
         """What the sums of dq need."""
@@ -562,8 +616,8 @@ class DkdvKernel:
         state.dscore_tiles = wgmma.operand_a(mma, state.shared.dscore)
         state.key_blocks = wgmma.operand_b(mma, wgmma.transposed(state.shared.key_blocks))
         state.dq_sum = dq_sum.toint()
-        state.buffer = cute.make_rmem_tensor((1,), Int32)
-        state.buffer[0] = Int32(0)
+        state.target = cute.make_rmem_tensor((1,), Int64)
+        state.target[0] = Int64(0)
         if self.spec.key_value_seq_lengths:
             self._zero_keys(state)
 
@@ -587,18 +641,18 @@ class DkdvKernel:
 
     # Operands in shared memory that TMA cannot prepare.
 
-    def _zero_queries(self, state: SimpleNamespace, tile: Int32, query_slot: Int32, dout_slot: Int32) -> None:
+    def _zero_queries(self, state: SimpleNamespace, tile: Int32, stage: Int32) -> None:
         """Zeroes the rows of Q and dO past the end of the queries. Every warpgroup does it for itself."""
         config, memory, work = self.config, self.memory, state.work
         valid = work.bounds["query_end"] - tile * config.queries
 
         def zero() -> None:
-            for start, slot, nbytes, columns in (
-                (memory.query_start, query_slot, memory.query_nbytes, memory.head_dim),
-                (memory.dout_start, dout_slot, memory.dout_nbytes, memory.v_head_dim),
+            for start, nbytes, columns in (
+                (memory.query_start, memory.query_nbytes, memory.head_dim),
+                (memory.dout_start, memory.dout_nbytes, memory.v_head_dim),
             ):
                 gradient.zero_rows(
-                    state.shared.address + start + slot * nbytes,
+                    state.shared.address + start + stage * nbytes,
                     (config.queries, columns),
                     2 * wgmma.atom_columns(columns),
                     valid,
@@ -613,7 +667,7 @@ class DkdvKernel:
 
     # Results.
 
-    def _store(self, state: SimpleNamespace, lane: tuple[Int32, Int32], outputs: tuple, scale: Float32) -> None:
+    def _store(self, state: SimpleNamespace, outputs: tuple, scale: Float32) -> None:
         """Stores dk and dv from registers."""
         work, (dk, dv, _) = state.work, outputs
         first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
@@ -626,10 +680,16 @@ class DkdvKernel:
                 head_dim,
                 target.toint() + first * (2 * head_dim),
                 Int64(work.kv_heads) * (2 * head_dim),
-                row=lane[0],
-                quad_lane=lane[1],
+                row=state.row,
+                quad_lane=state.thread % 4,
                 live_rows=work.bounds["key_end"] - work.row,
                 stored_rows=work.key_length - work.row,
                 mma_dtype=self.mma_dtype,
                 factor=factor,
             )
+
+
+def _release(barrier: cute.Pointer) -> None:
+    """Gives a stage back to the producer; every consumer warp calls it."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
