@@ -281,8 +281,9 @@ CPU_CASES = [
 _ODD = _lengths((1, 63), (64, 65), (127, 193), (129, 128), (257, 127), (1000, 257))
 _MANY = _ODD + _lengths((193, 1), (63, 64), (65, 129), (128, 1000), (1, 1), (128, 128))
 _FEW = _lengths((65, 129), (193, 64), (257, 1000))
-# One of them beyond `SHORT_LENGTH`, with the other around tile sizes.
+# One of them beyond `SHORT_LENGTH`, with the other around tile sizes; 2112 is a multiple of 192 rows and of 96 keys.
 _LONG = _lengths((2049, 65), (2113, 2305), (63, 2177), (193, 4097))
+_LONG_EDGES = _lengths((2111, 2112), (2112, 2113), (2113, 2111))
 _WINDOWS = [{"window": window} for window in ((0, 0), (1, 0), (0, 3), (64, 63), (100, 7), (5, 150), (2000, 2000))]
 _OFFSETS = [
     {"query_offset": offset}
@@ -304,7 +305,7 @@ def _on(base: Case, **more: Any) -> Case:
 # its variations compile nothing.
 GPU_CASES = [
     # Lengths.
-    *_vary(_MHA, {}, *_MANY, {"scale": -0.2}, {"scale": 0.0}, {"batch": 5}, *_LONG),
+    *_vary(_MHA, {}, *_MANY, {"scale": -0.2}, {"scale": 0.0}, {"batch": 5}, *_LONG, *_LONG_EDGES),
     *_vary(_on(_MHA, dtype="float16", is_causal=True), {}, *_MANY, {"scale": -0.2}, *_LONG),
     *_vary(_on(_MHA, head_dim=128), {}, *_ODD, {"scale": 0.3}),
     *_vary(_on(_MHA, head_dim=128, num_kv_heads=4, group=5, is_causal=True), {}, *_MANY, {"num_kv_heads": 1}),
@@ -315,13 +316,18 @@ GPU_CASES = [
     *_vary(_on(_GQA, head_dim=40, is_causal=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=72, sinks="n"), {}, {"sinks": "bn"}, *_ODD),
     *_vary(_on(_GQA, head_dim=80, dtype="float16", logits_soft_cap=1.0), {}, *_ODD),
-    *_vary(_on(_GQA, head_dim=96, is_causal=True), {}, *_ODD, *_LONG),
+    *_vary(_on(_GQA, head_dim=96, is_causal=True), {}, *_ODD, *_LONG, *_LONG_EDGES),
     *_vary(_on(_GQA, head_dim=104), *({"query_seq_lengths": lengths} for lengths in ((193, 65), (0, 128), (64, 1)))),
     *_vary(_on(_GQA, head_dim=160), *({"window": (left, None)} for left in (0, 1, 64, 150, 1000))),
     *_vary(_on(_GQA, head_dim=192, dtype="float16"), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=256, is_causal=True), {}, *_ODD),
     # A head dim of the value's own.
-    *_vary(_on(_MHA, head_dim=192, v_head_dim=128, is_causal=True), {}, *_ODD),
+    *_vary(
+        _on(_MHA, head_dim=192, v_head_dim=128, is_causal=True),
+        {},
+        *_ODD,
+        *_lengths((127, 79), (128, 80), (129, 81), (65, 161)),  # tiles of 80 keys
+    ),
     *_vary(_on(_MHA, head_dim=64, v_head_dim=256), {}, *_FEW),
     *_vary(_on(_GQA, head_dim=128, v_head_dim=64, is_causal=True), {}, *_FEW),
     *_vary(_on(_MHA, head_dim=16, v_head_dim=48, dtype="float16"), {}, *_FEW),

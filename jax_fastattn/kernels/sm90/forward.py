@@ -35,7 +35,7 @@ from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig, Shar
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Beyond which a lane's sum of a tile's probabilities is not accepted. P has to fit its 16 bits, O and the sums float32.
-_SUM_LIMITS = {"bfloat16": 2.0**60, "float16": 2.0**14}
+_SUM_LIMITS = {"bfloat16": 2.0**24, "float16": 2.0**14}
 _NEVER = float("-inf")
 
 # Key/value heads whose tiles of one position come next to each other under a left window bound.
@@ -199,7 +199,7 @@ class ForwardKernel:
             right=window_right,
             scaling=softmax.scaling(scale, logits_soft_cap if spec.logits_soft_cap else None),
         )
-        if cutlass.const_expr(spec.logits_soft_cap):
+        if cutlass.const_expr(spec.logits_soft_cap and not spec.sinks):
             call.inner = scale / logits_soft_cap
 
         def produce() -> None:
@@ -756,9 +756,16 @@ class ForwardKernel:
         self._softmax(state, scores, Int32(0), masked=False)
 
     def _cap(self, state: SimpleNamespace, scores: cute.Tensor) -> None:
-        """Soft cap, but for the factor."""
-        if self.spec.logits_soft_cap:
-            for i in range(cute.size(scores)):
+        """Soft cap, but for the factor.
+
+        tanh.approx errs by up to 2^-11 and not evenly: the gradient of sinks, a sum over all rows, would show it.
+        """
+        if not self.spec.logits_soft_cap:
+            return
+        for i in range(cute.size(scores)):
+            if self.spec.sinks:
+                scores[i] = softmax.cap_score(scores[i], state.call.scaling.inner)
+            else:
                 scores[i] = ptx.tanh(scores[i] * state.call.inner)
 
     def _rescale(self, state: SimpleNamespace, grown: Boolean) -> None:
