@@ -95,14 +95,17 @@ def slug(gpu: str) -> str:
 
 
 def plot(gpu: str, records: Records, path: Path) -> None:
-    """Bars of TFLOP/s by case and implementation, forward beside backward; lines from p20 to p80 of the time."""
+    """Bars of TFLOP/s by case and implementation, modes side by side; lines from p20 to p80 of the time."""
     from matplotlib.figure import Figure
 
     names = columns(records)
-    by_mode = {mode: [case for case, found in rows(records) if found == mode] for mode in ("forward", "backward")}
+    by_mode: dict[str, list[str]] = {}
+    for case, mode in rows(records):
+        by_mode.setdefault(mode, []).append(case)
     height = max(len(cases) for cases in by_mode.values()) * (0.12 * len(names) + 0.2) + 1.5
-    canvas = Figure(figsize=(13, height), layout="constrained")
-    for axes, (mode, cases) in zip(canvas.subplots(1, 2), by_mode.items(), strict=True):
+    canvas = Figure(figsize=(6.5 * len(by_mode), height), layout="constrained")
+    panels = canvas.subplots(1, len(by_mode), squeeze=False)[0]
+    for axes, (mode, cases) in zip(panels, by_mode.items(), strict=True):
         for i, name in enumerate(names):
             found = [records.get((case, mode, name)) for case in cases]
             shown = [(at, x) for at, x in enumerate(found) if x is not None and figure(x) is not None]
