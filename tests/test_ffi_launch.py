@@ -40,7 +40,8 @@ class Library:
         return list((kind * length).in_dll(self.handle, name))
 
 
-@pytest.fixture(scope="module")
+# Of the session, not of the module: pytest-xdist may come back to this module, and a process opens its libraries once.
+@pytest.fixture(scope="session")
 def handle(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return stand_in.install(stand_in.build(tmp_path_factory.mktemp("stand_in")))
 

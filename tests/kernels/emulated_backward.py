@@ -20,8 +20,8 @@ from jax_fastattn.kernels.sm80.backward import BackwardKernel
 from jax_fastattn.kernels.sm80.config import BackwardConfig
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, launch_buffers
 
-_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int32": np.int32, "float32": np.float32}
-_DEVICE_DTYPES = {
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int32": np.int32, "float32": np.float32}
+DEVICE_DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
     "int32": cutlass.Int32,
@@ -53,7 +53,7 @@ def compile_backward(spec: KernelSpec, config: BackwardConfig | None = None) -> 
     """The kernel object and the PTX of its two kernels, "dq" and "dkdv"; no GPU needed."""
 
     def pointer(dtype: str | None) -> cute.Pointer | None:
-        return dtype and make_ptr(_DEVICE_DTYPES[dtype], 16, cute.AddressSpace.gmem, assumed_align=16)
+        return dtype and make_ptr(DEVICE_DTYPES[dtype], 16, cute.AddressSpace.gmem, assumed_align=16)
 
     buffers = [pointer(dtype) for dtype in launch_buffers(spec).values()]
     scalars = [cutlass.Int32(0)] * 8 + [cutlass.Float32(0.0)] * 2
@@ -108,7 +108,7 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
     return result
 
 
-def _operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def draw_operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Operands whose padding is NaN, and what they should give."""
     random = np.random.default_rng(0)
     heads = sizes.kv_heads * spec.group
@@ -119,7 +119,7 @@ def _operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray], di
         "dout": (sizes.batch, sizes.queries, heads, spec.v_head_dim),
         "dlse": (sizes.batch, sizes.queries, heads),
     }
-    dtypes = {name: np.dtype(_DTYPES[spec.dtype if name != "dlse" else "float32"]) for name in shapes}
+    dtypes = {name: np.dtype(DTYPES[spec.dtype if name != "dlse" else "float32"]) for name in shapes}
     arrays = {name: random.standard_normal(shape).astype(dtypes[name]) for name, shape in shapes.items()}
     padding = []
     for given, lengths, names in (
@@ -146,7 +146,7 @@ def check(spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig |
     """Runs both kernels on operands with NaN in the padding, into buffers of NaN, and compares every gradient."""
     sizes = sizes or Sizes()
     kernel, ptx = compile_backward(spec, config)
-    arrays, wanted = _operands(spec, sizes)
+    arrays, wanted = draw_operands(spec, sizes)
     heads = sizes.kv_heads * spec.group
     arrays |= {name: np.full(wanted[name].shape, np.nan, arrays["query"].dtype) for name in ("dq", "dk", "dv")}
     arrays["stats"] = np.full((sizes.batch, heads, sizes.queries, 2), np.nan, np.float32)

@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the Hopper kernels, runs their PTX in `hopper_emulator` and compares with float64 references."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from typing import Any
+
+import cutlass
+import numpy as np
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream, make_ptr
+from emulated_backward import DEVICE_DTYPES, Sizes, draw_operands
+from hopper_emulator import Operand, launch
+from ptx_emulator import Memory
+
+from jax_fastattn.kernels.device.wgmma import atom_columns
+from jax_fastattn.kernels.sm90.backward import BackwardKernel
+from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, padded_rows
+from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig
+from jax_fastattn.kernels.sm90.forward import ForwardKernel
+from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+
+# So many that every CTA walks through several tiles.
+MULTIPROCESSORS = 3
+
+
+def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
+    """The PTX of a host function's kernels by the names of their classes; no GPU needed."""
+
+    def pointer(dtype: str | None) -> cute.Pointer | None:
+        return dtype and make_ptr(DEVICE_DTYPES[dtype], 16, cute.AddressSpace.gmem, assumed_align=16)
+
+    buffers = [pointer(dtype) for dtype in launch_buffers(spec).values()]
+    scalars = [cutlass.Int32(0)] * 8 + [cutlass.Float32(0.0)] * 2
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
+        ptx = cute.compile(kernel, *buffers, *scalars, make_fake_stream(), options=options).artifacts.PTX
+    entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
+    return {re.search(r"(\w+Kernel)_object", text.split("(")[0])[1].split("sm90")[-1]: text for text in entries}
+
+
+def describe(memory: Memory, address: int, array: np.ndarray, rows: int, columns: int) -> Operand:
+    """The TMA descriptor of an array `[batch, rows, heads, head dim]` for tiles of `rows` rows and padded columns."""
+    return Operand(address, array.shape, rows, atom_columns(columns))
+
+
+def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, dict[str, int]]:
+    """A memory with the buffers of a launch, and their addresses."""
+    memory = Memory()
+    return memory, {name: memory.add(arrays[name]) for name, dtype in launch_buffers(spec).items() if dtype is not None}
+
+
+def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardConfig | None = None) -> None:
+    """Runs the kernel on operands with NaN in the padding, into buffers of NaN, and compares output and lse."""
+    sizes = sizes or Sizes()
+    kernel = ForwardKernel(spec, config)
+    config, shared = kernel.config, kernel.memory
+    arrays, wanted = draw_operands(spec, sizes)
+    heads = sizes.kv_heads * spec.group
+    out, lse = wanted["out"], wanted["lse"]
+    if spec.sinks:
+        arrays["sinks"] = np.random.default_rng(1).standard_normal((sizes.batch, heads)).astype(np.float32)
+        inside = np.arange(sizes.queries) < (
+            np.array(sizes.query_lengths)[:, None] if spec.query_seq_lengths else sizes.queries
+        )
+        sinks = np.where(np.broadcast_to(inside, lse.shape[:2])[..., None], arrays["sinks"][:, None], -np.inf)
+        with_sinks = np.logaddexp(lse, sinks)
+        share = np.exp(lse - np.where(np.isneginf(with_sinks), 0, with_sinks))
+        out, lse = out * share[..., None], with_sinks
+    arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
+    arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
+    memory, address = place(spec, arrays)
+    parameters: list[Any] = []
+    for name, rows, columns in (
+        ("query", WARPGROUP_ROWS, shared.head_dim),
+        ("key", config.keys, shared.head_dim),
+        ("value", config.keys, shared.v_head_dim),
+    ):
+        parameters += [describe(memory, address[name], arrays[name], rows, columns), None]
+    rest = [name for name in address if name not in ("query", "key", "value", "out")]
+    parameters += [address[name] for name in ("out", *rest)]
+    parameters += [sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, heads]
+    tiles = -(-sizes.queries // config.rows)
+    grid = sizes.batch * heads * tiles
+    if config.walks:
+        grid = grid if spec.window_left else sizes.batch * heads * ((tiles + 1) // 2)
+        grid = min(grid, config.blocks * MULTIPROCESSORS)
+    (ptx,) = compile_kernel(kernel, spec).values()
+    launch(ptx, [*parameters, sizes.scale, sizes.cap], memory, grid, shared.nbytes)
+
+    tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10
+    got = memory.read(address["out"], out.shape, arrays["out"].dtype).astype(np.float64)
+    np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
+    np.testing.assert_allclose(memory.read(address["lse"], lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
+
+
+def check_backward(spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig | None = None) -> None:
+    """Runs the three kernels on operands with NaN in the padding, into buffers of NaN, and compares every gradient."""
+    sizes = sizes or Sizes()
+    kernel = BackwardKernel(spec, config)
+    fused = kernel.fused
+    config, shared = fused.config, fused.memory
+    arrays, wanted = draw_operands(spec, sizes)
+    heads, rows = sizes.kv_heads * spec.group, padded_rows(sizes.queries)
+    arrays |= {name: np.full(wanted[name].shape, np.nan, arrays["query"].dtype) for name in ("dq", "dk", "dv")}
+    arrays["stats"] = np.full((sizes.batch, heads, 2, rows), np.nan, np.float32)
+    arrays["dq_sum"] = np.full((sizes.batch, heads, rows, config.head_dim), np.nan, np.float32)
+    memory, address = place(spec, arrays)
+    ptx = compile_kernel(kernel, spec)
+    lengths = [address["query_seq_lengths"]] if spec.query_seq_lengths else []
+    counts = [sizes.batch, sizes.queries, heads]
+
+    operands = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []), "stats", "dq_sum")]
+    launch(ptx["dq_sumStatisticsKernel"], [*lengths, *operands, *counts], memory, kernel.statistics.blocks(*counts))
+
+    parameters: list[Any] = []
+    for name, box_rows, columns in (
+        ("query", config.queries, shared.head_dim),
+        ("key", WARPGROUP_ROWS, shared.head_dim),
+        ("value", WARPGROUP_ROWS, shared.v_head_dim),
+        ("dout", config.queries, shared.v_head_dim),
+    ):
+        parameters += [describe(memory, address[name], arrays[name], box_rows, columns), None]
+    optional = [x for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
+    parameters += [address[name] for name in (*optional, "stats", "dk", "dv", "dq_sum")]
+    key_tiles, kv_heads = -(-sizes.keys // config.keys), sizes.batch * sizes.kv_heads
+    section = -(-MULTIPROCESSORS // key_tiles)
+    parameters += [sizes.queries, sizes.keys, heads, kv_heads, section, sizes.left, sizes.right, sizes.scale, sizes.cap]
+    launch(ptx["fusedFusedKernel"], parameters, memory, key_tiles * kv_heads, shared.nbytes)
+
+    parameters = [*lengths, address["dq_sum"], address["dq"], *counts, sizes.scale]
+    launch(ptx["dq_sumRoundKernel"], parameters, memory, kernel.round.blocks(*counts))
+
+    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
+    for name in ("dq", "dk", "dv"):
+        got = memory.read(address[name], arrays[name].shape, arrays[name].dtype).astype(np.float64)
+        largest = np.abs(wanted[name]).max()
+        np.testing.assert_allclose(got, wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
+    delta = memory.read(address["stats"], arrays["stats"].shape, np.float32)[:, :, 1, : sizes.queries].swapaxes(1, 2)
+    np.testing.assert_allclose(delta, wanted["delta"], atol=tolerance * np.abs(wanted["delta"]).max() + 1e-6)
