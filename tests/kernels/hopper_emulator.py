@@ -41,8 +41,9 @@ class Operand:
         array = memory.read(self.address, self.shape, np.uint16)
         box = np.zeros((self.rows, self.atom), np.uint16)
         if 0 <= head < self.shape[2] and 0 <= batch < self.shape[0]:
-            found = array[batch, max(row, 0) : row + self.rows, head, column : column + self.atom]
-            box[: found.shape[0], : found.shape[1]] = found
+            first = max(row, 0)
+            found = array[batch, first : max(row + self.rows, 0), head, column : column + self.atom]
+            box[first - row : first - row + found.shape[0], : found.shape[1]] = found
         return box.view(np.uint8)
 
 
