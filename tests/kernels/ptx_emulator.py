@@ -358,8 +358,8 @@ class Cta:
             return self.put(operands[0], value, active)
         names = self.names(operands[0])
         size = len(names) * np.dtype(kind).itemsize
-        if "shared" in parts:
-            data = self.shared[self.shared_indices(self.address(operands[1], np.uint32)[active], size)]
+        if (space := next((x for x in parts if x.startswith("shared")), None)) is not None:
+            data = self.load_shared(space, self.address(operands[1], np.uint32)[active], size)
         else:
             data = self.memory.data[self.memory.indices(self.address(operands[1], np.uint64)[active], size)]
         loaded = np.ascontiguousarray(data).view(kind)
@@ -367,6 +367,11 @@ class Cta:
             value = np.zeros(self.threads, kind)
             value[active] = loaded[:, i]
             self.put(name, value, active)
+
+    def load_shared(self, space: str, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Bytes [n, size] of shared memory; `space` as in the instruction."""
+        del space
+        return self.shared[self.shared_indices(addresses, size)]
 
     def do_st(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         kind = _TYPES[parts[-1]]
