@@ -157,6 +157,7 @@ CHANGES = {
     "sinks": True,
     "dlse": True,
     "family": "sm90",
+    "deterministic": True,
     "short": True,
 }
 

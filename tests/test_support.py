@@ -59,13 +59,15 @@ def test_all_reasons_come_together() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("head_dims", [(8, 8), (20, 24), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_tiles_are_described(arch: str, head_dims: tuple[int, int]) -> None:
-    case = dataclasses.replace(BASE, head_dim=head_dims[0], v_head_dim=head_dims[1])
+def test_tiles_are_described(arch: str, deterministic: bool, head_dims: tuple[int, int]) -> None:
+    case = dataclasses.replace(BASE, head_dim=head_dims[0], v_head_dim=head_dims[1], deterministic=deterministic)
     families, tiles = describe_kernels(case.problem(), arch)
     forward = "sm90" if arch == "sm_90a" else "sm80"
     backward = forward if max(head_dims) <= FUSED_HEAD_DIM else "sm80"
     assert families == f"{forward} forward, {backward} backward"
     words = tiles.replace(",", "").split()
-    assert words[::2] == (["forward", "dq", "dkdv"] if backward == "sm80" else ["forward", "backward"])
+    fused = backward == "sm90" and not deterministic
+    assert words[::2] == (["forward", "backward"] if fused else ["forward", "dq", "dkdv"])
     assert all(int(rows) > 0 and int(keys) > 0 for rows, keys in (tile.split("x") for tile in words[1::2]))

@@ -20,7 +20,7 @@ UNBOUNDED = 1 << 29
 SHORT_LENGTH = 2048
 _SHORT_HEAD_DIM = 96
 
-# Up to which head dims there is a backward kernel for Hopper.
+# Up to which head dims Hopper has one kernel for all three gradients.
 FUSED_HEAD_DIM = 128
 
 # How many scalars `launch_scalars` returns of each kind.
@@ -42,6 +42,7 @@ class KernelSpec:
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
         query_seq_lengths, key_value_seq_lengths, query_offset, sinks, dlse: whether that operand is passed.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
+        deterministic: whether gradients must have the same bits in every run; set where a kernel exists that cannot.
         short: T and S are at most `SHORT_LENGTH`: few tiles per row, which wants other variants. False where there is
             one variant for all lengths, so that a new length compiles nothing.
     """
@@ -61,15 +62,22 @@ class KernelSpec:
     sinks: bool = False
     dlse: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
+    deterministic: bool = False
     short: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
+        small = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
+        return self.family == "sm90" and self.op == "backward" and small and not self.deterministic
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
     """The compile key for a problem that `unsupported_reasons` lets through."""
     spec = problem.spec
     left, right = spec.bounds
-    fused = max(problem.head_dim, problem.v_head_dim) <= FUSED_HEAD_DIM and not spec.deterministic
-    family = "sm90" if arch == "sm_90a" and (op == "forward" or fused) else "sm80"
+    largest = max(problem.head_dim, problem.v_head_dim)
+    family = "sm90" if arch == "sm_90a" and (op == "forward" or largest <= FUSED_HEAD_DIM) else "sm80"
     return KernelSpec(
         op=op,
         arch=arch,
@@ -86,10 +94,11 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         sinks=op == "forward" and "sinks" in spec.present,
         dlse=dlse,
         family=family,
+        deterministic=spec.deterministic and family == "sm90" and op == "backward" and largest <= FUSED_HEAD_DIM,
         short=(
             family == "sm90"
             and op == "forward"
-            and max(problem.head_dim, problem.v_head_dim) <= _SHORT_HEAD_DIM
+            and largest <= _SHORT_HEAD_DIM
             and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
         ),
     )
@@ -117,7 +126,8 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
         return operands | {"sinks": optional(spec.sinks, "float32"), "out": spec.dtype, "lse": "float32"}
     residuals = {"out": spec.dtype, "lse": "float32", "dout": spec.dtype, "dlse": optional(spec.dlse, "float32")}
     gradients = {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
-    return operands | residuals | gradients | ({"dq_sum": "float32"} if spec.family == "sm90" else {})
+    sums = {"dq_sum": optional(spec.fused, "float32")} if spec.family == "sm90" else {}
+    return operands | residuals | gradients | sums
 
 
 def launch_scalars(problem: Problem, multiprocessors: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

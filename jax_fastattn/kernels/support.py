@@ -36,10 +36,12 @@ def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
     forward_spec, backward_spec = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
     forward = {"sm80": sm80.forward_config, "sm90": sm90.forward_config}[forward_spec.family](forward_spec)
     if backward_spec.family == "sm90":
-        fused = sm90_backward.backward_config(backward_spec)
-        backward = f"backward {fused.queries}x{fused.keys}"
+        dq, dkdv = sm90_backward.dq_config(backward_spec), sm90_backward.backward_config(backward_spec)
     else:
         dq, dkdv = (config := sm80.backward_config(backward_spec)).dq, config.dkdv
+    if backward_spec.fused:
+        backward = f"backward {dkdv.queries}x{dkdv.keys}"
+    else:
         backward = f"dq {dq.rows}x{dq.keys}, dkdv {dkdv.queries}x{dkdv.keys}"
     families = f"{forward_spec.family} forward, {backward_spec.family} backward"
     return families, f"forward {forward.rows}x{forward.keys}, {backward}"

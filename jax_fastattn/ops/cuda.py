@@ -74,7 +74,9 @@ def backward(
         scratch = [(batch, num_heads, query_length, 2)]
     else:
         rows = padded_rows(query_length)
-        scratch = [(batch, num_heads, 2, rows), (batch, num_heads, rows, backward_config(kernel).head_dim)]
+        scratch = [(batch, num_heads, 2, rows)]
+        if kernel.fused:
+            scratch.append((batch, num_heads, rows, backward_config(kernel).head_dim))
     dq, dk, dv, stats, *_ = _launch(
         kernel,
         problem,
@@ -95,7 +97,7 @@ def backward(
 
 
 def _sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """`-sum(exp(sink - lse) * delta)` over the rows of a head; delta `[B, N, T]` comes from the dq kernel."""
+    """`-sum(exp(sink - lse) * delta)` over the rows of a head; delta `[B, N, T]` comes from the kernels."""
     seen = jnp.isfinite(lse)
     weight = jnp.where(seen, jnp.exp(sinks[:, None, :] - jnp.where(seen, lse, 0.0)), 0.0)
     per_batch = -jnp.sum(weight * delta.transpose(0, 2, 1), axis=1)

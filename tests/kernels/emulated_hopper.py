@@ -18,7 +18,7 @@ from ptx_emulator import Memory
 
 from jax_fastattn.kernels.device.wgmma import atom_columns
 from jax_fastattn.kernels.sm90.backward import BackwardKernel
-from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, BackwardMemory, DqConfig, DqMemory, padded_rows
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig
 from jax_fastattn.kernels.sm90.forward import ForwardKernel
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
@@ -97,42 +97,61 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardC
     np.testing.assert_allclose(memory.read(address["lse"], lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
 
 
-def check_backward(spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig | None = None) -> None:
-    """Runs the three kernels on operands with NaN in the padding, into buffers of NaN, and compares every gradient."""
+def check_backward(
+    spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig | None = None, dq: DqConfig | None = None
+) -> None:
+    """Runs the kernels on operands with NaN in the padding, into buffers of NaN, and compares every gradient."""
     sizes = sizes or Sizes()
-    kernel = BackwardKernel(spec, config)
-    fused = kernel.fused
-    config, shared = fused.config, fused.memory
+    kernel = BackwardKernel(spec, config, dq)
+    config, shared = kernel.main.config, kernel.main.memory
     arrays, wanted = draw_operands(spec, sizes)
     heads, rows = sizes.kv_heads * spec.group, padded_rows(sizes.queries)
     arrays |= {name: np.full(wanted[name].shape, np.nan, arrays["query"].dtype) for name in ("dq", "dk", "dv")}
     arrays["stats"] = np.full((sizes.batch, heads, 2, rows), np.nan, np.float32)
-    arrays["dq_sum"] = np.full((sizes.batch, heads, rows, config.head_dim), np.nan, np.float32)
+    if spec.fused:
+        arrays["dq_sum"] = np.full((sizes.batch, heads, rows, config.head_dim), np.nan, np.float32)
     memory, address = place(spec, arrays)
     ptx = compile_kernel(kernel, spec)
     lengths = [address["query_seq_lengths"]] if spec.query_seq_lengths else []
     counts = [sizes.batch, sizes.queries, heads]
+    sums = [address["dq_sum"]] if spec.fused else []
 
-    operands = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []), "stats", "dq_sum")]
-    launch(ptx["dq_sumStatisticsKernel"], [*lengths, *operands, *counts], memory, kernel.statistics.blocks(*counts))
+    operands = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []), "stats")]
+    launch(
+        ptx.pop("dq_sumStatisticsKernel"),
+        [*lengths, *operands, *sums, *counts],
+        memory,
+        kernel.statistics.blocks(*counts),
+    )
 
-    parameters: list[Any] = []
-    for name, box_rows, columns in (
-        ("query", config.queries, shared.head_dim),
-        ("key", WARPGROUP_ROWS, shared.head_dim),
-        ("value", WARPGROUP_ROWS, shared.v_head_dim),
-        ("dout", config.queries, shared.v_head_dim),
-    ):
-        parameters += [describe(memory, address[name], arrays[name], box_rows, columns), None]
-    optional = [x for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
-    parameters += [address[name] for name in (*optional, "stats", "dk", "dv", "dq_sum")]
-    key_tiles, kv_heads = -(-sizes.keys // config.keys), sizes.batch * sizes.kv_heads
-    section = -(-MULTIPROCESSORS // key_tiles)
-    parameters += [sizes.queries, sizes.keys, heads, kv_heads, section, sizes.left, sizes.right, sizes.scale, sizes.cap]
-    launch(ptx["fusedFusedKernel"], parameters, memory, key_tiles * kv_heads, shared.nbytes)
+    def run(text: str, rows: tuple[int, int], columns: DqMemory | BackwardMemory, grid: tuple[int, int]) -> None:
+        """One of the kernels with products, given rows of the boxes of queries and of keys, and (tiles, heads)."""
+        parameters: list[Any] = []
+        for name, box_rows, box_columns in (
+            ("query", rows[0], columns.head_dim),
+            ("key", rows[1], columns.head_dim),
+            ("value", rows[1], columns.v_head_dim),
+            ("dout", rows[0], columns.v_head_dim),
+        ):
+            parameters += [describe(memory, address[name], arrays[name], box_rows, box_columns), None]
+        optional = [x for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
+        results = ["dq"] if isinstance(columns, DqMemory) else ["dk", "dv"]
+        parameters += [*(address[name] for name in (*optional, "stats", *results))]
+        parameters += [] if results == ["dq"] else sums
+        parameters += [sizes.queries, sizes.keys, heads, grid[1], -(-MULTIPROCESSORS // grid[0])]
+        parameters += [sizes.left, sizes.right, sizes.scale, sizes.cap]
+        launch(text, parameters, memory, grid[0] * grid[1], columns.nbytes)
 
-    parameters = [*lengths, address["dq_sum"], address["dq"], *counts, sizes.scale]
-    launch(ptx["dq_sumRoundKernel"], parameters, memory, kernel.round.blocks(*counts))
+    if not spec.fused:
+        own = kernel.dq
+        grid = -(-sizes.queries // own.config.rows), sizes.batch * heads
+        run(ptx.pop("dqDqKernel"), (WARPGROUP_ROWS, own.config.keys), own.memory, grid)
+    round_sums = ptx.pop("dq_sumRoundKernel", None)
+    (main,) = ptx.values()
+    run(main, (config.queries, WARPGROUP_ROWS), shared, (-(-sizes.keys // config.keys), sizes.batch * sizes.kv_heads))
+    if round_sums is not None:
+        parameters = [*lengths, *sums, address["dq"], *counts, sizes.scale]
+        launch(round_sums, parameters, memory, kernel.round.blocks(*counts))
 
     tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
     for name in ("dq", "dk", "dv"):

@@ -57,8 +57,12 @@ def test_kernels_fit(family: str, arch: str, op: str, dims: tuple[int, int], fea
 
     if (family, op) == ("sm90", "backward"):
         dims = tuple(min(dim, FUSED_HEAD_DIM) for dim in dims)  # what lies above is the portable family's
-    kernels = inspect_kernel(_spec(family, op, arch, dims, features))
+    spec = _spec(family, op, arch, dims, features)
+    kernels = inspect_kernel(spec)
     assert len(kernels) == {"forward": 1, "backward": 2 if family == "sm80" else 3}[op]
+    if spec.fused:
+        kernels += inspect_kernel(dataclasses.replace(spec, deterministic=True))
+        assert len(kernels) == 6
     allowed = EVERYTHING_LOCAL_BYTES if features is EVERYTHING else 0
     for kernel in kernels:
         print(f"{kernel.registers} registers, {kernel.local_bytes} B local, {kernel.shared_bytes} B shared")
@@ -93,8 +97,9 @@ def test_hopper_rows_neither_spill_nor_serialise(features: dict[str, object]) ->
         for dims, short in HOPPER_ROWS
     ]
     specs += [
-        _spec("sm90", "backward", "sm_90a", dims, features)
+        dataclasses.replace(_spec("sm90", "backward", "sm_90a", dims, features), deterministic=deterministic)
         for dims, short in HOPPER_ROWS
+        for deterministic in (False, True)
         if not short and max(dims) <= FUSED_HEAD_DIM
     ]
     environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}"}

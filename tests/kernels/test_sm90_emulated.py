@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
@@ -74,10 +76,12 @@ def test_forward(name: str) -> None:
     emulated_hopper.check_forward(_spec("forward", *kernel), sizes)
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "deterministic"])
 @pytest.mark.parametrize("name", BACKWARD)
-def test_backward(name: str) -> None:
+def test_backward(name: str, deterministic: bool) -> None:
     *kernel, sizes = BACKWARD[name]
-    emulated_hopper.check_backward(_spec("backward", *kernel), sizes)
+    spec = _spec("backward", *kernel)
+    emulated_hopper.check_backward(dataclasses.replace(spec, deterministic=deterministic), sizes)
 
 
 @pytest.mark.parametrize(("head_dim", "short"), [(64, True), (64, False), (128, False), (256, False)])

@@ -1,15 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Backward attention with TMA and WGMMA: one key-stationary kernel for dk, dv and dq, between two passes over memory.
+"""Backward attention with TMA and WGMMA, behind a pass over memory for the statistics of the rows.
 
-The five products run once: dq is added up in float32 by all CTAs, in no fixed order, so that its last bits differ from
-run to run. `deterministic` calls take the portable kernels.
+Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once: dq is added up in
+float32 by all CTAs, in no fixed order, so that its last bits differ from run to run, and rounded by a last pass. Else
+dq has a query-stationary kernel: seven products, no sums in memory, the same bits in every run.
 """
 
 import cuda.bindings.driver as cuda
+import cutlass
 from cutlass import Float32, Int32, cute
 
-from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, backward_config
+from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, DqConfig, backward_config
+from jax_fastattn.kernels.sm90.dq import DqKernel
 from jax_fastattn.kernels.sm90.dq_sum import THREADS, RoundKernel, StatisticsKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
 from jax_fastattn.kernels.spec import KernelSpec
@@ -20,13 +23,19 @@ class BackwardKernel:
 
     Args:
         spec: what is compiled in.
-        config: the variant; by default the one of the table in `backward_config.py`.
+        config: the variant of the key-stationary kernel; by default the one of the table in `backward_config.py`.
+        dq: that of the dq kernel.
     """
 
-    def __init__(self, spec: KernelSpec, config: BackwardConfig | None = None):
+    def __init__(self, spec: KernelSpec, config: BackwardConfig | None = None, dq: DqConfig | None = None):
+        self.spec = spec
         config = config or backward_config(spec)
-        self.fused, columns = FusedKernel(spec, config), config.head_dim
-        self.statistics, self.round = StatisticsKernel(spec, columns), RoundKernel(spec, columns)
+        self.main = FusedKernel(spec, config)
+        self.statistics = StatisticsKernel(spec, config.head_dim if spec.fused else None)
+        if spec.fused:
+            self.round = RoundKernel(spec, config.head_dim)
+        else:
+            self.dq = DqKernel(spec, dq)
 
     @cute.jit
     def __call__(
@@ -45,7 +54,7 @@ class BackwardKernel:
         dk: cute.Pointer,
         dv: cute.Pointer,
         stats: cute.Pointer,
-        dq_sum: cute.Pointer,
+        dq_sum: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -58,7 +67,7 @@ class BackwardKernel:
         logits_soft_cap: Float32,
         stream: cuda.CUstream,
     ):
-        """Launches the three kernels.
+        """Launches the kernels.
 
         Args:
             query: `[B, T, N, H]`; the arguments are those of the portable `BackwardKernel`, but for two scratch arrays:
@@ -75,7 +84,8 @@ class BackwardKernel:
             dk: `[B, S, K, H]`.
             dv: `[B, S, K, D]`.
             stats: float32 `[B, N, 2, padded_rows(T)]`, see `gradient.py`.
-            dq_sum: float32 `[B, N, padded_rows(T), columns]`, its rows in the order of `gradient.dq_sum_offset`.
+            dq_sum: float32 `[B, N, padded_rows(T), columns]`, its rows in the order of `gradient.dq_sum_offset`;
+                None unless `spec.fused`.
             batch: B.
             query_length: T.
             key_length: S.
@@ -94,7 +104,10 @@ class BackwardKernel:
         )
         operands = (query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset, dout, stats)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right, multiprocessors)
-        self.fused.launch(*operands, dk, dv, dq_sum, *scalars, scale, logits_soft_cap, stream)
-        self.round.kernel(query_seq_lengths, dq_sum, dq, *sizes, scale).launch(
-            grid=(self.round.blocks(*sizes), 1, 1), block=(THREADS, 1, 1), stream=stream
-        )
+        if cutlass.const_expr(not self.spec.fused):
+            self.dq.launch(*operands, dq, *scalars, scale, logits_soft_cap, stream)
+        self.main.launch(*operands, dk, dv, dq_sum, *scalars, scale, logits_soft_cap, stream)
+        if cutlass.const_expr(self.spec.fused):
+            self.round.kernel(query_seq_lengths, dq_sum, dq, *sizes, scale).launch(
+                grid=(self.round.blocks(*sizes), 1, 1), block=(THREADS, 1, 1), stream=stream
+            )

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of the Hopper backward kernel: one frozen config each, checked against shared memory.
+"""Variants of the Hopper backward kernels: one frozen config each, checked against shared memory.
 
 Pure Python, no import of the DSL: tests and the support table read it on any machine. What each row compiles to and how
 fast it was measured is in docs/kernels/sm90.md.
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jax_fastattn.kernels.device.layout import padded
 from jax_fastattn.kernels.sm90.config import SHARED_MEMORY, WARPGROUP_ROWS, padded_head_dim
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -31,11 +32,13 @@ class BackwardConfig:
         queries: query rows of a tile: 128 for padded head dims of 64, else 64.
         stages: tiles of Q, of dO and of dS in shared memory.
         staged: whether sums of dq go through shared memory and TMA, else from registers by atomic additions.
+        adds_dq: whether the kernel adds dq to its sums, else `dq.py` computes it.
     """
 
     queries: int
     stages: int
     staged: bool
+    adds_dq: bool = True
 
     @property
     def keys(self) -> int:
@@ -77,21 +80,19 @@ class BackwardMemory:
 
     Attributes:
         config: the variant.
+        head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V and dO in shared memory, padded.
     """
 
     config: BackwardConfig
+    head_dim: int
     v_head_dim: int
 
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """The layout of a compile key."""
-        return cls(config, padded_head_dim(spec.v_head_dim))
-
-    @property
-    def head_dim(self) -> int:
-        """Columns of Q and K in shared memory."""
-        return self.config.head_dim
+        head_dim = config.head_dim if config.adds_dq else padded_head_dim(spec.head_dim)
+        return cls(config, head_dim, padded_head_dim(spec.v_head_dim))
 
     @property
     def query_nbytes(self) -> int:
@@ -132,7 +133,7 @@ class BackwardMemory:
     def staging_start(self) -> int:
         """Offset of a float32 dQ of one tile, [64, 64] of each warpgroup."""
         dscore_nbytes = self.config.stages * self.config.queries * self.config.keys * 2
-        return self.dscore_start + dscore_nbytes
+        return self.dscore_start + (dscore_nbytes if self.config.adds_dq else 0)
 
     @property
     def stats_start(self) -> int:
@@ -155,8 +156,117 @@ class BackwardMemory:
         return self.nbytes <= SHARED_MEMORY
 
 
+@dataclass(frozen=True)
+class DqConfig:
+    """One variant of the dq kernel: 128 query rows of a CTA, two consumer warpgroups of 64 rows each.
+
+    Attributes:
+        keys: keys of a tile, a multiple of 16.
+        slots: tiles of V or K in the ring, at least 3 (5 with overlap, lest loads come late).
+        overlap: whether dS K of a tile is issued behind Q K^T of the next one, so that it runs under its exponentials.
+            Both accumulators of scores and dS then live at a time.
+    """
+
+    keys: int
+    slots: int
+    overlap: bool
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a CTA."""
+        return 2 * WARPGROUP_ROWS
+
+    @property
+    def consumer_threads(self) -> int:
+        """Threads that compute; those of the producer's warpgroup follow them."""
+        return 256
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.consumer_threads + 128
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a consumer and of a producer thread."""
+        return 240, 24
+
+
+@dataclass(frozen=True)
+class DqMemory:
+    """Byte offsets in dynamic shared memory: Q and dO of each warpgroup, the ring, mbarriers.
+
+    Attributes:
+        config: the variant.
+        head_dim: columns of Q and K in shared memory, padded.
+        v_head_dim: columns of V and dO in shared memory, padded.
+    """
+
+    config: DqConfig
+    head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, spec: KernelSpec, config: DqConfig) -> DqMemory:
+        """The layout of a compile key."""
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+
+    @property
+    def query_nbytes(self) -> int:
+        """Bytes of the Q of a warpgroup; that of the second follows."""
+        return WARPGROUP_ROWS * self.head_dim * 2
+
+    @property
+    def dout_nbytes(self) -> int:
+        """Bytes of the dO of a warpgroup."""
+        return WARPGROUP_ROWS * self.v_head_dim * 2
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes from one slot of the ring to the next: whole repetitions of the swizzle."""
+        return padded(self.config.keys * max(self.head_dim, self.v_head_dim) * 2, 1024)
+
+    @property
+    def dout_start(self) -> int:
+        """Offset of dO; Q comes first."""
+        return 2 * self.query_nbytes
+
+    @property
+    def ring_start(self) -> int:
+        """Offset of the ring."""
+        return self.dout_start + 2 * self.dout_nbytes
+
+    @property
+    def barrier_start(self) -> int:
+        """Offset of the mbarriers: full and empty ones of the slots, then of each warpgroup's Q and dO."""
+        return self.ring_start + self.config.slots * self.slot_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to ask for at launch."""
+        return self.barrier_start + 8 * (2 * self.config.slots + 2)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a CTA fits an SM."""
+        return self.nbytes <= SHARED_MEMORY
+
+
 def backward_config(spec: KernelSpec) -> BackwardConfig:
     """The variant for a compile key."""
+    fused = spec.fused
     if max(spec.head_dim, spec.v_head_dim) <= 64 and not spec.logits_soft_cap:
-        return BackwardConfig(128, 2, staged=False)
-    return BackwardConfig(64, 2, staged=True)
+        return BackwardConfig(128, 2, staged=False, adds_dq=fused)
+    return BackwardConfig(64, 2 if fused else 3, staged=fused, adds_dq=fused)
+
+
+def dq_config(spec: KernelSpec) -> DqConfig:
+    """The variant of the dq kernel for a compile key."""
+    columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+    if columns <= 96 and not spec.logits_soft_cap:
+        return DqConfig(128, 8 if columns <= 64 else 7, overlap=True)
+    if columns <= 128:
+        return DqConfig(96, 6, overlap=True)
+    if columns <= 192:
+        return DqConfig(64, 5, overlap=True)
+    return DqConfig(64, 3, overlap=False)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs before and after the fused backward kernel: statistics of the rows, float32 sums of dq zeroed and rounded.
+"""What runs before and after the backward kernels: statistics of the rows, float32 sums of dq zeroed and rounded.
 
 Both are bound by memory: every thread moves 16 bytes at a time, and neighbouring threads neighbouring bytes.
 """
@@ -23,10 +23,10 @@ class StatisticsKernel:
 
     Args:
         spec: the compile key.
-        columns: float32 sums of a row.
+        columns: float32 sums of a row; None where there are no sums.
     """
 
-    def __init__(self, spec: KernelSpec, columns: int):
+    def __init__(self, spec: KernelSpec, columns: int | None):
         self.spec, self.columns = spec, columns
         # Lanes that share a row.
         self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
@@ -45,7 +45,7 @@ class StatisticsKernel:
         dout: cute.Pointer,
         dlse: cute.Pointer | None,
         stats: cute.Pointer,
-        dq_sum: cute.Pointer,
+        dq_sum: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         num_heads: Int32,
@@ -76,7 +76,8 @@ class StatisticsKernel:
 
         def write() -> None:
             cutlass.if_generate(lane == 0, write_stats)
-            self._zero(dq_sum.toint() + head_row * (4 * self.columns) + lane * 16)
+            if cutlass.const_expr(self.columns is not None):
+                self._zero(dq_sum.toint() + head_row * (4 * self.columns) + lane * 16, self.columns)
 
         cutlass.if_generate(entry < batch, write)
 
@@ -110,9 +111,9 @@ class StatisticsKernel:
             delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
         return delta
 
-    def _zero(self, sums: Int64) -> None:
+    def _zero(self, sums: Int64, columns: int) -> None:
         """Zeroes a row's share of the sums: they lie in another order, but have as many elements for a row."""
-        for i in range(0, 4 * self.columns, 16 * self.lanes):
+        for i in range(0, 4 * columns, 16 * self.lanes):
             ptx.store_global_chunk(sums + i, [Int32(0)] * 4)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The key-stationary Hopper backward kernel for head dims up to 128: dk, dv and the sums of dq.
+"""The key-stationary Hopper backward kernel for head dims up to 128: dk, dv and, if asked for, the sums of dq.
 
 A CTA owns 128 keys of one key/value head: two consumer warpgroups of 64 keys each, and one producer warp. K and V stay
 in shared memory, tiles of Q (with statistics) and of dO pass through two rings, for all query heads of the group. Per
@@ -9,7 +9,8 @@ tile, everything transposed so that keys are rows:
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
 
 P^T and dS^T go from accumulator to A operand inside registers; dS also to shared memory for dQ, of which each
-warpgroup computes half and adds it to a float32 buffer, in an order that differs from run to run.
+warpgroup computes half and adds it to a float32 buffer, in an order that differs from run to run. Where `dq.py`
+computes dq (`adds_dq` is False) all that is left out, and the warpgroups never wait for each other.
 
 Query tiles are visited in ascending order: masked ones (right window edge), full ones without mask code, masked ones
 (left window edge, end of the queries). Reads the statistics that are described in `gradient.py`.
@@ -65,7 +66,7 @@ class _Uniform:
 
 
 class FusedKernel:
-    """Writes dk and dv, and adds dq to `dq_sum`.
+    """Writes dk and dv, and adds dq to `dq_sum` where the config says so.
 
     Args:
         spec: the compile key.
@@ -90,7 +91,7 @@ class FusedKernel:
         stats: cute.Pointer,
         dk: cute.Pointer,
         dv: cute.Pointer,
-        dq_sum: cute.Pointer,
+        dq_sum: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -116,7 +117,7 @@ class FusedKernel:
             dk: `[B, S, K, H]`, written in full, like dv.
             dv: `[B, S, K, D]`.
             dq_sum: float32 `[B, N, padded_rows(T) * padded H]` in the order of `gradient.dq_sum_offset`, zeroed by the
-                caller.
+                caller; None unless the config adds dq.
             batch: B.
             query_length: T.
             key_length: S.
@@ -184,7 +185,7 @@ class FusedKernel:
         stats: cute.Pointer,
         dk: cute.Pointer,
         dv: cute.Pointer,
-        dq_sum: cute.Pointer,
+        dq_sum: cute.Pointer | None,
         query_length: Int32,
         key_length: Int32,
         num_heads: Int32,
@@ -230,16 +231,12 @@ class FusedKernel:
             return wgmma.staged_tile(base + start, self.dtype, (rows, columns), count, rows * columns)
 
         barriers = cute.recast_ptr(base + memory.barrier_start, dtype=Int64)
-        # A tile of 64 keys and n 64-column atoms is n tiles of one atom, one after the other.
-        blocks = memory.head_dim // _BLOCK
-        return SimpleNamespace(
+        shared = SimpleNamespace(
             address=base.toint(),
             key=staged(0, WARPGROUP_ROWS, memory.head_dim, 2),
             value=staged(memory.value_start, WARPGROUP_ROWS, memory.v_head_dim, 2),
             query=staged(memory.query_start, config.queries, memory.head_dim, stages),
             dout=staged(memory.dout_start, config.queries, memory.v_head_dim, stages),
-            key_blocks=staged(0, _BLOCK, _BLOCK, 2 * blocks),
-            dscore=staged(memory.dscore_start, _BLOCK, _BLOCK, stages * config.queries // 32),
             key_full=barriers,
             value_full=barriers + 1,
             query_full=barriers + 2,
@@ -247,6 +244,11 @@ class FusedKernel:
             dout_full=barriers + (2 + 2 * stages),
             dout_empty=barriers + (2 + 3 * stages),
         )
+        if config.adds_dq:
+            # A tile of 64 keys and n 64-column atoms is n tiles of one atom, one after the other.
+            shared.key_blocks = staged(0, _BLOCK, _BLOCK, 2 * memory.head_dim // _BLOCK)
+            shared.dscore = staged(memory.dscore_start, _BLOCK, _BLOCK, stages * config.queries // 32)
+        return shared
 
     def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
         """Initialises the barriers, and makes them visible to all threads and to TMA."""
@@ -287,9 +289,10 @@ class FusedKernel:
         row = tile * config.keys
         bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
         visit = tiles.query_tiles(row, config.keys, config.queries, **bounds)
-        # Keys past the end would add to dq: where there are some, every tile is masked.
-        full_begin = ptx.where(row + config.keys > bounds["key_end"], visit.end, visit.full_begin)
-        visit = visit._replace(full_begin=full_begin, full_end=Int32(cutlass.max(visit.full_end, full_begin)))
+        if config.adds_dq:
+            # Keys past the end would add to dq: where there are some, every tile is masked.
+            full_begin = ptx.where(row + config.keys > bounds["key_end"], visit.end, visit.full_begin)
+            visit = visit._replace(full_begin=full_begin, full_end=Int32(cutlass.max(visit.full_end, full_begin)))
         return SimpleNamespace(
             tile=tile,
             row=row,
@@ -395,7 +398,8 @@ class FusedKernel:
         state.dv.fill(0.0)
         visit = work.visit
         wgmma.wait(shared.key_full, Int32(0))
-        self._prepare_dq(state, outputs[2])
+        if config.adds_dq:
+            self._prepare_dq(state, outputs[2])
         wgmma.wait(shared.value_full, Int32(0))
 
         def visit_tiles(head: Int32, begin: Int32, end: Int32, edges: _Edges | None) -> None:
@@ -447,19 +451,22 @@ class FusedKernel:
             warpgroup.wait_group(0)
         delta += self._stats(state, stage, 1, range(early // 2, blocks))
         self._dscores(state, tile, delta, edges)
-        self._store_dscores(state, stage)
+        if config.adds_dq:
+            self._store_dscores(state, stage)
         if config.rounds_late:
             self._add_dv(state, stage)
-        self._start_dq(state, stage)
+        if config.adds_dq:
+            self._start_dq(state, stage)
         query_t = state.query_t[None, None, None, stage]
         wgmma.gemm(state.dk_mma, state.dk, state.ds_fragment, query_t, accumulate=True)
         if config.staged:
             self._send_dq(state)
         # In flight, oldest first: dv, dq, dk.
-        warpgroup.wait_group(2)
+        warpgroup.wait_group(2 if config.adds_dq else 1)
         _release(shared.dout_empty + stage)
-        warpgroup.wait_group(1)
-        self._add_dq(state, head, tile)
+        if config.adds_dq:
+            warpgroup.wait_group(1)
+            self._add_dq(state, head, tile)
         self._advance(state)
         warpgroup.wait_group(0)
         _release(shared.query_empty + stage)
@@ -489,8 +496,9 @@ class FusedKernel:
             low, high = first.low + shift, first.high + shift
             if self.spec.query_seq_lengths:
                 high = Int32(cutlass.min(high, end - state.lane_column))
-            # No query sees a key past the end.
-            low = ptx.where(state.row + 8 * i < bounds["key_end"] - work.row, low, Int32(UNBOUNDED))
+            if self.config.adds_dq:
+                # No query sees a key past the end.
+                low = ptx.where(state.row + 8 * i < bounds["key_end"] - work.row, low, Int32(UNBOUNDED))
             result.append(gradient.Visibility(softmax.Limits(low, high), edges.low, edges.high))
         return result
 
@@ -520,7 +528,7 @@ class FusedKernel:
     def _dscores(self, state: SimpleNamespace, tile: Int32, delta: list[Float32], edges: _Edges | None) -> None:
         """dP to dS in 16 bits."""
         # V past key_value_seq_lengths holds anything, which would reach dq.
-        hides = edges is not None and self.spec.key_value_seq_lengths
+        hides = edges is not None and self.spec.key_value_seq_lengths and self.config.adds_dq
         visibilities = self._visibilities(state, tile, edges) if hides else None
         pairs = cute.recast_tensor(state.ds_fragment, Int32)
         p_pairs = cute.recast_tensor(state.p_fragment, Int32)

@@ -1,0 +1,463 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The query-stationary Hopper backward kernel: dq without additions in memory, the same bits in every run.
+
+A CTA owns 128 query rows of one head: two consumer warpgroups of 64 rows each, and one producer warp. Q and dO stay in
+shared memory, tiles of V and K pass through one ring of slots. Per tile:
+
+    S = Q K^T    dP = dO V^T    dS = P (dP - delta)    dQ += dS K
+
+dS goes from accumulator to A operand inside registers, K is read twice from one slot. The warpgroups never wait for
+each other: the exponentials of one run under the products of the other.
+
+Key tiles are visited as in `forward.py`: from the right edge to the left, full ones without mask code. Keys past the
+end can only be in the first tile visited, where each warpgroup zeroes those rows of K (0 * NaN is NaN). Queries past
+the end need nothing: what they hold stays in their own rows, which are stored as zeros. Reads the statistics that are
+described in `gradient.py`.
+"""
+
+from types import SimpleNamespace
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import ptx, softmax, tiles, wgmma
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.sm90 import gradient
+from jax_fastattn.kernels.sm90.backward_config import DqConfig, DqMemory, dq_config, padded_rows
+from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.spec import KernelSpec
+
+
+class DqKernel:
+    """Writes dq.
+
+    Args:
+        spec: the compile key.
+        config: the variant; by default the one of the table in `backward_config.py`.
+    """
+
+    def __init__(self, spec: KernelSpec, config: DqConfig | None = None):
+        self.spec, self.config = spec, config or dq_config(spec)
+        self.memory = DqMemory.of(spec, self.config)
+        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
+
+    def launch(
+        self,
+        query: cute.Pointer,
+        key: cute.Pointer,
+        value: cute.Pointer,
+        query_seq_lengths: cute.Pointer | None,
+        key_value_seq_lengths: cute.Pointer | None,
+        query_offset: cute.Pointer | None,
+        dout: cute.Pointer,
+        stats: cute.Pointer,
+        dq: cute.Pointer,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        num_heads: Int32,
+        window_left: Int32,
+        window_right: Int32,
+        multiprocessors: Int32,
+        scale: Float32,
+        logits_soft_cap: Float32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launches the kernel; to be called from a `cute.jit` function.
+
+        Args:
+            query: `[B, T, N, H]`; this and the operands up to dq as `backward.py` says.
+            key: `[B, S, K, H]`.
+            value: `[B, S, K, D]`.
+            query_seq_lengths: int32 `[B]` or None.
+            key_value_seq_lengths: int32 `[B]` or None.
+            query_offset: int32 `[B]` or None.
+            dout: `[B, T, N, D]`.
+            stats: float32 `[B, N, 2, padded_rows(T)]`, every row written.
+            dq: `[B, T, N, H]`, written in full.
+            batch: B.
+            query_length: T.
+            key_length: S.
+            num_heads: N.
+            window_left: keys to the left of its own position that a query sees.
+            window_right: the same to the right.
+            multiprocessors: of the GPU.
+            scale: factor on q . k, of any sign.
+            logits_soft_cap: the cap.
+            stream: CUDA stream.
+        """
+        spec, config, memory = self.spec, self.config, self.memory
+        keys, queries = (batch, key_length, num_heads // spec.group), (batch, query_length, num_heads)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        query_tma = wgmma.tma_operand(load, query, queries, spec.head_dim, (WARPGROUP_ROWS, memory.head_dim))
+        key_tma = wgmma.tma_operand(load, key, keys, spec.head_dim, (config.keys, memory.head_dim))
+        value_tma = wgmma.tma_operand(load, value, keys, spec.v_head_dim, (config.keys, memory.v_head_dim))
+        dout_tma = wgmma.tma_operand(load, dout, queries, spec.v_head_dim, (WARPGROUP_ROWS, memory.v_head_dim))
+        query_tiles = (query_length + (config.rows - 1)) // config.rows
+        self.kernel(
+            *query_tma,
+            *key_tma,
+            *value_tma,
+            *dout_tma,
+            query_seq_lengths,
+            key_value_seq_lengths,
+            query_offset,
+            stats,
+            dq,
+            query_length,
+            key_length,
+            num_heads,
+            batch * num_heads,
+            (multiprocessors + (query_tiles - 1)) // query_tiles,
+            window_left,
+            window_right,
+            scale,
+            logits_soft_cap,
+        ).launch(
+            grid=(query_tiles * batch * num_heads, 1, 1),
+            block=(config.threads, 1, 1),
+            smem=memory.nbytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        query_atom: cute.CopyAtom,
+        query: cute.Tensor,
+        key_atom: cute.CopyAtom,
+        key: cute.Tensor,
+        value_atom: cute.CopyAtom,
+        value: cute.Tensor,
+        dout_atom: cute.CopyAtom,
+        dout: cute.Tensor,
+        query_seq_lengths: cute.Pointer | None,
+        key_value_seq_lengths: cute.Pointer | None,
+        query_offset: cute.Pointer | None,
+        stats: cute.Pointer,
+        dq: cute.Pointer,
+        query_length: Int32,
+        key_length: Int32,
+        num_heads: Int32,
+        all_heads: Int32,
+        section: Int32,
+        window_left: Int32,
+        window_right: Int32,
+        scale: Float32,
+        logits_soft_cap: Float32,
+    ):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        shared = self._shared()
+        self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
+        work = self._work(
+            (query_length, key_length, num_heads, all_heads, section),
+            (query_seq_lengths, key_value_seq_lengths, query_offset),
+            (window_left, window_right),
+        )
+
+        def produce() -> None:
+            cute.arch.setmaxregister_decrease(config.registers[1])
+            operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
+            producer = config.consumer_threads // 32
+            cutlass.if_generate(warp_index == producer, lambda: self._produce(shared, work, operands))
+
+        def consume() -> None:
+            cute.arch.setmaxregister_increase(config.registers[0])
+            transform = softmax.Transform.of(self.spec, scale, logits_soft_cap)
+            self._consume(shared, work, transform, (thread, warp_index), (stats, dq), scale)
+
+        cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
+
+    # Set-up.
+
+    def _shared(self) -> SimpleNamespace:
+        """Tiles and barriers in shared memory."""
+        config, memory = self.config, self.memory
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+
+        def staged(start: int, rows: int, columns: int, count: int, pitch: int) -> cute.Tensor:
+            return wgmma.staged_tile(base + start, self.dtype, (rows, columns), count, pitch // 2)
+
+        ring = (config.slots, memory.slot_nbytes)
+        barriers = cute.recast_ptr(base + memory.barrier_start, dtype=Int64)
+        return SimpleNamespace(
+            address=base.toint(),
+            query=staged(0, WARPGROUP_ROWS, memory.head_dim, 2, memory.query_nbytes),
+            dout=staged(memory.dout_start, WARPGROUP_ROWS, memory.v_head_dim, 2, memory.dout_nbytes),
+            key=staged(memory.ring_start, config.keys, memory.head_dim, *ring),
+            value=staged(memory.ring_start, config.keys, memory.v_head_dim, *ring),
+            full=barriers,
+            empty=barriers + config.slots,
+            query_full=barriers + 2 * config.slots,
+        )
+
+    def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
+        """Initialises the barriers, and makes them visible to all threads and to TMA."""
+        config = self.config
+
+        def initialize() -> None:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for slot in range(config.slots):
+                    cute.arch.mbarrier_init(shared.full + slot, 1)
+                    cute.arch.mbarrier_init(shared.empty + slot, config.consumer_threads // 32)
+                for group in range(2):
+                    cute.arch.mbarrier_init(shared.query_full + group, 1)
+            cute.arch.mbarrier_init_fence()
+
+        cutlass.if_generate(warp_index == 0, initialize)
+        cute.arch.sync_threads()
+
+    def _work(self, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
+        """The query rows of this CTA and the key tiles that they see.
+
+        Heads come in sections of about as many query tiles as the GPU runs at a time. In a section the last tile of
+        every head comes first, then the one before it: under a causal mask the longest start first, and those that run
+        together read the same K and V, which heads of a group share.
+        """
+        spec, config = self.spec, self.config
+        query_length, key_length, num_heads, all_heads, section = sizes
+        block, _, _ = cute.arch.block_idx()
+        query_tiles = (query_length + (config.rows - 1)) // config.rows
+        first_head = block // (section * query_tiles) * section
+        heads = Int32(cutlass.min(section, all_heads - first_head))
+        index = block - first_head * query_tiles
+        tile, head_index = query_tiles - 1 - index // heads, first_head + index % heads
+        batch, head = head_index // num_heads, head_index % num_heads
+        row = tile * config.rows
+        bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
+        return SimpleNamespace(
+            tile=tile,
+            row=row,
+            batch=batch,
+            head=head,
+            head_index=head_index,
+            kv_head=head // spec.group,
+            num_heads=num_heads,
+            query_length=query_length,
+            key_length=key_length,
+            bounds=bounds,
+            visit=gradient.uniform(tiles.key_tiles(row, config.rows, config.keys, **bounds)),
+        )
+
+    def _own_visit(self, work: SimpleNamespace, group: Int32) -> plan.TileRange:
+        """Those of the key tiles to visit that one warpgroup's rows see."""
+        seen = tiles.key_tiles(work.row + group * WARPGROUP_ROWS, WARPGROUP_ROWS, self.config.keys, **work.bounds)
+        end = tiles.clamp(seen.end, work.visit.begin, work.visit.end)
+        begin = tiles.clamp(seen.begin, work.visit.begin, end)
+        full_end = tiles.clamp(seen.full_end, begin, end)
+        return gradient.uniform(plan.TileRange(begin, end, tiles.clamp(seen.full_begin, begin, full_end), full_end))
+
+    # Producer.
+
+    def _produce(self, shared: SimpleNamespace, work: SimpleNamespace, operands: tuple) -> None:
+        """Loads Q, dO and all tiles of V and K. Runs in one warp."""
+        config, memory = self.config, self.memory
+        query, key, value, dout = operands
+        ring = wgmma.Ring(shared.full, shared.empty, config.slots)
+        copy_query = wgmma.tma_copy(*query, shared.query, (work.head, work.batch))
+        copy_dout = wgmma.tma_copy(*dout, shared.dout, (work.head, work.batch))
+        copy_key = wgmma.tma_copy(*key, shared.key, (work.kv_head, work.batch))
+        copy_value = wgmma.tma_copy(*value, shared.value, (work.kv_head, work.batch))
+        for group in range(2):
+            barrier = shared.query_full + group
+            wgmma.expect(barrier, memory.query_nbytes + memory.dout_nbytes)
+            for copy in (copy_query, copy_dout):
+                copy(2 * work.tile + group, group, barrier)
+
+        def load(i: Int32) -> None:
+            # V first: with three slots the next K takes its place, long before this K is done with.
+            tile = work.visit.end - 1 - i
+            ring.fill(copy_value, tile, config.keys * memory.v_head_dim * 2)
+            ring.fill(copy_key, tile, config.keys * memory.head_dim * 2)
+
+        wgmma.loop(work.visit.end - work.visit.begin, load)
+
+    # Consumers.
+
+    def _consume(
+        self,
+        shared: SimpleNamespace,
+        work: SimpleNamespace,
+        transform: softmax.Transform,
+        who: tuple[Int32, Int32],
+        arrays: tuple[cute.Pointer, cute.Pointer],
+        scale: Float32,
+    ) -> None:
+        """Everything a consumer warpgroup does."""
+        config, memory = self.config, self.memory
+        thread, warp_index = who
+        stats, dq = arrays
+        group = warp_index // 4
+        lane_row, lane_column = accumulator_lane(thread % 32)
+        score_mma = wgmma.product(self.dtype, config.keys, a_in_registers=False, b_transposed=False)
+        dq_mma = wgmma.product(self.dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
+        scores = (WARPGROUP_ROWS, config.keys)
+        row = warp_index * 16 + lane_row
+        state = SimpleNamespace(
+            shared=shared,
+            work=work,
+            transform=transform,
+            ring=wgmma.Ring(shared.full, shared.empty, config.slots),
+            key_slot=cute.make_rmem_tensor((1,), Int32),
+            group=group,
+            thread=thread % 128,
+            row=row,
+            lane_column=lane_column,
+            score_mma=score_mma,
+            dq_mma=dq_mma,
+            query=wgmma.operand_a(score_mma, shared.query)[None, None, None, group],
+            dout=wgmma.operand_a(score_mma, shared.dout)[None, None, None, group],
+            key=wgmma.operand_b(score_mma, shared.key),
+            value=wgmma.operand_b(score_mma, shared.value),
+            key_t=wgmma.operand_b(dq_mma, wgmma.transposed(shared.key)),
+            score=wgmma.accumulator(score_mma, scores),
+            dscore=wgmma.accumulator(score_mma, scores),
+            fragment=wgmma.fragment_a(dq_mma, scores, self.dtype),
+            dq=wgmma.accumulator(dq_mma, (WARPGROUP_ROWS, memory.head_dim)),
+            stats=self._stats(stats, work, work.row + row),
+        )
+        state.dq.fill(0.0)
+        state.key_slot.fill(0)
+        visit = self._own_visit(work, group)
+        wgmma.wait(shared.query_full + group, Int32(0))
+        self._pass_by(state, work.visit.end - visit.end)
+        cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(state, visit))
+        self._pass_by(state, visit.begin - work.visit.begin)
+        self._store(state, dq, scale)
+
+    def _stats(self, stats: cute.Pointer, work: SimpleNamespace, row: Int32) -> list[tuple[Float32, Float32]]:
+        """(lse2, delta) of the lane's two rows."""
+        rows = padded_rows(work.query_length)
+        first = stats.toint() + (Int64(work.head_index) * (2 * rows) + row) * 4
+        addresses = [first + 32 * i for i in range(2)]
+        return [(ptx.load_global(at), ptx.load_global(at + Int64(rows) * 4)) for at in addresses]
+
+    def _pass_by(self, state: SimpleNamespace, count: Int32) -> None:
+        """Lets tiles go by that only the other warpgroup sees."""
+        wgmma.loop(2 * count, lambda _: state.ring.release(state.ring.wait()))
+
+    def _visit(self, state: SimpleNamespace, visit: plan.TileRange) -> None:
+        """All key tiles of this warpgroup, from the last to the first."""
+        last = visit.end - 1
+        full_end, full_begin = (Int32(cutlass.min(end, last)) for end in (visit.full_end, visit.full_begin))
+
+        def visit_tiles(begin: Int32, end: Int32, masked: bool) -> None:
+            state.ring.settle()
+            state.key_slot[0] = cute.arch.make_warp_uniform(state.key_slot[0])
+            wgmma.loop(end - begin, lambda i: self._tile(state, end - 1 - i, masked=masked))
+
+        self._tile(state, last, masked=True, first=True)
+        if self.spec.window_right:
+            visit_tiles(full_end, last, True)
+        visit_tiles(full_begin, full_end, False)
+        if self.spec.window_left:
+            visit_tiles(visit.begin, full_begin, True)
+        if self.config.overlap:
+            self._start_dq(state)
+            self._finish_dq(state)
+
+    def _tile(self, state: SimpleNamespace, tile: Int32, *, masked: bool, first: bool = False) -> None:
+        """dS of one tile; its dQ too, or with overlap that of the tile before."""
+        overlap = self.config.overlap
+        adds_previous = overlap and not first
+        value_slot = state.ring.wait()
+        key_slot = state.ring.wait()
+        wgmma.gemm(state.score_mma, state.score, state.query, state.key[None, None, None, key_slot], accumulate=False)
+        if adds_previous:
+            self._start_dq(state)
+        value = state.value[None, None, None, value_slot]
+        wgmma.gemm(state.score_mma, state.dscore, state.dout, value, accumulate=False)
+        warpgroup.wait_group(2 if adds_previous else 1)
+        for i in range(cute.size(state.score)):
+            lse2, _ = state.stats[i // 2 % 2]
+            _, state.score[i] = gradient.exponentiate(state.score[i], lse2, state.transform)
+        if adds_previous:
+            self._finish_dq(state)
+        else:
+            warpgroup.wait_group(0)
+        state.ring.release(value_slot)
+        self._dscores(state, tile, masked)
+        state.key_slot[0] = key_slot
+        if first and self.spec.key_value_seq_lengths:
+            self._zero_keys(state, tile, key_slot)
+        if not overlap:
+            self._start_dq(state)
+            self._finish_dq(state)
+
+    def _dscores(self, state: SimpleNamespace, tile: Int32, masked: bool) -> None:
+        """dP to dS in 16 bits. Where a query does not see the key, anything is replaced: it may be no number."""
+        visibilities = self._visibilities(state, tile) if masked else None
+        pairs = cute.recast_tensor(state.fragment, Int32)
+        for pair in range(cute.size(state.score) // 2):
+            block, i = pair // 2, pair % 2
+            values = []
+            for e in range(2):
+                value = state.score[2 * pair + e] * (state.dscore[2 * pair + e] - state.stats[i][1])
+                values.append(value if visibilities is None else visibilities[i].select(value, 8 * block + e))
+            pairs[pair] = ptx.pack(*values, dtype=self.mma_dtype)
+
+    def _visibilities(self, state: SimpleNamespace, tile: Int32) -> list[gradient.Visibility]:
+        """Of the lane's two rows in one tile."""
+        work = state.work
+        bounds = {name: x for name, x in work.bounds.items() if name != "query_end"}
+        column = tile * self.config.keys + state.lane_column
+        limits = [softmax.key_limits(work.row + state.row + 8 * i, **bounds) for i in range(2)]
+        return [gradient.Visibility.of(limit, column, self.spec.window_left) for limit in limits]
+
+    def _start_dq(self, state: SimpleNamespace) -> None:
+        """Starts dQ += dS K of the last tile whose dS is there."""
+        key = state.key_t[None, None, None, state.key_slot[0]]
+        wgmma.gemm(state.dq_mma, state.dq, state.fragment, key, accumulate=True)
+
+    def _finish_dq(self, state: SimpleNamespace) -> None:
+        """Waits for all products and gives the slot back."""
+        warpgroup.wait_group(0)
+        state.ring.release(state.key_slot[0])
+
+    def _zero_keys(self, state: SimpleNamespace, tile: Int32, slot: Int32) -> None:
+        """Zeroes the rows of K past the end of the keys. Every warpgroup does it for itself."""
+        config, memory, work = self.config, self.memory, state.work
+        valid = work.bounds["key_end"] - tile * config.keys
+
+        def zero() -> None:
+            gradient.zero_rows(
+                state.shared.address + memory.ring_start + slot * memory.slot_nbytes,
+                (config.keys, memory.head_dim),
+                2 * wgmma.atom_columns(memory.head_dim),
+                valid,
+                thread=state.thread,
+                threads=128,
+            )
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=1 + state.group, number_of_threads=128)
+
+        straddles = Boolean((valid < config.keys) & (work.bounds["key_end"] < work.key_length))
+        cutlass.if_generate(straddles, zero)
+
+    def _store(self, state: SimpleNamespace, dq: cute.Pointer, scale: Float32) -> None:
+        """Stores dq from registers."""
+        work, nbytes = state.work, 2 * self.spec.head_dim
+        first = (Int64(work.batch) * work.query_length + work.row) * work.num_heads + work.head
+        gradient.store_rows(
+            state.dq,
+            self.spec.head_dim,
+            dq.toint() + first * nbytes,
+            Int64(work.num_heads) * nbytes,
+            row=state.row,
+            quad_lane=state.thread % 4,
+            live_rows=work.bounds["query_end"] - work.row,
+            stored_rows=work.query_length - work.row,
+            mma_dtype=self.mma_dtype,
+            factor=scale,
+        )
