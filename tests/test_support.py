@@ -64,10 +64,9 @@ def test_all_reasons_come_together() -> None:
 def test_tiles_are_described(arch: str, deterministic: bool, head_dims: tuple[int, int]) -> None:
     case = dataclasses.replace(BASE, head_dim=head_dims[0], v_head_dim=head_dims[1], deterministic=deterministic)
     families, tiles = describe_kernels(case.problem(), arch)
-    forward = "sm90" if arch == "sm_90a" else "sm80"
-    backward = forward if max(head_dims) <= FUSED_HEAD_DIM else "sm80"
-    assert families == f"{forward} forward, {backward} backward"
+    family = "sm90" if arch == "sm_90a" else "sm80"
+    assert families == f"{family} forward, {family} backward"
     words = tiles.replace(",", "").split()
-    fused = backward == "sm90" and not deterministic
+    fused = family == "sm90" and max(head_dims) <= FUSED_HEAD_DIM and not deterministic
     assert words[::2] == (["forward", "backward"] if fused else ["forward", "dq", "dkdv"])
     assert all(int(rows) > 0 and int(keys) > 0 for rows, keys in (tile.split("x") for tile in words[1::2]))

@@ -77,7 +77,7 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     spec = problem.spec
     left, right = spec.bounds
     largest = max(problem.head_dim, problem.v_head_dim)
-    family = "sm90" if arch == "sm_90a" and (op == "forward" or largest <= FUSED_HEAD_DIM) else "sm80"
+    family = "sm90" if arch == "sm_90a" else "sm80"
     return KernelSpec(
         op=op,
         arch=arch,

@@ -236,6 +236,12 @@ def unpack(pair: Int32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None)
     return [Float32(Float16(llvm.extractelement(vector, i, loc=loc, ip=ip))) for i in index]
 
 
+@dsl_user_op
+def move(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """x in a register of its own from here on, where the compiler does not know that a product still reads the old."""
+    return _asm("mov.b32 $0, $1;", "r", "r", [x], True, loc, ip)
+
+
 def transpose_quad(registers: Registers, lane: Int32) -> Registers:
     """Transposes the 4 x 4 matrix of four lanes (a quad) with four registers each: two butterflies of two shuffles."""
     for bit in (1, 2):

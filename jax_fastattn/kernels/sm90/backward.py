@@ -15,6 +15,7 @@ from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, DqConfig, 
 from jax_fastattn.kernels.sm90.dq import DqKernel
 from jax_fastattn.kernels.sm90.dq_sum import THREADS, RoundKernel, StatisticsKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
+from jax_fastattn.kernels.sm90.wide import WideKernel
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -30,7 +31,7 @@ class BackwardKernel:
     def __init__(self, spec: KernelSpec, config: BackwardConfig | None = None, dq: DqConfig | None = None):
         self.spec = spec
         config = config or backward_config(spec)
-        self.main = FusedKernel(spec, config)
+        self.main = (WideKernel if config.wide else FusedKernel)(spec, config)
         self.statistics = StatisticsKernel(spec, config.head_dim if spec.fused else None)
         if spec.fused:
             self.round = RoundKernel(spec, config.head_dim)

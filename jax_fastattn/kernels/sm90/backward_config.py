@@ -8,12 +8,12 @@ fast it was measured is in docs/kernels/sm90.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_fastattn.kernels.device.layout import padded
 from jax_fastattn.kernels.sm90.config import SHARED_MEMORY, WARPGROUP_ROWS, padded_head_dim
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec
 
 # Query rows to a multiple of which statistics and sums of dq are padded.
 ROW_ALIGNMENT = 128
@@ -26,24 +26,27 @@ def padded_rows(rows: Any) -> Any:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """One variant of the fused kernel: 128 keys of a CTA, two consumer warpgroups of 64 keys each.
+    """One variant of the key-stationary kernels, which have two consumer warpgroups.
 
     Attributes:
         queries: query rows of a tile: 128 for padded head dims of 64, else 64.
         stages: tiles of Q, of dO and of dS in shared memory.
         staged: whether sums of dq go through shared memory and TMA, else from registers by atomic additions.
         adds_dq: whether the kernel adds dq to its sums, else `dq.py` computes it.
+        wide: for head dims over 128, without dq: both warpgroups work on the same 64 keys, see `wide.py`. Else on 64
+            keys each.
     """
 
     queries: int
     stages: int
     staged: bool
     adds_dq: bool = True
+    wide: bool = False
 
     @property
     def keys(self) -> int:
         """Keys of a CTA."""
-        return 2 * WARPGROUP_ROWS
+        return WARPGROUP_ROWS if self.wide else 2 * WARPGROUP_ROWS
 
     @property
     def head_dim(self) -> int:
@@ -76,7 +79,7 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class BackwardMemory:
-    """Byte offsets in dynamic shared memory: K, V, the rings of Q, dO and dS, staged dQ, statistics, mbarriers.
+    """Byte offsets in dynamic shared memory: K, V, the rings of Q, dO, dS or P, staged dQ, statistics, mbarriers.
 
     Attributes:
         config: the variant.
@@ -136,9 +139,19 @@ class BackwardMemory:
         return self.dscore_start + (dscore_nbytes if self.config.adds_dq else 0)
 
     @property
+    def weights_nbytes(self) -> int:
+        """Bytes of what one warpgroup of the wide kernel hands to the other for a tile."""
+        return self.config.queries * WARPGROUP_ROWS * 2 if self.config.wide else 0
+
+    @property
+    def weights_start(self) -> int:
+        """Offset of a buffer of them for each stage."""
+        return self.staging_start + (2 * 4 * WARPGROUP_ROWS * WARPGROUP_ROWS if self.config.staged else 0)
+
+    @property
     def stats_start(self) -> int:
         """Offset of the ring of statistics."""
-        return self.staging_start + (2 * 4 * WARPGROUP_ROWS * WARPGROUP_ROWS if self.config.staged else 0)
+        return self.weights_start + self.config.stages * self.weights_nbytes
 
     @property
     def barrier_start(self) -> int:
@@ -255,18 +268,18 @@ class DqMemory:
 def backward_config(spec: KernelSpec) -> BackwardConfig:
     """The variant for a compile key."""
     fused = spec.fused
+    if max(spec.head_dim, spec.v_head_dim) > FUSED_HEAD_DIM:
+        config = BackwardConfig(64, 3, staged=False, adds_dq=False, wide=True)
+        return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     if max(spec.head_dim, spec.v_head_dim) <= 64 and not spec.logits_soft_cap:
         return BackwardConfig(128, 2, staged=False, adds_dq=fused)
     return BackwardConfig(64, 2 if fused else 3, staged=fused, adds_dq=fused)
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:
-    """The variant of the dq kernel for a compile key."""
+    """The variant of the dq kernel for a compile key: as many slots as fit, but for more than are of use."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
-    if columns <= 96 and not spec.logits_soft_cap:
-        return DqConfig(128, 8 if columns <= 64 else 7, overlap=True)
-    if columns <= 128:
-        return DqConfig(96, 6, overlap=True)
-    if columns <= 192:
-        return DqConfig(64, 5, overlap=True)
-    return DqConfig(64, 3, overlap=False)
+    # The cap takes registers.
+    keys = 128 if columns <= 96 and not spec.logits_soft_cap else 96 if columns <= 128 else 64
+    configs = (DqConfig(keys, slots, overlap=columns <= 192) for slots in range(8, 2, -1))
+    return next(config for config in configs if DqMemory.of(spec, config).fits)

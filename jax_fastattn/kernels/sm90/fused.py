@@ -37,14 +37,14 @@ _BLOCK = 64
 _BLOCK_NBYTES = 4 * _BLOCK * _BLOCK
 
 
-class _Edges(NamedTuple):
+class Edges(NamedTuple):
     """Which edges of the visible queries a masked tile may hold."""
 
     low: bool
     high: bool
 
 
-class _Uniform:
+class Uniform:
     """Int32 values that loops carry, the same in all lanes of a warp."""
 
     def __init__(self, *values: Int32):
@@ -233,8 +233,8 @@ class FusedKernel:
         barriers = cute.recast_ptr(base + memory.barrier_start, dtype=Int64)
         shared = SimpleNamespace(
             address=base.toint(),
-            key=staged(0, WARPGROUP_ROWS, memory.head_dim, 2),
-            value=staged(memory.value_start, WARPGROUP_ROWS, memory.v_head_dim, 2),
+            key=staged(0, WARPGROUP_ROWS, memory.head_dim, config.keys // WARPGROUP_ROWS),
+            value=staged(memory.value_start, WARPGROUP_ROWS, memory.v_head_dim, config.keys // WARPGROUP_ROWS),
             query=staged(memory.query_start, config.queries, memory.head_dim, stages),
             dout=staged(memory.dout_start, config.queries, memory.v_head_dim, stages),
             key_full=barriers,
@@ -319,8 +319,9 @@ class FusedKernel:
         def load_keys(operand: tuple, tile: cute.Tensor, barrier: cute.Pointer, columns: int) -> None:
             copy = wgmma.tma_copy(*operand, tile, (work.kv_head, work.batch))
             wgmma.expect(barrier, config.keys * columns * 2)
-            for half in range(2):
-                copy(2 * work.tile + half, half, barrier)
+            groups = config.keys // WARPGROUP_ROWS
+            for group in range(groups):
+                copy(groups * work.tile + group, group, barrier)
 
         def load_head(member: Int32) -> None:
             head = work.first_head + member
@@ -377,7 +378,7 @@ class FusedKernel:
             warp=warp_index % 4,
             row=warp_index * 16 + lane_row,
             lane_column=lane_column,
-            stage=_Uniform(Int32(0), Int32(0)),
+            stage=Uniform(Int32(0), Int32(0)),
             score_mma=score_mma,
             dk_mma=dk_mma,
             dv_mma=dv_mma,
@@ -402,7 +403,7 @@ class FusedKernel:
             self._prepare_dq(state, outputs[2])
         wgmma.wait(shared.value_full, Int32(0))
 
-        def visit_tiles(head: Int32, begin: Int32, end: Int32, edges: _Edges | None) -> None:
+        def visit_tiles(head: Int32, begin: Int32, end: Int32, edges: Edges | None) -> None:
             state.stage.settle()
             wgmma.loop(end - begin, lambda i: self._tile(state, head, begin + i, edges))
 
@@ -411,11 +412,11 @@ class FusedKernel:
 
         def visit_head(member: Int32) -> None:
             head = work.first_head + member
-            visit_tiles(head, visit.begin, visit.full_begin, _Edges(True, checks_high))
+            visit_tiles(head, visit.begin, visit.full_begin, Edges(True, checks_high))
             # Queries past the end of the array have P = 0 by their statistics.
             visit_tiles(head, visit.full_begin, visit.full_end if checks_high else visit.end, None)
             if checks_high:
-                visit_tiles(head, visit.full_end, visit.end, _Edges(True, True))
+                visit_tiles(head, visit.full_end, visit.end, Edges(True, True))
 
         wgmma.loop(Int32(spec.group), visit_head)
         if config.staged:
@@ -424,7 +425,7 @@ class FusedKernel:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         self._store(state, outputs, scale)
 
-    def _tile(self, state: SimpleNamespace, head: Int32, tile: Int32, edges: _Edges | None) -> None:
+    def _tile(self, state: SimpleNamespace, head: Int32, tile: Int32, edges: Edges | None) -> None:
         """One query tile, from its scores to the sums."""
         config, shared = self.config, state.shared
         stage, phase = state.stage[0], state.stage[1]
@@ -463,13 +464,13 @@ class FusedKernel:
             self._send_dq(state)
         # In flight, oldest first: dv, dq, dk.
         warpgroup.wait_group(2 if config.adds_dq else 1)
-        _release(shared.dout_empty + stage)
+        release(shared.dout_empty + stage)
         if config.adds_dq:
             warpgroup.wait_group(1)
             self._add_dq(state, head, tile)
         self._advance(state)
         warpgroup.wait_group(0)
-        _release(shared.query_empty + stage)
+        release(shared.query_empty + stage)
 
     def _advance(self, state: SimpleNamespace) -> None:
         """Goes to the next stage of both rings, which move alike; the phase is the parity of the lap."""
@@ -481,7 +482,7 @@ class FusedKernel:
         dout_t = state.dout_t[None, None, None, slot]
         wgmma.gemm(state.dv_mma, state.dv, state.p_fragment, dout_t, accumulate=True)
 
-    def _visibilities(self, state: SimpleNamespace, tile: Int32, edges: _Edges) -> list[gradient.Visibility]:
+    def _visibilities(self, state: SimpleNamespace, tile: Int32, edges: Edges) -> list[gradient.Visibility]:
         """Of the lane's two rows in one tile.
 
         What depends on the lane is added last: one register lives through the loops instead of four limits.
@@ -509,7 +510,7 @@ class FusedKernel:
         address = address + state.lane_column * 4 + which * (4 * queries)
         return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
 
-    def _probabilities(self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], edges: _Edges | None) -> None:
+    def _probabilities(self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], edges: Edges | None) -> None:
         """S to P in 16 bits, and to the factor of dP - delta in its own place."""
         visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
         pairs = cute.recast_tensor(state.p_fragment, Int32)
@@ -525,7 +526,7 @@ class FusedKernel:
                 if not self.config.rounds_late:
                     pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
-    def _dscores(self, state: SimpleNamespace, tile: Int32, delta: list[Float32], edges: _Edges | None) -> None:
+    def _dscores(self, state: SimpleNamespace, tile: Int32, delta: list[Float32], edges: Edges | None) -> None:
         """dP to dS in 16 bits."""
         # V past key_value_seq_lengths holds anything, which would reach dq.
         hides = edges is not None and self.spec.key_value_seq_lengths and self.config.adds_dq
@@ -697,7 +698,7 @@ class FusedKernel:
             )
 
 
-def _release(barrier: cute.Pointer) -> None:
+def release(barrier: cute.Pointer) -> None:
     """Gives a stage back to the producer; every consumer warp calls it."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)

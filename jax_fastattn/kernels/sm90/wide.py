@@ -1,0 +1,218 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The key-stationary Hopper backward kernel for head dims over 128: dk and dv. `dq.py` computes dq.
+
+As `fused.py`, but both warpgroups share 64 keys, of which dk and dv fill the registers of one warpgroup each:
+
+    scores warpgroup:   S^T = K Q^T    P    dV += P^T dO
+    weights warpgroup:  dP^T = V dO^T    dS = P (dP - delta)    dK += dS^T Q
+
+P passes from one to the other in 16 bits through shared memory, in the order of the registers; with a soft cap it is P
+times the slope. It is the only thing that one waits for: the scores warpgroup may be as many tiles ahead as there are
+stages. Each warpgroup issues the second product of a tile behind the first one of the next, under whose latency and
+exponentials it runs.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fastattn.kernels.device import ptx, softmax, wgmma
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.sm90 import gradient
+from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.fused import Edges, FusedKernel, Uniform, release
+
+# Named barrier of the first stage's weights; those of the others follow. 1 and 2 are the warpgroups' own.
+_WEIGHTS_READY = 3
+
+
+class WideKernel(FusedKernel):
+    """Writes dk and dv."""
+
+    def _consume(
+        self,
+        shared: SimpleNamespace,
+        work: SimpleNamespace,
+        transform: softmax.Transform,
+        who: tuple[Int32, Int32],
+        outputs: tuple,
+        scale: Float32,
+    ) -> None:
+        """Everything a consumer warpgroup does."""
+        thread, warp_index = who
+        lane_row, lane_column = accumulator_lane(thread % 32)
+        mma = wgmma.product(self.dtype, self.config.queries, a_in_registers=False, b_transposed=False)
+        state = SimpleNamespace(
+            shared=shared,
+            work=work,
+            transform=transform,
+            thread=thread,
+            group=warp_index // 4,
+            row=warp_index % 4 * 16 + lane_row,
+            lane_column=lane_column,
+            stage=Uniform(Int32(0), Int32(0)),
+            mma=mma,
+            product=wgmma.accumulator(mma, (WARPGROUP_ROWS, self.config.queries)),
+        )
+        wgmma.wait(shared.key_full, Int32(0))
+        wgmma.wait(shared.value_full, Int32(0))
+
+        queries, douts = (shared.query, shared.query_empty), (shared.dout, shared.dout_empty)
+        dk, dv, _ = outputs
+
+        def compute_dv() -> None:
+            self._run(state, shared.key, queries, douts, self._give_weights, (dv, self.spec.v_head_dim, None))
+
+        def compute_dk() -> None:
+            self._run(state, shared.value, douts, queries, self._take_weights, (dk, self.spec.head_dim, scale))
+
+        cutlass.if_generate(state.group == 0, compute_dv, compute_dk)
+
+    def _run(
+        self,
+        state: SimpleNamespace,
+        left: cute.Tensor,
+        right: tuple[cute.Tensor, cute.Pointer],
+        added: tuple[cute.Tensor, cute.Pointer],
+        differentiate: Callable[..., list[Int32]],
+        result: tuple[cute.Pointer, int, Float32 | None],
+    ) -> None:
+        """All tiles of one warpgroup: its product `left right^T`, and `sum += fragment^T added`.
+
+        Args:
+            state: what both warpgroups have.
+            left: factor of the product, of the keys.
+            right: the other one, a ring, and the barriers on which its stages are given back.
+            added: the same of the sum.
+            differentiate: from the product to the fragment, in 16 bits.
+            result: where the sum goes, its head dim and its factor.
+        """
+        spec, visit = self.spec, state.work.visit
+        columns = cute.size(added[0], mode=[1])
+        shape = (WARPGROUP_ROWS, self.config.queries)
+        state.differentiate, state.right_empty, state.added_empty = differentiate, right[1], added[1]
+        state.left = wgmma.operand_a(state.mma, left)[None, None, None, 0]
+        state.right = wgmma.operand_b(state.mma, right[0])
+        state.sum_mma = wgmma.product(self.dtype, columns, a_in_registers=True, b_transposed=True)
+        state.added = wgmma.operand_b(state.sum_mma, wgmma.transposed(added[0]))
+        state.fragment = wgmma.fragment_a(state.sum_mma, shape, self.dtype)
+        state.sum = wgmma.accumulator(state.sum_mma, (WARPGROUP_ROWS, columns))
+        state.sum.fill(0.0)
+        state.previous = Uniform(Int32(0))
+        # As in `fused.py`.
+        checks_high = spec.window_left or spec.query_seq_lengths
+        edges = Edges(spec.window_right, checks_high)
+        full_begin = Int32(cutlass.max(visit.full_begin, visit.begin + 1))
+        full_end = Int32(cutlass.max(visit.full_end, full_begin)) if checks_high else visit.end
+
+        def visit_tiles(begin: Int32, end: Int32, edges: Edges | None) -> None:
+            state.stage.settle()
+            state.previous.settle()
+            wgmma.loop(end - begin, lambda i: self._step(state, begin + i, edges))
+
+        def visit_head(_: Int32) -> None:
+            self._step(state, visit.begin, edges, first=True)
+            if spec.window_right:
+                visit_tiles(visit.begin + 1, full_begin, edges)
+            visit_tiles(full_begin, full_end, None)
+            if checks_high:
+                visit_tiles(full_end, visit.end, edges)
+            self._start_sum(state)
+            self._finish_sum(state)
+
+        wgmma.loop(ptx.where(visit.begin < visit.end, Int32(spec.group), Int32(0)), visit_head)
+        self._store_sum(state, *result)
+
+    def _step(self, state: SimpleNamespace, tile: Int32, edges: Edges | None, first: bool = False) -> None:
+        """The product of one tile, and the sum of the one before."""
+        shared, stage, phase = state.shared, state.stage[0], state.stage[1]
+        wgmma.wait(shared.query_full + stage, phase)
+        wgmma.wait(shared.dout_full + stage, phase)
+        if edges is not None and self.spec.query_seq_lengths:
+            self._zero_queries(state, tile, stage)
+        right = state.right[None, None, None, stage]
+        wgmma.gemm(state.mma, state.product, state.left, right, accumulate=False)
+        if not first:
+            self._start_sum(state)
+        pairs = state.differentiate(state, tile, edges, 0 if first else 1)
+        release(state.right_empty + stage)
+        if not first:
+            self._finish_sum(state)
+        fragment = cute.recast_tensor(state.fragment, Int32)
+        for i, pair in enumerate(pairs):
+            fragment[i] = ptx.move(pair)
+        state.previous[0] = stage
+        self._advance(state)
+
+    def _start_sum(self, state: SimpleNamespace) -> None:
+        """Starts the sum of the last tile whose fragment is there."""
+        added = state.added[None, None, None, state.previous[0]]
+        wgmma.gemm(state.sum_mma, state.sum, state.fragment, added, accumulate=True)
+
+    def _finish_sum(self, state: SimpleNamespace) -> None:
+        """Waits for all products and gives the stage back."""
+        warpgroup.wait_group(0)
+        release(state.added_empty + state.previous[0])
+
+    def _give_weights(self, state: SimpleNamespace, tile: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+        """P of S, when no more than `flying` products are in flight; the other warpgroup gets the factors of dS."""
+        stage, blocks = state.stage[0], self.config.queries // 8
+        lse2 = self._stats(state, stage, 0, range(blocks))
+        warpgroup.wait_group(flying)
+        visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
+        rounded = []
+        for block in range(blocks):
+            for i in range(2):
+                first = 4 * block + 2 * i
+                both = [
+                    gradient.exponentiate(
+                        state.product[first + e], lse2[2 * block + e], state.transform, visibilities[i], 8 * block + e
+                    )
+                    for e in range(2)
+                ]
+                rounded.append([ptx.pack(*pair, dtype=self.mma_dtype) for pair in zip(*both, strict=True)])
+        pairs, weights = zip(*rounded, strict=True)
+        for i in range(0, len(weights), 4):
+            ptx.store_shared_chunk(self._weights(state, stage, i), list(weights[i : i + 4]))
+        cute.arch.barrier_arrive(barrier_id=_WEIGHTS_READY + stage, number_of_threads=self.config.consumer_threads)
+        return list(pairs)
+
+    def _take_weights(self, state: SimpleNamespace, tile: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+        """dS of dP, when no more than `flying` products are in flight. Hidden weights are 0."""
+        stage, blocks = state.stage[0], self.config.queries // 8
+        delta = self._stats(state, stage, 1, range(blocks))
+        warpgroup.wait_group(flying)
+        cute.arch.barrier(barrier_id=_WEIGHTS_READY + stage, number_of_threads=self.config.consumer_threads)
+        pairs = []
+        for i in range(0, 2 * blocks, 4):
+            for j, chunk in enumerate(ptx.load_shared_chunk(self._weights(state, stage, i)), i):
+                weights = ptx.unpack(chunk, dtype=self.mma_dtype)
+                values = [weights[e] * (state.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
+                pairs.append(ptx.pack(*values, dtype=self.mma_dtype))
+        return pairs
+
+    def _weights(self, state: SimpleNamespace, stage: Int32, pair: int) -> Int32:
+        """Address of four of the lane's pairs of weights; those of the threads follow each other."""
+        start = state.shared.address + self.memory.weights_start + stage * self.memory.weights_nbytes
+        return start + state.thread % 128 * 16 + pair // 4 * 2048
+
+    def _store_sum(self, state: SimpleNamespace, target: cute.Pointer, head_dim: int, factor: Float32 | None) -> None:
+        """Stores dk or dv from registers."""
+        work = state.work
+        first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
+        gradient.store_rows(
+            state.sum,
+            head_dim,
+            target.toint() + first * (2 * head_dim),
+            Int64(work.kv_heads) * (2 * head_dim),
+            row=state.row,
+            quad_lane=state.thread % 4,
+            live_rows=work.bounds["key_end"] - work.row,
+            stored_rows=work.key_length - work.row,
+            mma_dtype=self.mma_dtype,
+            factor=factor,
+        )
