@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cutlass import Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import LoopUnroll, for_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx
@@ -204,6 +204,26 @@ def accumulator(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
 def fragment_a(mma: cute.TiledMma, shape: tuple[int, int], dtype: Any) -> cute.Tensor:
     """Registers for a left factor."""
     return cute.make_rmem_tensor(mma.partition_shape_A(shape), dtype)
+
+
+def load_a(mma: cute.TiledMma, tile: cute.Tensor, stage: Any, count: int, thread: Int32) -> cute.Tensor:
+    """Registers with a left factor of which a warpgroup loads the first `count` fragments of 16 columns.
+
+    Args:
+        mma: a product with its left factor in registers.
+        tile: the factor, `[rows, k, stage]` in shared memory.
+        stage: which one.
+        count: how many to load; the others stay undefined.
+        thread: index of this thread in the warpgroup.
+    """
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), tile.element_type)
+    copy = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
+    source = copy.partition_S(tile)[None, None, None, stage]
+    fragment = fragment_a(mma, tuple(cute.size(tile, mode=[i]) for i in range(2)), tile.element_type)
+    target = copy.retile(fragment)
+    for k in range(count):
+        cute.copy(atom, source[None, None, k], target[None, None, k])
+    return fragment
 
 
 def gemm(

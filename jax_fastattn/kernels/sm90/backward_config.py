@@ -35,6 +35,8 @@ class BackwardConfig:
         adds_dq: whether the kernel adds dq to its sums, else `dq.py` computes it.
         wide: for head dims over 128, without dq: both warpgroups work on the same 64 keys, see `wide.py`. Else on 64
             keys each.
+        held: how many fragments of 16 columns of K, or of V, a warpgroup of the wide kernel holds in registers. Of
+            the others its product reads both factors from shared memory, whose bytes are the limit there.
     """
 
     queries: int
@@ -42,6 +44,7 @@ class BackwardConfig:
     staged: bool
     adds_dq: bool = True
     wide: bool = False
+    held: int = 0
 
     @property
     def keys(self) -> int:
@@ -269,17 +272,18 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     """The variant for a compile key."""
     fused = spec.fused
     if max(spec.head_dim, spec.v_head_dim) > FUSED_HEAD_DIM:
-        config = BackwardConfig(64, 3, staged=False, adds_dq=False, wide=True)
+        held = 2 if spec.logits_soft_cap else 8  # the cap takes registers
+        config = BackwardConfig(64, 3, staged=False, adds_dq=False, wide=True, held=held)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     if max(spec.head_dim, spec.v_head_dim) <= 64 and not spec.logits_soft_cap:
-        return BackwardConfig(128, 2, staged=False, adds_dq=fused)
+        return BackwardConfig(128, 2 if fused else 3, staged=False, adds_dq=fused)
     return BackwardConfig(64, 2 if fused else 3, staged=fused, adds_dq=fused)
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:
     """The variant of the dq kernel for a compile key: as many slots as fit, but for more than are of use."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
-    # The cap takes registers.
+    # The cap takes registers here too.
     keys = 128 if columns <= 96 and not spec.logits_soft_cap else 96 if columns <= 128 else 64
     configs = (DqConfig(keys, slots, overlap=columns <= 192) for slots in range(8, 2, -1))
     return next(config for config in configs if DqMemory.of(spec, config).fits)

@@ -26,7 +26,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
@@ -424,7 +424,7 @@ class ForwardKernel:
             out_mma=out_mma,
             query=wgmma.operand_a(score_mma, shared.query)[None, None, None, group],
             held_mma=held_mma,
-            held=wgmma.fragment_a(held_mma, (WARPGROUP_ROWS, self.memory.head_dim), self.dtype),
+            held=None,
             key=wgmma.operand_b(score_mma, shared.key),
             value=wgmma.operand_b(out_mma, wgmma.transposed(shared.value)),
             scores=wgmma.accumulator(score_mma, (WARPGROUP_ROWS, config.keys)),
@@ -586,13 +586,8 @@ class ForwardKernel:
 
     def _hold_query(self, state: SimpleNamespace) -> None:
         """Loads the fragments of Q that stay in registers."""
-        if self.config.held:
-            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-            copy = cute.make_tiled_copy_A(atom, state.held_mma).get_slice(state.thread)
-            source = copy.partition_S(state.shared.query)[None, None, None, state.group]
-            target = copy.retile(state.held)
-            for k in range(min(self.config.held, self.memory.head_dim // 16)):
-                cute.copy(atom, source[None, None, k], target[None, None, k])
+        count = min(self.config.held, self.memory.head_dim // 16)
+        state.held = wgmma.load_a(state.held_mma, state.shared.query, state.group, count, state.thread)
 
     def _add_values(self, state: SimpleNamespace, slot: Int32) -> None:
         """Starts O += P V."""

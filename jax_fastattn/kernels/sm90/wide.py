@@ -95,7 +95,12 @@ class WideKernel(FusedKernel):
         columns = cute.size(added[0], mode=[1])
         shape = (WARPGROUP_ROWS, self.config.queries)
         state.differentiate, state.right_empty, state.added_empty = differentiate, right[1], added[1]
-        state.left = wgmma.operand_a(state.mma, left)[None, None, None, 0]
+        held_mma = wgmma.product(self.dtype, self.config.queries, a_in_registers=True, b_transposed=False)
+        steps = cute.size(left, mode=[1]) // 16
+        count = min(self.config.held, steps)
+        held = wgmma.load_a(held_mma, left, 0, count, state.thread % 128)
+        rest = wgmma.operand_a(state.mma, left)[None, None, None, 0]
+        state.left = [(held_mma, held, k) if k < count else (state.mma, rest, k) for k in range(steps)]
         state.right = wgmma.operand_b(state.mma, right[0])
         state.sum_mma = wgmma.product(self.dtype, columns, a_in_registers=True, b_transposed=True)
         state.added = wgmma.operand_b(state.sum_mma, wgmma.transposed(added[0]))
@@ -135,7 +140,7 @@ class WideKernel(FusedKernel):
         if edges is not None and self.spec.query_seq_lengths:
             self._zero_queries(state, tile, stage)
         right = state.right[None, None, None, stage]
-        wgmma.gemm(state.mma, state.product, state.left, right, accumulate=False)
+        wgmma.gemm_steps(state.product, state.left, right, accumulate=False)
         if not first:
             self._start_sum(state)
         pairs = state.differentiate(state, tile, edges, 0 if first else 1)
