@@ -53,7 +53,7 @@ class BackwardConfig:
 
     @property
     def head_dim(self) -> int:
-        """Columns of Q, K and dq, zeros included: of a tile's dq, each warpgroup computes [64, 64]."""
+        """Columns of Q, K and dq where dq is added: of a tile's dq, each warpgroup computes [64, 64]."""
         return 64 if self.queries == 128 else 128
 
     @property
@@ -272,7 +272,7 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     """The variant for a compile key."""
     fused = spec.fused
     if max(spec.head_dim, spec.v_head_dim) > FUSED_HEAD_DIM:
-        held = 2 if spec.logits_soft_cap else 8  # the cap takes registers
+        held = 2 if spec.logits_soft_cap else 6  # the cap takes registers
         config = BackwardConfig(64, 3, staged=False, adds_dq=False, wide=True, held=held)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     if max(spec.head_dim, spec.v_head_dim) <= 64 and not spec.logits_soft_cap:

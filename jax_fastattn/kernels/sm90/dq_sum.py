@@ -76,8 +76,7 @@ class StatisticsKernel:
 
         def write() -> None:
             cutlass.if_generate(lane == 0, write_stats)
-            if cutlass.const_expr(self.columns is not None):
-                self._zero(dq_sum.toint() + head_row * (4 * self.columns) + lane * 16, self.columns)
+            self._zero(dq_sum, head_row, lane)
 
         cutlass.if_generate(entry < batch, write)
 
@@ -111,10 +110,13 @@ class StatisticsKernel:
             delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
         return delta
 
-    def _zero(self, sums: Int64, columns: int) -> None:
+    def _zero(self, dq_sum: cute.Pointer | None, row: Int64, lane: Int32) -> None:
         """Zeroes a row's share of the sums: they lie in another order, but have as many elements for a row."""
-        for i in range(0, 4 * columns, 16 * self.lanes):
-            ptx.store_global_chunk(sums + i, [Int32(0)] * 4)
+        if dq_sum is None or self.columns is None:
+            return
+        address = dq_sum.toint() + row * (4 * self.columns) + lane * 16
+        for i in range(0, 4 * self.columns, 16 * self.lanes):
+            ptx.store_global_chunk(address + i, [Int32(0)] * 4)
 
 
 class RoundKernel:
