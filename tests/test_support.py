@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM
-from jax_fastattn.kernels.support import ARCHITECTURES, describe_kernels, unsupported_reasons
+from jax_fastattn.kernels.sm90.backward_config import BackwardMemory, DqMemory, backward_config, dq_config
+from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec
+from jax_fastattn.kernels.support import ARCHITECTURES, MAX_HEAD_DIM, describe_kernels, unsupported_reasons
 from jax_fastattn.testing.cases import GPU_CASES, Case
 from jax_fastattn.testing.support_table import support_table
 
@@ -70,3 +72,16 @@ def test_tiles_are_described(arch: str, deterministic: bool, head_dims: tuple[in
     fused = family == "sm90" and max(head_dims) <= FUSED_HEAD_DIM and not deterministic
     assert words[::2] == (["forward", "backward"] if fused else ["forward", "dq", "dkdv"])
     assert all(int(rows) > 0 and int(keys) > 0 for rows, keys in (tile.split("x") for tile in words[1::2]))
+
+
+@pytest.mark.parametrize("cap", [False, True], ids=["", "soft-cap"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_hopper_backward_fits_for_every_head_dim(deterministic: bool, cap: bool) -> None:
+    for head_dims in itertools.product(range(8, MAX_HEAD_DIM + 1, 8), repeat=2):
+        spec = KernelSpec("backward", "sm_90a", "bfloat16", *head_dims, family="sm90", logits_soft_cap=cap)
+        spec = dataclasses.replace(spec, deterministic=deterministic)
+        assert BackwardMemory.of(spec, backward_config(spec)).fits
+        dq = dq_config(spec)
+        assert DqMemory.of(spec, dq).fits
+        # V and K of a tile, and the K before them; with overlap the loads of the next tile too.
+        assert dq.slots >= (5 if dq.overlap else 3)
