@@ -83,5 +83,5 @@ def test_hopper_backward_fits_for_every_head_dim(deterministic: bool, cap: bool)
         assert BackwardMemory.of(spec, backward_config(spec)).fits
         dq = dq_config(spec)
         assert DqMemory.of(spec, dq).fits
-        # V and K of a tile, and the K before them; with overlap the loads of the next tile too.
+        # V and K of a tile and the next V; with overlap the last K, both tiles of this step and of the next one.
         assert dq.slots >= (5 if dq.overlap else 3)

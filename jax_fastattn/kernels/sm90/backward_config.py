@@ -254,13 +254,13 @@ class DqMemory:
 
     @property
     def barrier_start(self) -> int:
-        """Offset of the mbarriers: full and empty ones of the slots, then of each warpgroup's Q and dO."""
+        """Offset of the mbarriers: full and empty ones of the slots, then of each warpgroup's Q, and of its dO."""
         return self.ring_start + self.config.slots * self.slot_nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.barrier_start + 8 * (2 * self.config.slots + 2)
+        return self.barrier_start + 8 * (2 * self.config.slots + 4)
 
     @property
     def fits(self) -> bool:

@@ -16,6 +16,7 @@ the end need nothing: what they hold stays in their own rows, which are stored a
 described in `gradient.py`.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import cuda.bindings.driver as cuda
@@ -198,6 +199,7 @@ class DqKernel:
             full=barriers,
             empty=barriers + config.slots,
             query_full=barriers + 2 * config.slots,
+            dout_full=barriers + (2 * config.slots + 2),
         )
 
     def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
@@ -213,6 +215,7 @@ class DqKernel:
                     cute.arch.mbarrier_init(shared.empty + slot, config.consumer_threads // 32)
                 for group in range(2):
                     cute.arch.mbarrier_init(shared.query_full + group, 1)
+                    cute.arch.mbarrier_init(shared.dout_full + group, 1)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
@@ -269,11 +272,11 @@ class DqKernel:
         copy_dout = wgmma.tma_copy(*dout, shared.dout, (work.head, work.batch))
         copy_key = wgmma.tma_copy(*key, shared.key, (work.kv_head, work.batch))
         copy_value = wgmma.tma_copy(*value, shared.value, (work.kv_head, work.batch))
-        for group in range(2):
-            barrier = shared.query_full + group
-            wgmma.expect(barrier, memory.query_nbytes + memory.dout_nbytes)
-            for copy in (copy_query, copy_dout):
-                copy(2 * work.tile + group, group, barrier)
+
+        def load_rows(copy: Callable[..., None], barrier: cute.Pointer, nbytes: int) -> None:
+            for group in range(2):
+                wgmma.expect(barrier + group, nbytes)
+                copy(2 * work.tile + group, group, barrier + group)
 
         def load(i: Int32) -> None:
             # V first: with three slots the next K takes its place, long before this K is done with.
@@ -281,7 +284,12 @@ class DqKernel:
             ring.fill(copy_value, tile, config.keys * memory.v_head_dim * 2)
             ring.fill(copy_key, tile, config.keys * memory.head_dim * 2)
 
-        wgmma.loop(work.visit.end - work.visit.begin, load)
+        # The first product needs Q and K.
+        count = work.visit.end - work.visit.begin
+        load_rows(copy_query, shared.query_full, memory.query_nbytes)
+        wgmma.loop(Int32(cutlass.min(count, 1)), load)
+        load_rows(copy_dout, shared.dout_full, memory.dout_nbytes)
+        wgmma.loop(count - 1, lambda i: load(i + 1))
 
     # Consumers.
 
@@ -332,7 +340,8 @@ class DqKernel:
         visit = self._own_visit(work, group)
         wgmma.wait(shared.query_full + group, Int32(0))
         self._pass_by(state, work.visit.end - visit.end)
-        cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(state, visit))
+        some = visit.begin < visit.end
+        cutlass.if_generate(some, lambda: self._visit(state, visit), lambda: self._await_dout(state))
         self._pass_by(state, visit.begin - work.visit.begin)
         self._store(state, dq, scale)
 
@@ -376,6 +385,8 @@ class DqKernel:
         wgmma.gemm(state.score_mma, state.score, state.query, state.key[None, None, None, key_slot], accumulate=False)
         if adds_previous:
             self._start_dq(state)
+        if first:
+            self._await_dout(state)
         value = state.value[None, None, None, value_slot]
         wgmma.gemm(state.score_mma, state.dscore, state.dout, value, accumulate=False)
         warpgroup.wait_group(2 if adds_previous else 1)
@@ -394,6 +405,10 @@ class DqKernel:
         if not overlap:
             self._start_dq(state)
             self._finish_dq(state)
+
+    def _await_dout(self, state: SimpleNamespace) -> None:
+        """Waits for this warpgroup's dO, once: no copy may outlive its CTA."""
+        wgmma.wait(state.shared.dout_full + state.group, Int32(0))
 
     def _dscores(self, state: SimpleNamespace, tile: Int32, masked: bool) -> None:
         """dP to dS in 16 bits. Where a query does not see the key, anything is replaced: it may be no number."""
