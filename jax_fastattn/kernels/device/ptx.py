@@ -237,6 +237,12 @@ def unpack(pair: Int32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
+def thread_index(*, loc: Any = None, ip: Any = None) -> Int32:
+    """The thread's index in its CTA, read anew: what is computed from it lives in no register until then."""
+    return _asm("mov.u32 $0, %tid.x;", "r", "", [], True, loc, ip)
+
+
+@dsl_user_op
 def move(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """x in a register of its own from here on, where the compiler does not know that a product still reads the old."""
     return _asm("mov.b32 $0, $1;", "r", "r", [x], True, loc, ip)

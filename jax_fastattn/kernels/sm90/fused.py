@@ -491,12 +491,18 @@ class FusedKernel:
         end = bounds["query_end"] - tile * self.config.queries if self.spec.query_seq_lengths else Int32(UNBOUNDED)
         window = {name: bounds[name] for name in ("offset", "left", "right")}
         first = softmax.query_limits(work.row - tile * self.config.queries, query_end=Int32(UNBOUNDED), **window)
+        row, column = state.row, state.lane_column
+        if self.spec.logits_soft_cap and not self.config.adds_dq:
+            # Beside the cap these two registers would spill, next to query lengths.
+            thread = ptx.thread_index() % (2 * self.config.keys)
+            row, column = accumulator_lane(thread % 32)
+            row = thread // 32 * 16 + row
         result = []
         for i in range(2):
-            shift = state.row + 8 * i - state.lane_column
+            shift = row + 8 * i - column
             low, high = first.low + shift, first.high + shift
             if self.spec.query_seq_lengths:
-                high = Int32(cutlass.min(high, end - state.lane_column))
+                high = Int32(cutlass.min(high, end - column))
             if self.config.adds_dq:
                 # No query sees a key past the end.
                 low = ptx.where(state.row + 8 * i < bounds["key_end"] - work.row, low, Int32(UNBOUNDED))
