@@ -69,6 +69,7 @@ def ours(case: Case, operands: Operands, implementation: Any = None) -> jax.Arra
         "local_window_size": case.window,
         "logits_soft_cap": case.logits_soft_cap,
         "sinks": None if operands.sinks is None else operands.sinks[0],
+        "deterministic": case.deterministic,
         "implementation": implementation,
     }
     if case.packed is not None:
@@ -87,7 +88,7 @@ def ours(case: Case, operands: Operands, implementation: Any = None) -> jax.Arra
 
 def jax_nn(case: Case, operands: Operands, implementation: Any) -> jax.Array:
     """`jax.nn.dot_product_attention`."""
-    refuse(case, "logits_soft_cap", "sinks", "segments", "packed", "query_offset", "v_head_dim")
+    refuse(case, "logits_soft_cap", "sinks", "segments", "packed", "query_offset", "v_head_dim", "deterministic")
     return jax.nn.dot_product_attention(
         *operands[:5],
         scale=case.scale,
@@ -110,7 +111,7 @@ def closed_window(case: Case) -> tuple[int, int] | None:
 def fa4_jax(case: Case, operands: Operands) -> jax.Array:
     """FlashAttention-4's kernels. Causal masks are aligned to the last key, ours to the first."""
     refuse(case, "bias", "mask", "logits_soft_cap", "sinks", "segments", "query_offset")
-    refuse(case, "query_seq_lengths", "key_value_seq_lengths")
+    refuse(case, "query_seq_lengths", "key_value_seq_lengths", "deterministic")
     refuse_alignment(case)
     from fa4_jax import flash_attn, flash_attn_varlen
 
@@ -126,7 +127,7 @@ def fa4_jax(case: Case, operands: Operands) -> jax.Array:
 def dew_flash_attn(case: Case, operands: Operands) -> jax.Array:
     """FlashAttention-3's kernels on Hopper, -2's elsewhere. Causal masks are aligned to the last key."""
     refuse(case, "bias", "mask", "logits_soft_cap", "segments", "query_offset")
-    refuse(case, "query_seq_lengths", "key_value_seq_lengths")
+    refuse(case, "query_seq_lengths", "key_value_seq_lengths", "deterministic")
     refuse_alignment(case)
     from dew_flash_attn import flash_mha, flash_mha_varlen
 
