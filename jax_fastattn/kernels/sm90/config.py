@@ -149,7 +149,7 @@ def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     if columns <= 64:
         if spec.short:
-            return (ForwardConfig(1, 64, 6, blocks=3, walks=True, held=4),)
+            return (ForwardConfig(1, 64, 6, blocks=3, held=4),)
         return (ForwardConfig(3, 128, 10, ping_pong=True),)
     if columns <= 96:
         if spec.short:
