@@ -20,8 +20,8 @@ UNBOUNDED = 1 << 29
 SHORT_LENGTH = 2048
 _SHORT_HEAD_DIM = 96
 
-# Up to which head dims Hopper has one kernel for all three gradients.
-FUSED_HEAD_DIM = 128
+# Up to which head dims Hopper has one kernel for all three gradients: where exponentials, not products, are the limit.
+FUSED_HEAD_DIM = 64
 
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 8
@@ -68,7 +68,7 @@ class KernelSpec:
     @property
     def fused(self) -> bool:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
-        small = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
+        small = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM and not self.logits_soft_cap
         return self.family == "sm90" and self.op == "backward" and small and not self.deterministic
 
 
@@ -78,6 +78,7 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     left, right = spec.bounds
     largest = max(problem.head_dim, problem.v_head_dim)
     family = "sm90" if arch == "sm_90a" else "sm80"
+    fusible = family == "sm90" and op == "backward" and largest <= FUSED_HEAD_DIM and spec.logits_soft_cap is None
     return KernelSpec(
         op=op,
         arch=arch,
@@ -94,7 +95,7 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         sinks=op == "forward" and "sinks" in spec.present,
         dlse=dlse,
         family=family,
-        deterministic=spec.deterministic and family == "sm90" and op == "backward" and largest <= FUSED_HEAD_DIM,
+        deterministic=spec.deterministic and fusible,
         short=(
             family == "sm90"
             and op == "forward"

@@ -14,8 +14,8 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
-from jax_fastattn.kernels.sm90.backward_config import backward_config, padded_rows
-from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
+from jax_fastattn.kernels.sm90.backward_config import padded_rows
+from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec, kernel_spec, launch_scalars
 from jax_fastattn.portable import Gradients
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -76,7 +76,7 @@ def backward(
         rows = padded_rows(query_length)
         scratch = [(batch, num_heads, 2, rows)]
         if kernel.fused:
-            scratch.append((batch, num_heads, rows, backward_config(kernel).head_dim))
+            scratch.append((batch, num_heads, rows, FUSED_HEAD_DIM))
     dq, dk, dv, stats, *_ = _launch(
         kernel,
         problem,

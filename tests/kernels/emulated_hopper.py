@@ -21,7 +21,7 @@ from jax_fastattn.kernels.sm90.backward import BackwardKernel
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, BackwardMemory, DqConfig, DqMemory, padded_rows
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig
 from jax_fastattn.kernels.sm90.forward import ForwardKernel
-from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec, launch_buffers
 
 # So many that every CTA walks through several tiles.
 MULTIPROCESSORS = 3
@@ -109,7 +109,7 @@ def check_backward(
     arrays |= {name: np.full(wanted[name].shape, np.nan, arrays["query"].dtype) for name in ("dq", "dk", "dv")}
     arrays["stats"] = np.full((sizes.batch, heads, 2, rows), np.nan, np.float32)
     if spec.fused:
-        arrays["dq_sum"] = np.full((sizes.batch, heads, rows, config.head_dim), np.nan, np.float32)
+        arrays["dq_sum"] = np.full((sizes.batch, heads, rows, FUSED_HEAD_DIM), np.nan, np.float32)
     memory, address = place(spec, arrays)
     ptx = compile_kernel(kernel, spec)
     lengths = [address["query_seq_lengths"]] if spec.query_seq_lengths else []

@@ -16,7 +16,7 @@ import numpy as np
 from emulated_backward import Sizes
 
 from jax_fastattn.ffi.compiler import _open_runtime
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec
+from jax_fastattn.kernels.spec import KernelSpec
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def test_backward(name: str) -> None:
     emulated_hopper.check_backward(_spec("backward", *kernel), sizes)
 
 
-@pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if max(row[:2]) <= FUSED_HEAD_DIM])
+@pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).fused])
 def test_deterministic_backward(name: str) -> None:
     """The pair of kernels that larger head dims always take."""
     *kernel, sizes = BACKWARD[name]

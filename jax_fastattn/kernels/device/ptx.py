@@ -280,16 +280,3 @@ def store_matrices_transposed(address: Int32, values: Registers, *, loc: Any = N
 def add_global_chunk(address: Int64, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
     """Adds four float32 atomically to 16 bytes of global memory."""
     _asm("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", [address, *values], True, loc, ip)
-
-
-@dsl_user_op
-def reduce_bulk(target: Int64, shared: Int32, nbytes: int, *, loc: Any = None, ip: Any = None) -> None:
-    """One lane starts to add `nbytes` (a multiple of 16) of float32 in shared memory to those in global memory."""
-    text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {nbytes};"
-    _asm(text, "", "lr", [target, shared], True, loc, ip)
-
-
-@dsl_user_op
-def store_shared_floats(address: Int32, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
-    """Stores four float32."""
-    _asm("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "", "rffff", [address, *values], True, loc, ip)

@@ -10,11 +10,25 @@ bits are one A fragment of 16 columns.
 from collections.abc import Callable
 from typing import Any
 
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int8, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import LoopUnroll, for_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx
+
+# What special registers say
+
+
+def thread_index() -> Int32:
+    """The thread's index in its CTA; by way of a shuffle, or ptxas would read it again, slowly, wherever it is used."""
+    return cute.arch.shuffle_sync_bfly(cute.arch.thread_idx()[0], offset=0)
+
+
+def shared_memory() -> cute.Pointer:
+    """Dynamic shared memory; its address is read once, for the same reason."""
+    address = cute.arch.make_warp_uniform(cute.arch.get_dyn_smem(Int8, alignment=1024).toint())
+    return cute.make_ptr(Int8, address, cute.AddressSpace.smem, assumed_align=1024)
+
 
 # Tiles
 

@@ -16,7 +16,7 @@ from jax_fastattn.kernels.sm90.dq import DqKernel
 from jax_fastattn.kernels.sm90.dq_sum import THREADS, RoundKernel, StatisticsKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
 from jax_fastattn.kernels.sm90.wide import WideKernel
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec
 
 
 class BackwardKernel:
@@ -32,9 +32,9 @@ class BackwardKernel:
         self.spec = spec
         config = config or backward_config(spec)
         self.main = (WideKernel if config.wide else FusedKernel)(spec, config)
-        self.statistics = StatisticsKernel(spec, config.head_dim if spec.fused else None)
+        self.statistics = StatisticsKernel(spec, FUSED_HEAD_DIM if spec.fused else None)
         if spec.fused:
-            self.round = RoundKernel(spec, config.head_dim)
+            self.round = RoundKernel(spec, FUSED_HEAD_DIM)
         else:
             self.dq = DqKernel(spec, dq)
 

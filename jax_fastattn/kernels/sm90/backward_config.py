@@ -31,7 +31,6 @@ class BackwardConfig:
     Attributes:
         queries: query rows of a tile: 128 for padded head dims of 64, else 64.
         stages: tiles of Q, of dO and of dS in shared memory.
-        staged: whether sums of dq go through shared memory and TMA, else from registers by atomic additions.
         adds_dq: whether the kernel adds dq to its sums, else `dq.py` computes it.
         wide: for head dims over 128, without dq: both warpgroups work on the same 64 keys, see `wide.py`. Else on 64
             keys each.
@@ -41,20 +40,19 @@ class BackwardConfig:
 
     queries: int
     stages: int
-    staged: bool
     adds_dq: bool = True
     wide: bool = False
     held: int = 0
 
     @property
+    def overlap(self) -> bool:
+        """Whether the wide kernel issues the sum of a tile behind the product of the next one; takes a third stage."""
+        return self.stages > 2
+
+    @property
     def keys(self) -> int:
         """Keys of a CTA."""
         return WARPGROUP_ROWS if self.wide else 2 * WARPGROUP_ROWS
-
-    @property
-    def head_dim(self) -> int:
-        """Columns of Q, K and dq where dq is added: of a tile's dq, each warpgroup computes [64, 64]."""
-        return 64 if self.queries == 128 else 128
 
     @property
     def rounds_late(self) -> bool:
@@ -82,7 +80,7 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class BackwardMemory:
-    """Byte offsets in dynamic shared memory: K, V, the rings of Q, dO, dS or P, staged dQ, statistics, mbarriers.
+    """Byte offsets in dynamic shared memory: K, V, the rings of Q, dO, dS or P, statistics, mbarriers.
 
     Attributes:
         config: the variant.
@@ -97,7 +95,8 @@ class BackwardMemory:
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """The layout of a compile key."""
-        head_dim = config.head_dim if config.adds_dq else padded_head_dim(spec.head_dim)
+        # Of a tile's dq each warpgroup computes [64, 64].
+        head_dim = FUSED_HEAD_DIM if config.adds_dq else padded_head_dim(spec.head_dim)
         return cls(config, head_dim, padded_head_dim(spec.v_head_dim))
 
     @property
@@ -136,12 +135,6 @@ class BackwardMemory:
         return self.dout_start + self.config.stages * self.dout_nbytes
 
     @property
-    def staging_start(self) -> int:
-        """Offset of a float32 dQ of one tile, [64, 64] of each warpgroup."""
-        dscore_nbytes = self.config.stages * self.config.queries * self.config.keys * 2
-        return self.dscore_start + (dscore_nbytes if self.config.adds_dq else 0)
-
-    @property
     def weights_nbytes(self) -> int:
         """Bytes of what one warpgroup of the wide kernel hands to the other for a tile."""
         return self.config.queries * WARPGROUP_ROWS * 2 if self.config.wide else 0
@@ -149,7 +142,8 @@ class BackwardMemory:
     @property
     def weights_start(self) -> int:
         """Offset of a buffer of them for each stage."""
-        return self.staging_start + (2 * 4 * WARPGROUP_ROWS * WARPGROUP_ROWS if self.config.staged else 0)
+        dscore_nbytes = self.config.stages * self.config.queries * self.config.keys * 2
+        return self.dscore_start + (dscore_nbytes if self.config.adds_dq else 0)
 
     @property
     def stats_start(self) -> int:
@@ -270,20 +264,20 @@ class DqMemory:
 
 def backward_config(spec: KernelSpec) -> BackwardConfig:
     """The variant for a compile key."""
-    fused = spec.fused
-    if max(spec.head_dim, spec.v_head_dim) > FUSED_HEAD_DIM:
+    largest = max(spec.head_dim, spec.v_head_dim)
+    if largest > 128:
         held = 2 if spec.logits_soft_cap else 6  # the cap takes registers
-        config = BackwardConfig(64, 3, staged=False, adds_dq=False, wide=True, held=held)
+        config = BackwardConfig(64, 3, adds_dq=False, wide=True, held=held)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
-    if max(spec.head_dim, spec.v_head_dim) <= 64 and not spec.logits_soft_cap:
-        return BackwardConfig(128, 2 if fused else 3, staged=False, adds_dq=fused)
-    return BackwardConfig(64, 2 if fused else 3, staged=fused, adds_dq=fused)
+    if largest <= 64 and not spec.logits_soft_cap:
+        return BackwardConfig(128, 2, adds_dq=spec.fused)
+    return BackwardConfig(64, 3, adds_dq=False)
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:
     """The variant of the dq kernel for a compile key: as many slots as fit, but for more than are of use."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     # The cap takes registers here too.
-    keys = 128 if columns <= 96 and not spec.logits_soft_cap else 96 if columns <= 128 else 64
+    keys = 64 if columns > 64 else 96 if spec.logits_soft_cap else 128
     configs = (DqConfig(keys, slots, overlap=columns <= 192) for slots in range(8, 2, -1))
     return next(config for config in configs if DqMemory.of(spec, config).fits)

@@ -155,7 +155,7 @@ class DqKernel:
         logits_soft_cap: Float32,
     ):
         config = self.config
-        thread, _, _ = cute.arch.thread_idx()
+        thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
@@ -183,7 +183,7 @@ class DqKernel:
     def _shared(self) -> SimpleNamespace:
         """Tiles and barriers in shared memory."""
         config, memory = self.config, self.memory
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = wgmma.shared_memory()
 
         def staged(start: int, rows: int, columns: int, count: int, pitch: int) -> cute.Tensor:
             return wgmma.staged_tile(base + start, self.dtype, (rows, columns), count, pitch // 2)

@@ -197,7 +197,7 @@ class FusedKernel:
         logits_soft_cap: Float32,
     ):
         spec, config = self.spec, self.config
-        thread, _, _ = cute.arch.thread_idx()
+        thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
@@ -225,7 +225,7 @@ class FusedKernel:
     def _shared(self) -> SimpleNamespace:
         """Tiles and barriers in shared memory."""
         config, memory, stages = self.config, self.memory, self.config.stages
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = wgmma.shared_memory()
 
         def staged(start: int, rows: int, columns: int, count: int) -> cute.Tensor:
             return wgmma.staged_tile(base + start, self.dtype, (rows, columns), count, rows * columns)
@@ -245,8 +245,6 @@ class FusedKernel:
             dout_empty=barriers + (2 + 3 * stages),
         )
         if config.adds_dq:
-            # A tile of 64 keys and n 64-column atoms is n tiles of one atom, one after the other.
-            shared.key_blocks = staged(0, _BLOCK, _BLOCK, 2 * memory.head_dim // _BLOCK)
             shared.dscore = staged(memory.dscore_start, _BLOCK, _BLOCK, stages * config.queries // 32)
         return shared
 
@@ -419,10 +417,6 @@ class FusedKernel:
                 visit_tiles(head, visit.full_end, visit.end, Edges(True, True))
 
         wgmma.loop(Int32(spec.group), visit_head)
-        if config.staged:
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self._send_dq(state)
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
         self._store(state, outputs, scale)
 
     def _tile(self, state: SimpleNamespace, head: Int32, tile: Int32, edges: Edges | None) -> None:
@@ -430,6 +424,10 @@ class FusedKernel:
         config, shared = self.config, state.shared
         stage, phase = state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
+        # Loaded before the products, which leave shared memory little time; but for a soft cap, which takes registers.
+        blocks = config.queries // 8
+        early = 0 if self.spec.logits_soft_cap else blocks
+        lse2 = self._stats(state, stage, 0, range(early))
         query = state.query[None, None, None, stage]
         wgmma.gemm(state.score_mma, state.score, state.key, query, accumulate=False)
         wgmma.wait(shared.dout_full + stage, phase)
@@ -437,10 +435,6 @@ class FusedKernel:
             self._zero_queries(state, tile, stage)
         dout = state.dout[None, None, None, stage]
         wgmma.gemm(state.score_mma, state.dscore, state.value, dout, accumulate=False)
-        # Loaded before the waits, as far as registers go: the latency passes under the products.
-        blocks = config.queries // 8
-        early = 0 if self.spec.logits_soft_cap else blocks
-        lse2 = self._stats(state, stage, 0, range(early))
         warpgroup.wait_group(1)
         lse2 += self._stats(state, stage, 0, range(early, blocks))
         self._probabilities(state, tile, lse2, edges)
@@ -460,8 +454,6 @@ class FusedKernel:
             self._start_dq(state, stage)
         query_t = state.query_t[None, None, None, stage]
         wgmma.gemm(state.dk_mma, state.dk, state.ds_fragment, query_t, accumulate=True)
-        if config.staged:
-            self._send_dq(state)
         # In flight, oldest first: dv, dq, dk.
         warpgroup.wait_group(2 if config.adds_dq else 1)
         release(shared.dout_empty + stage)
@@ -570,58 +562,26 @@ class FusedKernel:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def _start_dq(self, state: SimpleNamespace, stage: Int32) -> None:
-        """Starts this warpgroup's half of dQ = dS K, when both have stored their dS.
-
-        With 128 queries a warpgroup takes 64 of them, with 64 queries 64 of the 128 columns.
-        """
-        cute.arch.barrier(barrier_id=3, number_of_threads=self.config.consumer_threads)
-        tall, columns = self.config.queries // _BLOCK, self.memory.head_dim // _BLOCK
+        """Starts dQ = dS K of 64 of the 128 queries, when both warpgroups have stored their dS."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.config.consumer_threads)
         warpgroup.fence()
         for half in range(2):
-            a_tile = (stage * 2 + half) * tall + (state.group if tall == 2 else 0)
-            b_tile = half * columns + (state.group if columns == 2 else 0)
             for k in range(_BLOCK // 16):
                 atom = cute.make_mma_atom(state.dq_mma.op)
                 atom.set(warpgroup.Field.ACCUMULATE, half + k > 0)
-                a, b = state.dscore_tiles[None, None, k, a_tile], state.key_blocks[None, None, k, b_tile]
+                a = state.dscore_tiles[None, None, k, (stage * 2 + half) * 2 + state.group]
+                b = state.key_t[None, None, k, half]
                 cute.gemm(atom, state.dq, a, b, state.dq)
         warpgroup.commit_group()
 
     def _add_dq(self, state: SimpleNamespace, head: Int32, tile: Int32) -> None:
         """Adds this warpgroup's half of dQ to the sums, in the order of `gradient.dq_sum_offset`."""
-        work, columns = state.work, self.memory.head_dim // _BLOCK
-        tall = self.config.queries // _BLOCK
+        work = state.work
         head_row = (Int64(work.batch) * work.num_heads + head) * padded_rows(work.query_length)
-        block = (tile * tall + (state.group if tall == 2 else 0)) * columns + (state.group if tall == 1 else 0)
-        lane, warp_nbytes = state.thread % 32, _BLOCK_NBYTES // 4
-        address = state.dq_sum + head_row * (4 * self.memory.head_dim)
-        address = address + Int64(block) * _BLOCK_NBYTES + state.warp * warp_nbytes
-        chunks = [[state.dq[4 * n + i] for i in range(4)] for n in range(_BLOCK // 8)]
-        if not self.config.staged:
-            for n, chunk in enumerate(chunks):
-                ptx.add_global_chunk(address + lane * 16 + 512 * n, chunk)
-            return
-        # The addition of the last tile has read the buffer.
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        for n, chunk in enumerate(chunks):
-            ptx.store_shared_floats(self._staging(state) + lane * 16 + 512 * n, chunk)
-        state.target[0] = address
-
-    def _staging(self, state: SimpleNamespace) -> Int32:
-        """Address of the warp's part of the staged dQ."""
-        return state.shared.address + self.memory.staging_start + (state.group * 4 + state.warp) * (_BLOCK_NBYTES // 4)
-
-    def _send_dq(self, state: SimpleNamespace) -> None:
-        """Starts the addition of the staged dQ, if there is one. All lanes have passed a fence since they stored it."""
-        cute.arch.sync_warp()
-
-        def send() -> None:
-            with cute.arch.elect_one():
-                ptx.reduce_bulk(state.target[0], self._staging(state), _BLOCK_NBYTES // 4)
-                cute.arch.cp_async_bulk_commit_group()
-
-        cutlass.if_generate(state.target[0] != 0, send)
+        address = state.dq_sum + head_row * (4 * _BLOCK) + Int64(tile * 2 + state.group) * _BLOCK_NBYTES
+        address = address + state.warp * (_BLOCK_NBYTES // 4) + state.thread % 32 * 16
+        for n in range(_BLOCK // 8):
+            ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + i] for i in range(4)])
 
     def _prepare_dq(self, state: SimpleNamespace, dq_sum: cute.Pointer) -> None:
         """What the sums of dq need."""
@@ -629,10 +589,8 @@ class FusedKernel:
         state.dq_mma = mma
         state.dq = wgmma.accumulator(mma, (_BLOCK, _BLOCK))
         state.dscore_tiles = wgmma.operand_a(mma, state.shared.dscore)
-        state.key_blocks = wgmma.operand_b(mma, wgmma.transposed(state.shared.key_blocks))
+        state.key_t = wgmma.operand_b(mma, wgmma.transposed(state.shared.key))
         state.dq_sum = dq_sum.toint()
-        state.target = cute.make_rmem_tensor((1,), Int64)
-        state.target[0] = Int64(0)
         if self.spec.key_value_seq_lengths:
             self._zero_keys(state)
 
@@ -657,7 +615,7 @@ class FusedKernel:
     # Operands in shared memory that TMA cannot prepare.
 
     def _zero_queries(self, state: SimpleNamespace, tile: Int32, stage: Int32) -> None:
-        """Zeroes the rows of Q and dO past the end of the queries. Every warpgroup does it for itself."""
+        """Zeroes the rows of Q and dO past the end of the queries, for both warpgroups."""
         config, memory, work = self.config, self.memory, state.work
         valid = work.bounds["query_end"] - tile * config.queries
 
@@ -671,11 +629,11 @@ class FusedKernel:
                     (config.queries, columns),
                     2 * wgmma.atom_columns(columns),
                     valid,
-                    thread=state.thread % 128,
-                    threads=128,
+                    thread=state.thread,
+                    threads=config.consumer_threads,
                 )
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=1 + state.group, number_of_threads=128)
+            cute.arch.barrier(barrier_id=1, number_of_threads=config.consumer_threads)
 
         straddles = Boolean((valid < config.queries) & (work.bounds["query_end"] < work.query_length))
         cutlass.if_generate(straddles, zero)

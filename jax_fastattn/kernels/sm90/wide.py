@@ -9,8 +9,9 @@ As `fused.py`, but both warpgroups share 64 keys, of which dk and dv fill the re
 
 P passes from one to the other in 16 bits through shared memory, in the order of the registers; with a soft cap it is P
 times the slope. It is the only thing that one waits for: the scores warpgroup may be as many tiles ahead as there are
-stages. Each warpgroup issues the second product of a tile behind the first one of the next, under whose latency and
-exponentials it runs.
+stages. With three stages each warpgroup issues the second product of a tile behind the first one of the next, under
+whose latency and exponentials it runs. With two, that would leave no stage to load into: the products of a tile follow
+each other, and those of the other warpgroup fill the gaps.
 """
 
 from collections.abc import Callable
@@ -126,14 +127,15 @@ class WideKernel(FusedKernel):
             visit_tiles(full_begin, full_end, None)
             if checks_high:
                 visit_tiles(full_end, visit.end, edges)
-            self._start_sum(state)
-            self._finish_sum(state)
+            if self.config.overlap:
+                self._start_sum(state)
+                self._finish_sum(state)
 
         wgmma.loop(ptx.where(visit.begin < visit.end, Int32(spec.group), Int32(0)), visit_head)
         self._store_sum(state, *result)
 
     def _step(self, state: SimpleNamespace, tile: Int32, edges: Edges | None, first: bool = False) -> None:
-        """The product of one tile, and the sum of the one before."""
+        """The product of one tile and its sum, or with overlap that of the one before."""
         shared, stage, phase = state.shared, state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
         wgmma.wait(shared.dout_full + stage, phase)
@@ -141,17 +143,21 @@ class WideKernel(FusedKernel):
             self._zero_queries(state, tile, stage)
         right = state.right[None, None, None, stage]
         wgmma.gemm_steps(state.product, state.left, right, accumulate=False)
-        if not first:
+        adds_previous = self.config.overlap and not first
+        if adds_previous:
             self._start_sum(state)
-        pairs = state.differentiate(state, tile, edges, 0 if first else 1)
+        pairs = state.differentiate(state, tile, edges, 1 if adds_previous else 0)
         release(state.right_empty + stage)
-        if not first:
+        if adds_previous:
             self._finish_sum(state)
         fragment = cute.recast_tensor(state.fragment, Int32)
         for i, pair in enumerate(pairs):
             fragment[i] = ptx.move(pair)
         state.previous[0] = stage
         self._advance(state)
+        if not self.config.overlap:
+            self._start_sum(state)
+            self._finish_sum(state)
 
     def _start_sum(self, state: SimpleNamespace) -> None:
         """Starts the sum of the last tile whose fragment is there."""
