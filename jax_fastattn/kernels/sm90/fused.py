@@ -664,5 +664,7 @@ class FusedKernel:
 
 def release(barrier: cute.Pointer) -> None:
     """Gives a stage back to the producer; every consumer warp calls it."""
+    # Statistics are read by every lane.
+    cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
