@@ -8,9 +8,9 @@ tile, everything transposed so that keys are rows:
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
 
-P^T and dS^T go from accumulator to A operand inside registers; dS also to shared memory for dQ, of which each
-warpgroup computes half and adds it to a float32 buffer, in an order that differs from run to run. Where `dq.py`
-computes dq (`adds_dq` is False) all that is left out, and the warpgroups never wait for each other.
+P^T and dS^T go from accumulator to A operand inside registers. Where `adds_dq` holds (up to head dim 64) dS also goes
+to shared memory for dQ, of which each warpgroup computes half and adds it to a float32 buffer, in an order that differs
+from run to run. Else `dq.py` computes dq, and the warpgroups never wait for each other.
 
 Query tiles are visited in ascending order: masked ones (right window edge), full ones without mask code, masked ones
 (left window edge, end of the queries). Reads the statistics that are described in `gradient.py`.
