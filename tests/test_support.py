@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from jax_fastattn.kernels.sm90.backward_config import BackwardMemory, DqMemory, backward_config, dq_config
+from jax_fastattn.kernels.sm90.backward_config import (
+    BackwardConfig,
+    BackwardMemory,
+    DqMemory,
+    backward_config,
+    dq_config,
+)
 from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec
 from jax_fastattn.kernels.support import ARCHITECTURES, MAX_HEAD_DIM, describe_kernels, unsupported_reasons
 from jax_fastattn.testing.cases import GPU_CASES, Case
@@ -85,3 +91,8 @@ def test_hopper_backward_fits_for_every_head_dim(deterministic: bool, cap: bool)
         assert DqMemory.of(spec, dq).fits
         # V and K of a tile and the next V; with overlap the last K, both tiles of this step and of the next one.
         assert dq.slots >= (5 if dq.overlap else 3)
+
+
+def test_dq_is_added_up_in_one_shape_of_tiles() -> None:
+    with pytest.raises(ValueError, match="128 queries and 128 keys"):
+        BackwardConfig(64, 2, adds_dq=True)

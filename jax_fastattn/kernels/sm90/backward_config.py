@@ -31,7 +31,7 @@ class BackwardConfig:
     Attributes:
         queries: query rows of a tile: 128 for padded head dims of 64, else 64.
         stages: tiles of Q, of dO and of dS in shared memory.
-        adds_dq: whether the kernel adds dq to its sums, else `dq.py` computes it.
+        adds_dq: whether the kernel adds dq to its sums, with 128 queries alone; else `dq.py` computes it.
         wide: for head dims over 128, without dq: both warpgroups work on the same 64 keys, see `wide.py`. Else on 64
             keys each.
         held: how many fragments of 16 columns of K, or of V, a warpgroup of the wide kernel holds in registers. Of
@@ -40,9 +40,13 @@ class BackwardConfig:
 
     queries: int
     stages: int
-    adds_dq: bool = True
+    adds_dq: bool = False
     wide: bool = False
     held: int = 0
+
+    def __post_init__(self) -> None:
+        if self.adds_dq and (self.queries != 128 or self.wide):
+            raise ValueError(f"{self}: dq is added up in tiles of 128 queries and 128 keys alone")
 
     @property
     def overlap(self) -> bool:
@@ -267,11 +271,11 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     largest = max(spec.head_dim, spec.v_head_dim)
     if largest > 128:
         held = 2 if spec.logits_soft_cap else 6  # the cap takes registers
-        config = BackwardConfig(64, 3, adds_dq=False, wide=True, held=held)
+        config = BackwardConfig(64, 3, wide=True, held=held)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     if largest <= 64 and not spec.logits_soft_cap:
         return BackwardConfig(128, 2, adds_dq=spec.fused)
-    return BackwardConfig(64, 3, adds_dq=False)
+    return BackwardConfig(64, 3)
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:
