@@ -126,6 +126,24 @@ def store_rows(
         cutlass.if_generate(stored, store)
 
 
+def place_in_sections(block: Int32, section: Int32, count: Int32, heads: Int32) -> tuple[Int32, Int32]:
+    """Index of a CTA's tile and of its head, for CTAs that start in the order of their numbers.
+
+    Heads come in sections of about as many tiles as the GPU runs at a time. In a section the first tile of every head
+    comes first, then the second: the longest can start first, and those that run together read the same operands.
+
+    Args:
+        block: index of the CTA.
+        section: heads of a section.
+        count: tiles of a head.
+        heads: all heads of all batch entries.
+    """
+    first_head = block // (section * count) * section
+    together = Int32(cutlass.min(section, heads - first_head))
+    index = block - first_head * count
+    return index // together, first_head + index % together
+
+
 def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any) -> Int32:
     """An int32 operand `[B]` at one batch entry, moved into [low, high]; `otherwise` where there is no operand."""
     if pointer is None:

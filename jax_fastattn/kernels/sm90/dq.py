@@ -222,20 +222,13 @@ class DqKernel:
         cute.arch.sync_threads()
 
     def _work(self, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
-        """The query rows of this CTA and the key tiles that they see.
-
-        Heads come in sections of about as many query tiles as the GPU runs at a time. In a section the last tile of
-        every head comes first, then the one before it: under a causal mask the longest start first, and those that run
-        together read the same K and V, which heads of a group share.
-        """
+        """The query rows of this CTA and the key tiles that they see; under a causal mask the last rows see most."""
         spec, config = self.spec, self.config
         query_length, key_length, num_heads, all_heads, section = sizes
         block, _, _ = cute.arch.block_idx()
         query_tiles = (query_length + (config.rows - 1)) // config.rows
-        first_head = block // (section * query_tiles) * section
-        heads = Int32(cutlass.min(section, all_heads - first_head))
-        index = block - first_head * query_tiles
-        tile, head_index = query_tiles - 1 - index // heads, first_head + index % heads
+        place, head_index = tiles.place_in_sections(block, section, query_tiles, all_heads)
+        tile = query_tiles - 1 - place
         batch, head = head_index // num_heads, head_index % num_heads
         row = tile * config.rows
         bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)

@@ -268,21 +268,13 @@ class FusedKernel:
         cute.arch.sync_threads()
 
     def _work(self, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
-        """The keys of this CTA and the query tiles that see them.
-
-        Heads come in sections of about as many key tiles as the GPU runs at a time. In a section the first tile of
-        every head comes first, then the second: under a causal mask the longest start first, and those that run
-        together read the same Q and dO.
-        """
+        """The keys of this CTA and the query tiles that see them; under a causal mask the first keys have most."""
         spec, config = self.spec, self.config
         query_length, key_length, num_heads, all_heads, section = sizes
         block, _, _ = cute.arch.block_idx()
         kv_heads = num_heads // spec.group
         key_tiles = (key_length + (config.keys - 1)) // config.keys
-        first_head = block // (section * key_tiles) * section
-        heads = Int32(cutlass.min(section, all_heads - first_head))
-        index = block - first_head * key_tiles
-        tile, head_index = index // heads, first_head + index % heads
+        tile, head_index = tiles.place_in_sections(block, section, key_tiles, all_heads)
         batch = head_index // kv_heads
         row = tile * config.keys
         bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
