@@ -42,7 +42,7 @@ def check(found: TileRange, lines: list[int], length: int, tile: int) -> None:
     if touched:
         assert (touched[0], touched[-1] + 1) == (found.begin, found.end), "a tile is visited for nothing"
     else:
-        assert found.end - found.begin <= 1, "tiles are visited for nothing"
+        assert found.end == found.begin, "tiles are visited for nothing"
     full = [t for t in range(count) if all_ >> t * tile & bits == bits]
     if lines:
         assert set(range(found.full_begin, found.full_end)) <= set(full), "a tile that needs a mask is called full"

@@ -37,7 +37,7 @@ def _clamp(x: Int, low: Int, high: Int) -> Int:
 def _tiles(first: Int, last: Int, full_first: Int, full_last: Int, tile: int) -> TileRange:
     """Element ranges [first, last) and [full_first, full_last), all >= 0, to tile ranges."""
     begin = first // tile
-    end = max((last + tile - 1) // tile, begin)
+    end = begin + ((last + tile - 1) // tile - begin) * _clamp(last - first, 0, 1)
     full_begin = _clamp((full_first + tile - 1) // tile, begin, end)
     full_end = _clamp(full_last // tile, full_begin, end)
     return TileRange(begin, end, full_begin, full_end)
