@@ -168,17 +168,25 @@ def swizzle(addresses: np.ndarray, atom: int) -> np.ndarray:
     return addresses ^ (((addresses >> 7) & mask) << 4)
 
 
+def _parts(threads: int) -> list[tuple[int, int]]:
+    """(First thread, threads) of what runs for itself in a CTA: warpgroups; of a fourth one, each warp."""
+    parts = [(first, min(_WARPGROUP, threads - first)) for first in range(0, threads, _WARPGROUP)]
+    if len(parts) < 4:
+        return parts
+    return parts[:3] + [(first, 32) for first in range(3 * _WARPGROUP, threads, 32)]
+
+
 class Warpgroup(Cta):
     """Up to 128 threads of a CTA."""
 
     def __init__(self, program: tuple, parameters: list[Any], memory: Memory, place: tuple, cluster: Cluster):
         self.code, self.labels, self.parameter_types, threads = program
-        self.block, self.grid, first = place
+        self.block, self.grid, index = place
         self.parameters, self.memory, self.cluster = parameters, memory, cluster
         self.rank = self.block % len(cluster.ctas)
         self.common = cluster.ctas[self.rank]
         self.shared, self.all_threads = self.common.memory, threads
-        self.threads = min(_WARPGROUP, threads - first)
+        first, self.threads = _parts(threads)[index]
         self.tid = np.arange(first, first + self.threads)
         self.lane = np.arange(self.threads)
         self.registers: dict[str, np.ndarray] = {}
@@ -186,7 +194,7 @@ class Warpgroup(Cta):
         self.flying: list[list[Product]] = [[]]
         self.busy: dict[str, int] = {}
         self.stored: list[tuple[Shared, np.ndarray]] = []
-        self.agent = self.common.agents[first // _WARPGROUP]
+        self.agent = self.common.agents[index]
         self.clock = _times()
         self.clock[self.agent] = 1
         # The round of the cluster's barrier at which a thread has arrived, until it has waited; else -1.
@@ -473,11 +481,17 @@ class Warpgroup(Cta):
         if writes:
             shared.writer[places], shared.written[places] = copy or (self.agent, self.clock[self.agent])
 
-    def fenced(self, places: np.ndarray) -> np.ndarray:
-        """Places that the asynchronous proxy reads."""
+    def fenced(self, places: np.ndarray, until: tuple[int, int] | None = None) -> np.ndarray:
+        """Places that the asynchronous proxy reads: now, or by a time of an mbarrier, (agent, time)."""
         if self.common.unfenced[places].any():
             raise RuntimeError("shared memory is read by the asynchronous proxy without a fence after the stores")
+        read = self.common.read[self.agent, places].copy() if until is not None else None
         self.order(self.common, places, writes=False)
+        if until is not None:
+            self.common.read[self.agent, places] = read
+            agent, time = until
+            self.common.lent[int(places[0]), int(places[-1]) + 1, agent] = time
+            self.common.touched[agent] = time
         return places
 
     def do_wgmma(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
@@ -603,10 +617,8 @@ class Warpgroup(Cta):
                 raise IndexError("misaligned bulk copy")
             places = target % _WINDOW + np.arange(size)
             if from_shared:
-                data = self.shared[self.fenced(source + np.arange(size))]
-                agent, time = self.deliver(target, places, data, address)
-                self.common.lent[source, source + size, agent] = time
-                self.common.touched[agent] = time
+                origin = source + np.arange(size)
+                self.fenced(origin, self.deliver(target, places, self.shared[origin], address))
             else:
                 self.memory.indices(np.arange(source, source + size), 1)
                 start = source - self.memory.base
@@ -624,6 +636,17 @@ class Warpgroup(Cta):
         for i, name in enumerate(self.names(operands[1])):
             self.add(addresses + 4 * i, self.get(name, np.float32)[active])
 
+    def do_atom(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts[-2:] != ["add", "s32"] or "global" not in parts:
+            raise NotImplementedError(f"atom.{parts}")
+        addresses, terms = self.address(operands[1], np.uint64), self.get(operands[2], np.int32)
+        found = np.zeros(self.threads, np.int32)
+        for lane in np.flatnonzero(active):
+            place = self.memory.indices(addresses[lane : lane + 1], 4)[0]
+            found[lane] = self.memory.data[place].view(np.int32)[0]
+            self.memory.data[place] = (found[lane : lane + 1] + terms[lane]).astype(np.int32).view(np.uint8)
+        self.put(operands[0], found, active)
+
     def add(self, addresses: np.ndarray, terms: np.ndarray) -> None:
         self.memory.indices(addresses, 4)
         np.add.at(self.memory.data.view(np.float32), (addresses - self.memory.base) // 4, terms)
@@ -634,16 +657,13 @@ def launch(ptx: str, parameters: list[Any], memory: Memory, grid: int, shared_by
     if grid % cluster:
         raise ValueError(f"a grid of {grid} CTAs is not made of clusters of {cluster}")
     program = parse(ptx)
-    groups = -(-program[3] // _WARPGROUP)
+    groups = len(_parts(program[3]))
     for first in range(0, grid, cluster):
         agents = cluster * groups
         ctas = [Shared(shared_bytes, range(x, x + groups), agents) for x in range(0, agents, groups)]
         together = Cluster(ctas, cluster * program[3], agents)
         running = [
-            [
-                Warpgroup(program, parameters, memory, (block, grid, thread), together).steps()
-                for thread in range(0, program[3], _WARPGROUP)
-            ]
+            [Warpgroup(program, parameters, memory, (block, grid, part), together).steps() for part in range(groups)]
             for block in range(first, first + cluster)
         ]
         with np.errstate(all="ignore"):
@@ -651,12 +671,12 @@ def launch(ptx: str, parameters: list[Any], memory: Memory, grid: int, shared_by
 
 
 def _take_turns(ctas: list[list[Iterator[str]]], cluster: Cluster) -> None:
-    """Runs all warpgroups; the last ones, which load, go on as soon as another has released something."""
+    """Runs all parts; those from the fourth on, or the last, go on as soon as another has released something."""
     running = [group for groups in ctas for group in groups]
     while running:
         before, waits = _progress(cluster), {}
-        loaders = [groups[-1] for groups in ctas]
-        others = [group for groups in ctas for group in groups[:-1]]
+        loaders = [part for parts in ctas for part in (parts[3:] or parts[-1:])]
+        others = [part for parts in ctas for part in (parts[:3] if parts[3:] else parts[:-1])]
         for steps in [x for group in others for x in (group, *loaders)] or loaders:
             if steps in running:
                 waits[steps] = next(steps, None)

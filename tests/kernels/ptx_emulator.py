@@ -181,7 +181,8 @@ class Cta:
     def address(self, operand: str, kind: Any) -> np.ndarray:
         """Value of `[register + offset]`."""
         base, _, offset = operand.strip("[]").partition("+")
-        return self.get(base.strip(), kind).astype(np.int64) + int(offset or "0", 0)
+        address = self.get(base.strip(), kind).astype(np.int64) + int(offset or "0", 0)
+        return address % 2**32 if kind is np.uint32 else address
 
     def shared_indices(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Byte indices [n, size] into shared memory."""
