@@ -4,7 +4,7 @@
 
     python benchmarks/tune.py --cases d64-causal-4k d64-full-16k --peers dew-flash-attn \\
         --configs "3, 128, 10, ping_pong=True" "3, 112, 10, ping_pong=True, walks=True"
-    python benchmarks/tune.py --mode backward --cases d64-full-4k --configs table "128, 3, adds_dq=True"
+    python benchmarks/tune.py --mode backward --cases d64-full-4k --configs table "128, 2, dq_registers=72"
 
 Each argument of `--configs` is the inside of a `ForwardConfig(...)` or, backward, of a `BackwardConfig(...)`; "table"
 is the one that would be chosen. They all take turns in short measurements, forwards and then backwards, so that a clock

@@ -17,7 +17,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
     backward_config,
     dq_config,
 )
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec
+from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec, kernel_spec
 from jax_fastattn.kernels.support import ARCHITECTURES, MAX_HEAD_DIM, describe_kernels, unsupported_reasons
 from jax_fastattn.testing.cases import GPU_CASES, Case
 from jax_fastattn.testing.support_table import support_table
@@ -93,6 +93,22 @@ def test_hopper_backward_fits_for_every_head_dim(deterministic: bool, cap: bool)
         assert dq.slots >= (5 if dq.overlap else 3)
 
 
-def test_dq_is_added_up_in_one_shape_of_tiles() -> None:
-    with pytest.raises(ValueError, match="128 queries and 128 keys"):
-        BackwardConfig(64, 2, adds_dq=True)
+def test_wide_kernels_compute_no_dq() -> None:
+    with pytest.raises(ValueError, match="a kernel of its own"):
+        BackwardConfig(64, 2, dq_registers=72, wide=True)
+
+
+@pytest.mark.parametrize(("head_dim", "window", "length", "fused"), [
+    (128, True, 1000, False),
+    (128, True, 4096, True),
+    (128, False, 1000, True),
+    (64, True, 1000, True),
+])  # fmt: skip
+def test_short_masked_problems_take_the_pair(head_dim: int, window: bool, length: int, fused: bool) -> None:
+    case = dataclasses.replace(BASE, head_dim=head_dim, v_head_dim=head_dim, is_causal=window)
+    case = dataclasses.replace(case, query_length=length, key_length=length)
+    spec = kernel_spec(case.problem(), "backward", "sm_90a")
+    assert spec.fused == fused
+    # The pair always has the same bits, and is compiled once.
+    same = dataclasses.replace(case, deterministic=True)
+    assert (kernel_spec(same.problem(), "backward", "sm_90a") == spec) != fused

@@ -16,12 +16,11 @@ from jax_fastattn.spec import Problem
 # Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
 UNBOUNDED = 1 << 29
 
-# Up to which T and S a problem is short, and up to which head dims that makes a difference.
+# Up to which T and S a problem is short.
 SHORT_LENGTH = 2048
-_SHORT_HEAD_DIM = 96
 
-# Up to which head dims Hopper has one kernel for all three gradients: where exponentials, not products, are the limit.
-FUSED_HEAD_DIM = 64
+# Up to which head dims Hopper has one kernel for all three gradients.
+FUSED_HEAD_DIM = 128
 
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 8
@@ -69,7 +68,8 @@ class KernelSpec:
     def fused(self) -> bool:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
         small = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM and not self.logits_soft_cap
-        return self.family == "sm90" and self.op == "backward" and small and not self.deterministic
+        other = self.deterministic or self.short
+        return self.family == "sm90" and self.op == "backward" and small and not other
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
@@ -79,6 +79,9 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     largest = max(problem.head_dim, problem.v_head_dim)
     family = "sm90" if arch == "sm_90a" else "sm80"
     fusible = family == "sm90" and op == "backward" and largest <= FUSED_HEAD_DIM and spec.logits_soft_cap is None
+    # The head dims for which a short problem has a variant of its own: where tiles are few, or masks take much of them.
+    differs = largest <= 96 if op == "forward" else fusible and largest > 96 and (left, right) != (None, None)
+    short = family == "sm90" and differs and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
     return KernelSpec(
         op=op,
         arch=arch,
@@ -95,13 +98,8 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         sinks=op == "forward" and "sinks" in spec.present,
         dlse=dlse,
         family=family,
-        deterministic=spec.deterministic and fusible,
-        short=(
-            family == "sm90"
-            and op == "forward"
-            and largest <= _SHORT_HEAD_DIM
-            and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
-        ),
+        deterministic=spec.deterministic and fusible and not (short and op == "backward"),
+        short=short,
     )
 
 
@@ -127,8 +125,8 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
         return operands | {"sinks": optional(spec.sinks, "float32"), "out": spec.dtype, "lse": "float32"}
     residuals = {"out": spec.dtype, "lse": "float32", "dout": spec.dtype, "dlse": optional(spec.dlse, "float32")}
     gradients = {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
-    sums = {"dq_sum": optional(spec.fused, "float32")} if spec.family == "sm90" else {}
-    return operands | residuals | gradients | sums
+    sums = {"dq_sum": optional(spec.fused, "float32"), "arrivals": optional(spec.fused, "int32")}
+    return operands | residuals | gradients | (sums if spec.family == "sm90" else {})
 
 
 def launch_scalars(problem: Problem, multiprocessors: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -14,8 +14,8 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
-from jax_fastattn.kernels.sm90.backward_config import padded_rows
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec, kernel_spec, launch_scalars
+from jax_fastattn.kernels.sm90.backward_config import backward_scratch
+from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
 from jax_fastattn.portable import Gradients
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -71,17 +71,14 @@ def backward(
     kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
     batch, query_length, num_heads = lse.shape
     if kernel.family == "sm80":
-        scratch = [(batch, num_heads, query_length, 2)]
+        scratch = [((batch, num_heads, query_length, 2), "float32")]
     else:
-        rows = padded_rows(query_length)
-        scratch = [(batch, num_heads, 2, rows)]
-        if kernel.fused:
-            scratch.append((batch, num_heads, rows, FUSED_HEAD_DIM))
+        scratch = backward_scratch(kernel, batch, query_length, num_heads)
     dq, dk, dv, stats, *_ = _launch(
         kernel,
         problem,
         padded.arrays() + cotangents,
-        [*((x.shape, x.dtype) for x in padded[:3]), *((shape, jnp.float32) for shape in scratch)],
+        [*((x.shape, x.dtype) for x in padded[:3]), *scratch],
     )
     dsinks = None
     if operands.sinks is not None:

@@ -18,10 +18,16 @@ from ptx_emulator import Memory
 
 from jax_fastattn.kernels.device.wgmma import atom_columns
 from jax_fastattn.kernels.sm90.backward import BackwardKernel
-from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, BackwardMemory, DqConfig, DqMemory, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import (
+    BackwardConfig,
+    BackwardMemory,
+    DqConfig,
+    DqMemory,
+    backward_scratch,
+)
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig
 from jax_fastattn.kernels.sm90.forward import ForwardKernel
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec, launch_buffers
+from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 
 # So many that every CTA walks through several tiles.
 MULTIPROCESSORS = 3
@@ -105,23 +111,23 @@ def check_backward(
     kernel = BackwardKernel(spec, config, dq)
     config, shared = kernel.main.config, kernel.main.memory
     arrays, wanted = draw_operands(spec, sizes)
-    heads, rows = sizes.kv_heads * spec.group, padded_rows(sizes.queries)
+    heads = sizes.kv_heads * spec.group
     arrays |= {name: np.full(wanted[name].shape, np.nan, arrays["query"].dtype) for name in ("dq", "dk", "dv")}
-    arrays["stats"] = np.full((sizes.batch, heads, 2, rows), np.nan, np.float32)
-    if spec.fused:
-        arrays["dq_sum"] = np.full((sizes.batch, heads, rows, FUSED_HEAD_DIM), np.nan, np.float32)
+    scratch = backward_scratch(spec, sizes.batch, sizes.queries, heads)
+    for name, (shape, dtype) in zip(("stats", "dq_sum", "arrivals"), scratch, strict=False):
+        arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
     memory, address = place(spec, arrays)
     ptx = compile_kernel(kernel, spec)
-    lengths = [address["query_seq_lengths"]] if spec.query_seq_lengths else []
-    counts = [sizes.batch, sizes.queries, heads]
-    sums = [address["dq_sum"]] if spec.fused else []
-
-    operands = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []), "stats")]
+    sums = [address[name] for name in ("dq_sum", "arrivals") if spec.fused]
+    optional = [address[x] for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
+    lengths = optional if spec.fused else [address["query_seq_lengths"]] if spec.query_seq_lengths else []
+    residuals = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []))]
+    scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, sizes.scale
     launch(
-        ptx.pop("dq_sumStatisticsKernel"),
-        [*lengths, *operands, *sums, *counts],
+        ptx.pop("statisticsStatisticsKernel"),
+        [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"], *sums, *scalars],
         memory,
-        kernel.statistics.blocks(*counts),
+        kernel.statistics.blocks(sizes.batch, sizes.queries, heads),
     )
 
     def run(text: str, rows: tuple[int, int], columns: DqMemory | BackwardMemory, grid: tuple[int, int]) -> None:
@@ -134,25 +140,25 @@ def check_backward(
             ("dout", rows[0], columns.v_head_dim),
         ):
             parameters += [describe(memory, address[name], arrays[name], box_rows, box_columns), None]
-        optional = [x for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
-        results = ["dq"] if isinstance(columns, DqMemory) else ["dk", "dv"]
-        parameters += [*(address[name] for name in (*optional, "stats", *results))]
+        results = ["dq"] if isinstance(columns, DqMemory) else ["dk", "dv", *(["dq"] if spec.fused else [])]
+        parameters += [*optional, *(address[name] for name in ("stats", *results))]
         parameters += [] if results == ["dq"] else sums
-        parameters += [sizes.queries, sizes.keys, heads, grid[1], -(-MULTIPROCESSORS // grid[0])]
+        ctas = 1 if isinstance(columns, DqMemory) else config.ctas
+        parameters += [sizes.queries, sizes.keys, heads, grid[1], -(-(MULTIPROCESSORS // ctas) // grid[0])]
         parameters += [sizes.left, sizes.right, sizes.scale, sizes.cap]
-        launch(text, parameters, memory, grid[0] * grid[1], columns.nbytes)
+        launch(text, parameters, memory, grid[0] * grid[1] * ctas, columns.nbytes, ctas)
 
     if not spec.fused:
         own = kernel.dq
         grid = -(-sizes.queries // own.config.rows), sizes.batch * heads
         run(ptx.pop("dqDqKernel"), (WARPGROUP_ROWS, own.config.keys), own.memory, grid)
-    round_sums = ptx.pop("dq_sumRoundKernel", None)
     (main,) = ptx.values()
-    run(main, (config.queries, WARPGROUP_ROWS), shared, (-(-sizes.keys // config.keys), sizes.batch * sizes.kv_heads))
-    if round_sums is not None:
-        parameters = [*lengths, *sums, address["dq"], *counts, sizes.scale]
-        launch(round_sums, parameters, memory, kernel.round.blocks(*counts))
-
+    run(
+        main,
+        (config.queries, WARPGROUP_ROWS),
+        shared,
+        (-(-sizes.keys // config.cluster_keys), sizes.batch * sizes.kv_heads),
+    )
     tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
     for name in ("dq", "dk", "dv"):
         got = memory.read(address[name], arrays[name].shape, arrays[name].dtype).astype(np.float64)

@@ -149,16 +149,3 @@ def test_emulated_forward_matches_reference(case):
 
     fields, scale = EMULATED[case]
     check(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields}), scale)
-
-
-@pytest.mark.parametrize("columns", [64, 128])
-def test_sums_of_dq_have_a_place_each(columns: int) -> None:
-    from jax_fastattn.kernels.sm90.gradient import dq_sum_offset
-
-    row, column = np.indices((128, columns))
-    offsets = dq_sum_offset(row, column, columns)
-    assert sorted(offsets.flat) == list(range(128 * columns))
-    # What a thread that rounds takes: 16 elements from (row, 8 n) on are 8 columns of two rows.
-    for r, c in ((0, 0), (17, 8), (115, columns - 8)):
-        taken = {(r + 8 * i, c + j) for i in range(2) for j in range(8)}
-        assert {int(offsets[place]) for place in taken} == set(range(offsets[r, c], offsets[r, c] + 16))

@@ -56,6 +56,8 @@ BACKWARD = {
     "d96-everything": (96, 96, "float16", {**ALL, "group": 3}, None),
     "d128-causal": (128, 128, "bfloat16", CAUSAL, SQUARE),
     "d128-everything": (128, 128, "bfloat16", {**ALL, "group": 2, "logits_soft_cap": True, "dlse": True}, None),
+    "d128-two-heads-of-odd-lengths": (128, 128, "bfloat16", {**ALL, "group": 2, "dlse": True}, None),
+    "d128-one-tile-of-keys": (128, 128, "float16", {"group": 3}, Sizes(1, 100, 70, 1)),
     "d64v128-lengths": (64, 128, "bfloat16", {"query_seq_lengths": True, "key_value_seq_lengths": True}, None),
     "d128v64-left": (128, 64, "bfloat16", {"window_left": True}, None),
     "d160-soft-cap": (160, 160, "float16", {"logits_soft_cap": True, "key_value_seq_lengths": True}, None),
@@ -88,7 +90,7 @@ def test_backward(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).fused])
 def test_deterministic_backward(name: str) -> None:
-    """The pair of kernels that larger head dims always take."""
+    """The pair of kernels that larger head dims, and short masked problems, always take."""
     *kernel, sizes = BACKWARD[name]
     emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), deterministic=True), sizes)
 

@@ -171,6 +171,12 @@ def store_global(address: Int64, value: Float32, *, loc: Any = None, ip: Any = N
     _asm("st.global.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)
 
 
+@dsl_user_op
+def store_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores 4 bytes."""
+    _asm("st.global.b32 [$0], $1;", "", "lr", [address, value], True, loc, ip)
+
+
 def where(condition: Boolean, a: Any, b: Any) -> Any:
     """a where the condition holds, else b; both of the same device type."""
     return type(a)(select_(condition, a, b))
@@ -280,3 +286,39 @@ def store_matrices_transposed(address: Int32, values: Registers, *, loc: Any = N
 def add_global_chunk(address: Int64, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
     """Adds four float32 atomically to 16 bytes of global memory."""
     _asm("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", [address, *values], True, loc, ip)
+
+
+@dsl_user_op
+def load_shared(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Loads 4 bytes."""
+    return _asm("ld.shared.b32 $0, [$1];", "r", "r", [address], True, loc, ip)
+
+
+@dsl_user_op
+def add_global_ordered(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Adds to 4 bytes of global memory atomically and returns what was there.
+
+    What this thread knows to be written comes before, in the eyes of whoever adds later, and reads what they have
+    written after.
+    """
+    text = "{\nfence.acq_rel.gpu;\natom.relaxed.gpu.global.add.s32 $0, [$1], $2;\nfence.acq_rel.gpu;\n}"
+    return _asm(text, "r", "lr", [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def load_global_ordered(address: Int64, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """Loads four float32 that other CTAs have written, behind a fence."""
+    return _asm("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", [address], True, loc, ip)
+
+
+@dsl_user_op
+def map_shared(address: Int32, rank: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The address, among those of the cluster, of the same place in the shared memory of the CTA `rank`."""
+    return _asm("mapa.shared::cluster.u32 $0, $1, $2;", "r", "rr", [address, rank], False, loc, ip)
+
+
+@dsl_user_op
+def send_bulk(target: Int32, shared: Int32, nbytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """One lane starts a copy of `nbytes` (a multiple of 16) to another CTA's memory; an mbarrier there counts them."""
+    text = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    _asm(f"{text} [$0], [$1], {nbytes}, [$2];", "", "rrr", [target, shared, barrier], True, loc, ip)

@@ -115,6 +115,35 @@ def wait(barrier: cute.Pointer, phase: Int32) -> None:
     ptx.wait_barrier(barrier.toint(), phase)
 
 
+def release(barrier: cute.Pointer) -> None:
+    """Gives a stage back; every warp that used it calls it."""
+    # What lanes have loaded themselves, they all have.
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+class Uniform:
+    """Int32 values that loops carry, the same in all lanes of a warp."""
+
+    def __init__(self, *values: Int32):
+        self._count = len(values)
+        self._at = cute.make_rmem_tensor((self._count,), Int32)
+        for i, value in enumerate(values):
+            self._at[i] = value
+
+    def __getitem__(self, i: int) -> Int32:
+        return self._at[i]
+
+    def __setitem__(self, i: int, value: Int32) -> None:
+        self._at[i] = value
+
+    def settle(self) -> None:
+        """Tells the compiler, before a loop, that all lanes have the same."""
+        for i in range(self._count):
+            self._at[i] = cute.arch.make_warp_uniform(self._at[i])
+
+
 class Ring:
     """One side's position in a ring of slots.
 

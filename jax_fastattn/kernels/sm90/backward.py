@@ -13,10 +13,10 @@ from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, DqConfig, backward_config
 from jax_fastattn.kernels.sm90.dq import DqKernel
-from jax_fastattn.kernels.sm90.dq_sum import THREADS, RoundKernel, StatisticsKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
+from jax_fastattn.kernels.sm90.statistics import THREADS, StatisticsKernel
 from jax_fastattn.kernels.sm90.wide import WideKernel
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec
+from jax_fastattn.kernels.spec import KernelSpec
 
 
 class BackwardKernel:
@@ -32,10 +32,8 @@ class BackwardKernel:
         self.spec = spec
         config = config or backward_config(spec)
         self.main = (WideKernel if config.wide else FusedKernel)(spec, config)
-        self.statistics = StatisticsKernel(spec, FUSED_HEAD_DIM if spec.fused else None)
-        if spec.fused:
-            self.round = RoundKernel(spec, FUSED_HEAD_DIM)
-        else:
+        self.statistics = StatisticsKernel(spec, config)
+        if not spec.fused:
             self.dq = DqKernel(spec, dq)
 
     @cute.jit
@@ -56,6 +54,7 @@ class BackwardKernel:
         dv: cute.Pointer,
         stats: cute.Pointer,
         dq_sum: cute.Pointer | None,
+        arrivals: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -85,8 +84,8 @@ class BackwardKernel:
             dk: `[B, S, K, H]`.
             dv: `[B, S, K, D]`.
             stats: float32 `[B, N, 2, padded_rows(T)]`, see `gradient.py`.
-            dq_sum: float32 `[B, N, padded_rows(T), columns]`, its rows in the order of `gradient.dq_sum_offset`;
-                None unless `spec.fused`.
+            dq_sum: float32 `[B, N, padded_rows(T), padded H]` in an order of its own; None unless `spec.fused`.
+            arrivals: int32 `[B, N, query tiles]`, see `dq_sum.py`; None unless `spec.fused`.
             batch: B.
             query_length: T.
             key_length: S.
@@ -99,16 +98,26 @@ class BackwardKernel:
             logits_soft_cap: the cap.
             stream: CUDA stream.
         """
-        sizes = (batch, query_length, num_heads)
-        self.statistics.kernel(query_seq_lengths, out, lse, dout, dlse, stats, dq_sum, *sizes).launch(
-            grid=(self.statistics.blocks(*sizes), 1, 1), block=(THREADS, 1, 1), stream=stream
+        fused = cutlass.const_expr(self.spec.fused)
+        operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
+        scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
+        self.statistics.kernel(
+            *(operands if fused else (query_seq_lengths, None, None)),
+            out,
+            lse,
+            dout,
+            dlse,
+            dq if fused else None,
+            stats,
+            dq_sum,
+            arrivals,
+            *scalars,
+            scale,
+        ).launch(
+            grid=(self.statistics.blocks(batch, query_length, num_heads), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
-        operands = (query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset, dout, stats)
-        scalars = (batch, query_length, key_length, num_heads, window_left, window_right, multiprocessors)
+        products = (query, key, value, *operands, dout, stats)
+        rest = (*scalars, multiprocessors, scale, logits_soft_cap, stream)
         if cutlass.const_expr(not self.spec.fused):
-            self.dq.launch(*operands, dq, *scalars, scale, logits_soft_cap, stream)
-        self.main.launch(*operands, dk, dv, dq_sum, *scalars, scale, logits_soft_cap, stream)
-        if cutlass.const_expr(self.spec.fused):
-            self.round.kernel(query_seq_lengths, dq_sum, dq, *sizes, scale).launch(
-                grid=(self.round.blocks(*sizes), 1, 1), block=(THREADS, 1, 1), stream=stream
-            )
+            self.dq.launch(*products, dq, *rest)
+        self.main.launch(*products, dk, dv, dq if fused else None, dq_sum, arrivals, *rest)

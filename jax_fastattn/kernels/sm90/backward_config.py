@@ -13,9 +13,11 @@ from typing import Any
 
 from jax_fastattn.kernels.device.layout import padded
 from jax_fastattn.kernels.sm90.config import SHARED_MEMORY, WARPGROUP_ROWS, padded_head_dim
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec
+from jax_fastattn.kernels.spec import KernelSpec
 
 # Query rows to a multiple of which statistics and sums of dq are padded.
+
+
 ROW_ALIGNMENT = 128
 
 
@@ -26,27 +28,34 @@ def padded_rows(rows: Any) -> Any:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """One variant of the key-stationary kernels, which have two consumer warpgroups.
+    """One variant of the key-stationary kernels, which have two consumer warpgroups and a third one that loads.
 
     Attributes:
         queries: query rows of a tile: 128 for padded head dims of 64, else 64.
-        stages: tiles of Q, of dO and of dS in shared memory.
-        adds_dq: whether the kernel adds dq to its sums, with 128 queries alone; else `dq.py` computes it.
+        stages: tiles of Q and of dO in shared memory.
+        dq_registers: registers of a thread of the third warpgroup where that computes dq; 0 where `dq.py` does.
         wide: for head dims over 128, without dq: both warpgroups work on the same 64 keys, see `wide.py`. Else on 64
             keys each.
         held: how many fragments of 16 columns of K, or of V, a warpgroup of the wide kernel holds in registers. Of
             the others its product reads both factors from shared memory, whose bytes are the limit there.
+        ctas: CTAs of a cluster. Two exchange dS: each adds dq of every other tile, for the keys of both.
     """
 
     queries: int
     stages: int
-    adds_dq: bool = False
+    dq_registers: int = 0
     wide: bool = False
     held: int = 0
+    ctas: int = 1
 
     def __post_init__(self) -> None:
-        if self.adds_dq and (self.queries != 128 or self.wide):
-            raise ValueError(f"{self}: dq is added up in tiles of 128 queries and 128 keys alone")
+        if self.adds_dq and self.wide:
+            raise ValueError(f"{self}: beside a wide kernel dq has a kernel of its own")
+
+    @property
+    def adds_dq(self) -> bool:
+        """Whether the kernel computes dq too."""
+        return self.dq_registers > 0
 
     @property
     def overlap(self) -> bool:
@@ -59,12 +68,14 @@ class BackwardConfig:
         return WARPGROUP_ROWS if self.wide else 2 * WARPGROUP_ROWS
 
     @property
-    def rounds_late(self) -> bool:
-        """Whether P is rounded together with dS, so that no product of the warpgroup runs under dS.
+    def cluster_keys(self) -> int:
+        """Keys of a cluster."""
+        return self.ctas * self.keys
 
-        Saves the registers that 128 queries need; not with a soft cap, whose factor of dS takes the place of P.
-        """
-        return self.queries == 128
+    @property
+    def slots(self) -> int:
+        """Tiles of dq that are added to and not yet counted; each has a warp of its own that counts it."""
+        return 3 if self.ctas == 1 else 2
 
     @property
     def consumer_threads(self) -> int:
@@ -73,13 +84,13 @@ class BackwardConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.consumer_threads + 128
+        """Threads of a CTA: the producer is in the last warpgroup; before it may be the one that computes dq."""
+        return self.consumer_threads + (256 if self.adds_dq else 128)
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a consumer and of a producer thread."""
-        return 240, 24
+    def registers(self) -> tuple[int, int, int]:
+        """Registers of a thread of the consumers, of the warpgroup that computes dq, and of the last one."""
+        return (244 - self.dq_registers // 2, self.dq_registers, 24) if self.adds_dq else (240, 0, 24)
 
 
 @dataclass(frozen=True)
@@ -99,9 +110,7 @@ class BackwardMemory:
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """The layout of a compile key."""
-        # Of a tile's dq each warpgroup computes [64, 64].
-        head_dim = FUSED_HEAD_DIM if config.adds_dq else padded_head_dim(spec.head_dim)
-        return cls(config, head_dim, padded_head_dim(spec.v_head_dim))
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
 
     @property
     def query_nbytes(self) -> int:
@@ -120,8 +129,8 @@ class BackwardMemory:
 
     @property
     def value_start(self) -> int:
-        """Offset of V; K comes first."""
-        return self.config.keys * self.head_dim * 2
+        """Offset of V; K comes first, of the whole cluster."""
+        return self.config.cluster_keys * self.head_dim * 2
 
     @property
     def query_start(self) -> int:
@@ -135,7 +144,10 @@ class BackwardMemory:
 
     @property
     def dscore_start(self) -> int:
-        """Offset of a buffer of dS for each stage, of [64, 64] tiles: query halves fastest, then key halves."""
+        """Offset of two buffers of dS, of [64, 64] tiles: query halves fastest, then 64 keys each.
+
+        The buffers take turns. In a cluster the first gathers dS of all its keys, the second is what is sent.
+        """
         return self.dout_start + self.config.stages * self.dout_nbytes
 
     @property
@@ -146,7 +158,7 @@ class BackwardMemory:
     @property
     def weights_start(self) -> int:
         """Offset of a buffer of them for each stage."""
-        dscore_nbytes = self.config.stages * self.config.queries * self.config.keys * 2
+        dscore_nbytes = (self.config.cluster_keys + self.config.keys) * self.config.queries * 2
         return self.dscore_start + (dscore_nbytes if self.config.adds_dq else 0)
 
     @property
@@ -156,13 +168,18 @@ class BackwardMemory:
 
     @property
     def barrier_start(self) -> int:
-        """Offset of the mbarriers: of K and V, then full and empty ones of the rings of Q and of dO."""
+        """Offset of the mbarriers: of K and V, then full and empty ones of the rings of Q, of dO and of dS."""
         return self.stats_start + self.config.stages * self.stats_nbytes
+
+    @property
+    def flag_start(self) -> int:
+        """Offset of the counters of tiles of dq, four bytes for each slot of `dq_sum.py`."""
+        return self.barrier_start + 8 * (3 + 4 * self.config.stages + 4 + 6)
 
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.barrier_start + 8 * (2 + 4 * self.config.stages)
+        return self.flag_start + 16
 
     @property
     def fits(self) -> bool:
@@ -273,9 +290,12 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
         held = 2 if spec.logits_soft_cap else 6  # the cap takes registers
         config = BackwardConfig(64, 3, wide=True, held=held)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
+    dq_registers = (104 if padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
     if largest <= 64 and not spec.logits_soft_cap:
-        return BackwardConfig(128, 2, adds_dq=spec.fused)
-    return BackwardConfig(64, 3)
+        return BackwardConfig(128, 3 if spec.fused else 2, dq_registers)
+    if spec.fused and largest > 96:
+        return BackwardConfig(64, 2, dq_registers, ctas=2)
+    return BackwardConfig(64, 3, dq_registers)
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:
@@ -285,3 +305,15 @@ def dq_config(spec: KernelSpec) -> DqConfig:
     keys = 64 if columns > 64 else 96 if spec.logits_soft_cap else 128
     configs = (DqConfig(keys, slots, overlap=columns <= 192) for slots in range(8, 2, -1))
     return next(config for config in configs if DqMemory.of(spec, config).fits)
+
+
+def backward_scratch(
+    spec: KernelSpec, batch: int, query_length: int, num_heads: int
+) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters of their tiles."""
+    heads, rows = (batch, num_heads), padded_rows(query_length)
+    scratch = [((*heads, 2, rows), "float32")]
+    if spec.fused:
+        scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "float32")]
+        scratch += [((*heads, rows // backward_config(spec).queries), "int32")]
+    return scratch

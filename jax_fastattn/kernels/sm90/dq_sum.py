@@ -1,185 +1,288 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs before and after the backward kernels: statistics of the rows, float32 sums of dq zeroed and rounded.
+"""The third warpgroup of a fused backward kernel: dQ = dS K, added to float32 sums; and who turns those into dq.
 
-Both are bound by memory: every thread moves 16 bytes at a time, and neighbouring threads neighbouring bytes.
+The two consumers hand it dS through shared memory, in two buffers by turns, and go on: neither the product nor the
+additions hold them up. The sums lie in the order of wgmma's accumulators (`_sums`), so that every lane adds 16 bytes at
+a time next to those of its neighbours. Query tile by query tile a counter says how many clusters have still to add;
+`StatisticsKernel` sets it. Warps that do nothing else count a tile once its additions are visible, which takes as long
+as a product. The cluster that was the last one reads the sums back, scales and rounds them, and stores dq: no other
+kernel passes over them.
+
+With two CTAs in a cluster each adds every other tile, for the keys of both: half as many additions, which are what
+limits the kernel at head dim 128. Its first buffer gathers dS of all keys, the second holds what is sent to the other.
 """
+
+from types import SimpleNamespace
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import ptx, tiles
-from jax_fastattn.kernels.device.layout import CHUNK
-from jax_fastattn.kernels.device.softmax import LOG2_E
+from jax_fastattn.kernels.device import ptx, tiles, wgmma
+from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import padded_rows
+from jax_fastattn.kernels.sm90.backward_config import BackwardMemory, padded_rows
+from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.spec import KernelSpec
 
-THREADS = 256
+# Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
+BLOCK = 64
+# Named barrier of this warpgroup; 1 is the consumers'.
+_BARRIER = 2
 
 
-class StatisticsKernel:
-    """Writes the statistics of every row, padding included, and zeroes its sums of dq.
-
-    Args:
-        spec: the compile key.
-        columns: float32 sums of a row; None where there are no sums.
-    """
-
-    def __init__(self, spec: KernelSpec, columns: int | None):
-        self.spec, self.columns = spec, columns
-        # Lanes that share a row.
-        self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
-        self.rows = THREADS // self.lanes
-
-    def blocks(self, batch: Int32, query_length: Int32, num_heads: Int32) -> Int32:
-        """CTAs of the grid."""
-        return (batch * padded_rows(query_length) * num_heads + (self.rows - 1)) // self.rows
-
-    @cute.kernel
-    def kernel(
-        self,
-        query_seq_lengths: cute.Pointer | None,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        dout: cute.Pointer,
-        dlse: cute.Pointer | None,
-        stats: cute.Pointer,
-        dq_sum: cute.Pointer | None,
-        batch: Int32,
-        query_length: Int32,
-        num_heads: Int32,
-    ):
-        """Rows in the order `[B, padded_rows(T), N]`; see `BackwardKernel` for the arguments."""
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        padded = padded_rows(query_length)
-        index, lane = block * self.rows + thread // self.lanes, thread % self.lanes
-        head, row, entry = index % num_heads, index // num_heads % padded, index // num_heads // padded
-        exists = Boolean((entry < batch) & (row < query_length))
-        end = tiles.load_entry(
-            query_seq_lengths, ptx.where(entry < batch, entry, Int32(0)), query_length, 0, query_length
-        )
-        live = Boolean(exists & (row < end))
-        # Elsewhere the first row is read, which always exists, and dropped.
-        source = ptx.where(live, (Int64(entry) * query_length + row) * num_heads + head, Int64(0))
-
-        delta = self._delta(out.toint(), dout.toint(), source, lane, live)
-        lse2, delta = self._statistics(lse, dlse, delta, source * 4, live)
-        head_index = Int64(entry) * num_heads + head
-        head_row = head_index * padded + row
-
-        def write_stats() -> None:
-            address = stats.toint() + (head_row + head_index * padded) * 4
-            ptx.store_global(address, lse2)
-            ptx.store_global(address + Int64(padded) * 4, delta)
-
-        def write() -> None:
-            cutlass.if_generate(lane == 0, write_stats)
-            self._zero(dq_sum, head_row, lane)
-
-        cutlass.if_generate(entry < batch, write)
-
-    def _statistics(
-        self, lse: cute.Pointer, dlse: cute.Pointer | None, delta: Float32, offset: Int64, live: Boolean
-    ) -> tuple[Float32, Float32]:
-        """(lse2, delta) of a row, given its rowsum and the byte offset of its float32."""
-        row_lse = ptx.load_global(lse.toint() + offset)
-        if dlse is not None:
-            delta = delta - ptx.load_global(dlse.toint() + offset)
-        live = Boolean(live & (row_lse != Float32(float("-inf"))))
-        lse2 = ptx.where(live, row_lse * LOG2_E, Float32(float("inf")))
-        return lse2, ptx.where(live, delta, Float32(0.0))
-
-    def _delta(self, out: Int64, dout: Int64, row: Int64, lane: Int32, live: Boolean) -> Float32:
-        """rowsum(out * dout) of a row, whose lanes share it; 0 unless live."""
-        delta = Float32(0.0)
-        for first in range(0, self.spec.v_head_dim // CHUNK, self.lanes):
-            chunk = lane + first
-            valid = Boolean(live & (chunk < self.spec.v_head_dim // CHUNK))
-            offset = row * (2 * self.spec.v_head_dim) + ptx.where(valid, chunk * (2 * CHUNK), Int32(0))
-            chunks = [
-                [ptx.where(valid, pair, Int32(0)) for pair in ptx.load_global_chunk(operand + offset)]
-                for operand in (out, dout)
-            ]
-            for pairs in zip(*chunks, strict=True):
-                left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]) for pair in pairs)
-                for x, y in zip(left, right, strict=True):
-                    delta = ptx.fma(x, y, delta)
-        for i in range(self.lanes.bit_length() - 1):
-            delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
-        return delta
-
-    def _zero(self, dq_sum: cute.Pointer | None, row: Int64, lane: Int32) -> None:
-        """Zeroes a row's share of the sums: they lie in another order, but have as many elements for a row."""
-        if dq_sum is None or self.columns is None:
-            return
-        address = dq_sum.toint() + row * (4 * self.columns) + lane * 16
-        for i in range(0, 4 * self.columns, 16 * self.lanes):
-            ptx.store_global_chunk(address + i, [Int32(0)] * 4)
-
-
-class RoundKernel:
-    """Writes dq: the sums, scaled and rounded.
+class DqSum:
+    """Emits the warpgroup's code.
 
     Args:
         spec: the compile key.
-        columns: float32 sums of a row.
+        memory: of the kernel, with its config.
+        dtype: of the operands.
     """
 
-    def __init__(self, spec: KernelSpec, columns: int):
-        self.spec, self.columns = spec, columns
+    def __init__(self, spec: KernelSpec, memory: BackwardMemory, dtype: type):
+        self.spec, self.memory, self.config, self.dtype = spec, memory, memory.config, dtype
 
-    def blocks(self, batch: Int32, query_length: Int32, num_heads: Int32) -> Int32:
-        """CTAs of the grid."""
-        threads = batch * padded_rows(query_length) * num_heads * (self.columns // (2 * CHUNK))
-        return (threads + (THREADS - 1)) // THREADS
+    @property
+    def columns(self) -> int:
+        """Columns that are computed at a time: as many as the warpgroup has registers for."""
+        return self.memory.head_dim if self.memory.head_dim <= 96 else BLOCK
 
-    @cute.kernel
-    def kernel(
+    def run(
         self,
-        query_seq_lengths: cute.Pointer | None,
-        dq_sum: cute.Pointer,
-        dq: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        num_heads: Int32,
+        shared: SimpleNamespace,
+        work: SimpleNamespace,
+        outputs: tuple[cute.Pointer, cute.Pointer],
+        thread: Int32,
         scale: Float32,
-    ):
-        """A thread takes 64 bytes of sums: 8 columns of a row and of the row 8 below, see `gradient.dq_sum_offset`."""
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        padded = padded_rows(query_length)
-        blocks = self.columns // CHUNK
-        # Fastest first: 8 columns, pair of rows, head, rows of a pair's block of 64, batch entry.
-        index, column = (block * THREADS + thread) // blocks, (block * THREADS + thread) % blocks
-        pair, index = index % 32, index // 32
-        head, index = index % num_heads, index // num_heads
-        row_block, entry = index % (padded // 64), index // (padded // 64)
-        row = row_block * 64 + pair // 8 * 16 + pair % 8
+    ) -> None:
+        """Everything that the third warpgroup does.
 
-        first = (Int64(entry) * num_heads + head) * padded * self.columns
-        source = dq_sum.toint() + (first + gradient.dq_sum_offset(Int64(row), 8 * column, self.columns)) * 4
-        target = dq.toint() + ((Int64(entry) * query_length + row) * num_heads + head) * (2 * self.spec.head_dim)
+        Args:
+            shared: tiles and barriers.
+            work: what the CTA has to do.
+            outputs: dq and its sums.
+            thread: index in the warpgroup.
+            scale: factor on the sums.
+        """
+        dq, dq_sum = outputs
+        mma = wgmma.product(self.dtype, self.columns, a_in_registers=False, b_transposed=True)
+        lane_row, _ = accumulator_lane(thread % 32)
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        state = SimpleNamespace(
+            shared=shared,
+            work=work,
+            mma=mma,
+            dq=wgmma.accumulator(mma, (WARPGROUP_ROWS, self.columns)),
+            dscore=wgmma.operand_a(mma, shared.dscore),
+            key=wgmma.operand_b(mma, wgmma.transposed(shared.key_columns)),
+            thread=thread,
+            warp=warp,
+            row=warp * 16 + lane_row,
+            dq_address=dq.toint(),
+            sums=dq_sum.toint(),
+            scale=scale,
+            added=wgmma.Uniform(work.first_head, work.visit.begin),
+            counted=wgmma.Uniform(work.first_head, work.visit.begin),
+            turn=wgmma.Uniform(Int32(0)),
+            slot=wgmma.Uniform(Int32(0), Int32(0)),
+        )
 
-        def write() -> None:
-            end = tiles.load_entry(query_seq_lengths, entry, query_length, 0, query_length)
-            stride = Int64(num_heads) * (2 * self.spec.head_dim)
-            self._round(source, target + column * (2 * CHUNK), stride, (end - row, query_length - row), scale)
+        steps = self._own_steps(work)
 
-        cutlass.if_generate(Boolean((entry < batch) & (column < self.spec.head_dim // CHUNK)), write)
+        def step(i: Int32) -> None:
+            self._finish(state, i)
+            self._add(state, i + 1 < steps)
+            self._advance_slot(state)
 
-    def _round(self, source: Int64, target: Int64, stride: Int64, ends: tuple[Int32, Int32], scale: Float32) -> None:
-        """The two rows of a thread: those from `ends[0]` on are zeroed, those from `ends[1]` on do not exist."""
-        sums = [ptx.load_global_floats(source + 16 * i) for i in range(4)]
-        for i in range(2):
-            chunk = []
-            for quad in sums:
-                # A select, not a product: sums past the end may be no numbers.
-                pair = [ptx.where(ends[0] > 8 * i, x * scale, Float32(0.0)) for x in quad[2 * i : 2 * i + 2]]
-                chunk.append(ptx.pack(*pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]))
+        def drain(i: Int32) -> None:
+            self._finish(state, steps + i)
+            self._advance_slot(state)
 
-            def store(address: Int64 = target + stride * (8 * i), chunk: list = chunk) -> None:
-                ptx.store_global_chunk(address, chunk)
+        def skip() -> None:
+            self._advance(work, state.added)
+            self._advance(work, state.counted)
 
-            cutlass.if_generate(ends[1] > 8 * i, store)
+        if self.config.ctas > 1:
+            cutlass.if_generate(work.rank == 1, skip)
+            self._meet_other(state, steps > 0)
+        for uniform in (state.added, state.counted, state.turn, state.slot):
+            uniform.settle()
+        wgmma.loop(steps, step)
+        wgmma.loop(Int32(self.config.slots), drain)
+
+    def _own_steps(self, work: SimpleNamespace) -> Int32:
+        """Tiles that this CTA adds: with another one in turns."""
+        return work.steps if self.config.ctas == 1 else (work.steps + 1 - work.rank) // 2
+
+    @property
+    def _part_nbytes(self) -> int:
+        """Bytes of dS of the keys of a CTA for a tile."""
+        return self.config.keys * self.config.queries * 2
+
+    def _meet_other(self, state: SimpleNamespace, adds: Boolean) -> None:
+        """Expects the other CTA's first part of dS, and prepares its K: zeros past the end of the keys."""
+        shared, work, memory = state.shared, state.work, self.memory
+        expects = Boolean(adds & (state.warp == 0))
+        cutlass.if_generate(expects, lambda: wgmma.expect(shared.dscore_full, self._part_nbytes))
+        wgmma.wait(shared.other_key_full, Int32(0))
+        if not self.spec.key_value_seq_lengths:
+            return
+        other = 1 - work.rank
+        for group in range(2):
+            row = work.row + (other - work.rank) * self.config.keys + group * WARPGROUP_ROWS
+            gradient.zero_rows(
+                shared.address + (2 * other + group) * (WARPGROUP_ROWS * memory.head_dim * 2),
+                (WARPGROUP_ROWS, memory.head_dim),
+                2 * wgmma.atom_columns(memory.head_dim),
+                tiles.clamp(work.bounds["key_end"] - row, 0, WARPGROUP_ROWS),
+                thread=state.thread,
+                threads=128,
+            )
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=128)
+
+    def _add(self, state: SimpleNamespace, goes_on: Boolean) -> None:
+        """Adds dQ of the next tile to its sums."""
+        shared, config, turn = state.shared, self.config, state.turn[0]
+        buffer, phase = (turn % 2, turn // 2 % 2) if config.ctas == 1 else (Int32(0), turn % 2)
+        wgmma.wait(shared.dscore_full + buffer, phase)
+        if config.ctas > 1:
+            expects = Boolean(goes_on & (state.warp == 0))
+            cutlass.if_generate(expects, lambda: wgmma.expect(shared.dscore_full, self._part_nbytes))
+        chunks = self._chunks()
+        for chunk, (row_block, column) in enumerate(chunks):
+            self._start(state, buffer, row_block, column)
+            warpgroup.wait_group(0)
+            if chunk == len(chunks) - 1:
+                wgmma.release(shared.dscore_empty + buffer)
+                if config.ctas > 1:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(shared.dscore_empty + 1, 1 - state.work.rank)
+            address = self._sums(state, state.added, chunk)
+            for n in range(self.columns // 8):
+                ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + k] for k in range(4)])
+        wgmma.release(shared.added + state.slot[0])
+        for _ in range(config.ctas):
+            self._advance(state.work, state.added)
+        state.turn[0] = turn + 1
+
+    def send(self, shared: SimpleNamespace, work: SimpleNamespace) -> None:
+        """Sends this CTA's dS of the tiles that the other one adds. Runs in one warp."""
+        start, rank = shared.address + self.memory.dscore_start, work.rank
+
+        def step(i: Int32) -> None:
+            wgmma.wait(shared.dscore_full + 1, i % 2)
+            with cute.arch.elect_one():
+                ptx.send_bulk(
+                    ptx.map_shared(start + rank * self._part_nbytes, 1 - rank),
+                    start + 2 * self._part_nbytes,
+                    self._part_nbytes,
+                    ptx.map_shared(shared.dscore_full.toint(), 1 - rank),
+                )
+
+        wgmma.loop(work.steps - self._own_steps(work), step)
+
+    def _advance(self, work: SimpleNamespace, at: wgmma.Uniform) -> None:
+        """Goes to the next tile: all visible ones of one head, then those of the next."""
+        ends = at[1] + 1 == work.visit.end
+        at[0] = at[0] + ptx.where(ends, Int32(1), Int32(0))
+        at[1] = ptx.where(ends, work.visit.begin, at[1] + 1)
+
+    def _advance_slot(self, state: SimpleNamespace) -> None:
+        wraps = state.slot[0] == self.config.slots - 1
+        state.slot[0] = ptx.where(wraps, Int32(0), state.slot[0] + 1)
+        state.slot[1] = state.slot[1] ^ ptx.where(wraps, Int32(1), Int32(0))
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """(Block of 64 rows, first column) of the parts of a tile that are computed one after the other."""
+        rows, columns = self.config.queries // BLOCK, self.memory.head_dim
+        return [(row, column) for row in range(rows) for column in range(0, columns, self.columns)]
+
+    def _start(self, state: SimpleNamespace, buffer: Int32, row_block: int, column: int) -> None:
+        """Starts dS K of a part of a tile."""
+        tall, wide = self.config.queries // BLOCK, self.memory.head_dim // self.columns
+        warpgroup.fence()
+        for half in range(2 * self.config.ctas):
+            for k in range(BLOCK // 16):
+                mma = cute.make_mma_atom(state.mma.op)
+                mma.set(warpgroup.Field.ACCUMULATE, half + k > 0)
+                a = state.dscore[None, None, k, (buffer * 2 + half) * tall + row_block]
+                b = state.key[None, None, k, half * wide + column // self.columns]
+                cute.gemm(mma, state.dq, a, b, state.dq)
+        warpgroup.commit_group()
+
+    def _sums(self, state: SimpleNamespace, at: wgmma.Uniform, chunk: int) -> Int64:
+        """Address of the lane's first sums of a part of a tile."""
+        work, columns = state.work, self.memory.head_dim
+        rows = (Int64(work.batch) * work.num_heads + at[0]) * padded_rows(work.query_length)
+        rows = rows + at[1] * self.config.queries
+        part_nbytes = 4 * BLOCK * self.columns
+        return (
+            state.sums
+            + rows * (4 * columns)
+            + (chunk * part_nbytes + state.warp * (part_nbytes // 4))
+            + (state.thread % 32 * 16)
+        )
+
+    # The last CTA that adds to a tile.
+
+    def count(self, shared: SimpleNamespace, work: SimpleNamespace, arrivals: cute.Pointer, slot: Int32) -> None:
+        """Counts the tiles of one slot, and tells the third warpgroup what the counters were. Runs in one warp.
+
+        The third warpgroup has arrived since it added; the fence makes what it did visible before the count.
+        """
+        query_tiles = padded_rows(work.query_length) // self.config.queries
+        visited = work.visit.end - work.visit.begin
+
+        def step(lap: Int32) -> None:
+            i = (slot + self.config.slots * lap) * self.config.ctas + (work.rank if self.config.ctas > 1 else 0)
+            wgmma.wait(shared.added + slot, lap % 2)
+            head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
+            index = head * query_tiles + work.visit.begin + i % visited
+            with cute.arch.elect_one():
+                left = ptx.add_global_ordered(arrivals.toint() + index * 4, Int32(-1))
+                ptx.store_shared(self._flag(shared, slot), left)
+                cute.arch.mbarrier_arrive(shared.counted + slot)
+
+        wgmma.loop((self._own_steps(work) - slot + (self.config.slots - 1)) // self.config.slots, step)
+
+    def _flag(self, shared: SimpleNamespace, slot: Int32) -> Int32:
+        """Where a slot's counter is put."""
+        return shared.address + self.memory.flag_start + slot * 4
+
+    def _finish(self, state: SimpleNamespace, i: Int32) -> None:
+        """Empties the slot of step `i`: stores dq of its tile, if no other cluster has still to add there."""
+        work, spec, slot = state.work, self.spec, state.slot[0]
+
+        def store() -> None:
+            head, tile = state.counted[0], state.counted[1]
+            row = tile * self.config.queries
+            first = (Int64(work.batch) * work.query_length + row) * work.num_heads + head
+            for chunk, (row_block, column) in enumerate(self._chunks()):
+                address = self._sums(state, state.counted, chunk)
+                for n in range(self.columns // 8):
+                    for k, x in enumerate(ptx.load_global_ordered(address + 512 * n)):
+                        state.dq[4 * n + k] = x
+                gradient.store_rows(
+                    state.dq,
+                    min(self.columns, spec.head_dim - column),
+                    state.dq_address + first * (2 * spec.head_dim) + 2 * column,
+                    Int64(work.num_heads) * (2 * spec.head_dim),
+                    row=state.row + row_block * BLOCK,
+                    quad_lane=state.thread % 4,
+                    live_rows=work.bounds["query_end"] - row,
+                    stored_rows=work.query_length - row,
+                    mma_dtype=ptx.MMA_DTYPE[spec.dtype],
+                    factor=state.scale,
+                )
+
+        def finish() -> None:
+            wgmma.wait(state.shared.counted + slot, state.slot[1] ^ 1)
+            left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
+            cutlass.if_generate(left == 1, store)
+            for _ in range(self.config.ctas):
+                self._advance(work, state.counted)
+
+        cutlass.if_generate(i >= self.config.slots, finish)

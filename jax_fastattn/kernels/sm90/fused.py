@@ -1,40 +1,37 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The key-stationary Hopper backward kernel for head dims up to 128: dk, dv and, if asked for, the sums of dq.
+"""The key-stationary Hopper backward kernel for head dims up to 128: dk and dv, and dq where the config says so.
 
-A CTA owns 128 keys of one key/value head: two consumer warpgroups of 64 keys each, and one producer warp. K and V stay
+A CTA owns 128 keys of one key/value head: two consumer warpgroups of 64 keys each, and a warp that loads. K and V stay
 in shared memory, tiles of Q (with statistics) and of dO pass through two rings, for all query heads of the group. Per
 tile, everything transposed so that keys are rows:
 
-    S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
+    S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
-P^T and dS^T go from accumulator to A operand inside registers. Where `adds_dq` holds (up to head dim 64) dS also goes
-to shared memory for dQ, of which each warpgroup computes half and adds it to a float32 buffer, in an order that differs
-from run to run. Else `dq.py` computes dq, and the warpgroups never wait for each other.
+P^T and dS^T go from accumulator to A operand inside registers. The warpgroups never wait for each other. For dq the
+consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); in a cluster of two CTAs
+every other tile is sent to the other one. Else `dq.py` computes dq.
 
 Query tiles are visited in ascending order: masked ones (right window edge), full ones without mask code, masked ones
 (left window edge, end of the queries). Reads the statistics that are described in `gradient.py`.
 """
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, BackwardMemory, padded_rows
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
-
-# Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
-_BLOCK = 64
-# Float32 sums of so many rows and columns.
-_BLOCK_NBYTES = 4 * _BLOCK * _BLOCK
 
 
 class Edges(NamedTuple):
@@ -42,27 +39,6 @@ class Edges(NamedTuple):
 
     low: bool
     high: bool
-
-
-class Uniform:
-    """Int32 values that loops carry, the same in all lanes of a warp."""
-
-    def __init__(self, *values: Int32):
-        self._count = len(values)
-        self._at = cute.make_rmem_tensor((self._count,), Int32)
-        for i, value in enumerate(values):
-            self._at[i] = value
-
-    def __getitem__(self, i: int) -> Int32:
-        return self._at[i]
-
-    def __setitem__(self, i: int, value: Int32) -> None:
-        self._at[i] = value
-
-    def settle(self) -> None:
-        """Tells the compiler, before a loop, that all lanes have the same."""
-        for i in range(self._count):
-            self._at[i] = cute.arch.make_warp_uniform(self._at[i])
 
 
 class FusedKernel:
@@ -91,7 +67,9 @@ class FusedKernel:
         stats: cute.Pointer,
         dk: cute.Pointer,
         dv: cute.Pointer,
+        dq: cute.Pointer | None,
         dq_sum: cute.Pointer | None,
+        arrivals: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -116,8 +94,10 @@ class FusedKernel:
             stats: float32 `[B, N, 2, padded_rows(T)]`, every row written.
             dk: `[B, S, K, H]`, written in full, like dv.
             dv: `[B, S, K, D]`.
-            dq_sum: float32 `[B, N, padded_rows(T) * padded H]` in the order of `gradient.dq_sum_offset`, zeroed by the
-                caller; None unless the config adds dq.
+            dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
+                they are.
+            dq_sum: float32 `[B, N, padded_rows(T), padded H]`, zeros; its order is `dq_sum.py`'s own.
+            arrivals: int32 `[B, N, padded_rows(T) / queries of a tile]`, how many key tiles see each query tile.
             batch: B.
             query_length: T.
             key_length: S.
@@ -137,7 +117,7 @@ class FusedKernel:
         key_tma = wgmma.tma_operand(load, key, keys, spec.head_dim, (WARPGROUP_ROWS, memory.head_dim))
         value_tma = wgmma.tma_operand(load, value, keys, spec.v_head_dim, (WARPGROUP_ROWS, memory.v_head_dim))
         dout_tma = wgmma.tma_operand(load, dout, queries, spec.v_head_dim, (config.queries, memory.v_head_dim))
-        key_tiles = (key_length + (config.keys - 1)) // config.keys
+        key_tiles = (key_length + (config.cluster_keys - 1)) // config.cluster_keys
         self.kernel(
             *query_tma,
             *key_tma,
@@ -149,19 +129,22 @@ class FusedKernel:
             stats,
             dk,
             dv,
+            dq,
             dq_sum,
+            arrivals,
             query_length,
             key_length,
             num_heads,
             batch * kv_heads,
-            (multiprocessors + (key_tiles - 1)) // key_tiles,
+            (multiprocessors // config.ctas + (key_tiles - 1)) // key_tiles,
             window_left,
             window_right,
             scale,
             logits_soft_cap,
         ).launch(
-            grid=(key_tiles * batch * kv_heads, 1, 1),
+            grid=(key_tiles * batch * kv_heads * config.ctas, 1, 1),
             block=(config.threads, 1, 1),
+            cluster=(config.ctas, 1, 1),
             smem=memory.nbytes,
             stream=stream,
             min_blocks_per_mp=1,
@@ -185,7 +168,9 @@ class FusedKernel:
         stats: cute.Pointer,
         dk: cute.Pointer,
         dv: cute.Pointer,
+        dq: cute.Pointer | None,
         dq_sum: cute.Pointer | None,
+        arrivals: cute.Pointer | None,
         query_length: Int32,
         key_length: Int32,
         num_heads: Int32,
@@ -207,18 +192,68 @@ class FusedKernel:
             (window_left, window_right),
         )
 
+        operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
+        sums = (dq, dq_sum, arrivals)
+        self._divide(shared, work, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
+        self._meet(last=True)
+
+    def _meet(self, last: bool = False) -> None:
+        """All threads of the cluster meet; before they exit only where others use their memory."""
+        if self.config.ctas > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        elif not last:
+            cute.arch.sync_threads()
+
+    def _divide(
+        self,
+        shared: SimpleNamespace,
+        work: SimpleNamespace,
+        who: tuple[Int32, Int32],
+        operands: tuple,
+        stats: cute.Pointer,
+        outputs: tuple,
+        sums: tuple,
+        factors: tuple[Float32, Float32],
+    ) -> None:
+        """Warpgroups: two consumers, the one that computes dq if the kernel does, and the producer's.
+
+        The producer's other warps count tiles of dq, and the last one sends dS in a cluster.
+        """
+        spec, config = self.spec, self.config
+        thread, warp_index = who
+        dq, dq_sum, arrivals = sums
+        scale, logits_soft_cap = factors
+        adder = DqSum(spec, self.memory, self.dtype)
+        consumers, producer = config.consumer_threads // 32, config.threads // 32 - 4
+
         def produce() -> None:
-            cute.arch.setmaxregister_decrease(config.registers[1])
-            operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
-            producer = config.consumer_threads // 32
+            cute.arch.setmaxregister_decrease(config.registers[2])
             cutlass.if_generate(warp_index == producer, lambda: self._produce(shared, work, operands, stats))
+            if config.adds_dq:
+                slot = warp_index - (producer + 1)
+                counts = Boolean((slot >= 0) & (slot < config.slots))
+                cutlass.if_generate(counts, lambda: adder.count(shared, work, arrivals, slot))
+            if config.ctas > 1:
+                cutlass.if_generate(warp_index == producer + 3, lambda: adder.send(shared, work))
+
+        def add_dq() -> None:
+            cute.arch.setmaxregister_decrease(config.registers[1])
+            adder.run(shared, work, (dq, dq_sum), thread - config.consumer_threads, scale)
+
+        def others() -> None:
+            if config.adds_dq:
+                cutlass.if_generate(warp_index >= producer, produce, add_dq)
+            else:
+                produce()
 
         def consume() -> None:
             cute.arch.setmaxregister_increase(config.registers[0])
-            transform = softmax.Transform.of(spec, scale, logits_soft_cap)
-            self._consume(shared, work, transform, (thread, warp_index), (dk, dv, dq_sum), scale)
+            factor = gradient.nonzero(scale) if config.adds_dq else scale
+            transform = softmax.Transform.of(spec, factor, logits_soft_cap)
+            self._consume(shared, work, transform, who, outputs, scale)
 
-        cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
+        cutlass.if_generate(warp_index >= consumers, others, consume)
 
     # Set-up.
 
@@ -233,7 +268,7 @@ class FusedKernel:
         barriers = cute.recast_ptr(base + memory.barrier_start, dtype=Int64)
         shared = SimpleNamespace(
             address=base.toint(),
-            key=staged(0, WARPGROUP_ROWS, memory.head_dim, config.keys // WARPGROUP_ROWS),
+            key=staged(0, WARPGROUP_ROWS, memory.head_dim, config.cluster_keys // WARPGROUP_ROWS),
             value=staged(memory.value_start, WARPGROUP_ROWS, memory.v_head_dim, config.keys // WARPGROUP_ROWS),
             query=staged(memory.query_start, config.queries, memory.head_dim, stages),
             dout=staged(memory.dout_start, config.queries, memory.v_head_dim, stages),
@@ -245,7 +280,16 @@ class FusedKernel:
             dout_empty=barriers + (2 + 3 * stages),
         )
         if config.adds_dq:
-            shared.dscore = staged(memory.dscore_start, _BLOCK, _BLOCK, stages * config.queries // 32)
+            count = (config.cluster_keys + config.keys) * config.queries // (BLOCK * BLOCK)
+            shared.dscore = staged(memory.dscore_start, BLOCK, BLOCK, count)
+            shared.dscore_full = barriers + (2 + 4 * stages)
+            shared.dscore_empty = barriers + (4 + 4 * stages)
+            shared.added = barriers + (6 + 4 * stages)
+            shared.counted = barriers + (6 + 4 * stages + config.slots)
+            shared.other_key_full = barriers + (6 + 4 * stages + 2 * config.slots)
+            # K once more, of as many columns as dq is computed of at a time: atoms of 64 columns follow each other.
+            columns = DqSum(self.spec, memory, self.dtype).columns
+            shared.key_columns = staged(0, WARPGROUP_ROWS, columns, 2 * config.ctas * memory.head_dim // columns)
         return shared
 
     def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
@@ -262,10 +306,20 @@ class FusedKernel:
                     for full, empty in ((shared.query_full, shared.query_empty), (shared.dout_full, shared.dout_empty)):
                         cute.arch.mbarrier_init(full + stage, 1)
                         cute.arch.mbarrier_init(empty + stage, config.consumer_threads // 32)
+                if config.adds_dq:
+                    for buffer in range(2):
+                        # What expects the other CTA's part arrives as well.
+                        gathers = config.ctas > 1 and buffer == 0
+                        cute.arch.mbarrier_init(shared.dscore_full + buffer, config.consumer_threads // 32 + gathers)
+                        cute.arch.mbarrier_init(shared.dscore_empty + buffer, 4)
+                    cute.arch.mbarrier_init(shared.other_key_full, 1)
+                    for slot in range(config.slots):
+                        cute.arch.mbarrier_init(shared.added + slot, 4)
+                        cute.arch.mbarrier_init(shared.counted + slot, 1)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
-        cute.arch.sync_threads()
+        self._meet()
 
     def _work(self, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
         """The keys of this CTA and the query tiles that see them; under a causal mask the first keys have most."""
@@ -273,18 +327,27 @@ class FusedKernel:
         query_length, key_length, num_heads, all_heads, section = sizes
         block, _, _ = cute.arch.block_idx()
         kv_heads = num_heads // spec.group
-        key_tiles = (key_length + (config.keys - 1)) // config.keys
+        rank, block = block % config.ctas, block // config.ctas
+        key_tiles = (key_length + (config.cluster_keys - 1)) // config.cluster_keys
         tile, head_index = tiles.place_in_sections(block, section, key_tiles, all_heads)
         batch = head_index // kv_heads
-        row = tile * config.keys
+        row = tile * config.cluster_keys + rank * config.keys
         bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
         visit = tiles.query_tiles(row, config.keys, config.queries, **bounds)
+        if config.ctas > 1:
+            # All CTAs of a cluster visit the same tiles; which of them need a mask is their own matter.
+            both = tiles.query_tiles(tile * config.cluster_keys, config.cluster_keys, config.queries, **bounds)
+            full_begin = tiles.clamp(visit.full_begin, both.begin, both.end)
+            full_end = tiles.clamp(visit.full_end, full_begin, both.end)
+            visit = plan.TileRange(both.begin, both.end, full_begin, full_end)
         if config.adds_dq:
             # Keys past the end would add to dq: where there are some, every tile is masked.
             full_begin = ptx.where(row + config.keys > bounds["key_end"], visit.end, visit.full_begin)
             visit = visit._replace(full_begin=full_begin, full_end=Int32(cutlass.max(visit.full_end, full_begin)))
+        visit = gradient.uniform(visit)
         return SimpleNamespace(
             tile=tile,
+            rank=cute.arch.make_warp_uniform(rank),
             row=row,
             batch=batch,
             kv_head=head_index % kv_heads,
@@ -294,7 +357,8 @@ class FusedKernel:
             query_length=query_length,
             key_length=key_length,
             bounds=bounds,
-            visit=gradient.uniform(visit),
+            visit=visit,
+            steps=(visit.end - visit.begin) * spec.group,
         )
 
     # Producer.
@@ -306,12 +370,15 @@ class FusedKernel:
         queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
         douts = wgmma.Ring(shared.dout_full, shared.dout_empty, config.stages)
 
-        def load_keys(operand: tuple, tile: cute.Tensor, barrier: cute.Pointer, columns: int) -> None:
+        groups = config.keys // WARPGROUP_ROWS
+
+        def load_keys(
+            operand: tuple, tile: cute.Tensor, barrier: cute.Pointer, columns: int, rank: Int32, target: Any
+        ) -> None:
             copy = wgmma.tma_copy(*operand, tile, (work.kv_head, work.batch))
             wgmma.expect(barrier, config.keys * columns * 2)
-            groups = config.keys // WARPGROUP_ROWS
             for group in range(groups):
-                copy(groups * work.tile + group, group, barrier)
+                copy(groups * (config.ctas * work.tile + rank) + group, target + group, barrier)
 
         def load_head(member: Int32) -> None:
             head = work.first_head + member
@@ -335,8 +402,11 @@ class FusedKernel:
 
             wgmma.loop(work.visit.end - work.visit.begin, load)
 
-        load_keys(key, shared.key, shared.key_full, memory.head_dim)
-        load_keys(value, shared.value, shared.value_full, memory.v_head_dim)
+        rank, first = work.rank, groups * work.rank if config.ctas > 1 else 0
+        load_keys(key, shared.key, shared.key_full, memory.head_dim, rank, first)
+        load_keys(value, shared.value, shared.value_full, memory.v_head_dim, rank, 0)
+        if config.ctas > 1:
+            load_keys(key, shared.key, shared.other_key_full, memory.head_dim, 1 - rank, groups - first)
         wgmma.loop(Int32(self.spec.group), load_head)
 
     # Consumers.
@@ -359,6 +429,7 @@ class FusedKernel:
         dk_mma = wgmma.product(self.dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
         dv_mma = wgmma.product(self.dtype, memory.v_head_dim, a_in_registers=True, b_transposed=True)
         scores = (WARPGROUP_ROWS, config.queries)
+        own_key = 2 * work.rank + group if config.ctas > 1 else group
         state = SimpleNamespace(
             shared=shared,
             work=work,
@@ -368,18 +439,17 @@ class FusedKernel:
             warp=warp_index % 4,
             row=warp_index * 16 + lane_row,
             lane_column=lane_column,
-            stage=Uniform(Int32(0), Int32(0)),
+            stage=wgmma.Uniform(Int32(0), Int32(0)),
             score_mma=score_mma,
             dk_mma=dk_mma,
             dv_mma=dv_mma,
-            key=wgmma.operand_a(score_mma, shared.key)[None, None, None, group],
+            key=wgmma.operand_a(score_mma, shared.key)[None, None, None, own_key],
             value=wgmma.operand_a(score_mma, shared.value)[None, None, None, group],
             query=wgmma.operand_b(score_mma, shared.query),
             dout=wgmma.operand_b(score_mma, shared.dout),
             query_t=wgmma.operand_b(dk_mma, wgmma.transposed(shared.query)),
             dout_t=wgmma.operand_b(dv_mma, wgmma.transposed(shared.dout)),
             score=wgmma.accumulator(score_mma, scores),
-            dscore=wgmma.accumulator(score_mma, scores),
             p_fragment=wgmma.fragment_a(dv_mma, scores, self.dtype),
             ds_fragment=wgmma.fragment_a(dk_mma, scores, self.dtype),
             dk=wgmma.accumulator(dk_mma, (WARPGROUP_ROWS, memory.head_dim)),
@@ -389,72 +459,104 @@ class FusedKernel:
         state.dv.fill(0.0)
         visit = work.visit
         wgmma.wait(shared.key_full, Int32(0))
+        state.dscore = state.score if config.adds_dq else wgmma.accumulator(score_mma, scores)
         if config.adds_dq:
-            self._prepare_dq(state, outputs[2])
+            state.buffer = wgmma.Uniform(work.rank, Int32(0))
+            if spec.key_value_seq_lengths:
+                self._zero_keys(state)
         wgmma.wait(shared.value_full, Int32(0))
 
-        def visit_tiles(head: Int32, begin: Int32, end: Int32, edges: Edges | None) -> None:
+        def visit_tiles(begin: Int32, end: Int32, edges: Edges | None) -> None:
             state.stage.settle()
-            wgmma.loop(end - begin, lambda i: self._tile(state, head, begin + i, edges))
+            if config.adds_dq:
+                state.buffer.settle()
+            compute = self._fused_tile if config.adds_dq else self._tile
+            wgmma.loop(end - begin, lambda i: compute(state, begin + i, edges))
 
         # Scores of queries past query_seq_lengths may be no numbers.
         checks_high = spec.window_left or spec.query_seq_lengths
 
-        def visit_head(member: Int32) -> None:
-            head = work.first_head + member
-            visit_tiles(head, visit.begin, visit.full_begin, Edges(True, checks_high))
+        def visit_head(_: Int32) -> None:
+            visit_tiles(visit.begin, visit.full_begin, Edges(True, checks_high))
             # Queries past the end of the array have P = 0 by their statistics.
-            visit_tiles(head, visit.full_begin, visit.full_end if checks_high else visit.end, None)
+            visit_tiles(visit.full_begin, visit.full_end if checks_high else visit.end, None)
             if checks_high:
-                visit_tiles(head, visit.full_end, visit.end, Edges(True, True))
+                visit_tiles(visit.full_end, visit.end, Edges(True, True))
 
         wgmma.loop(Int32(spec.group), visit_head)
         self._store(state, outputs, scale)
 
-    def _tile(self, state: SimpleNamespace, head: Int32, tile: Int32, edges: Edges | None) -> None:
+    def _tile(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
         """One query tile, from its scores to the sums."""
-        config, shared = self.config, state.shared
-        stage, phase = state.stage[0], state.stage[1]
+        shared, stage, phase = state.shared, state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
-        # Loaded before the products, which leave shared memory little time; but for a soft cap, which takes registers.
-        blocks = config.queries // 8
-        early = 0 if self.spec.logits_soft_cap else blocks
-        lse2 = self._stats(state, stage, 0, range(early))
+        blocks = range(self.config.queries // 8)
+        # Loaded before the products, which leave shared memory little time; a soft cap has no registers for that.
+        lse2 = [] if self.spec.logits_soft_cap else self._stats(state, stage, 0, blocks)
         query = state.query[None, None, None, stage]
         wgmma.gemm(state.score_mma, state.score, state.key, query, accumulate=False)
-        wgmma.wait(shared.dout_full + stage, phase)
+        self._start_dp(state, state.dscore, tile, edges)
+        warpgroup.wait_group(1)
+        if self.spec.logits_soft_cap:
+            lse2 = self._stats(state, stage, 0, blocks)
+        self._probabilities(state, tile, lse2, edges)
+        # No register that a product in flight reads may be read by others: P and dS go on as copies.
+        weights = copied(state.p_fragment)
+        self._add_dv(state, stage)
+        warpgroup.wait_group(1)
+        self._dscores(state, tile, weights, edges)
+        self._add_dk(state, stage)
+        warpgroup.wait_group(1)
+        wgmma.release(shared.dout_empty + stage)
+        self._advance(state)
+        warpgroup.wait_group(0)
+        wgmma.release(shared.query_empty + stage)
+
+    def _fused_tile(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
+        """One query tile where dq is computed too: scores and dP pass through the same registers, to leave enough."""
+        shared, stage, phase = state.shared, state.stage[0], state.stage[1]
+        wgmma.wait(shared.query_full + stage, phase)
+        self._start_from(state, state.score, stage, 0)
+        query = state.query[None, None, None, stage]
+        wgmma.gemm(state.score_mma, state.score, state.key, query, accumulate=True)
+        warpgroup.wait_group(0)
+        self._probabilities(state, tile, [], edges)
+        weights = copied(state.p_fragment)
+        if self.config.ctas > 1:
+            # Here, where no product of the warpgroup is in flight, since it has no register left for that later.
+            self._wait_for_room(state)
+        self._start_dp(state, state.score, tile, edges)
+        self._add_dv(state, stage)
+        warpgroup.wait_group(1)
+        self._dscores(state, tile, weights, edges)
+        dscores = copied(state.ds_fragment)
+        self._add_dk(state, stage)
+        if self.config.ctas == 1:
+            self._wait_for_room(state)
+        self._give_dscores(state, dscores)
+        warpgroup.wait_group(1)
+        wgmma.release(shared.dout_empty + stage)
+        self._advance(state)
+        warpgroup.wait_group(0)
+        wgmma.release(shared.query_empty + stage)
+
+    def _start_dp(self, state: SimpleNamespace, acc: cute.Tensor, tile: Int32, edges: Edges | None) -> None:
+        """Starts dP - delta."""
+        stage, phase = state.stage[0], state.stage[1]
+        self._start_from(state, acc, stage, 1)
+        wgmma.wait(state.shared.dout_full + stage, phase)
         if edges is not None and self.spec.query_seq_lengths:
             self._zero_queries(state, tile, stage)
         dout = state.dout[None, None, None, stage]
-        wgmma.gemm(state.score_mma, state.dscore, state.value, dout, accumulate=False)
-        warpgroup.wait_group(1)
-        lse2 += self._stats(state, stage, 0, range(early, blocks))
-        self._probabilities(state, tile, lse2, edges)
-        delta = self._stats(state, stage, 1, range(early // 2))
-        if not config.rounds_late:
-            self._add_dv(state, stage)
-            warpgroup.wait_group(1)
-        else:
-            warpgroup.wait_group(0)
-        delta += self._stats(state, stage, 1, range(early // 2, blocks))
-        self._dscores(state, tile, delta, edges)
-        if config.adds_dq:
-            self._store_dscores(state, stage)
-        if config.rounds_late:
-            self._add_dv(state, stage)
-        if config.adds_dq:
-            self._start_dq(state, stage)
+        wgmma.gemm(state.score_mma, acc, state.value, dout, accumulate=True)
+
+    def _add_dv(self, state: SimpleNamespace, stage: Int32) -> None:
+        dout_t = state.dout_t[None, None, None, stage]
+        wgmma.gemm(state.dv_mma, state.dv, state.p_fragment, dout_t, accumulate=True)
+
+    def _add_dk(self, state: SimpleNamespace, stage: Int32) -> None:
         query_t = state.query_t[None, None, None, stage]
         wgmma.gemm(state.dk_mma, state.dk, state.ds_fragment, query_t, accumulate=True)
-        # In flight, oldest first: dv, dq, dk.
-        warpgroup.wait_group(2 if config.adds_dq else 1)
-        release(shared.dout_empty + stage)
-        if config.adds_dq:
-            warpgroup.wait_group(1)
-            self._add_dq(state, head, tile)
-        self._advance(state)
-        warpgroup.wait_group(0)
-        release(shared.query_empty + stage)
 
     def _advance(self, state: SimpleNamespace) -> None:
         """Goes to the next stage of both rings, which move alike; the phase is the parity of the lap."""
@@ -462,9 +564,11 @@ class FusedKernel:
         state.stage[0] = ptx.where(wraps, Int32(0), state.stage[0] + 1)
         state.stage[1] = state.stage[1] ^ ptx.where(wraps, Int32(1), Int32(0))
 
-    def _add_dv(self, state: SimpleNamespace, slot: Int32) -> None:
-        dout_t = state.dout_t[None, None, None, slot]
-        wgmma.gemm(state.dv_mma, state.dv, state.p_fragment, dout_t, accumulate=True)
+    def _lane(self) -> tuple[Int32, Int32, Int32]:
+        """A consumer thread's index and the first row and column of its accumulators, read anew."""
+        thread = ptx.thread_index() % self.config.consumer_threads
+        row, column = accumulator_lane(thread % 32)
+        return thread, thread // 32 * 16 + row, column
 
     def _visibilities(self, state: SimpleNamespace, tile: Int32, edges: Edges) -> list[gradient.Visibility]:
         """Of the lane's two rows in one tile.
@@ -476,11 +580,9 @@ class FusedKernel:
         window = {name: bounds[name] for name in ("offset", "left", "right")}
         first = softmax.query_limits(work.row - tile * self.config.queries, query_end=Int32(UNBOUNDED), **window)
         row, column = state.row, state.lane_column
-        if self.spec.logits_soft_cap and not self.config.adds_dq:
-            # Beside the cap these two registers would spill, next to query lengths.
-            thread = ptx.thread_index() % (2 * self.config.keys)
-            row, column = accumulator_lane(thread % 32)
-            row = thread // 32 * 16 + row
+        if self.spec.logits_soft_cap or self.config.adds_dq:
+            # Registers that would spill: a masked tile reads the thread's index anew.
+            _, row, column = self._lane()
         result = []
         for i in range(2):
             shift = row + 8 * i - column
@@ -489,19 +591,26 @@ class FusedKernel:
                 high = Int32(cutlass.min(high, end - column))
             if self.config.adds_dq:
                 # No query sees a key past the end.
-                low = ptx.where(state.row + 8 * i < bounds["key_end"] - work.row, low, Int32(UNBOUNDED))
+                low = ptx.where(row + 8 * i < bounds["key_end"] - work.row, low, Int32(UNBOUNDED))
             result.append(gradient.Visibility(softmax.Limits(low, high), edges.low, edges.high))
         return result
 
     def _stats(self, state: SimpleNamespace, stage: Int32, which: int, blocks: range) -> list[Float32]:
-        """lse2 (0) or delta (1) of the queries of the lane's columns, in blocks of 8 queries."""
+        """The log-sum-exps (0) or delta (1) of the queries of the lane's columns, in blocks of 8 queries."""
         memory, queries = self.memory, self.config.queries
         address = state.shared.address + memory.stats_start + stage * memory.stats_nbytes
         address = address + state.lane_column * 4 + which * (4 * queries)
         return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
 
+    def _start_from(self, state: SimpleNamespace, acc: cute.Tensor, stage: Int32, which: int) -> None:
+        """Lets a product start from minus its queries' statistics, which then take no registers of their own."""
+        for block in range(self.config.queries // 8):
+            pair = self._stats(state, stage, which, range(block, block + 1))
+            for e in range(4):
+                acc[4 * block + e] = -pair[e % 2]
+
     def _probabilities(self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], edges: Edges | None) -> None:
-        """S to P in 16 bits, and to the factor of dP - delta in its own place."""
+        """S to P in 16 bits; with a soft cap, to the factor of dP - delta in its own place too."""
         visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
         pairs = cute.recast_tensor(state.p_fragment, Int32)
         for block in range(self.config.queries // 8):
@@ -509,82 +618,58 @@ class FusedKernel:
                 values = []
                 for e in range(2):
                     index = 4 * block + 2 * i + e
-                    probability, state.score[index] = gradient.exponentiate(
-                        state.score[index], lse2[2 * block + e], state.transform, visibilities[i], 8 * block + e
+                    probability, weight = gradient.exponentiate(
+                        state.score[index],
+                        lse2[2 * block + e] if lse2 else None,
+                        state.transform,
+                        visibilities[i],
+                        8 * block + e,
                     )
                     values.append(probability)
-                if not self.config.rounds_late:
-                    pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
+                    if self.spec.logits_soft_cap:
+                        state.score[index] = weight
+                pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
-    def _dscores(self, state: SimpleNamespace, tile: Int32, delta: list[Float32], edges: Edges | None) -> None:
-        """dP to dS in 16 bits."""
+    def _dscores(self, state: SimpleNamespace, tile: Int32, weights: list[Int32], edges: Edges | None) -> None:
+        """dP - delta to dS in 16 bits. Without a soft cap the rounded P is its factor: half as many registers wait."""
         # V past key_value_seq_lengths holds anything, which would reach dq.
         hides = edges is not None and self.spec.key_value_seq_lengths and self.config.adds_dq
         visibilities = self._visibilities(state, tile, edges) if hides else None
         pairs = cute.recast_tensor(state.ds_fragment, Int32)
-        p_pairs = cute.recast_tensor(state.p_fragment, Int32)
         for block in range(self.config.queries // 8):
             for i in range(2):
-                values, probabilities = [], []
-                for e in range(2):
-                    index = 4 * block + 2 * i + e
-                    probabilities.append(state.score[index])
-                    value = state.score[index] * (state.dscore[index] - delta[2 * block + e])
-                    if visibilities is not None:
-                        value = visibilities[i].select(value, 8 * block + e)
-                    values.append(value)
-                if self.config.rounds_late:
-                    p_pairs[2 * block + i] = ptx.pack(*probabilities, dtype=self.mma_dtype)
+                first = 4 * block + 2 * i
+                if self.spec.logits_soft_cap:
+                    factors = [state.score[first + e] for e in range(2)]
+                else:
+                    factors = ptx.unpack(weights[2 * block + i], dtype=self.mma_dtype)
+                values = [factors[e] * state.dscore[first + e] for e in range(2)]
+                if visibilities is not None:
+                    values = [visibilities[i].select(x, 8 * block + e) for e, x in enumerate(values)]
                 pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
-    # dQ.
+    # What dQ needs.
 
-    def _store_dscores(self, state: SimpleNamespace, stage: Int32) -> None:
-        """Puts dS^T, transposed, into this warpgroup's half of the stage's buffer, for both warpgroups to read."""
-        queries, lane = self.config.queries, state.thread % 32
-        half = stage * 2 + state.group
+    def _wait_for_room(self, state: SimpleNamespace) -> None:
+        """Waits until the next buffer of dS is free."""
+        wgmma.wait(state.shared.dscore_empty + state.buffer[0], state.buffer[1] ^ 1)
+
+    def _give_dscores(self, state: SimpleNamespace, pairs: list[Int32]) -> None:
+        """Puts dS^T, transposed, into this warpgroup's part of the next buffer of dS."""
+        queries, lane, rank = self.config.queries, state.thread % 32, state.work.rank
+        buffer, phase = state.buffer[0], state.buffer[1]
         # Four matrices of an A fragment: keys 0 and 8 of queries 0, the same of queries 8.
-        corner = rescue.swizzled_offset(lane // 16 * 8 + lane % 8, state.warp, lane // 8 % 2, _BLOCK, _BLOCK)
-        address = state.shared.address + self.memory.dscore_start + half * (queries * _BLOCK * 2) + corner
-        pairs = cute.recast_tensor(state.ds_fragment, Int32)
+        corner = rescue.swizzled_offset(lane // 16 * 8 + lane % 8, state.warp, lane // 8 % 2, BLOCK, BLOCK)
+        part = ptx.where(buffer == 0, 2 * rank, Int32(2 * self.config.ctas)) + state.group
+        address = state.shared.address + self.memory.dscore_start + part * (queries * BLOCK * 2) + corner
         for step in range(queries // 16):
             # Rows of 128 bytes; a tile of 64 queries ends where the next begins.
-            registers = [pairs[4 * step + i] for i in range(4)]
-            ptx.store_matrices_transposed(address + step * (16 * _BLOCK * 2), registers)
+            ptx.store_matrices_transposed(address + step * (16 * BLOCK * 2), pairs[4 * step : 4 * step + 4])
         cute.arch.fence_proxy("async.shared", space="cta")
-
-    def _start_dq(self, state: SimpleNamespace, stage: Int32) -> None:
-        """Starts dQ = dS K of 64 of the 128 queries, when both warpgroups have stored their dS."""
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.config.consumer_threads)
-        warpgroup.fence()
-        for half in range(2):
-            for k in range(_BLOCK // 16):
-                atom = cute.make_mma_atom(state.dq_mma.op)
-                atom.set(warpgroup.Field.ACCUMULATE, half + k > 0)
-                a = state.dscore_tiles[None, None, k, (stage * 2 + half) * 2 + state.group]
-                b = state.key_t[None, None, k, half]
-                cute.gemm(atom, state.dq, a, b, state.dq)
-        warpgroup.commit_group()
-
-    def _add_dq(self, state: SimpleNamespace, head: Int32, tile: Int32) -> None:
-        """Adds this warpgroup's half of dQ to the sums, in the order of `gradient.dq_sum_offset`."""
-        work = state.work
-        head_row = (Int64(work.batch) * work.num_heads + head) * padded_rows(work.query_length)
-        address = state.dq_sum + head_row * (4 * _BLOCK) + Int64(tile * 2 + state.group) * _BLOCK_NBYTES
-        address = address + state.warp * (_BLOCK_NBYTES // 4) + state.thread % 32 * 16
-        for n in range(_BLOCK // 8):
-            ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + i] for i in range(4)])
-
-    def _prepare_dq(self, state: SimpleNamespace, dq_sum: cute.Pointer) -> None:
-        """What the sums of dq need."""
-        mma = wgmma.product(self.dtype, _BLOCK, a_in_registers=False, b_transposed=True)
-        state.dq_mma = mma
-        state.dq = wgmma.accumulator(mma, (_BLOCK, _BLOCK))
-        state.dscore_tiles = wgmma.operand_a(mma, state.shared.dscore)
-        state.key_t = wgmma.operand_b(mma, wgmma.transposed(state.shared.key))
-        state.dq_sum = dq_sum.toint()
-        if self.spec.key_value_seq_lengths:
-            self._zero_keys(state)
+        wgmma.release(state.shared.dscore_full + buffer)
+        # The CTAs of a cluster begin with different buffers.
+        state.buffer[1] = phase ^ buffer ^ rank
+        state.buffer[0] = buffer ^ 1
 
     def _zero_keys(self, state: SimpleNamespace) -> None:
         """Zeroes the rows of K past the end of the keys: their dS is 0, but 0 * NaN is NaN. Each warpgroup its own."""
@@ -593,7 +678,7 @@ class FusedKernel:
 
         def zero() -> None:
             gradient.zero_rows(
-                state.shared.address + state.group * (WARPGROUP_ROWS * memory.head_dim * 2),
+                state.shared.address + (2 * work.rank + state.group) * (WARPGROUP_ROWS * memory.head_dim * 2),
                 (WARPGROUP_ROWS, memory.head_dim),
                 2 * wgmma.atom_columns(memory.head_dim),
                 valid,
@@ -634,7 +719,8 @@ class FusedKernel:
 
     def _store(self, state: SimpleNamespace, outputs: tuple, scale: Float32) -> None:
         """Stores dk and dv from registers."""
-        work, (dk, dv, _) = state.work, outputs
+        work, (dk, dv) = state.work, outputs
+        thread, row, _ = self._lane()
         first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
         for acc, target, head_dim, factor in (
             (state.dk, dk, self.spec.head_dim, scale),
@@ -645,8 +731,8 @@ class FusedKernel:
                 head_dim,
                 target.toint() + first * (2 * head_dim),
                 Int64(work.kv_heads) * (2 * head_dim),
-                row=state.row,
-                quad_lane=state.thread % 4,
+                row=row,
+                quad_lane=thread % 4,
                 live_rows=work.bounds["key_end"] - work.row,
                 stored_rows=work.key_length - work.row,
                 mma_dtype=self.mma_dtype,
@@ -654,9 +740,7 @@ class FusedKernel:
             )
 
 
-def release(barrier: cute.Pointer) -> None:
-    """Gives a stage back to the producer; every consumer warp calls it."""
-    # Statistics are read by every lane.
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
+def copied(fragment: cute.Tensor) -> list[Int32]:
+    """The pairs of a fragment in registers of their own."""
+    pairs = cute.recast_tensor(fragment, Int32)
+    return [ptx.move(pairs[i]) for i in range(cute.size(pairs))]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper backward kernels share: the score gradient in registers, its mask, stores, where sums of dq lie.
+"""What the Hopper backward kernels share: the score gradient in registers, its mask, stores.
 
 With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a query row, lse2 in base 2:
 
@@ -10,10 +10,14 @@ dS is the gradient of s before the factor `scale`, which dq and dk receive once,
 visible key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as
 its scores are numbers.
 
+Where a fused kernel computes dq, lse / scale takes the place of lse2, and products start from minus the statistics:
+
+    P = 2^(log2(e) scale (q . k - lse / scale))        dS = P (dout . v - delta)
+
 Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -23,21 +27,10 @@ from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import Limits, Transform, cap_score
 
 
-def dq_sum_offset(row: Any, column: Any, columns: int) -> Any:
-    """Index of an element in the float32 sums of dq of one head, `padded_rows(T) * columns` elements.
-
-    The order of wgmma's accumulators: blocks of 64 rows and 64 columns follow each other, columns first, and are 16 KB
-    each; in a block, 16 rows of a warp, 4 KB; there, 8 columns of the 16 rows, 512 bytes, 16 of each lane: two columns
-    of the rows r and r + 8. So 64 neighbouring bytes are 8 columns of two rows.
-
-    Args:
-        row: row of the head.
-        column: column, less than `columns`.
-        columns: the padded head dim, a multiple of 64.
-    """
-    block = row // 64 * (columns // 64) + column // 64
-    chunk = (block * 4 + row % 64 // 16) * 8 + column % 64 // 8
-    return chunk * 128 + row % 8 * 16 + column % 8 // 2 * 4 + row // 8 % 2 * 2 + column % 2
+def nonzero(scale: Float32) -> Float32:
+    """The scale, or one as good as 0 that a log-sum-exp can be divided by."""
+    tiny = Float32(1e-30)
+    return ptx.where(cutlass.max(scale, -scale) < tiny, tiny, scale)
 
 
 class Visibility(NamedTuple):
@@ -66,19 +59,20 @@ class Visibility(NamedTuple):
 
 
 def exponentiate(
-    score: Float32, lse2: Float32, transform: Transform, visibility: Visibility | None = None, at: int = 0
+    score: Float32, lse2: Float32 | None, transform: Transform, visibility: Visibility | None = None, at: int = 0
 ) -> tuple[Float32, Float32]:
     """P of a score q . k, and the factor of (dP - delta) in dS, which is P without a soft cap.
 
     Args:
-        score: q . k.
-        lse2: of its query row.
+        score: q . k, or q . k - lse / scale without a soft cap.
+        lse2: of its query row; None where the score has it.
         transform: the factors of the launch.
         visibility: of the accumulator row; None where the whole tile is seen.
         at: column of the score, counted as `visibility` does.
     """
     capped = score if transform.inner is None else cap_score(score, transform.inner)
-    probability = ptx.exp2(ptx.fma(capped, transform.factor, -lse2))
+    logit = capped * transform.factor if lse2 is None else ptx.fma(capped, transform.factor, -lse2)
+    probability = ptx.exp2(logit)
     weight = probability
     if transform.inner is not None:
         weight = probability * ptx.fma(-capped, capped, Float32(1.0))

@@ -25,7 +25,7 @@ from jax_fastattn.kernels.device import ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
-from jax_fastattn.kernels.sm90.fused import Edges, FusedKernel, Uniform, release
+from jax_fastattn.kernels.sm90.fused import Edges, FusedKernel
 
 # Named barrier of the first stage's weights; those of the others follow. 1 and 2 are the warpgroups' own.
 _WEIGHTS_READY = 3
@@ -55,7 +55,7 @@ class WideKernel(FusedKernel):
             group=warp_index // 4,
             row=warp_index % 4 * 16 + lane_row,
             lane_column=lane_column,
-            stage=Uniform(Int32(0), Int32(0)),
+            stage=wgmma.Uniform(Int32(0), Int32(0)),
             mma=mma,
             product=wgmma.accumulator(mma, (WARPGROUP_ROWS, self.config.queries)),
         )
@@ -63,7 +63,7 @@ class WideKernel(FusedKernel):
         wgmma.wait(shared.value_full, Int32(0))
 
         queries, douts = (shared.query, shared.query_empty), (shared.dout, shared.dout_empty)
-        dk, dv, _ = outputs
+        dk, dv = outputs
 
         def compute_dv() -> None:
             self._run(state, shared.key, queries, douts, self._give_weights, (dv, self.spec.v_head_dim, None))
@@ -108,7 +108,7 @@ class WideKernel(FusedKernel):
         state.fragment = wgmma.fragment_a(state.sum_mma, shape, self.dtype)
         state.sum = wgmma.accumulator(state.sum_mma, (WARPGROUP_ROWS, columns))
         state.sum.fill(0.0)
-        state.previous = Uniform(Int32(0))
+        state.previous = wgmma.Uniform(Int32(0))
         # As in `fused.py`.
         checks_high = spec.window_left or spec.query_seq_lengths
         edges = Edges(spec.window_right, checks_high)
@@ -147,7 +147,7 @@ class WideKernel(FusedKernel):
         if adds_previous:
             self._start_sum(state)
         pairs = state.differentiate(state, tile, edges, 1 if adds_previous else 0)
-        release(state.right_empty + stage)
+        wgmma.release(state.right_empty + stage)
         if adds_previous:
             self._finish_sum(state)
         fragment = cute.recast_tensor(state.fragment, Int32)
@@ -167,7 +167,7 @@ class WideKernel(FusedKernel):
     def _finish_sum(self, state: SimpleNamespace) -> None:
         """Waits for all products and gives the stage back."""
         warpgroup.wait_group(0)
-        release(state.added_empty + state.previous[0])
+        wgmma.release(state.added_empty + state.previous[0])
 
     def _give_weights(self, state: SimpleNamespace, tile: Int32, edges: Edges | None, flying: int) -> list[Int32]:
         """P of S, when no more than `flying` products are in flight; the other warpgroup gets the factors of dS."""

@@ -1,0 +1,181 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What runs before the other backward kernels: statistics of the rows; for sums of dq, zeros and counters.
+
+It is bound by memory: every thread moves 16 bytes at a time, and neighbouring threads neighbouring bytes.
+"""
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.device import ptx, tiles
+from jax_fastattn.kernels.device.layout import CHUNK
+from jax_fastattn.kernels.device.softmax import LOG2_E
+from jax_fastattn.kernels.sm90 import gradient
+from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, padded_rows
+from jax_fastattn.kernels.sm90.config import padded_head_dim
+from jax_fastattn.kernels.spec import KernelSpec
+
+THREADS = 256
+
+
+class StatisticsKernel:
+    """Writes the statistics of every row, padding included. Where dq is added up, prepares that.
+
+    Args:
+        spec: the compile key.
+        config: of the key-stationary kernel.
+    """
+
+    def __init__(self, spec: KernelSpec, config: BackwardConfig):
+        self.spec, self.config = spec, config
+        # Lanes that share a row.
+        self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
+        self.rows = THREADS // self.lanes
+
+    def blocks(self, batch: Int32, query_length: Int32, num_heads: Int32) -> Int32:
+        """CTAs of the grid."""
+        return (batch * padded_rows(query_length) * num_heads + (self.rows - 1)) // self.rows
+
+    @cute.kernel
+    def kernel(
+        self,
+        query_seq_lengths: cute.Pointer | None,
+        key_value_seq_lengths: cute.Pointer | None,
+        query_offset: cute.Pointer | None,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        dout: cute.Pointer,
+        dlse: cute.Pointer | None,
+        dq: cute.Pointer | None,
+        stats: cute.Pointer,
+        dq_sum: cute.Pointer | None,
+        arrivals: cute.Pointer | None,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        num_heads: Int32,
+        window_left: Int32,
+        window_right: Int32,
+        scale: Float32,
+    ):
+        """Rows in the order `[B, padded_rows(T), N]`; see `BackwardKernel` for the arguments."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        padded = padded_rows(query_length)
+        index, lane = block * self.rows + thread // self.lanes, thread % self.lanes
+        head, row, entry = index % num_heads, index // num_heads % padded, index // num_heads // padded
+        exists = Boolean((entry < batch) & (row < query_length))
+        bounds = tiles.load_bounds(
+            self.spec,
+            ptx.where(entry < batch, entry, Int32(0)),
+            (query_length, key_length),
+            (query_seq_lengths, key_value_seq_lengths, query_offset),
+            (window_left, window_right),
+        )
+        live = Boolean(exists & (row < bounds["query_end"]))
+        # Elsewhere the first row is read, which always exists, and dropped.
+        source = ptx.where(live, (Int64(entry) * query_length + row) * num_heads + head, Int64(0))
+
+        delta = self._delta(out.toint(), dout.toint(), source, lane, live)
+        factor = self._factor(scale)
+        row_lse, delta = self._statistics(lse, dlse, delta, source * 4, live, factor)
+        head_index = Int64(entry) * num_heads + head
+        head_row = head_index * padded + row
+        dq_row = (Int64(entry) * query_length + row) * num_heads + head
+
+        def write_stats() -> None:
+            address = stats.toint() + (head_row + head_index * padded) * 4
+            ptx.store_global(address, row_lse)
+            ptx.store_global(address + Int64(padded) * 4, delta)
+
+        def write() -> None:
+            cutlass.if_generate(lane == 0, write_stats)
+            self._prepare_dq((dq_sum, arrivals, dq), (row, head_row, dq_row), lane, exists, bounds)
+
+        cutlass.if_generate(entry < batch, write)
+
+    def _factor(self, scale: Float32) -> Float32:
+        """On log-sum-exps, see `gradient.py`."""
+        return Float32(1.0) / gradient.nonzero(scale) if self.spec.fused else Float32(LOG2_E)
+
+    def _statistics(
+        self,
+        lse: cute.Pointer,
+        dlse: cute.Pointer | None,
+        delta: Float32,
+        offset: Int64,
+        live: Boolean,
+        factor: Float32,
+    ) -> tuple[Float32, Float32]:
+        """(lse * factor, delta) of a row, given its rowsum and the byte offset of its float32."""
+        row_lse = ptx.load_global(lse.toint() + offset)
+        if dlse is not None:
+            delta = delta - ptx.load_global(dlse.toint() + offset)
+        live = Boolean(live & (row_lse != Float32(float("-inf"))))
+        # Rows without keys: +inf, or where that has the sign of the scale, an infinity of this sign.
+        row_lse = ptx.where(live, row_lse, Float32(float("inf"))) * factor
+        return row_lse, ptx.where(live, delta, Float32(0.0))
+
+    def _delta(self, out: Int64, dout: Int64, row: Int64, lane: Int32, live: Boolean) -> Float32:
+        """rowsum(out * dout) of a row, whose lanes share it; 0 unless live."""
+        delta = Float32(0.0)
+        for first in range(0, self.spec.v_head_dim // CHUNK, self.lanes):
+            chunk = lane + first
+            valid = Boolean(live & (chunk < self.spec.v_head_dim // CHUNK))
+            offset = row * (2 * self.spec.v_head_dim) + ptx.where(valid, chunk * (2 * CHUNK), Int32(0))
+            chunks = [
+                [ptx.where(valid, pair, Int32(0)) for pair in ptx.load_global_chunk(operand + offset)]
+                for operand in (out, dout)
+            ]
+            for pairs in zip(*chunks, strict=True):
+                left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]) for pair in pairs)
+                for x, y in zip(left, right, strict=True):
+                    delta = ptx.fma(x, y, delta)
+        for i in range(self.lanes.bit_length() - 1):
+            delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
+        return delta
+
+    def _prepare_dq(
+        self,
+        arrays: tuple[cute.Pointer | None, cute.Pointer | None, cute.Pointer | None],
+        place: tuple[Int32, Int64, Int64],
+        lane: Int32,
+        exists: Boolean,
+        bounds: dict[str, Int32],
+    ) -> None:
+        """Zeroes a row of the sums, and sets the counter of its tile, if it is the first there, to the key tiles seen.
+
+        Nobody adds to a tile that sees none: its dq is zeroed here. `place` has the row's index in its head, in the
+        sums and in dq.
+        """
+        dq_sum, arrivals, dq = arrays
+        if dq_sum is None or arrivals is None or dq is None:
+            return
+        row, head_row, dq_row = place
+        self._zero(dq_sum, head_row, lane, 4 * padded_head_dim(self.spec.head_dim))
+        rows = self.config.queries
+        visit = tiles.key_tiles(row // rows * rows, rows, self.config.cluster_keys, **bounds)
+        count = visit.end - visit.begin
+
+        def write_count() -> None:
+            ptx.store_global_int(arrivals.toint() + head_row // rows * 4, count)
+
+        def zero() -> None:
+            self._zero(dq, dq_row, lane, 2 * self.spec.head_dim)
+
+        cutlass.if_generate(Boolean((row % rows == 0) & (lane == 0)), write_count)
+        cutlass.if_generate(Boolean(exists & (count == 0)), zero)
+
+    def _zero(self, target: cute.Pointer, row: Int64, lane: Int32, nbytes: int) -> None:
+        """Zeroes `nbytes`, a multiple of 16, of row `row` of as many."""
+        address = target.toint() + row * nbytes + lane * 16
+        for i in range(0, nbytes, 16 * self.lanes):
+
+            def clear(address: Int64 = address + i) -> None:
+                ptx.store_global_chunk(address, [Int32(0)] * 4)
+
+            if i + 16 * self.lanes <= nbytes:
+                clear()
+            else:
+                cutlass.if_generate(lane * 16 < nbytes - i, clear)
