@@ -144,7 +144,7 @@ class FusedKernel:
         ).launch(
             grid=(key_tiles * batch * kv_heads * config.ctas, 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.ctas, 1, 1),
+            cluster=(config.ctas, 1, 1) if config.ctas > 1 else None,
             smem=memory.nbytes,
             stream=stream,
             min_blocks_per_mp=1,
