@@ -37,6 +37,10 @@ EVERYTHING = {
 EVERYTHING_LOCAL_BYTES = 88
 
 
+# Loop bounds of the fused backward kernel for head dim 128, whose uniform registers are all in use.
+SCALARS_LOCAL_BYTES = 8
+
+
 def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict[str, object]) -> KernelSpec:
     spec = KernelSpec(op, arch, "bfloat16", *dims, family=family, **features)  # pyright: ignore[reportArgumentType]
     everything = features is EVERYTHING
@@ -61,15 +65,13 @@ def test_kernels_fit(family: str, arch: str, op: str, dims: tuple[int, int], fea
         kernels = inspect_kernel(spec)
         assert len(kernels) == {"forward": 1, "backward": 2 if family == "sm80" or spec.fused else 3}[op]
         allowed = EVERYTHING_LOCAL_BYTES if features is EVERYTHING else 0
+        allowed = max(allowed, SCALARS_LOCAL_BYTES if spec.fused and max(dims) == 128 else 0)
         for kernel in kernels:
             print(f"{kernel.registers} registers, {kernel.local_bytes} B local, {kernel.shared_bytes} B shared")
             assert kernel.registers <= 255
             assert kernel.local_bytes <= allowed
             assert kernel.shared_bytes <= shared_memory_limit(arch)
 
-
-# Loop bounds of the fused backward kernel for head dim 128, whose uniform registers are all in use.
-SCALARS_LOCAL_BYTES = 8
 
 # A head dim of every row of `sm90.config`, and where lengths differ both of them.
 HOPPER_ROWS = [
