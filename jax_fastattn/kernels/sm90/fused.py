@@ -495,16 +495,19 @@ class FusedKernel:
         lse2 = [] if self.spec.logits_soft_cap else self._stats(state, stage, 0, blocks)
         query = state.query[None, None, None, stage]
         wgmma.gemm(state.score_mma, state.score, state.key, query, accumulate=False)
-        self._start_dp(state, state.dscore, tile, edges)
+        self._start_dp(state, tile, edges)
         warpgroup.wait_group(1)
         if self.spec.logits_soft_cap:
             lse2 = self._stats(state, stage, 0, blocks)
         self._probabilities(state, tile, lse2, edges)
         # No register that a product in flight reads may be read by others: P and dS go on as copies.
         weights = copied(state.p_fragment)
+        early = blocks[: 0 if self.spec.logits_soft_cap else len(blocks) // 2]
+        delta = self._stats(state, stage, 1, early)
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
-        self._dscores(state, tile, weights, edges)
+        delta += self._stats(state, stage, 1, blocks[len(early) :])
+        self._dscores(state, tile, weights, delta, edges)
         self._add_dk(state, stage)
         warpgroup.wait_group(1)
         wgmma.release(shared.dout_empty + stage)
@@ -525,10 +528,11 @@ class FusedKernel:
         if self.config.ctas > 1:
             # Here, where no product of the warpgroup is in flight, since it has no register left for that later.
             self._wait_for_room(state)
-        self._start_dp(state, state.score, tile, edges)
+        self._start_from(state, state.score, stage, 1)
+        self._start_dp(state, tile, edges)
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
-        self._dscores(state, tile, weights, edges)
+        self._dscores(state, tile, weights, None, edges)
         dscores = copied(state.ds_fragment)
         self._add_dk(state, stage)
         if self.config.ctas == 1:
@@ -540,15 +544,14 @@ class FusedKernel:
         warpgroup.wait_group(0)
         wgmma.release(shared.query_empty + stage)
 
-    def _start_dp(self, state: SimpleNamespace, acc: cute.Tensor, tile: Int32, edges: Edges | None) -> None:
-        """Starts dP - delta."""
+    def _start_dp(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
+        """Starts dP; where dq is computed, dP - delta, of which the accumulator has the second part."""
         stage, phase = state.stage[0], state.stage[1]
-        self._start_from(state, acc, stage, 1)
         wgmma.wait(state.shared.dout_full + stage, phase)
         if edges is not None and self.spec.query_seq_lengths:
             self._zero_queries(state, tile, stage)
         dout = state.dout[None, None, None, stage]
-        wgmma.gemm(state.score_mma, acc, state.value, dout, accumulate=True)
+        wgmma.gemm(state.score_mma, state.dscore, state.value, dout, accumulate=self.config.adds_dq)
 
     def _add_dv(self, state: SimpleNamespace, stage: Int32) -> None:
         dout_t = state.dout_t[None, None, None, stage]
@@ -630,8 +633,18 @@ class FusedKernel:
                         state.score[index] = weight
                 pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
-    def _dscores(self, state: SimpleNamespace, tile: Int32, weights: list[Int32], edges: Edges | None) -> None:
-        """dP - delta to dS in 16 bits. Without a soft cap the rounded P is its factor: half as many registers wait."""
+    def _dscores(
+        self,
+        state: SimpleNamespace,
+        tile: Int32,
+        weights: list[Int32],
+        delta: list[Float32] | None,
+        edges: Edges | None,
+    ) -> None:
+        """dP to dS in 16 bits. Without a soft cap the rounded P is its factor: half as many registers wait.
+
+        `delta` is None where the product has it.
+        """
         # V past key_value_seq_lengths holds anything, which would reach dq.
         hides = edges is not None and self.spec.key_value_seq_lengths and self.config.adds_dq
         visibilities = self._visibilities(state, tile, edges) if hides else None
@@ -643,7 +656,10 @@ class FusedKernel:
                     factors = [state.score[first + e] for e in range(2)]
                 else:
                     factors = ptx.unpack(weights[2 * block + i], dtype=self.mma_dtype)
-                values = [factors[e] * state.dscore[first + e] for e in range(2)]
+                terms = [state.dscore[first + e] for e in range(2)]
+                if delta is not None:
+                    terms = [terms[e] - delta[2 * block + e] for e in range(2)]
+                values = [factors[e] * terms[e] for e in range(2)]
                 if visibilities is not None:
                     values = [visibilities[i].select(x, 8 * block + e) for e, x in enumerate(values)]
                 pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
