@@ -16,8 +16,6 @@ from jax_fastattn.kernels.sm90.config import SHARED_MEMORY, WARPGROUP_ROWS, padd
 from jax_fastattn.kernels.spec import KernelSpec
 
 # Query rows to a multiple of which statistics and sums of dq are padded.
-
-
 ROW_ALIGNMENT = 128
 
 
@@ -28,12 +26,12 @@ def padded_rows(rows: Any) -> Any:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """One variant of the key-stationary kernels, which have two consumer warpgroups and a third one that loads.
+    """One variant of the key-stationary kernels: two consumer warpgroups, one that loads, perhaps one that computes dq.
 
     Attributes:
         queries: query rows of a tile: 128 for padded head dims of 64, else 64.
         stages: tiles of Q and of dO in shared memory.
-        dq_registers: registers of a thread of the third warpgroup where that computes dq; 0 where `dq.py` does.
+        dq_registers: registers of a thread of the warpgroup that computes dq; 0 where `dq.py` does.
         wide: for head dims over 128, without dq: both warpgroups work on the same 64 keys, see `wide.py`. Else on 64
             keys each.
         held: how many fragments of 16 columns of K, or of V, a warpgroup of the wide kernel holds in registers. Of
