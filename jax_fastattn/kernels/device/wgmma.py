@@ -144,6 +144,13 @@ class Uniform:
             self._at[i] = cute.arch.make_warp_uniform(self._at[i])
 
 
+def advance(at: Uniform, slots: int) -> None:
+    """Takes a position in a ring, (slot, phase), to the next slot; the phase is the parity of the lap."""
+    wraps = at[0] == slots - 1
+    at[0] = ptx.where(wraps, Int32(0), at[0] + 1)
+    at[1] = at[1] ^ ptx.where(wraps, Int32(1), Int32(0))
+
+
 class Ring:
     """One side's position in a ring of slots.
 

@@ -94,11 +94,11 @@ class DqSum:
         def step(i: Int32) -> None:
             self._finish(state, i)
             self._add(state, i + 1 < steps)
-            self._advance_slot(state)
+            wgmma.advance(state.slot, self.config.slots)
 
         def drain(i: Int32) -> None:
             self._finish(state, steps + i)
-            self._advance_slot(state)
+            wgmma.advance(state.slot, self.config.slots)
 
         def skip() -> None:
             self._advance(work, state.added)
@@ -189,11 +189,6 @@ class DqSum:
         ends = at[1] + 1 == work.visit.end
         at[0] = at[0] + ptx.where(ends, Int32(1), Int32(0))
         at[1] = ptx.where(ends, work.visit.begin, at[1] + 1)
-
-    def _advance_slot(self, state: SimpleNamespace) -> None:
-        wraps = state.slot[0] == self.config.slots - 1
-        state.slot[0] = ptx.where(wraps, Int32(0), state.slot[0] + 1)
-        state.slot[1] = state.slot[1] ^ ptx.where(wraps, Int32(1), Int32(0))
 
     def _chunks(self) -> list[tuple[int, int]]:
         """(Block of 64 rows, first column) of the parts of a tile that are computed one after the other."""

@@ -509,11 +509,7 @@ class FusedKernel:
         delta += self._stats(state, stage, 1, blocks[len(early) :])
         self._dscores(state, tile, weights, delta, edges)
         self._add_dk(state, stage)
-        warpgroup.wait_group(1)
-        wgmma.release(shared.dout_empty + stage)
-        self._advance(state)
-        warpgroup.wait_group(0)
-        wgmma.release(shared.query_empty + stage)
+        self._leave(state, stage)
 
     def _fused_tile(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
         """One query tile where dq is computed too: scores and dP pass through the same registers, to leave enough."""
@@ -538,11 +534,7 @@ class FusedKernel:
         if self.config.ctas == 1:
             self._wait_for_room(state)
         self._give_dscores(state, dscores)
-        warpgroup.wait_group(1)
-        wgmma.release(shared.dout_empty + stage)
-        self._advance(state)
-        warpgroup.wait_group(0)
-        wgmma.release(shared.query_empty + stage)
+        self._leave(state, stage)
 
     def _start_dp(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
         """Starts dP; where dq is computed, dP - delta, of which the accumulator has the second part."""
@@ -561,11 +553,13 @@ class FusedKernel:
         query_t = state.query_t[None, None, None, stage]
         wgmma.gemm(state.dk_mma, state.dk, state.ds_fragment, query_t, accumulate=True)
 
-    def _advance(self, state: SimpleNamespace) -> None:
-        """Goes to the next stage of both rings, which move alike; the phase is the parity of the lap."""
-        wraps = state.stage[0] == self.config.stages - 1
-        state.stage[0] = ptx.where(wraps, Int32(0), state.stage[0] + 1)
-        state.stage[1] = state.stage[1] ^ ptx.where(wraps, Int32(1), Int32(0))
+    def _leave(self, state: SimpleNamespace, stage: Int32) -> None:
+        """Gives dO back when dv has it, Q when dk has it; both rings move alike."""
+        warpgroup.wait_group(1)
+        wgmma.release(state.shared.dout_empty + stage)
+        wgmma.advance(state.stage, self.config.stages)
+        warpgroup.wait_group(0)
+        wgmma.release(state.shared.query_empty + stage)
 
     def _lane(self) -> tuple[Int32, Int32, Int32]:
         """A consumer thread's index and the first row and column of its accumulators, read anew."""

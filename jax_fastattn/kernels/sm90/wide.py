@@ -154,7 +154,7 @@ class WideKernel(FusedKernel):
         for i, pair in enumerate(pairs):
             fragment[i] = ptx.move(pair)
         state.previous[0] = stage
-        self._advance(state)
+        wgmma.advance(state.stage, self.config.stages)
         if not self.config.overlap:
             self._start_sum(state)
             self._finish_sum(state)
