@@ -163,8 +163,8 @@ class Product:
 
 
 def swizzle(addresses: np.ndarray, atom: int) -> np.ndarray:
-    """Addresses as the 128-byte (atom 64) or 64-byte (atom 32) swizzle moves them."""
-    mask = 7 if atom == 64 else 3
+    """Addresses as the 128-byte (atom 64) or 64-byte (atom 32) swizzle moves them; rows of 16 bytes stay."""
+    mask = {64: 7, 32: 3, 8: 0}[atom]
     return addresses ^ (((addresses >> 7) & mask) << 4)
 
 
@@ -555,12 +555,13 @@ class Warpgroup(Cta):
         """An operand `[rows, 16]` from shared memory, by its descriptor; appends the places to `read`."""
         descriptor = int(self.get(name, np.uint64)[0])
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        atom = {1: 64, 2: 32}[descriptor >> 62]
+        atom = {0: 8, 1: 64, 2: 32}[descriptor >> 62]
         row, k = np.arange(rows)[:, None], np.arange(16)[None]
         if transposed:  # rows are contiguous
             offsets = row // atom * leading + k // 8 * stride + k % 8 * (2 * atom) + row % atom * 2
         else:
-            offsets = row // 8 * stride + row % 8 * (2 * atom) + 2 * k
+            beyond = k // 8 * (leading - 16) if atom == 8 else 0
+            offsets = row // 8 * stride + row % 8 * (2 * atom) + 2 * k + beyond
         places = swizzle(start + offsets, atom)
         read.append(self.fenced(places[..., None] + np.arange(2)))
         pairs = self.shared[read[-1]]

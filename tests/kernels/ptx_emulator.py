@@ -150,7 +150,9 @@ class Cta:
             value = self.registers[name]
             return value if kind is bool else value.astype(f"u{dtype.itemsize}").view(dtype)
         if name.startswith("0f"):
-            value = np.array([int(name[2:], 16)], np.uint32).view(np.float32)[0]
+            # The bits, for an integer type too.
+            bits = np.array([int(name[2:], 16)], np.uint32)
+            value = bits.view(np.float32)[0] if dtype.kind == "f" else bits[0]
         elif name == "%tid.x":
             return self.tid.astype(dtype)
         elif name == "%ctaid.x":

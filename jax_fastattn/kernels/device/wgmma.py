@@ -34,14 +34,17 @@ def shared_memory() -> cute.Pointer:
 
 
 def atom_columns(columns: int) -> int:
-    """16-bit columns of a swizzle atom: rows of 128 bytes where they divide the tile, else of 64."""
-    return 64 if columns % 64 == 0 else 32
+    """16-bit columns of a swizzle atom: rows of 128 bytes where they divide the tile, else of 64, else of 16."""
+    return next(atom for atom in (64, 32, 8) if columns % atom == 0)
 
 
 def tile_layout(dtype: Any, shape: tuple[int, int]) -> Any:
-    """Layout of a `[rows, columns]` tile, columns contiguous: atoms of 8 swizzled rows, down the rows first."""
+    """Layout of a `[rows, columns]` tile, columns contiguous: atoms of 8 rows, down the rows first.
+
+    Rows of 128 or 64 bytes are swizzled; of 16 they are not.
+    """
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = kinds.K_SW128 if atom_columns(shape[1]) == 64 else kinds.K_SW64
+    kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 8: kinds.K_INTER}[atom_columns(shape[1])]
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, (0, 1))
 
 
@@ -212,6 +215,9 @@ class Ring:
 
 # Products
 
+# A product of 16 along k with its two factors.
+Step = tuple[cute.TiledMma, cute.Tensor, cute.Tensor]
+
 
 def product(dtype: Any, columns: int, *, a_in_registers: bool, b_transposed: bool) -> cute.TiledMma:
     """A product of one warpgroup with 64 rows and `columns` columns.
@@ -293,18 +299,21 @@ def gemm(
         b: the right factor, of one stage.
         accumulate: whether to add to `acc`.
     """
-    gemm_steps(acc, [(mma, a, k) for k in range(cute.size(a, mode=[2]))], b, accumulate=accumulate)
+    gemm_steps(acc, steps_of(mma, a, b), accumulate=accumulate)
 
 
-def gemm_steps(
-    acc: cute.Tensor, steps: list[tuple[cute.TiledMma, cute.Tensor, int]], b: cute.Tensor, *, accumulate: bool
-) -> None:
-    """`gemm` with a product and a left factor for each step of 16 along k: part of it may be in registers."""
+def steps_of(mma: cute.TiledMma, a: cute.Tensor, b: cute.Tensor) -> list[Step]:
+    """A product's steps of 16 along k."""
+    return [(mma, a[None, None, k], b[None, None, k]) for k in range(cute.size(a, mode=[2]))]
+
+
+def gemm_steps(acc: cute.Tensor, steps: list[Step], *, accumulate: bool) -> None:
+    """`gemm` of steps that may have their factors in different places, and different dtypes."""
     warpgroup.fence()
-    for i, (mma, a, k) in enumerate(steps):
+    for i, (mma, a, b) in enumerate(steps):
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, accumulate or i > 0)
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        cute.gemm(atom, acc, a, b, acc)
     warpgroup.commit_group()
 
 

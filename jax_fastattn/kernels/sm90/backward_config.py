@@ -24,6 +24,11 @@ def padded_rows(rows: Any) -> Any:
     return (rows + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
 
 
+def stats_row_nbytes(fused: bool) -> int:
+    """Bytes of a statistic of a row: a float32, or where dq is added eight bfloat16 for a product."""
+    return 16 if fused else 4
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
     """One variant of the key-stationary kernels: two consumer warpgroups, one that loads, perhaps one that computes dq.
@@ -93,7 +98,7 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class BackwardMemory:
-    """Byte offsets in dynamic shared memory: K, V, the rings of Q, dO, dS or P, statistics, mbarriers.
+    """Byte offsets in dynamic shared memory: K, V, the rings of Q, dO, dS or P, statistics, ones, mbarriers.
 
     Attributes:
         config: the variant.
@@ -122,8 +127,13 @@ class BackwardMemory:
 
     @property
     def stats_nbytes(self) -> int:
-        """Bytes of the statistics of a tile: two float32 for a row."""
-        return self.config.queries * 8
+        """Bytes of a statistic of a tile in global memory."""
+        return self.config.queries * stats_row_nbytes(self.config.adds_dq)
+
+    @property
+    def stats_pitch(self) -> int:
+        """Bytes from one statistic to the next: as a factor of a product it is followed by as many zeros."""
+        return self.stats_nbytes * (2 if self.config.adds_dq else 1)
 
     @property
     def value_start(self) -> int:
@@ -161,13 +171,18 @@ class BackwardMemory:
 
     @property
     def stats_start(self) -> int:
-        """Offset of the ring of statistics."""
+        """Offset of the ring of statistics, two for each stage."""
         return self.weights_start + self.config.stages * self.weights_nbytes
+
+    @property
+    def ones_start(self) -> int:
+        """Offset of the factor that adds a statistic to a product, `[64 keys, 16]`."""
+        return self.stats_start + self.config.stages * 2 * self.stats_pitch
 
     @property
     def barrier_start(self) -> int:
         """Offset of the mbarriers: of K and V, then full and empty ones of the rings of Q, of dO and of dS."""
-        return self.stats_start + self.config.stages * self.stats_nbytes
+        return self.ones_start + (WARPGROUP_ROWS * 32 if self.config.adds_dq else 0)
 
     @property
     def flag_start(self) -> int:
@@ -308,9 +323,12 @@ def dq_config(spec: KernelSpec) -> DqConfig:
 def backward_scratch(
     spec: KernelSpec, batch: int, query_length: int, num_heads: int
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters of their tiles."""
+    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters of their tiles.
+
+    Statistics are float32, or where dq is added eight bfloat16 in the place of four.
+    """
     heads, rows = (batch, num_heads), padded_rows(query_length)
-    scratch = [((*heads, 2, rows), "float32")]
+    scratch = [((*heads, 2, rows * stats_row_nbytes(spec.fused) // 4), "float32")]
     if spec.fused:
         scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "float32")]
         scratch += [((*heads, rows // backward_config(spec).queries), "int32")]

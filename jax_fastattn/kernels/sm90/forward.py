@@ -578,10 +578,12 @@ class ForwardKernel:
     def _score(self, state: SimpleNamespace, slot: Int32) -> cute.Tensor:
         """Starts S = Q K^T and returns where it will be."""
         key = state.key[None, None, None, slot]
-        steps = self.memory.head_dim // 16
-        held = [(state.held_mma, state.held, k) for k in range(min(self.config.held, steps))]
-        rest = [(state.score_mma, state.query, k) for k in range(len(held), steps)]
-        wgmma.gemm_steps(state.scores, [*held, *rest], key, accumulate=False)
+        held = self.config.held
+        steps = [
+            *wgmma.steps_of(state.held_mma, state.held, key)[:held],
+            *wgmma.steps_of(state.score_mma, state.query, key)[held:],
+        ]
+        wgmma.gemm_steps(state.scores, steps, accumulate=False)
         return state.scores
 
     def _hold_query(self, state: SimpleNamespace) -> None:

@@ -28,10 +28,14 @@ from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, BackwardMemory, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, BackwardMemory, padded_rows, stats_row_nbytes
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
+
+
+# Columns of a step of a product.
+_STEP = 16
 
 
 class Edges(NamedTuple):
@@ -185,6 +189,8 @@ class FusedKernel:
         thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
+        if config.adds_dq:
+            self._write_ones(thread, shared)
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
         work = self._work(
             (query_length, key_length, num_heads, all_heads, section),
@@ -282,6 +288,14 @@ class FusedKernel:
         if config.adds_dq:
             count = (config.cluster_keys + config.keys) * config.queries // (BLOCK * BLOCK)
             shared.dscore = staged(memory.dscore_start, BLOCK, BLOCK, count)
+            # Factors of products in bfloat16, whatever the operands are.
+            statistics = (config.queries, _STEP)
+            shared.stats = wgmma.staged_tile(
+                base + memory.stats_start, cutlass.BFloat16, statistics, 2 * stages, config.queries * _STEP
+            )
+            shared.ones = wgmma.staged_tile(
+                base + memory.ones_start, cutlass.BFloat16, (WARPGROUP_ROWS, _STEP), 1, WARPGROUP_ROWS * _STEP
+            )
             shared.dscore_full = barriers + (2 + 4 * stages)
             shared.dscore_empty = barriers + (4 + 4 * stages)
             shared.added = barriers + (6 + 4 * stages)
@@ -320,6 +334,18 @@ class FusedKernel:
 
         cutlass.if_generate(warp_index == 0, initialize)
         self._meet()
+
+    def _write_ones(self, thread: Int32, shared: SimpleNamespace) -> None:
+        """Writes the left factor of `gradient.thirds`, and the columns of zeros that follow the right ones."""
+        memory, threads, one = self.memory, self.config.threads, Int32(0x3F80)
+        chunk = ptx.where(thread < WARPGROUP_ROWS, one, Int32(0))
+        target = shared.address + memory.ones_start + thread * 16
+        values = [chunk << 16 | chunk, chunk, Int32(0), Int32(0)]
+        cutlass.if_generate(thread < 2 * WARPGROUP_ROWS, lambda: ptx.store_shared_chunk(target, values))
+        for i in range(2 * self.config.stages):
+            zeros = shared.address + memory.stats_start + i * memory.stats_pitch + memory.stats_nbytes
+            gradient.zero_rows(zeros, (self.config.queries, 8), 16, Int32(0), thread=thread, threads=threads)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def _work(self, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
         """The keys of this CTA and the query tiles that see them; under a causal mask the first keys have most."""
@@ -388,16 +414,17 @@ class FusedKernel:
 
             def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
                 copy_query(tile, stage, barrier)
-                rows, nbytes = padded_rows(work.query_length), memory.stats_nbytes // 2
-                source = stats.toint() + (2 * head_row + tile * config.queries) * 4
-                target = shared.address + memory.stats_start + stage * memory.stats_nbytes
+                rows, nbytes = padded_rows(work.query_length), memory.stats_nbytes
+                row_nbytes = stats_row_nbytes(config.adds_dq)
+                source = stats.toint() + (2 * head_row + tile * config.queries) * row_nbytes
+                target = shared.address + memory.stats_start + stage * (2 * memory.stats_pitch)
                 with cute.arch.elect_one():
                     ptx.copy_bulk(target, source, nbytes, barrier.toint())
-                    ptx.copy_bulk(target + nbytes, source + Int64(rows) * 4, nbytes, barrier.toint())
+                    ptx.copy_bulk(target + memory.stats_pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint())
 
             def load(i: Int32) -> None:
                 tile = work.visit.begin + i
-                queries.fill(copy_both, tile, memory.query_nbytes + memory.stats_nbytes)
+                queries.fill(copy_both, tile, memory.query_nbytes + 2 * memory.stats_nbytes)
                 douts.fill(copy_dout, tile, memory.dout_nbytes)
 
             wgmma.loop(work.visit.end - work.visit.begin, load)
@@ -462,6 +489,9 @@ class FusedKernel:
         state.dscore = state.score if config.adds_dq else wgmma.accumulator(score_mma, scores)
         if config.adds_dq:
             state.buffer = wgmma.Uniform(work.rank, Int32(0))
+            state.stats_mma = wgmma.product(cutlass.BFloat16, config.queries, a_in_registers=False, b_transposed=False)
+            state.ones = wgmma.operand_a(state.stats_mma, shared.ones)
+            state.stats = wgmma.operand_b(state.stats_mma, shared.stats)
             if spec.key_value_seq_lengths:
                 self._zero_keys(state)
         wgmma.wait(shared.value_full, Int32(0))
@@ -515,16 +545,15 @@ class FusedKernel:
         """One query tile where dq is computed too: scores and dP pass through the same registers, to leave enough."""
         shared, stage, phase = state.shared, state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
-        self._start_from(state, state.score, stage, 0)
         query = state.query[None, None, None, stage]
-        wgmma.gemm(state.score_mma, state.score, state.key, query, accumulate=True)
+        steps = wgmma.steps_of(state.score_mma, state.key, query)
+        wgmma.gemm_steps(state.score, [self._minus(state, stage, 0), *steps], accumulate=False)
         warpgroup.wait_group(0)
         self._probabilities(state, tile, [], edges)
         weights = copied(state.p_fragment)
         if self.config.ctas > 1:
             # Here, where no product of the warpgroup is in flight, since it has no register left for that later.
             self._wait_for_room(state)
-        self._start_from(state, state.score, stage, 1)
         self._start_dp(state, tile, edges)
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
@@ -537,13 +566,15 @@ class FusedKernel:
         self._leave(state, stage)
 
     def _start_dp(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
-        """Starts dP; where dq is computed, dP - delta, of which the accumulator has the second part."""
+        """Starts dP; where dq is computed, dP - delta."""
         stage, phase = state.stage[0], state.stage[1]
         wgmma.wait(state.shared.dout_full + stage, phase)
         if edges is not None and self.spec.query_seq_lengths:
             self._zero_queries(state, tile, stage)
-        dout = state.dout[None, None, None, stage]
-        wgmma.gemm(state.score_mma, state.dscore, state.value, dout, accumulate=self.config.adds_dq)
+        steps = wgmma.steps_of(state.score_mma, state.value, state.dout[None, None, None, stage])
+        if self.config.adds_dq:
+            steps = [self._minus(state, stage, 1), *steps]
+        wgmma.gemm_steps(state.dscore, steps, accumulate=False)
 
     def _add_dv(self, state: SimpleNamespace, stage: Int32) -> None:
         dout_t = state.dout_t[None, None, None, stage]
@@ -594,17 +625,14 @@ class FusedKernel:
 
     def _stats(self, state: SimpleNamespace, stage: Int32, which: int, blocks: range) -> list[Float32]:
         """The log-sum-exps (0) or delta (1) of the queries of the lane's columns, in blocks of 8 queries."""
-        memory, queries = self.memory, self.config.queries
-        address = state.shared.address + memory.stats_start + stage * memory.stats_nbytes
-        address = address + state.lane_column * 4 + which * (4 * queries)
+        memory = self.memory
+        address = state.shared.address + memory.stats_start + (2 * stage + which) * memory.stats_pitch
+        address = address + state.lane_column * 4
         return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
 
-    def _start_from(self, state: SimpleNamespace, acc: cute.Tensor, stage: Int32, which: int) -> None:
-        """Lets a product start from minus its queries' statistics, which then take no registers of their own."""
-        for block in range(self.config.queries // 8):
-            pair = self._stats(state, stage, which, range(block, block + 1))
-            for e in range(4):
-                acc[4 * block + e] = -pair[e % 2]
+    def _minus(self, state: SimpleNamespace, stage: Int32, which: int) -> wgmma.Step:
+        """The first step of a product that starts from minus the log-sum-exps (0) or delta (1) of its queries."""
+        return state.stats_mma, state.ones[None, None, 0, 0], state.stats[None, None, 0, 2 * stage + which]
 
     def _probabilities(self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], edges: Edges | None) -> None:
         """S to P in 16 bits; with a soft cap, to the factor of dP - delta in its own place too."""

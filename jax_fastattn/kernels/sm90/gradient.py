@@ -14,7 +14,10 @@ Where a fused kernel computes dq, lse / scale takes the place of lse2, and produ
 
     P = 2^(log2(e) scale (q . k - lse / scale))        dS = P (dout . v - delta)
 
-Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes.
+Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes. Where a
+fused kernel computes dq they are bfloat16 `[B, N, 2, padded_rows(T), 8]`: minus the statistic in three parts, then
+zeros. A product of [1, 1, 1, 0, ...] with them is what the others start from, as exact as float32, and no thread loads
+them: shared memory would let it wait, behind the additions to dq.
 """
 
 from typing import NamedTuple
@@ -31,6 +34,17 @@ def nonzero(scale: Float32) -> Float32:
     """The scale, or one as good as 0 that a log-sum-exp can be divided by."""
     tiny = Float32(1e-30)
     return ptx.where(cutlass.max(scale, -scale) < tiny, tiny, scale)
+
+
+def thirds(x: Float32) -> list[Int32]:
+    """Eight bfloat16: three that add up to x, the largest first, and zeros."""
+    parts = []
+    for _ in range(3):
+        part = ptx.unpack(ptx.pack(x, Float32(0.0)))[0]
+        # Nothing is left of an infinity.
+        x = ptx.where(cutlass.max(part, -part) < Float32(float("inf")), x - part, Float32(0.0))
+        parts.append(part)
+    return [ptx.pack(parts[0], parts[1]), ptx.pack(parts[2], Float32(0.0)), Int32(0), Int32(0)]
 
 
 class Visibility(NamedTuple):

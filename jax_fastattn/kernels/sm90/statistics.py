@@ -12,7 +12,7 @@ from jax_fastattn.kernels.device import ptx, tiles
 from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, padded_rows, stats_row_nbytes
 from jax_fastattn.kernels.sm90.config import padded_head_dim
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -85,9 +85,14 @@ class StatisticsKernel:
         dq_row = (Int64(entry) * query_length + row) * num_heads + head
 
         def write_stats() -> None:
-            address = stats.toint() + (head_row + head_index * padded) * 4
-            ptx.store_global(address, row_lse)
-            ptx.store_global(address + Int64(padded) * 4, delta)
+            nbytes = stats_row_nbytes(self.spec.fused)
+            address = stats.toint() + (head_row + head_index * padded) * nbytes
+            for which, value in enumerate((row_lse, delta)):
+                target = address + Int64(padded) * (which * nbytes)
+                if self.spec.fused:
+                    ptx.store_global_chunk(target, gradient.thirds(-value))
+                else:
+                    ptx.store_global(target, value)
 
         def write() -> None:
             cutlass.if_generate(lane == 0, write_stats)

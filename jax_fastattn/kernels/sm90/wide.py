@@ -142,7 +142,8 @@ class WideKernel(FusedKernel):
         if edges is not None and self.spec.query_seq_lengths:
             self._zero_queries(state, tile, stage)
         right = state.right[None, None, None, stage]
-        wgmma.gemm_steps(state.product, state.left, right, accumulate=False)
+        steps = [(mma, left[None, None, k], right[None, None, k]) for mma, left, k in state.left]
+        wgmma.gemm_steps(state.product, steps, accumulate=False)
         adds_previous = self.config.overlap and not first
         if adds_previous:
             self._start_sum(state)
