@@ -123,7 +123,9 @@ def check_backward(
     optional = [address[x] for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
     lengths = optional if spec.fused else [address["query_seq_lengths"]] if spec.query_seq_lengths else []
     residuals = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []))]
-    scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, sizes.scale
+    key_tiles = -(-sizes.keys // config.cluster_keys)
+    section = -(-(MULTIPROCESSORS // config.ctas) // key_tiles)
+    scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, section, sizes.scale
     launch(
         ptx.pop("statisticsStatisticsKernel"),
         [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"], *sums, *scalars],
@@ -158,7 +160,7 @@ def check_backward(
         main,
         (config.queries, WARPGROUP_ROWS),
         shared,
-        (-(-sizes.keys // config.cluster_keys), sizes.batch * sizes.kv_heads),
+        (key_tiles, sizes.batch * sizes.kv_heads),
     )
     tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
     for name in ("dq", "dk", "dv"):

@@ -85,7 +85,7 @@ class BackwardKernel:
             dv: `[B, S, K, D]`.
             stats: float32 `[B, N, 2, padded_rows(T)]`, see `gradient.py`.
             dq_sum: float32 `[B, N, padded_rows(T), padded H]` in an order of its own; None unless `spec.fused`.
-            arrivals: int32 `[B, N, query tiles]`, see `dq_sum.py`; None unless `spec.fused`.
+            arrivals: int32 `[B, N, query tiles + 1]`, see `dq_sum.py`; None unless `spec.fused`.
             batch: B.
             query_length: T.
             key_length: S.
@@ -101,6 +101,7 @@ class BackwardKernel:
         fused = cutlass.const_expr(self.spec.fused)
         operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
+        section = self.main.section(key_length, multiprocessors)
         self.statistics.kernel(
             *(operands if fused else (query_seq_lengths, None, None)),
             out,
@@ -112,12 +113,13 @@ class BackwardKernel:
             dq_sum,
             arrivals,
             *scalars,
+            section,
             scale,
         ).launch(
             grid=(self.statistics.blocks(batch, query_length, num_heads), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
         products = (query, key, value, *operands, dout, stats)
-        rest = (*scalars, multiprocessors, scale, logits_soft_cap, stream)
+        rest = (scale, logits_soft_cap, stream)
         if cutlass.const_expr(not self.spec.fused):
-            self.dq.launch(*products, dq, *rest)
-        self.main.launch(*products, dk, dv, dq if fused else None, dq_sum, arrivals, *rest)
+            self.dq.launch(*products, dq, *scalars, multiprocessors, *rest)
+        self.main.launch(*products, dk, dv, dq if fused else None, dq_sum, arrivals, *scalars, section, *rest)

@@ -323,7 +323,7 @@ def dq_config(spec: KernelSpec) -> DqConfig:
 def backward_scratch(
     spec: KernelSpec, batch: int, query_length: int, num_heads: int
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters of their tiles.
+    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters of their tiles and of zeros.
 
     Statistics are float32, or where dq is added eight bfloat16 in the place of four.
     """
@@ -331,5 +331,5 @@ def backward_scratch(
     scratch = [((*heads, 2, rows * stats_row_nbytes(spec.fused) // 4), "float32")]
     if spec.fused:
         scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "float32")]
-        scratch += [((*heads, rows // backward_config(spec).queries), "int32")]
+        scratch += [((*heads, rows // backward_config(spec).queries + 1), "int32")]
     return scratch

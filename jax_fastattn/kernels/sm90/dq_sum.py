@@ -7,7 +7,8 @@ additions hold them up. The sums lie in the order of wgmma's accumulators (`_sum
 a time next to those of its neighbours. Query tile by query tile a counter says how many clusters have still to add;
 `StatisticsKernel` sets it. Warps that do nothing else count a tile once its additions are visible, which takes as long
 as a product. The cluster that was the last one reads the sums back, scales and rounds them, and stores dq: no other
-kernel passes over them.
+kernel passes over them. The same warps have zeroed sums before, for heads that other CTAs add to later: CTAs start in
+the order of their numbers, so that who waits for zeros waits for CTAs that run.
 
 With two CTAs in a cluster each adds every other tile, for the keys of both: half as many additions, which are what
 limits the kernel at head dim 128. Its first buffer gathers dS of all keys, the second holds what is sent to the other.
@@ -22,7 +23,7 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import BackwardMemory, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, BackwardMemory, padded_rows
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -53,7 +54,7 @@ class DqSum:
         self,
         shared: SimpleNamespace,
         work: SimpleNamespace,
-        outputs: tuple[cute.Pointer, cute.Pointer],
+        outputs: tuple[cute.Pointer, cute.Pointer, cute.Pointer],
         thread: Int32,
         scale: Float32,
     ) -> None:
@@ -62,11 +63,11 @@ class DqSum:
         Args:
             shared: tiles and barriers.
             work: what the CTA has to do.
-            outputs: dq and its sums.
+            outputs: dq, its sums, and the counters.
             thread: index in the warpgroup.
             scale: factor on the sums.
         """
-        dq, dq_sum = outputs
+        dq, dq_sum, arrivals = outputs
         mma = wgmma.product(self.dtype, self.columns, a_in_registers=False, b_transposed=True)
         lane_row, _ = accumulator_lane(thread % 32)
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -104,6 +105,9 @@ class DqSum:
             self._advance(work, state.added)
             self._advance(work, state.counted)
 
+        counter = self._zeroed(work, arrivals, work.head_index)
+        waits = work.head_index >= work.section
+        cutlass.if_generate(waits, lambda: ptx.wait_global(counter, self._zeroing_warps(work)))
         if self.config.ctas > 1:
             cutlass.if_generate(work.rank == 1, skip)
             self._meet_other(state, steps > 0)
@@ -221,6 +225,42 @@ class DqSum:
             + (state.thread % 32 * 16)
         )
 
+    # Zeros, a section of heads ahead.
+
+    def _zeroing_warps(self, work: SimpleNamespace) -> Int32:
+        """Warps that zero the sums of a key/value head."""
+        return work.key_tiles * (self.config.ctas * self.config.slots)
+
+    def _zeroed(self, work: SimpleNamespace, arrivals: cute.Pointer, head_index: Int32) -> Int64:
+        """Address of the counter of the warps that have zeroed the sums of a key/value head."""
+        counters = padded_rows(work.query_length) // self.config.queries + 1
+        return arrivals.toint() + (Int64(head_index) * self.spec.group * counters + (counters - 1)) * 4
+
+    def zero(self, work: SimpleNamespace, dq_sum: cute.Pointer, arrivals: cute.Pointer, slot: Int32) -> None:
+        """Zeroes a share of the sums that the CTAs after those of this section add to. Runs in one warp.
+
+        Those of the first section are zeroed by `StatisticsKernel`; the others here, where nothing waits for memory.
+        """
+        nbytes = 512
+        target = work.head_index + work.section
+        warps = self._zeroing_warps(work)
+        index = (work.tile * self.config.ctas + work.rank) * self.config.slots + slot
+        count = padded_rows(work.query_length) // ROW_ALIGNMENT
+        count = count * (ROW_ALIGNMENT * 4 * self.spec.group * self.memory.head_dim // nbytes)
+        first = Int64(target) * count * nbytes + index * nbytes + ptx.thread_index() % 32 * 16
+
+        def clear(i: Int32) -> None:
+            address = dq_sum.toint() + first + Int64(warps) * nbytes * i
+            ptx.store_global_chunk(address, [Int32(0)] * 4)
+
+        def run() -> None:
+            wgmma.loop((count - index + (warps - 1)) // warps, clear)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                ptx.add_global_ordered(self._zeroed(work, arrivals, target), Int32(1))
+
+        cutlass.if_generate(target < work.all_heads, run)
+
     # The last CTA that adds to a tile.
 
     def count(self, shared: SimpleNamespace, work: SimpleNamespace, arrivals: cute.Pointer, slot: Int32) -> None:
@@ -228,14 +268,14 @@ class DqSum:
 
         The third warpgroup has arrived since it added; the fence makes what it did visible before the count.
         """
-        query_tiles = padded_rows(work.query_length) // self.config.queries
+        counters = padded_rows(work.query_length) // self.config.queries + 1
         visited = work.visit.end - work.visit.begin
 
         def step(lap: Int32) -> None:
             i = (slot + self.config.slots * lap) * self.config.ctas + (work.rank if self.config.ctas > 1 else 0)
             wgmma.wait(shared.added + slot, lap % 2)
             head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
-            index = head * query_tiles + work.visit.begin + i % visited
+            index = head * counters + work.visit.begin + i % visited
             with cute.arch.elect_one():
                 left = ptx.add_global_ordered(arrivals.toint() + index * 4, Int32(-1))
                 ptx.store_shared(self._flag(shared, slot), left)

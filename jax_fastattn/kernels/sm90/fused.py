@@ -59,6 +59,15 @@ class FusedKernel:
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
 
+    def _key_tiles(self, key_length: Int32) -> Int32:
+        """Clusters that share a key/value head."""
+        return (key_length + (self.config.cluster_keys - 1)) // self.config.cluster_keys
+
+    def section(self, key_length: Int32, multiprocessors: Int32) -> Int32:
+        """Key/value heads whose CTAs fill the GPU once."""
+        key_tiles = self._key_tiles(key_length)
+        return (multiprocessors // self.config.ctas + (key_tiles - 1)) // key_tiles
+
     def launch(
         self,
         query: cute.Pointer,
@@ -80,7 +89,7 @@ class FusedKernel:
         num_heads: Int32,
         window_left: Int32,
         window_right: Int32,
-        multiprocessors: Int32,
+        section: Int32,
         scale: Float32,
         logits_soft_cap: Float32,
         stream: cuda.CUstream,
@@ -100,15 +109,15 @@ class FusedKernel:
             dv: `[B, S, K, D]`.
             dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
                 they are.
-            dq_sum: float32 `[B, N, padded_rows(T), padded H]`, zeros; its order is `dq_sum.py`'s own.
-            arrivals: int32 `[B, N, padded_rows(T) / queries of a tile]`, how many key tiles see each query tile.
+            dq_sum: float32 `[B, N, padded_rows(T), padded H]`, of the first section zeros; its order is `dq_sum.py`'s own.
+            arrivals: int32 `[B, N, padded_rows(T) / queries of a tile + 1]`, how many key tiles see each query tile, and 0.
             batch: B.
             query_length: T.
             key_length: S.
             num_heads: N.
             window_left: keys to the left of its own position that a query sees.
             window_right: the same to the right.
-            multiprocessors: of the GPU.
+            section: key/value heads that start together, see `section`.
             scale: factor on q . k, of any sign.
             logits_soft_cap: the cap.
             stream: CUDA stream.
@@ -121,7 +130,6 @@ class FusedKernel:
         key_tma = wgmma.tma_operand(load, key, keys, spec.head_dim, (WARPGROUP_ROWS, memory.head_dim))
         value_tma = wgmma.tma_operand(load, value, keys, spec.v_head_dim, (WARPGROUP_ROWS, memory.v_head_dim))
         dout_tma = wgmma.tma_operand(load, dout, queries, spec.v_head_dim, (config.queries, memory.v_head_dim))
-        key_tiles = (key_length + (config.cluster_keys - 1)) // config.cluster_keys
         self.kernel(
             *query_tma,
             *key_tma,
@@ -140,13 +148,13 @@ class FusedKernel:
             key_length,
             num_heads,
             batch * kv_heads,
-            (multiprocessors // config.ctas + (key_tiles - 1)) // key_tiles,
+            section,
             window_left,
             window_right,
             scale,
             logits_soft_cap,
         ).launch(
-            grid=(key_tiles * batch * kv_heads * config.ctas, 1, 1),
+            grid=(self._key_tiles(key_length) * batch * kv_heads * config.ctas, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.ctas, 1, 1) if config.ctas > 1 else None,
             smem=memory.nbytes,
@@ -238,14 +246,18 @@ class FusedKernel:
             cutlass.if_generate(warp_index == producer, lambda: self._produce(shared, work, operands, stats))
             if config.adds_dq:
                 slot = warp_index - (producer + 1)
-                counts = Boolean((slot >= 0) & (slot < config.slots))
-                cutlass.if_generate(counts, lambda: adder.count(shared, work, arrivals, slot))
+
+                def zero_and_count() -> None:
+                    adder.zero(work, dq_sum, arrivals, slot)
+                    adder.count(shared, work, arrivals, slot)
+
+                cutlass.if_generate(Boolean((slot >= 0) & (slot < config.slots)), zero_and_count)
             if config.ctas > 1:
                 cutlass.if_generate(warp_index == producer + 3, lambda: adder.send(shared, work))
 
         def add_dq() -> None:
             cute.arch.setmaxregister_decrease(config.registers[1])
-            adder.run(shared, work, (dq, dq_sum), thread - config.consumer_threads, scale)
+            adder.run(shared, work, sums, thread - config.consumer_threads, scale)
 
         def others() -> None:
             if config.adds_dq:
@@ -354,7 +366,7 @@ class FusedKernel:
         block, _, _ = cute.arch.block_idx()
         kv_heads = num_heads // spec.group
         rank, block = block % config.ctas, block // config.ctas
-        key_tiles = (key_length + (config.cluster_keys - 1)) // config.cluster_keys
+        key_tiles = self._key_tiles(key_length)
         tile, head_index = tiles.place_in_sections(block, section, key_tiles, all_heads)
         batch = head_index // kv_heads
         row = tile * config.cluster_keys + rank * config.keys
@@ -373,6 +385,10 @@ class FusedKernel:
         visit = gradient.uniform(visit)
         return SimpleNamespace(
             tile=tile,
+            key_tiles=key_tiles,
+            section=section,
+            head_index=head_index,
+            all_heads=all_heads,
             rank=cute.arch.make_warp_uniform(rank),
             row=row,
             batch=batch,

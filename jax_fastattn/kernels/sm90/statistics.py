@@ -57,6 +57,7 @@ class StatisticsKernel:
         num_heads: Int32,
         window_left: Int32,
         window_right: Int32,
+        section: Int32,
         scale: Float32,
     ):
         """Rows in the order `[B, padded_rows(T), N]`; see `BackwardKernel` for the arguments."""
@@ -96,7 +97,14 @@ class StatisticsKernel:
 
         def write() -> None:
             cutlass.if_generate(lane == 0, write_stats)
-            self._prepare_dq((dq_sum, arrivals, dq), (row, head_row, dq_row), lane, exists, bounds)
+            if dq_sum is not None and arrivals is not None and dq is not None:
+                first = Boolean(head_index < Int64(section) * self.spec.group)
+                cutlass.if_generate(
+                    first, lambda: self._zero(dq_sum, head_row, lane, 4 * padded_head_dim(self.spec.head_dim))
+                )
+                seen = self._count(arrivals, (head_index, row, padded), lane, bounds)
+                hidden = Boolean(exists & (seen == 0))
+                cutlass.if_generate(hidden, lambda: self._zero(dq, dq_row, lane, 2 * self.spec.head_dim))
 
         cutlass.if_generate(entry < batch, write)
 
@@ -141,36 +149,32 @@ class StatisticsKernel:
             delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
         return delta
 
-    def _prepare_dq(
+    def _count(
         self,
-        arrays: tuple[cute.Pointer | None, cute.Pointer | None, cute.Pointer | None],
-        place: tuple[Int32, Int64, Int64],
+        arrivals: cute.Pointer,
+        place: tuple[Int64, Int32, Int32],
         lane: Int32,
-        exists: Boolean,
         bounds: dict[str, Int32],
-    ) -> None:
-        """Zeroes a row of the sums, and sets the counter of its tile, if it is the first there, to the key tiles seen.
+    ) -> Int32:
+        """Key tiles that a row's query tile sees. The tile's first row sets its counter, the head's first that of zeros.
 
-        Nobody adds to a tile that sees none: its dq is zeroed here. `place` has the row's index in its head, in the
-        sums and in dq.
+        `place` has the index of the head, that of the row in it, and the rows of a head.
         """
-        dq_sum, arrivals, dq = arrays
-        if dq_sum is None or arrivals is None or dq is None:
-            return
-        row, head_row, dq_row = place
-        self._zero(dq_sum, head_row, lane, 4 * padded_head_dim(self.spec.head_dim))
+        head_index, row, padded = place
         rows = self.config.queries
         visit = tiles.key_tiles(row // rows * rows, rows, self.config.cluster_keys, **bounds)
-        count = visit.end - visit.begin
+        seen = visit.end - visit.begin
+        counters = arrivals.toint() + head_index * (padded // rows + 1) * 4
 
-        def write_count() -> None:
-            ptx.store_global_int(arrivals.toint() + head_row // rows * 4, count)
+        def write_seen() -> None:
+            ptx.store_global_int(counters + row // rows * 4, seen)
 
-        def zero() -> None:
-            self._zero(dq, dq_row, lane, 2 * self.spec.head_dim)
+        def write_none() -> None:
+            ptx.store_global_int(counters + padded // rows * 4, Int32(0))
 
-        cutlass.if_generate(Boolean((row % rows == 0) & (lane == 0)), write_count)
-        cutlass.if_generate(Boolean(exists & (count == 0)), zero)
+        cutlass.if_generate(Boolean((row % rows == 0) & (lane == 0)), write_seen)
+        cutlass.if_generate(Boolean((row == 0) & (lane == 0)), write_none)
+        return seen
 
     def _zero(self, target: cute.Pointer, row: Int64, lane: Int32, nbytes: int) -> None:
         """Zeroes `nbytes`, a multiple of 16, of row `row` of as many."""
