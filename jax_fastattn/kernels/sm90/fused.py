@@ -451,9 +451,6 @@ class FusedKernel:
         if config.ctas > 1:
             load_keys(key, shared.key, shared.other_key_full, memory.head_dim, 1 - rank, groups - first)
         wgmma.loop(Int32(self.spec.group), load_head)
-        if config.adds_dq:
-            # Behind the last tile consumers compute scores of one more, of what is there; nobody looks at them.
-            queries.fill(lambda *_: None, Int32(0), 0)
 
     # Consumers.
 
@@ -532,9 +529,6 @@ class FusedKernel:
             if checks_high:
                 visit_tiles(visit.full_end, visit.end, Edges(True, True))
 
-        if config.adds_dq:
-            self._start_scores(state)
-            warpgroup.wait_group(0)
         wgmma.loop(Int32(spec.group), visit_head)
         self._store(state, outputs, scale)
 
@@ -559,58 +553,33 @@ class FusedKernel:
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
         delta += self._stats(state, stage, 1, blocks[len(early) :])
-        self._dscores(state, weights, delta)
+        self._dscores(state, tile, weights, delta, edges)
         self._add_dk(state, stage)
         self._leave(state, stage)
 
     def _fused_tile(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
-        """One query tile whose scores are there, where dq is computed too; starts the scores of the next one.
-
-        Scores and dP pass through the same registers, P and dS too.
-        """
-        shared, stage = state.shared, state.stage[0]
+        """One query tile where dq is computed too: scores and dP pass through the same registers, to leave enough."""
+        shared, stage, phase = state.shared, state.stage[0], state.stage[1]
+        wgmma.wait(shared.query_full + stage, phase)
+        query = state.query[None, None, None, stage]
+        steps = wgmma.steps_of(state.score_mma, state.key, query)
+        wgmma.gemm_steps(state.score, [self._minus(state, stage, 0), *steps], accumulate=False)
+        warpgroup.wait_group(0)
         self._probabilities(state, tile, [], edges)
         weights = copied(state.p_fragment)
+        if self.config.ctas > 1:
+            # Here, where no product of the warpgroup is in flight, since it has no register left for that later.
+            self._wait_for_room(state)
         self._start_dp(state, tile, edges)
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
-        terms = self._weighted(state, tile, weights, edges)
-        warpgroup.wait_group(0)
-        wgmma.release(shared.dout_empty + stage)
-        pairs = cute.recast_tensor(state.ds_fragment, Int32)
-        for i in range(len(terms) // 2):
-            pairs[i] = ptx.pack(*terms[2 * i : 2 * i + 2], dtype=self.mma_dtype)
+        self._dscores(state, tile, weights, None, edges)
         dscores = copied(state.ds_fragment)
         self._add_dk(state, stage)
-        wgmma.advance(state.stage, self.config.stages)
-        self._start_scores(state)
-        self._wait_for_room(state)
+        if self.config.ctas == 1:
+            self._wait_for_room(state)
         self._give_dscores(state, dscores)
-        warpgroup.wait_group(1)
-        wgmma.release(shared.query_empty + stage)
-        warpgroup.wait_group(0)
-
-    def _start_scores(self, state: SimpleNamespace) -> None:
-        """Starts the scores of the next tile, minus their log-sum-exps."""
-        stage, phase = state.stage[0], state.stage[1]
-        wgmma.wait(state.shared.query_full + stage, phase)
-        steps = wgmma.steps_of(state.score_mma, state.key, state.query[None, None, None, stage])
-        wgmma.gemm_steps(state.score, [self._minus(state, stage, 0), *steps], accumulate=False)
-
-    def _weighted(
-        self, state: SimpleNamespace, tile: Int32, weights: list[Int32], edges: Edges | None
-    ) -> list[Float32]:
-        """dS = P (dP - delta) in the order of the fragment, from the rounded P."""
-        # V past key_value_seq_lengths holds anything, which would reach dq.
-        hides = edges is not None and self.spec.key_value_seq_lengths
-        visibilities = self._visibilities(state, tile, edges) if hides else None
-        terms = []
-        for pair, weight in enumerate(weights):
-            block, i = pair // 2, pair % 2
-            for e, factor in enumerate(ptx.unpack(weight, dtype=self.mma_dtype)):
-                x = factor * state.dscore[2 * pair + e]
-                terms.append(visibilities[i].select(x, 8 * block + e) if visibilities is not None else x)
-        return terms
+        self._leave(state, stage)
 
     def _start_dp(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
         """Starts dP; where dq is computed, dP - delta."""
@@ -702,8 +671,21 @@ class FusedKernel:
                         state.score[index] = weight
                 pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
-    def _dscores(self, state: SimpleNamespace, weights: list[Int32], delta: list[Float32]) -> None:
-        """dP to dS in 16 bits. Without a soft cap the rounded P is its factor: half as many registers wait."""
+    def _dscores(
+        self,
+        state: SimpleNamespace,
+        tile: Int32,
+        weights: list[Int32],
+        delta: list[Float32] | None,
+        edges: Edges | None,
+    ) -> None:
+        """dP to dS in 16 bits. Without a soft cap the rounded P is its factor: half as many registers wait.
+
+        `delta` is None where the product has it.
+        """
+        # V past key_value_seq_lengths holds anything, which would reach dq.
+        hides = edges is not None and self.spec.key_value_seq_lengths and self.config.adds_dq
+        visibilities = self._visibilities(state, tile, edges) if hides else None
         pairs = cute.recast_tensor(state.ds_fragment, Int32)
         for block in range(self.config.queries // 8):
             for i in range(2):
@@ -712,7 +694,12 @@ class FusedKernel:
                     factors = [state.score[first + e] for e in range(2)]
                 else:
                     factors = ptx.unpack(weights[2 * block + i], dtype=self.mma_dtype)
-                values = [factors[e] * (state.dscore[first + e] - delta[2 * block + e]) for e in range(2)]
+                terms = [state.dscore[first + e] for e in range(2)]
+                if delta is not None:
+                    terms = [terms[e] - delta[2 * block + e] for e in range(2)]
+                values = [factors[e] * terms[e] for e in range(2)]
+                if visibilities is not None:
+                    values = [visibilities[i].select(x, 8 * block + e) for e, x in enumerate(values)]
                 pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
     # What dQ needs.
