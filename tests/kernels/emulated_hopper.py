@@ -34,6 +34,11 @@ from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 MULTIPROCESSORS = 3
 
 
+def heads_together(count: int, heads: int) -> int:
+    """Heads of a section: fewer than there are."""
+    return max(1, min(heads - 1, MULTIPROCESSORS // count))
+
+
 def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
     """The PTX of a host function's kernels by the names of their classes; no GPU needed."""
 
@@ -124,8 +129,8 @@ def check_backward(
     lengths = optional if spec.fused else [address["query_seq_lengths"]] if spec.query_seq_lengths else []
     residuals = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []))]
     key_tiles = -(-sizes.keys // config.cluster_keys)
-    section = -(-(MULTIPROCESSORS // config.ctas) // key_tiles)
-    scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, section, sizes.scale
+    ahead = heads_together(key_tiles, sizes.batch * sizes.kv_heads)
+    scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, ahead, sizes.scale
     launch(
         ptx.pop("statisticsStatisticsKernel"),
         [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"], *sums, *scalars],
@@ -147,7 +152,9 @@ def check_backward(
         parameters += [*optional, *(address[name] for name in ("stats", *results))]
         parameters += [] if results == ["dq"] else sums
         ctas = 1 if isinstance(columns, DqMemory) else config.ctas
-        parameters += [sizes.queries, sizes.keys, heads, grid[1], -(-(MULTIPROCESSORS // ctas) // grid[0])]
+        together = heads_together(*grid)
+        parameters += [sizes.queries, sizes.keys, heads, grid[1], together]
+        parameters += [] if isinstance(columns, DqMemory) else [together]
         parameters += [sizes.left, sizes.right, sizes.scale, sizes.cap]
         launch(text, parameters, memory, grid[0] * grid[1] * ctas, columns.nbytes, ctas)
 

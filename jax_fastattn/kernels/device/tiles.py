@@ -126,11 +126,21 @@ def store_rows(
         cutlass.if_generate(stored, store)
 
 
+def section(multiprocessors: Int32, count: Int32, heads: Int32) -> Int32:
+    """Heads of a section for `place_in_sections`: as many as fill the GPU twice, but all sections about alike.
+
+    A last section of few heads would begin its longest tiles when nothing is left to run beside them.
+    """
+    most = cutlass.max(cutlass.min(2 * multiprocessors // cutlass.max(count, 1), heads), 1)
+    sections = cutlass.max((heads + (most - 1)) // most, 1)
+    return Int32((heads + (sections - 1)) // sections)
+
+
 def place_in_sections(block: Int32, section: Int32, count: Int32, heads: Int32) -> tuple[Int32, Int32]:
     """Index of a CTA's tile and of its head, for CTAs that start in the order of their numbers.
 
-    Heads come in sections of about as many tiles as the GPU runs at a time. In a section the first tile of every head
-    comes first, then the second: the longest can start first, and those that run together read the same operands.
+    Heads come in sections. In a section the first tile of every head comes first, then the second: the longest can start
+    first, and those that run together read the same operands.
 
     Args:
         block: index of the CTA.

@@ -101,7 +101,7 @@ class BackwardKernel:
         fused = cutlass.const_expr(self.spec.fused)
         operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
-        section = self.main.section(key_length, multiprocessors)
+        section, ahead = self.main.sections(key_length, batch * (num_heads // self.spec.group), multiprocessors)
         self.statistics.kernel(
             *(operands if fused else (query_seq_lengths, None, None)),
             out,
@@ -113,7 +113,7 @@ class BackwardKernel:
             dq_sum,
             arrivals,
             *scalars,
-            section,
+            ahead,
             scale,
         ).launch(
             grid=(self.statistics.blocks(batch, query_length, num_heads), 1, 1), block=(THREADS, 1, 1), stream=stream
@@ -122,4 +122,4 @@ class BackwardKernel:
         rest = (scale, logits_soft_cap, stream)
         if cutlass.const_expr(not self.spec.fused):
             self.dq.launch(*products, dq, *scalars, multiprocessors, *rest)
-        self.main.launch(*products, dk, dv, dq if fused else None, dq_sum, arrivals, *scalars, section, *rest)
+        self.main.launch(*products, dk, dv, dq if fused else None, dq_sum, arrivals, *scalars, section, ahead, *rest)

@@ -114,7 +114,7 @@ class DqKernel:
             key_length,
             num_heads,
             batch * num_heads,
-            (multiprocessors + (query_tiles - 1)) // query_tiles,
+            tiles.section(multiprocessors, query_tiles, batch * num_heads),
             window_left,
             window_right,
             scale,

@@ -84,8 +84,8 @@ class DqSum:
             dq_address=dq.toint(),
             sums=dq_sum.toint(),
             scale=scale,
-            added=wgmma.Uniform(work.first_head, work.visit.begin),
-            counted=wgmma.Uniform(work.first_head, work.visit.begin),
+            added=wgmma.Uniform(work.first_head, work.visit.end - 1),
+            counted=wgmma.Uniform(work.first_head, work.visit.end - 1),
             turn=wgmma.Uniform(Int32(0)),
             slot=wgmma.Uniform(Int32(0), Int32(0)),
         )
@@ -106,7 +106,7 @@ class DqSum:
             self._advance(work, state.counted)
 
         counter = self._zeroed(work, arrivals, work.head_index)
-        waits = work.head_index >= work.section
+        waits = work.head_index >= work.ahead
         cutlass.if_generate(waits, lambda: ptx.wait_global(counter, self._zeroing_warps(work)))
         if self.config.ctas > 1:
             cutlass.if_generate(work.rank == 1, skip)
@@ -189,10 +189,10 @@ class DqSum:
         wgmma.loop(work.steps - self._own_steps(work), step)
 
     def _advance(self, work: SimpleNamespace, at: wgmma.Uniform) -> None:
-        """Goes to the next tile: all visible ones of one head, then those of the next."""
-        ends = at[1] + 1 == work.visit.end
+        """Goes to the next tile: all visible ones of one head, the last first, then those of the next head."""
+        ends = at[1] == work.visit.begin
         at[0] = at[0] + ptx.where(ends, Int32(1), Int32(0))
-        at[1] = ptx.where(ends, work.visit.begin, at[1] + 1)
+        at[1] = ptx.where(ends, work.visit.end, at[1]) - 1
 
     def _chunks(self) -> list[tuple[int, int]]:
         """(Block of 64 rows, first column) of the parts of a tile that are computed one after the other."""
@@ -225,7 +225,7 @@ class DqSum:
             + (state.thread % 32 * 16)
         )
 
-    # Zeros, a section of heads ahead.
+    # Zeros, some heads ahead.
 
     def _zeroing_warps(self, work: SimpleNamespace) -> Int32:
         """Warps that zero the sums of a key/value head."""
@@ -237,12 +237,12 @@ class DqSum:
         return arrivals.toint() + (Int64(head_index) * self.spec.group * counters + (counters - 1)) * 4
 
     def zero(self, work: SimpleNamespace, dq_sum: cute.Pointer, arrivals: cute.Pointer, slot: Int32) -> None:
-        """Zeroes a share of the sums that the CTAs after those of this section add to. Runs in one warp.
+        """Zeroes a share of the sums of a head that other CTAs add to later. Runs in one warp.
 
-        Those of the first section are zeroed by `StatisticsKernel`; the others here, where nothing waits for memory.
+        Those of the first heads are zeroed by `StatisticsKernel`; the others here, where nothing waits for memory.
         """
         nbytes = 512
-        target = work.head_index + work.section
+        target = work.head_index + work.ahead
         warps = self._zeroing_warps(work)
         index = (work.tile * self.config.ctas + work.rank) * self.config.slots + slot
         count = padded_rows(work.query_length) // ROW_ALIGNMENT
@@ -275,7 +275,7 @@ class DqSum:
             i = (slot + self.config.slots * lap) * self.config.ctas + (work.rank if self.config.ctas > 1 else 0)
             wgmma.wait(shared.added + slot, lap % 2)
             head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
-            index = head * counters + work.visit.begin + i % visited
+            index = head * counters + work.visit.end - 1 - i % visited
             with cute.arch.elect_one():
                 left = ptx.add_global_ordered(arrivals.toint() + index * 4, Int32(-1))
                 ptx.store_shared(self._flag(shared, slot), left)

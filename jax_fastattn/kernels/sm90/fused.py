@@ -12,8 +12,8 @@ P^T and dS^T go from accumulator to A operand inside registers. The warpgroups n
 consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); in a cluster of two CTAs
 every other tile is sent to the other one. Else `dq.py` computes dq.
 
-Query tiles are visited in ascending order: masked ones (right window edge), full ones without mask code, masked ones
-(left window edge, end of the queries). Reads the statistics that are described in `gradient.py`.
+Query tiles are visited in order: masked ones (right window edge), full ones without mask code, masked ones (left window
+edge, end of the queries); or the other way round. Reads the statistics that are described in `gradient.py`.
 """
 
 from types import SimpleNamespace
@@ -63,10 +63,11 @@ class FusedKernel:
         """Clusters that share a key/value head."""
         return (key_length + (self.config.cluster_keys - 1)) // self.config.cluster_keys
 
-    def section(self, key_length: Int32, multiprocessors: Int32) -> Int32:
-        """Key/value heads whose CTAs fill the GPU once."""
-        key_tiles = self._key_tiles(key_length)
-        return (multiprocessors // self.config.ctas + (key_tiles - 1)) // key_tiles
+    def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32]:
+        """Of `heads` key/value heads, those whose clusters start together, and how many heads ahead sums are zeroed."""
+        clusters, key_tiles = multiprocessors // self.config.ctas, self._key_tiles(key_length)
+        section = tiles.section(clusters, key_tiles, heads)
+        return section, Int32(cutlass.max(section, (clusters + (key_tiles - 1)) // cutlass.max(key_tiles, 1)))
 
     def launch(
         self,
@@ -90,6 +91,7 @@ class FusedKernel:
         window_left: Int32,
         window_right: Int32,
         section: Int32,
+        ahead: Int32,
         scale: Float32,
         logits_soft_cap: Float32,
         stream: cuda.CUstream,
@@ -109,7 +111,7 @@ class FusedKernel:
             dv: `[B, S, K, D]`.
             dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
                 they are.
-            dq_sum: float32 `[B, N, padded_rows(T), padded H]`, of the first section zeros; its order is `dq_sum.py`'s own.
+            dq_sum: float32 `[B, N, padded_rows(T), padded H]`, zeros for the first `ahead` heads; its order is `dq_sum.py`'s own.
             arrivals: int32 `[B, N, padded_rows(T) / queries of a tile + 1]`, how many key tiles see each query tile, and 0.
             batch: B.
             query_length: T.
@@ -117,7 +119,8 @@ class FusedKernel:
             num_heads: N.
             window_left: keys to the left of its own position that a query sees.
             window_right: the same to the right.
-            section: key/value heads that start together, see `section`.
+            section: key/value heads whose clusters start together, see `sections`.
+            ahead: heads from those that a cluster works on to those whose sums it zeroes.
             scale: factor on q . k, of any sign.
             logits_soft_cap: the cap.
             stream: CUDA stream.
@@ -149,6 +152,7 @@ class FusedKernel:
             num_heads,
             batch * kv_heads,
             section,
+            ahead,
             window_left,
             window_right,
             scale,
@@ -188,6 +192,7 @@ class FusedKernel:
         num_heads: Int32,
         all_heads: Int32,
         section: Int32,
+        ahead: Int32,
         window_left: Int32,
         window_right: Int32,
         scale: Float32,
@@ -201,7 +206,7 @@ class FusedKernel:
             self._write_ones(thread, shared)
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
         work = self._work(
-            (query_length, key_length, num_heads, all_heads, section),
+            (query_length, key_length, num_heads, all_heads, section, ahead),
             (query_seq_lengths, key_value_seq_lengths, query_offset),
             (window_left, window_right),
         )
@@ -362,7 +367,7 @@ class FusedKernel:
     def _work(self, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
         """The keys of this CTA and the query tiles that see them; under a causal mask the first keys have most."""
         spec, config = self.spec, self.config
-        query_length, key_length, num_heads, all_heads, section = sizes
+        query_length, key_length, num_heads, all_heads, section, ahead = sizes
         block, _, _ = cute.arch.block_idx()
         kv_heads = num_heads // spec.group
         rank, block = block % config.ctas, block // config.ctas
@@ -386,7 +391,7 @@ class FusedKernel:
         return SimpleNamespace(
             tile=tile,
             key_tiles=key_tiles,
-            section=section,
+            ahead=ahead,
             head_index=head_index,
             all_heads=all_heads,
             rank=cute.arch.make_warp_uniform(rank),
@@ -402,6 +407,13 @@ class FusedKernel:
             visit=visit,
             steps=(visit.end - visit.begin) * spec.group,
         )
+
+    def _tile_index(self, begin: Int32, end: Int32, i: Int32) -> Int32:
+        """The tile visited after `i` others of these: where dq is computed from the last one down.
+
+        Under a causal mask all CTAs of a head then begin at the same tile, and meet there in L2.
+        """
+        return end - 1 - i if self.config.adds_dq else begin + i
 
     # Producer.
 
@@ -439,7 +451,7 @@ class FusedKernel:
                     ptx.copy_bulk(target + memory.stats_pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint())
 
             def load(i: Int32) -> None:
-                tile = work.visit.begin + i
+                tile = self._tile_index(work.visit.begin, work.visit.end, i)
                 queries.fill(copy_both, tile, memory.query_nbytes + 2 * memory.stats_nbytes)
                 douts.fill(copy_dout, tile, memory.dout_nbytes)
 
@@ -517,17 +529,20 @@ class FusedKernel:
             if config.adds_dq:
                 state.buffer.settle()
             compute = self._fused_tile if config.adds_dq else self._tile
-            wgmma.loop(end - begin, lambda i: compute(state, begin + i, edges))
+            wgmma.loop(end - begin, lambda i: compute(state, self._tile_index(begin, end, i), edges))
 
-        # Scores of queries past query_seq_lengths may be no numbers.
+        # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array P = 0 by their statistics.
         checks_high = spec.window_left or spec.query_seq_lengths
+        parts: list[tuple[Int32, Int32, Edges | None]] = [
+            (visit.begin, visit.full_begin, Edges(True, checks_high)),
+            (visit.full_begin, visit.full_end if checks_high else visit.end, None),
+        ]
+        if checks_high:
+            parts.append((visit.full_end, visit.end, Edges(True, True)))
 
         def visit_head(_: Int32) -> None:
-            visit_tiles(visit.begin, visit.full_begin, Edges(True, checks_high))
-            # Queries past the end of the array have P = 0 by their statistics.
-            visit_tiles(visit.full_begin, visit.full_end if checks_high else visit.end, None)
-            if checks_high:
-                visit_tiles(visit.full_end, visit.end, Edges(True, True))
+            for part in reversed(parts) if config.adds_dq else parts:
+                visit_tiles(*part)
 
         wgmma.loop(Int32(spec.group), visit_head)
         self._store(state, outputs, scale)

@@ -57,7 +57,7 @@ class StatisticsKernel:
         num_heads: Int32,
         window_left: Int32,
         window_right: Int32,
-        section: Int32,
+        ahead: Int32,
         scale: Float32,
     ):
         """Rows in the order `[B, padded_rows(T), N]`; see `BackwardKernel` for the arguments."""
@@ -98,7 +98,7 @@ class StatisticsKernel:
         def write() -> None:
             cutlass.if_generate(lane == 0, write_stats)
             if dq_sum is not None and arrivals is not None and dq is not None:
-                first = Boolean(head_index < Int64(section) * self.spec.group)
+                first = Boolean(head_index < Int64(ahead) * self.spec.group)
                 cutlass.if_generate(
                     first, lambda: self._zero(dq_sum, head_row, lane, 4 * padded_head_dim(self.spec.head_dim))
                 )
