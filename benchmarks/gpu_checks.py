@@ -10,6 +10,7 @@ The suite itself runs every case in two orders. A record holds the counts, the G
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import re
@@ -33,6 +34,7 @@ CASES = (
     "gqa5-causal-d128-bf16-q257-kv127",
     "gqa2-causal-d256-bf16-q64-kv65",
     "mha-causal-d192v128-bf16-q129-kv128",
+    "gqa2-causal-deterministic-d128-bf16-q2113-kv2305",
     "gqa5-window40.0-cap5-sinks_n-dlse-offset64.-30-qlen193.100-kvlen257.129-d128-bf16-q193-kv257",
 )
 
@@ -51,7 +53,10 @@ def main() -> None:
     # Oracles are compiled once per case and run once: tuning their products would take most of the time.
     environment = os.environ | {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     suites = [run_suite(environment) for _ in range(options.suite_runs)]
-    sanitizer = {tool: sanitize(tool, environment) for tool in options.tools}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        sanitizer = dict(
+            zip(options.tools, pool.map(lambda tool: sanitize(tool, environment), options.tools), strict=True)
+        )
     record = {"suite": suites, "sanitizer": sanitizer, "sanitizer_cases": CASES} | describe_run(options.commit)
     del record["flop_formula"]
     options.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -99,10 +99,10 @@ def test_wide_kernels_compute_no_dq() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "window", "length", "fused"), [
-    (128, True, 1000, False),
-    (128, True, 4096, True),
-    (128, False, 1000, True),
-    (64, True, 1000, True),
+    (128, True, 500, False),
+    (128, True, 1000, True),
+    (128, False, 500, True),
+    (64, True, 500, True),
 ])  # fmt: skip
 def test_short_masked_problems_take_the_pair(head_dim: int, window: bool, length: int, fused: bool) -> None:
     case = dataclasses.replace(BASE, head_dim=head_dim, v_head_dim=head_dim, is_causal=window)

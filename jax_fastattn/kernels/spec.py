@@ -16,8 +16,8 @@ from jax_fastattn.spec import Problem
 # Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
 UNBOUNDED = 1 << 29
 
-# Up to which T and S a problem is short.
-SHORT_LENGTH = 2048
+# Up to which T and S a problem is short. In the backward pass sums of dq then move more bytes than they save products.
+SHORT_LENGTH = {"forward": 2048, "backward": 512}
 
 # Up to which head dims Hopper has one kernel for all three gradients.
 FUSED_HEAD_DIM = 128
@@ -67,9 +67,14 @@ class KernelSpec:
     @property
     def fused(self) -> bool:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
-        small = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM and not self.logits_soft_cap
+        fusible = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM and not self.logits_soft_cap
         other = self.deterministic or self.short
-        return self.family == "sm90" and self.op == "backward" and small and not other
+        return self.family == "sm90" and self.op == "backward" and fusible and not other
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some tiles see much more than others: the window has one bound."""
+        return self.window_left != self.window_right
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
@@ -81,7 +86,8 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     fusible = family == "sm90" and op == "backward" and largest <= FUSED_HEAD_DIM and spec.logits_soft_cap is None
     # The head dims for which a short problem has a variant of its own: where tiles are few, or masks take much of them.
     differs = largest <= 96 if op == "forward" else fusible and largest > 96 and (left, right) != (None, None)
-    short = family == "sm90" and differs and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
+    lengths = problem.query_length, problem.key_length
+    short = family == "sm90" and differs and max(lengths) <= SHORT_LENGTH[op]
     return KernelSpec(
         op=op,
         arch=arch,

@@ -175,7 +175,9 @@ def check_backward(
         largest = np.abs(wanted[name]).max()
         np.testing.assert_allclose(got, wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
     if spec.fused:  # minus its parts
-        stats = memory.read(address["stats"], (*arrays["stats"].shape[:3], arrays["stats"].shape[3] // 4, 8), ml_dtypes.bfloat16)
+        stats = memory.read(
+            address["stats"], (*arrays["stats"].shape[:3], arrays["stats"].shape[3] // 4, 8), ml_dtypes.bfloat16
+        )
         stats = -stats.astype(np.float32).sum(-1)
     else:
         stats = memory.read(address["stats"], arrays["stats"].shape, np.float32)

@@ -307,10 +307,10 @@ def add_global_ordered(address: Int64, value: Int32, *, loc: Any = None, ip: Any
 
 @dsl_user_op
 def wait_global(address: Int64, count: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Waits until 4 bytes of global memory are at least `count`; sees what was written before they became that."""
+    """Waits until 4 bytes of global memory are `count`; sees what was written before they became that."""
     text = (
         "{\n.reg .pred done;\n.reg .s32 found;\nagain:\nld.acquire.gpu.global.s32 found, [$0];\n"
-        "setp.ge.s32 done, found, $1;\n@done bra over;\nbra again;\nover:\n}"
+        "setp.eq.s32 done, found, $1;\n@done bra over;\nbra again;\nover:\n}"
     )
     _asm(text, "", "lr", [address, count], True, loc, ip)
 

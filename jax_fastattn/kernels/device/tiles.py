@@ -126,21 +126,33 @@ def store_rows(
         cutlass.if_generate(stored, store)
 
 
-def section(multiprocessors: Int32, count: Int32, heads: Int32) -> Int32:
-    """Heads of a section for `place_in_sections`: as many as fill the GPU twice, but all sections about alike.
+def section(multiprocessors: Int32, count: Int32, heads: Int32, *, uneven: bool) -> Int32:
+    """Heads of a section for `place_in_sections`.
 
-    A last section of few heads would begin its longest tiles when nothing is left to run beside them.
+    Tiles of equal length run head by head. Of uneven ones (a causal mask) the longest should start first: of two heads
+    or more, as many as fill the GPU. If that leaves a smaller section over, its longest tiles would begin when nothing
+    is left to run beside them; then sections fill the GPU twice, and are about alike.
+
+    Args:
+        multiprocessors: CTAs, or clusters, that run at a time.
+        count: tiles of a head.
+        heads: all heads of all batch entries.
+        uneven: whether the tiles of a head differ in length.
     """
-    most = cutlass.max(cutlass.min(2 * multiprocessors // cutlass.max(count, 1), heads), 1)
-    sections = cutlass.max((heads + (most - 1)) // most, 1)
-    return Int32((heads + (sections - 1)) // sections)
+    if not uneven:
+        return Int32(1)
+    count, heads = cutlass.max(count, 1), cutlass.max(heads, 1)
+    filling = cutlass.min(cutlass.max(multiprocessors // count, 2), heads)
+    most = cutlass.max(cutlass.min(2 * multiprocessors // count, heads), 1)
+    sections = (heads + (most - 1)) // most
+    return ptx.where(heads % filling == 0, filling, (heads + (sections - 1)) // sections)
 
 
 def place_in_sections(block: Int32, section: Int32, count: Int32, heads: Int32) -> tuple[Int32, Int32]:
     """Index of a CTA's tile and of its head, for CTAs that start in the order of their numbers.
 
-    Heads come in sections. In a section the first tile of every head comes first, then the second: the longest can start
-    first, and those that run together read the same operands.
+    Heads come in sections. In a section the first tile of every head comes first, then the second: the longest can
+    start first, and those that run together read the same operands.
 
     Args:
         block: index of the CTA.

@@ -85,7 +85,7 @@ class BackwardKernel:
             dv: `[B, S, K, D]`.
             stats: float32 `[B, N, 2, padded_rows(T)]`, see `gradient.py`.
             dq_sum: float32 `[B, N, padded_rows(T), padded H]` in an order of its own; None unless `spec.fused`.
-            arrivals: int32 `[B, N, query tiles + 1]`, see `dq_sum.py`; None unless `spec.fused`.
+            arrivals: int32 `[B, N, 1 + query tiles]`, see `dq_sum.py`; None unless `spec.fused`.
             batch: B.
             query_length: T.
             key_length: S.

@@ -306,8 +306,6 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     dq_registers = (104 if padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
     if largest <= 64 and not spec.logits_soft_cap:
         return BackwardConfig(128, 3 if spec.fused else 2, dq_registers)
-    if spec.fused and largest > 96:
-        return BackwardConfig(64, 2, dq_registers, ctas=2)
     return BackwardConfig(64, 3, dq_registers)
 
 
@@ -323,7 +321,7 @@ def dq_config(spec: KernelSpec) -> DqConfig:
 def backward_scratch(
     spec: KernelSpec, batch: int, query_length: int, num_heads: int
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters of their tiles and of zeros.
+    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters of zeros and of tiles.
 
     Statistics are float32, or where dq is added eight bfloat16 in the place of four.
     """

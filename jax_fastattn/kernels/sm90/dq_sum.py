@@ -188,6 +188,11 @@ class DqSum:
 
         wgmma.loop(work.steps - self._own_steps(work), step)
 
+    def _counter(self, work: SimpleNamespace, arrivals: cute.Pointer, head: Int64, tile: Int32) -> Int64:
+        """Address of the counter of a tile of a query head; before the first one lies that of zeros."""
+        query_tiles = padded_rows(work.query_length) // self.config.queries
+        return arrivals.toint() + (head * (query_tiles + 1) + 1 + tile) * 4
+
     def _advance(self, work: SimpleNamespace, at: wgmma.Uniform) -> None:
         """Goes to the next tile: all visible ones of one head, the last first, then those of the next head."""
         ends = at[1] == work.visit.begin
@@ -232,9 +237,8 @@ class DqSum:
         return work.key_tiles * (self.config.ctas * self.config.slots)
 
     def _zeroed(self, work: SimpleNamespace, arrivals: cute.Pointer, head_index: Int32) -> Int64:
-        """Address of the counter of the warps that have zeroed the sums of a key/value head."""
-        counters = padded_rows(work.query_length) // self.config.queries + 1
-        return arrivals.toint() + (Int64(head_index) * self.spec.group * counters + (counters - 1)) * 4
+        """Address of the counter of the warps that have zeroed the sums of a key/value head: its first query head's."""
+        return self._counter(work, arrivals, Int64(head_index) * self.spec.group, Int32(-1))
 
     def zero(self, work: SimpleNamespace, dq_sum: cute.Pointer, arrivals: cute.Pointer, slot: Int32) -> None:
         """Zeroes a share of the sums of a head that other CTAs add to later. Runs in one warp.
@@ -268,16 +272,15 @@ class DqSum:
 
         The third warpgroup has arrived since it added; the fence makes what it did visible before the count.
         """
-        counters = padded_rows(work.query_length) // self.config.queries + 1
         visited = work.visit.end - work.visit.begin
 
         def step(lap: Int32) -> None:
             i = (slot + self.config.slots * lap) * self.config.ctas + (work.rank if self.config.ctas > 1 else 0)
             wgmma.wait(shared.added + slot, lap % 2)
             head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
-            index = head * counters + work.visit.end - 1 - i % visited
+            counter = self._counter(work, arrivals, head, work.visit.end - 1 - i % visited)
             with cute.arch.elect_one():
-                left = ptx.add_global_ordered(arrivals.toint() + index * 4, Int32(-1))
+                left = ptx.add_global_ordered(counter, Int32(-1))
                 ptx.store_shared(self._flag(shared, slot), left)
                 cute.arch.mbarrier_arrive(shared.counted + slot)
 

@@ -33,7 +33,6 @@ from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
-
 # Columns of a step of a product.
 _STEP = 16
 
@@ -66,7 +65,7 @@ class FusedKernel:
     def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32]:
         """Of `heads` key/value heads, those whose clusters start together, and how many heads ahead sums are zeroed."""
         clusters, key_tiles = multiprocessors // self.config.ctas, self._key_tiles(key_length)
-        section = tiles.section(clusters, key_tiles, heads)
+        section = tiles.section(clusters, key_tiles, heads, uneven=self.spec.uneven)
         return section, Int32(cutlass.max(section, (clusters + (key_tiles - 1)) // cutlass.max(key_tiles, 1)))
 
     def launch(
@@ -111,8 +110,9 @@ class FusedKernel:
             dv: `[B, S, K, D]`.
             dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
                 they are.
-            dq_sum: float32 `[B, N, padded_rows(T), padded H]`, zeros for the first `ahead` heads; its order is `dq_sum.py`'s own.
-            arrivals: int32 `[B, N, padded_rows(T) / queries of a tile + 1]`, how many key tiles see each query tile, and 0.
+            dq_sum: float32 `[B, N, padded_rows(T), padded H]`, zeros for the first `ahead` heads; in `dq_sum.py`'s order.
+            arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: 0, then how many key tiles see each query
+                tile.
             batch: B.
             query_length: T.
             key_length: S.
@@ -241,7 +241,7 @@ class FusedKernel:
         """
         spec, config = self.spec, self.config
         thread, warp_index = who
-        dq, dq_sum, arrivals = sums
+        _, dq_sum, arrivals = sums
         scale, logits_soft_cap = factors
         adder = DqSum(spec, self.memory, self.dtype)
         consumers, producer = config.consumer_threads // 32, config.threads // 32 - 4
@@ -448,7 +448,9 @@ class FusedKernel:
                 target = shared.address + memory.stats_start + stage * (2 * memory.stats_pitch)
                 with cute.arch.elect_one():
                     ptx.copy_bulk(target, source, nbytes, barrier.toint())
-                    ptx.copy_bulk(target + memory.stats_pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint())
+                    ptx.copy_bulk(
+                        target + memory.stats_pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint()
+                    )
 
             def load(i: Int32) -> None:
                 tile = self._tile_index(work.visit.begin, work.visit.end, i)
@@ -531,7 +533,7 @@ class FusedKernel:
             compute = self._fused_tile if config.adds_dq else self._tile
             wgmma.loop(end - begin, lambda i: compute(state, self._tile_index(begin, end, i), edges))
 
-        # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array P = 0 by their statistics.
+        # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array P is 0 by statistics.
         checks_high = spec.window_left or spec.query_seq_lengths
         parts: list[tuple[Int32, Int32, Edges | None]] = [
             (visit.begin, visit.full_begin, Edges(True, checks_high)),

@@ -97,14 +97,8 @@ class StatisticsKernel:
 
         def write() -> None:
             cutlass.if_generate(lane == 0, write_stats)
-            if dq_sum is not None and arrivals is not None and dq is not None:
-                first = Boolean(head_index < Int64(ahead) * self.spec.group)
-                cutlass.if_generate(
-                    first, lambda: self._zero(dq_sum, head_row, lane, 4 * padded_head_dim(self.spec.head_dim))
-                )
-                seen = self._count(arrivals, (head_index, row, padded), lane, bounds)
-                hidden = Boolean(exists & (seen == 0))
-                cutlass.if_generate(hidden, lambda: self._zero(dq, dq_row, lane, 2 * self.spec.head_dim))
+            arrays, place = (dq_sum, arrivals, dq), (head_index, row, head_row, dq_row)
+            self._prepare_dq(arrays, place, lane, exists, head_index < Int64(ahead) * self.spec.group, bounds)
 
         cutlass.if_generate(entry < batch, write)
 
@@ -149,32 +143,41 @@ class StatisticsKernel:
             delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
         return delta
 
-    def _count(
+    def _prepare_dq(
         self,
-        arrivals: cute.Pointer,
-        place: tuple[Int64, Int32, Int32],
+        arrays: tuple[cute.Pointer | None, cute.Pointer | None, cute.Pointer | None],
+        place: tuple[Int64, Int32, Int64, Int64],
         lane: Int32,
+        exists: Boolean,
+        first: Boolean,
         bounds: dict[str, Int32],
-    ) -> Int32:
-        """Key tiles that a row's query tile sees. The tile's first row sets its counter, the head's first that of zeros.
+    ) -> None:
+        """Zeroes a row of the sums of the first heads; sets the counters of a tile's, or a head's, first row.
 
-        `place` has the index of the head, that of the row in it, and the rows of a head.
+        A tile's counter is of the key tiles that it sees; before them comes that of the head's zeros, none as yet.
+        Nobody adds to a tile that sees none: its dq is zeroed here. `place` has the index of the head, and the row's in
+        it, in the sums and in dq.
         """
-        head_index, row, padded = place
+        dq_sum, arrivals, dq = arrays
+        if dq_sum is None or arrivals is None or dq is None:
+            return
+        head_index, row, head_row, dq_row = place
+        cutlass.if_generate(first, lambda: self._zero(dq_sum, head_row, lane, 4 * padded_head_dim(self.spec.head_dim)))
         rows = self.config.queries
         visit = tiles.key_tiles(row // rows * rows, rows, self.config.cluster_keys, **bounds)
         seen = visit.end - visit.begin
-        counters = arrivals.toint() + head_index * (padded // rows + 1) * 4
+        counter = arrivals.toint() + (head_row // rows + head_index + 1) * 4
 
         def write_seen() -> None:
-            ptx.store_global_int(counters + row // rows * 4, seen)
+            ptx.store_global_int(counter, seen)
 
         def write_none() -> None:
-            ptx.store_global_int(counters + padded // rows * 4, Int32(0))
+            ptx.store_global_int(counter - 4, Int32(0))
 
         cutlass.if_generate(Boolean((row % rows == 0) & (lane == 0)), write_seen)
         cutlass.if_generate(Boolean((row == 0) & (lane == 0)), write_none)
-        return seen
+        hidden = Boolean(exists & (seen == 0))
+        cutlass.if_generate(hidden, lambda: self._zero(dq, dq_row, lane, 2 * self.spec.head_dim))
 
     def _zero(self, target: cute.Pointer, row: Int64, lane: Int32, nbytes: int) -> None:
         """Zeroes `nbytes`, a multiple of 16, of row `row` of as many."""
