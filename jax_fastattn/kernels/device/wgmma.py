@@ -7,7 +7,7 @@ with `m_blocks = 1`, holds element e of column block n at flat index `4 n + e`; 
 bits are one A fragment of 16 columns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from cutlass import Float32, Int8, Int32, Int64, cute
@@ -302,12 +302,13 @@ def gemm(
     gemm_steps(acc, steps_of(mma, a, b), accumulate=accumulate)
 
 
-def steps_of(mma: cute.TiledMma, a: cute.Tensor, b: cute.Tensor) -> list[Step]:
+def steps_of(mma: cute.TiledMma, a: cute.Tensor, b: cute.Tensor) -> Iterator[Step]:
     """A product's steps of 16 along k."""
-    return [(mma, a[None, None, k], b[None, None, k]) for k in range(cute.size(a, mode=[2]))]
+    for k in range(cute.size(a, mode=[2])):
+        yield mma, a[None, None, k], b[None, None, k]
 
 
-def gemm_steps(acc: cute.Tensor, steps: list[Step], *, accumulate: bool) -> None:
+def gemm_steps(acc: cute.Tensor, steps: Iterable[Step], *, accumulate: bool) -> None:
     """`gemm` of steps that may have their factors in different places, and different dtypes."""
     warpgroup.fence()
     for i, (mma, a, b) in enumerate(steps):

@@ -578,11 +578,10 @@ class ForwardKernel:
     def _score(self, state: SimpleNamespace, slot: Int32) -> cute.Tensor:
         """Starts S = Q K^T and returns where it will be."""
         key = state.key[None, None, None, slot]
-        held = self.config.held
-        steps = [
-            *wgmma.steps_of(state.held_mma, state.held, key)[:held],
-            *wgmma.steps_of(state.score_mma, state.query, key)[held:],
-        ]
+        count = self.memory.head_dim // 16
+        held = [(state.held_mma, state.held, k) for k in range(min(self.config.held, count))]
+        rest = [(state.score_mma, state.query, k) for k in range(len(held), count)]
+        steps = ((mma, a[None, None, k], key[None, None, k]) for mma, a, k in held + rest)
         wgmma.gemm_steps(state.scores, steps, accumulate=False)
         return state.scores
 

@@ -142,7 +142,7 @@ class WideKernel(FusedKernel):
         if edges is not None and self.spec.query_seq_lengths:
             self._zero_queries(state, tile, stage)
         right = state.right[None, None, None, stage]
-        steps = [(mma, left[None, None, k], right[None, None, k]) for mma, left, k in state.left]
+        steps = ((mma, left[None, None, k], right[None, None, k]) for mma, left, k in state.left)
         wgmma.gemm_steps(state.product, steps, accumulate=False)
         adds_previous = self.config.overlap and not first
         if adds_previous:
