@@ -128,7 +128,7 @@ def check_backward(
     optional = [address[x] for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
     lengths = optional if spec.fused else [address["query_seq_lengths"]] if spec.query_seq_lengths else []
     residuals = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []))]
-    key_tiles = -(-sizes.keys // config.cluster_keys)
+    key_tiles = -(-sizes.keys // config.keys)
     ahead = heads_together(key_tiles, sizes.batch * sizes.kv_heads)
     scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, ahead, sizes.scale
     launch(
@@ -151,12 +151,11 @@ def check_backward(
         results = ["dq"] if isinstance(columns, DqMemory) else ["dk", "dv", *(["dq"] if spec.fused else [])]
         parameters += [*optional, *(address[name] for name in ("stats", *results))]
         parameters += [] if results == ["dq"] else sums
-        ctas = 1 if isinstance(columns, DqMemory) else config.ctas
         together = heads_together(*grid)
         parameters += [sizes.queries, sizes.keys, heads, grid[1], together]
         parameters += [] if isinstance(columns, DqMemory) else [together]
         parameters += [sizes.left, sizes.right, sizes.scale, sizes.cap]
-        launch(text, parameters, memory, grid[0] * grid[1] * ctas, columns.nbytes, ctas)
+        launch(text, parameters, memory, grid[0] * grid[1], columns.nbytes)
 
     if not spec.fused:
         own = kernel.dq

@@ -319,16 +319,3 @@ def wait_global(address: Int64, count: Int32, *, loc: Any = None, ip: Any = None
 def load_global_ordered(address: Int64, *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """Loads four float32 that other CTAs have written, behind a fence."""
     return _asm("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", [address], True, loc, ip)
-
-
-@dsl_user_op
-def map_shared(address: Int32, rank: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The address, among those of the cluster, of the same place in the shared memory of the CTA `rank`."""
-    return _asm("mapa.shared::cluster.u32 $0, $1, $2;", "r", "rr", [address, rank], False, loc, ip)
-
-
-@dsl_user_op
-def send_bulk(target: Int32, shared: Int32, nbytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """One lane starts a copy of `nbytes` (a multiple of 16) to another CTA's memory; an mbarrier there counts them."""
-    text = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-    _asm(f"{text} [$0], [$1], {nbytes}, [$2];", "", "rrr", [target, shared, barrier], True, loc, ip)

@@ -134,7 +134,7 @@ def section(multiprocessors: Int32, count: Int32, heads: Int32, *, uneven: bool)
     is left to run beside them; then sections fill the GPU twice, and are about alike.
 
     Args:
-        multiprocessors: CTAs, or clusters, that run at a time.
+        multiprocessors: of the GPU: CTAs that run at a time.
         count: tiles of a head.
         heads: all heads of all batch entries.
         uneven: whether the tiles of a head differ in length.

@@ -18,6 +18,9 @@ from jax_fastattn.kernels.spec import KernelSpec
 # Query rows to a multiple of which statistics and sums of dq are padded.
 ROW_ALIGNMENT = 128
 
+# Tiles of dq that are added to and not yet counted; each has a warp of its own that counts it.
+SLOTS = 3
+
 
 def padded_rows(rows: Any) -> Any:
     """Rows of a head in the statistics and in the sums of dq; for Python and device integers."""
@@ -41,7 +44,6 @@ class BackwardConfig:
             keys each.
         held: how many fragments of 16 columns of K, or of V, a warpgroup of the wide kernel holds in registers. Of
             the others its product reads both factors from shared memory, whose bytes are the limit there.
-        ctas: CTAs of a cluster. Two exchange dS: each adds dq of every other tile, for the keys of both.
     """
 
     queries: int
@@ -49,7 +51,6 @@ class BackwardConfig:
     dq_registers: int = 0
     wide: bool = False
     held: int = 0
-    ctas: int = 1
 
     def __post_init__(self) -> None:
         if self.adds_dq and self.wide:
@@ -69,16 +70,6 @@ class BackwardConfig:
     def keys(self) -> int:
         """Keys of a CTA."""
         return WARPGROUP_ROWS if self.wide else 2 * WARPGROUP_ROWS
-
-    @property
-    def cluster_keys(self) -> int:
-        """Keys of a cluster."""
-        return self.ctas * self.keys
-
-    @property
-    def slots(self) -> int:
-        """Tiles of dq that are added to and not yet counted; each has a warp of its own that counts it."""
-        return 3 if self.ctas == 1 else 2
 
     @property
     def consumer_threads(self) -> int:
@@ -137,8 +128,8 @@ class BackwardMemory:
 
     @property
     def value_start(self) -> int:
-        """Offset of V; K comes first, of the whole cluster."""
-        return self.config.cluster_keys * self.head_dim * 2
+        """Offset of V; K comes first."""
+        return self.config.keys * self.head_dim * 2
 
     @property
     def query_start(self) -> int:
@@ -152,10 +143,7 @@ class BackwardMemory:
 
     @property
     def dscore_start(self) -> int:
-        """Offset of two buffers of dS, of [64, 64] tiles: query halves fastest, then 64 keys each.
-
-        The buffers take turns. In a cluster the first gathers dS of all its keys, the second is what is sent.
-        """
+        """Offset of two buffers of dS that take turns, of [64, 64] tiles: query halves fastest, then 64 keys each."""
         return self.dout_start + self.config.stages * self.dout_nbytes
 
     @property
@@ -166,7 +154,7 @@ class BackwardMemory:
     @property
     def weights_start(self) -> int:
         """Offset of a buffer of them for each stage."""
-        dscore_nbytes = (self.config.cluster_keys + self.config.keys) * self.config.queries * 2
+        dscore_nbytes = 2 * self.config.keys * self.config.queries * 2
         return self.dscore_start + (dscore_nbytes if self.config.adds_dq else 0)
 
     @property
@@ -181,18 +169,18 @@ class BackwardMemory:
 
     @property
     def barrier_start(self) -> int:
-        """Offset of the mbarriers: of K and V, then full and empty ones of the rings of Q, of dO and of dS."""
+        """Offset of the mbarriers: of K and V, full and empty ones of the rings of Q, dO and dS, two of a slot."""
         return self.ones_start + (WARPGROUP_ROWS * 32 if self.config.adds_dq else 0)
 
     @property
     def flag_start(self) -> int:
         """Offset of the counters of tiles of dq, four bytes for each slot of `dq_sum.py`."""
-        return self.barrier_start + 8 * (3 + 4 * self.config.stages + 4 + 6)
+        return self.barrier_start + 8 * (2 + 4 * self.config.stages + 4 + 2 * SLOTS)
 
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.flag_start + 16
+        return self.flag_start + 4 * SLOTS
 
     @property
     def fits(self) -> bool:

@@ -4,26 +4,23 @@
 
 The two consumers hand it dS through shared memory, in two buffers by turns, and go on: neither the product nor the
 additions hold them up. The sums lie in the order of wgmma's accumulators (`_sums`), so that every lane adds 16 bytes at
-a time next to those of its neighbours. Query tile by query tile a counter says how many clusters have still to add;
+a time next to those of its neighbours. Query tile by query tile a counter says how many CTAs have still to add;
 `StatisticsKernel` sets it. Warps that do nothing else count a tile once its additions are visible, which takes as long
-as a product. The cluster that was the last one reads the sums back, scales and rounds them, and stores dq: no other
+as a product. The CTA that was the last one reads the sums back, scales and rounds them, and stores dq: no other
 kernel passes over them. The same warps have zeroed sums before, for heads that other CTAs add to later: CTAs start in
 the order of their numbers, so that who waits for zeros waits for CTAs that run.
-
-With two CTAs in a cluster each adds every other tile, for the keys of both: half as many additions, which are what
-limits the kernel at head dim 128. Its first buffer gathers dS of all keys, the second holds what is sent to the other.
 """
 
 from types import SimpleNamespace
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import ptx, tiles, wgmma
+from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, BackwardMemory, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, SLOTS, BackwardMemory, padded_rows
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -90,103 +87,40 @@ class DqSum:
             slot=wgmma.Uniform(Int32(0), Int32(0)),
         )
 
-        steps = self._own_steps(work)
-
         def step(i: Int32) -> None:
             self._finish(state, i)
-            self._add(state, i + 1 < steps)
-            wgmma.advance(state.slot, self.config.slots)
+            self._add(state)
+            wgmma.advance(state.slot, SLOTS)
 
         def drain(i: Int32) -> None:
-            self._finish(state, steps + i)
-            wgmma.advance(state.slot, self.config.slots)
-
-        def skip() -> None:
-            self._advance(work, state.added)
-            self._advance(work, state.counted)
+            self._finish(state, work.steps + i)
+            wgmma.advance(state.slot, SLOTS)
 
         counter = self._zeroed(work, arrivals, work.head_index)
         waits = work.head_index >= work.ahead
         cutlass.if_generate(waits, lambda: ptx.wait_global(counter, self._zeroing_warps(work)))
-        if self.config.ctas > 1:
-            cutlass.if_generate(work.rank == 1, skip)
-            self._meet_other(state, steps > 0)
         for uniform in (state.added, state.counted, state.turn, state.slot):
             uniform.settle()
-        wgmma.loop(steps, step)
-        wgmma.loop(Int32(self.config.slots), drain)
+        wgmma.loop(work.steps, step)
+        wgmma.loop(Int32(SLOTS), drain)
 
-    def _own_steps(self, work: SimpleNamespace) -> Int32:
-        """Tiles that this CTA adds: with another one in turns."""
-        return work.steps if self.config.ctas == 1 else (work.steps + 1 - work.rank) // 2
-
-    @property
-    def _part_nbytes(self) -> int:
-        """Bytes of dS of the keys of a CTA for a tile."""
-        return self.config.keys * self.config.queries * 2
-
-    def _meet_other(self, state: SimpleNamespace, adds: Boolean) -> None:
-        """Expects the other CTA's first part of dS, and prepares its K: zeros past the end of the keys."""
-        shared, work, memory = state.shared, state.work, self.memory
-        expects = Boolean(adds & (state.warp == 0))
-        cutlass.if_generate(expects, lambda: wgmma.expect(shared.dscore_full, self._part_nbytes))
-        wgmma.wait(shared.other_key_full, Int32(0))
-        if not self.spec.key_value_seq_lengths:
-            return
-        other = 1 - work.rank
-        for group in range(2):
-            row = work.row + (other - work.rank) * self.config.keys + group * WARPGROUP_ROWS
-            gradient.zero_rows(
-                shared.address + (2 * other + group) * (WARPGROUP_ROWS * memory.head_dim * 2),
-                (WARPGROUP_ROWS, memory.head_dim),
-                2 * wgmma.atom_columns(memory.head_dim),
-                tiles.clamp(work.bounds["key_end"] - row, 0, WARPGROUP_ROWS),
-                thread=state.thread,
-                threads=128,
-            )
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=128)
-
-    def _add(self, state: SimpleNamespace, goes_on: Boolean) -> None:
+    def _add(self, state: SimpleNamespace) -> None:
         """Adds dQ of the next tile to its sums."""
-        shared, config, turn = state.shared, self.config, state.turn[0]
-        buffer, phase = (turn % 2, turn // 2 % 2) if config.ctas == 1 else (Int32(0), turn % 2)
-        wgmma.wait(shared.dscore_full + buffer, phase)
-        if config.ctas > 1:
-            expects = Boolean(goes_on & (state.warp == 0))
-            cutlass.if_generate(expects, lambda: wgmma.expect(shared.dscore_full, self._part_nbytes))
+        shared, turn = state.shared, state.turn[0]
+        buffer = turn % 2
+        wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
         chunks = self._chunks()
         for chunk, (row_block, column) in enumerate(chunks):
             self._start(state, buffer, row_block, column)
             warpgroup.wait_group(0)
             if chunk == len(chunks) - 1:
                 wgmma.release(shared.dscore_empty + buffer)
-                if config.ctas > 1:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(shared.dscore_empty + 1, 1 - state.work.rank)
             address = self._sums(state, state.added, chunk)
             for n in range(self.columns // 8):
                 ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + k] for k in range(4)])
         wgmma.release(shared.added + state.slot[0])
-        for _ in range(config.ctas):
-            self._advance(state.work, state.added)
+        self._advance(state.work, state.added)
         state.turn[0] = turn + 1
-
-    def send(self, shared: SimpleNamespace, work: SimpleNamespace) -> None:
-        """Sends this CTA's dS of the tiles that the other one adds. Runs in one warp."""
-        start, rank = shared.address + self.memory.dscore_start, work.rank
-
-        def step(i: Int32) -> None:
-            wgmma.wait(shared.dscore_full + 1, i % 2)
-            with cute.arch.elect_one():
-                ptx.send_bulk(
-                    ptx.map_shared(start + rank * self._part_nbytes, 1 - rank),
-                    start + 2 * self._part_nbytes,
-                    self._part_nbytes,
-                    ptx.map_shared(shared.dscore_full.toint(), 1 - rank),
-                )
-
-        wgmma.loop(work.steps - self._own_steps(work), step)
 
     def _counter(self, work: SimpleNamespace, arrivals: cute.Pointer, head: Int64, tile: Int32) -> Int64:
         """Address of the counter of a tile of a query head; before the first one lies that of zeros."""
@@ -208,7 +142,7 @@ class DqSum:
         """Starts dS K of a part of a tile."""
         tall, wide = self.config.queries // BLOCK, self.memory.head_dim // self.columns
         warpgroup.fence()
-        for half in range(2 * self.config.ctas):
+        for half in range(2):
             for k in range(BLOCK // 16):
                 mma = cute.make_mma_atom(state.mma.op)
                 mma.set(warpgroup.Field.ACCUMULATE, half + k > 0)
@@ -234,7 +168,7 @@ class DqSum:
 
     def _zeroing_warps(self, work: SimpleNamespace) -> Int32:
         """Warps that zero the sums of a key/value head."""
-        return work.key_tiles * (self.config.ctas * self.config.slots)
+        return work.key_tiles * SLOTS
 
     def _zeroed(self, work: SimpleNamespace, arrivals: cute.Pointer, head_index: Int32) -> Int64:
         """Address of the counter of the warps that have zeroed the sums of a key/value head: its first query head's."""
@@ -248,7 +182,7 @@ class DqSum:
         nbytes = 512
         target = work.head_index + work.ahead
         warps = self._zeroing_warps(work)
-        index = (work.tile * self.config.ctas + work.rank) * self.config.slots + slot
+        index = work.tile * SLOTS + slot
         count = padded_rows(work.query_length) // ROW_ALIGNMENT
         count = count * (ROW_ALIGNMENT * 4 * self.spec.group * self.memory.head_dim // nbytes)
         first = Int64(target) * count * nbytes + index * nbytes + ptx.thread_index() % 32 * 16
@@ -275,7 +209,7 @@ class DqSum:
         visited = work.visit.end - work.visit.begin
 
         def step(lap: Int32) -> None:
-            i = (slot + self.config.slots * lap) * self.config.ctas + (work.rank if self.config.ctas > 1 else 0)
+            i = slot + SLOTS * lap
             wgmma.wait(shared.added + slot, lap % 2)
             head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
             counter = self._counter(work, arrivals, head, work.visit.end - 1 - i % visited)
@@ -284,14 +218,14 @@ class DqSum:
                 ptx.store_shared(self._flag(shared, slot), left)
                 cute.arch.mbarrier_arrive(shared.counted + slot)
 
-        wgmma.loop((self._own_steps(work) - slot + (self.config.slots - 1)) // self.config.slots, step)
+        wgmma.loop((work.steps - slot + (SLOTS - 1)) // SLOTS, step)
 
     def _flag(self, shared: SimpleNamespace, slot: Int32) -> Int32:
         """Where a slot's counter is put."""
         return shared.address + self.memory.flag_start + slot * 4
 
     def _finish(self, state: SimpleNamespace, i: Int32) -> None:
-        """Empties the slot of step `i`: stores dq of its tile, if no other cluster has still to add there."""
+        """Empties the slot of step `i`: stores dq of its tile, if no other CTA has still to add there."""
         work, spec, slot = state.work, self.spec, state.slot[0]
 
         def store() -> None:
@@ -320,7 +254,6 @@ class DqSum:
             wgmma.wait(state.shared.counted + slot, state.slot[1] ^ 1)
             left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
             cutlass.if_generate(left == 1, store)
-            for _ in range(self.config.ctas):
-                self._advance(work, state.counted)
+            self._advance(work, state.counted)
 
-        cutlass.if_generate(i >= self.config.slots, finish)
+        cutlass.if_generate(i >= SLOTS, finish)

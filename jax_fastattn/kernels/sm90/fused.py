@@ -9,26 +9,31 @@ tile, everything transposed so that keys are rows:
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
 P^T and dS^T go from accumulator to A operand inside registers. The warpgroups never wait for each other. For dq the
-consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); in a cluster of two CTAs
-every other tile is sent to the other one. Else `dq.py` computes dq.
+consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`). Else it has a kernel of
+its own, `dq.py`.
 
 Query tiles are visited in order: masked ones (right window edge), full ones without mask code, masked ones (left window
 edge, end of the queries); or the other way round. Reads the statistics that are described in `gradient.py`.
 """
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, BackwardMemory, padded_rows, stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward_config import (
+    SLOTS,
+    BackwardConfig,
+    BackwardMemory,
+    padded_rows,
+    stats_row_nbytes,
+)
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
@@ -59,14 +64,14 @@ class FusedKernel:
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
 
     def _key_tiles(self, key_length: Int32) -> Int32:
-        """Clusters that share a key/value head."""
-        return (key_length + (self.config.cluster_keys - 1)) // self.config.cluster_keys
+        """CTAs that share a key/value head."""
+        return (key_length + (self.config.keys - 1)) // self.config.keys
 
     def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32]:
-        """Of `heads` key/value heads, those whose clusters start together, and how many heads ahead sums are zeroed."""
-        clusters, key_tiles = multiprocessors // self.config.ctas, self._key_tiles(key_length)
-        section = tiles.section(clusters, key_tiles, heads, uneven=self.spec.uneven)
-        return section, Int32(cutlass.max(section, (clusters + (key_tiles - 1)) // cutlass.max(key_tiles, 1)))
+        """Of `heads` key/value heads, those whose CTAs start together, and how many heads ahead sums are zeroed."""
+        key_tiles = self._key_tiles(key_length)
+        section = tiles.section(multiprocessors, key_tiles, heads, uneven=self.spec.uneven)
+        return section, Int32(cutlass.max(section, (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)))
 
     def launch(
         self,
@@ -110,7 +115,7 @@ class FusedKernel:
             dv: `[B, S, K, D]`.
             dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
                 they are.
-            dq_sum: float32 `[B, N, padded_rows(T), padded H]`, zeros for the first `ahead` heads; in `dq_sum.py`'s order.
+            dq_sum: float32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead` heads.
             arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: 0, then how many key tiles see each query
                 tile.
             batch: B.
@@ -119,8 +124,8 @@ class FusedKernel:
             num_heads: N.
             window_left: keys to the left of its own position that a query sees.
             window_right: the same to the right.
-            section: key/value heads whose clusters start together, see `sections`.
-            ahead: heads from those that a cluster works on to those whose sums it zeroes.
+            section: key/value heads whose CTAs start together, see `sections`.
+            ahead: heads from that which a CTA works on to that whose sums it zeroes.
             scale: factor on q . k, of any sign.
             logits_soft_cap: the cap.
             stream: CUDA stream.
@@ -158,9 +163,8 @@ class FusedKernel:
             scale,
             logits_soft_cap,
         ).launch(
-            grid=(self._key_tiles(key_length) * batch * kv_heads * config.ctas, 1, 1),
+            grid=(self._key_tiles(key_length) * batch * kv_heads, 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.ctas, 1, 1) if config.ctas > 1 else None,
             smem=memory.nbytes,
             stream=stream,
             min_blocks_per_mp=1,
@@ -214,15 +218,6 @@ class FusedKernel:
         operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
         sums = (dq, dq_sum, arrivals)
         self._divide(shared, work, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
-        self._meet(last=True)
-
-    def _meet(self, last: bool = False) -> None:
-        """All threads of the cluster meet; before they exit only where others use their memory."""
-        if self.config.ctas > 1:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        elif not last:
-            cute.arch.sync_threads()
 
     def _divide(
         self,
@@ -237,7 +232,7 @@ class FusedKernel:
     ) -> None:
         """Warpgroups: two consumers, the one that computes dq if the kernel does, and the producer's.
 
-        The producer's other warps count tiles of dq, and the last one sends dS in a cluster.
+        The producer's other warps zero sums of dq and count their tiles.
         """
         spec, config = self.spec, self.config
         thread, warp_index = who
@@ -256,9 +251,7 @@ class FusedKernel:
                     adder.zero(work, dq_sum, arrivals, slot)
                     adder.count(shared, work, arrivals, slot)
 
-                cutlass.if_generate(Boolean((slot >= 0) & (slot < config.slots)), zero_and_count)
-            if config.ctas > 1:
-                cutlass.if_generate(warp_index == producer + 3, lambda: adder.send(shared, work))
+                cutlass.if_generate(Boolean((slot >= 0) & (slot < SLOTS)), zero_and_count)
 
         def add_dq() -> None:
             cute.arch.setmaxregister_decrease(config.registers[1])
@@ -291,7 +284,7 @@ class FusedKernel:
         barriers = cute.recast_ptr(base + memory.barrier_start, dtype=Int64)
         shared = SimpleNamespace(
             address=base.toint(),
-            key=staged(0, WARPGROUP_ROWS, memory.head_dim, config.cluster_keys // WARPGROUP_ROWS),
+            key=staged(0, WARPGROUP_ROWS, memory.head_dim, config.keys // WARPGROUP_ROWS),
             value=staged(memory.value_start, WARPGROUP_ROWS, memory.v_head_dim, config.keys // WARPGROUP_ROWS),
             query=staged(memory.query_start, config.queries, memory.head_dim, stages),
             dout=staged(memory.dout_start, config.queries, memory.v_head_dim, stages),
@@ -303,7 +296,7 @@ class FusedKernel:
             dout_empty=barriers + (2 + 3 * stages),
         )
         if config.adds_dq:
-            count = (config.cluster_keys + config.keys) * config.queries // (BLOCK * BLOCK)
+            count = 2 * config.keys * config.queries // (BLOCK * BLOCK)
             shared.dscore = staged(memory.dscore_start, BLOCK, BLOCK, count)
             # Factors of products in bfloat16, whatever the operands are.
             statistics = (config.queries, _STEP)
@@ -316,11 +309,10 @@ class FusedKernel:
             shared.dscore_full = barriers + (2 + 4 * stages)
             shared.dscore_empty = barriers + (4 + 4 * stages)
             shared.added = barriers + (6 + 4 * stages)
-            shared.counted = barriers + (6 + 4 * stages + config.slots)
-            shared.other_key_full = barriers + (6 + 4 * stages + 2 * config.slots)
+            shared.counted = barriers + (6 + 4 * stages + SLOTS)
             # K once more, of as many columns as dq is computed of at a time: atoms of 64 columns follow each other.
             columns = DqSum(self.spec, memory, self.dtype).columns
-            shared.key_columns = staged(0, WARPGROUP_ROWS, columns, 2 * config.ctas * memory.head_dim // columns)
+            shared.key_columns = staged(0, WARPGROUP_ROWS, columns, 2 * memory.head_dim // columns)
         return shared
 
     def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
@@ -339,18 +331,15 @@ class FusedKernel:
                         cute.arch.mbarrier_init(empty + stage, config.consumer_threads // 32)
                 if config.adds_dq:
                     for buffer in range(2):
-                        # What expects the other CTA's part arrives as well.
-                        gathers = config.ctas > 1 and buffer == 0
-                        cute.arch.mbarrier_init(shared.dscore_full + buffer, config.consumer_threads // 32 + gathers)
+                        cute.arch.mbarrier_init(shared.dscore_full + buffer, config.consumer_threads // 32)
                         cute.arch.mbarrier_init(shared.dscore_empty + buffer, 4)
-                    cute.arch.mbarrier_init(shared.other_key_full, 1)
-                    for slot in range(config.slots):
+                    for slot in range(SLOTS):
                         cute.arch.mbarrier_init(shared.added + slot, 4)
                         cute.arch.mbarrier_init(shared.counted + slot, 1)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
-        self._meet()
+        cute.arch.sync_threads()
 
     def _write_ones(self, thread: Int32, shared: SimpleNamespace) -> None:
         """Writes the left factor of `gradient.thirds`, and the columns of zeros that follow the right ones."""
@@ -370,19 +359,12 @@ class FusedKernel:
         query_length, key_length, num_heads, all_heads, section, ahead = sizes
         block, _, _ = cute.arch.block_idx()
         kv_heads = num_heads // spec.group
-        rank, block = block % config.ctas, block // config.ctas
         key_tiles = self._key_tiles(key_length)
         tile, head_index = tiles.place_in_sections(block, section, key_tiles, all_heads)
         batch = head_index // kv_heads
-        row = tile * config.cluster_keys + rank * config.keys
+        row = tile * config.keys
         bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
         visit = tiles.query_tiles(row, config.keys, config.queries, **bounds)
-        if config.ctas > 1:
-            # All CTAs of a cluster visit the same tiles; which of them need a mask is their own matter.
-            both = tiles.query_tiles(tile * config.cluster_keys, config.cluster_keys, config.queries, **bounds)
-            full_begin = tiles.clamp(visit.full_begin, both.begin, both.end)
-            full_end = tiles.clamp(visit.full_end, full_begin, both.end)
-            visit = plan.TileRange(both.begin, both.end, full_begin, full_end)
         if config.adds_dq:
             # Keys past the end would add to dq: where there are some, every tile is masked.
             full_begin = ptx.where(row + config.keys > bounds["key_end"], visit.end, visit.full_begin)
@@ -394,7 +376,6 @@ class FusedKernel:
             ahead=ahead,
             head_index=head_index,
             all_heads=all_heads,
-            rank=cute.arch.make_warp_uniform(rank),
             row=row,
             batch=batch,
             kv_head=head_index % kv_heads,
@@ -426,13 +407,11 @@ class FusedKernel:
 
         groups = config.keys // WARPGROUP_ROWS
 
-        def load_keys(
-            operand: tuple, tile: cute.Tensor, barrier: cute.Pointer, columns: int, rank: Int32, target: Any
-        ) -> None:
+        def load_keys(operand: tuple, tile: cute.Tensor, barrier: cute.Pointer, columns: int) -> None:
             copy = wgmma.tma_copy(*operand, tile, (work.kv_head, work.batch))
             wgmma.expect(barrier, config.keys * columns * 2)
             for group in range(groups):
-                copy(groups * (config.ctas * work.tile + rank) + group, target + group, barrier)
+                copy(groups * work.tile + group, group, barrier)
 
         def load_head(member: Int32) -> None:
             head = work.first_head + member
@@ -459,11 +438,8 @@ class FusedKernel:
 
             wgmma.loop(work.visit.end - work.visit.begin, load)
 
-        rank, first = work.rank, groups * work.rank if config.ctas > 1 else 0
-        load_keys(key, shared.key, shared.key_full, memory.head_dim, rank, first)
-        load_keys(value, shared.value, shared.value_full, memory.v_head_dim, rank, 0)
-        if config.ctas > 1:
-            load_keys(key, shared.key, shared.other_key_full, memory.head_dim, 1 - rank, groups - first)
+        load_keys(key, shared.key, shared.key_full, memory.head_dim)
+        load_keys(value, shared.value, shared.value_full, memory.v_head_dim)
         wgmma.loop(Int32(self.spec.group), load_head)
 
     # Consumers.
@@ -486,7 +462,6 @@ class FusedKernel:
         dk_mma = wgmma.product(self.dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
         dv_mma = wgmma.product(self.dtype, memory.v_head_dim, a_in_registers=True, b_transposed=True)
         scores = (WARPGROUP_ROWS, config.queries)
-        own_key = 2 * work.rank + group if config.ctas > 1 else group
         state = SimpleNamespace(
             shared=shared,
             work=work,
@@ -500,7 +475,7 @@ class FusedKernel:
             score_mma=score_mma,
             dk_mma=dk_mma,
             dv_mma=dv_mma,
-            key=wgmma.operand_a(score_mma, shared.key)[None, None, None, own_key],
+            key=wgmma.operand_a(score_mma, shared.key)[None, None, None, group],
             value=wgmma.operand_a(score_mma, shared.value)[None, None, None, group],
             query=wgmma.operand_b(score_mma, shared.query),
             dout=wgmma.operand_b(score_mma, shared.dout),
@@ -518,7 +493,7 @@ class FusedKernel:
         wgmma.wait(shared.key_full, Int32(0))
         state.dscore = state.score if config.adds_dq else wgmma.accumulator(score_mma, scores)
         if config.adds_dq:
-            state.buffer = wgmma.Uniform(work.rank, Int32(0))
+            state.buffer = wgmma.Uniform(Int32(0), Int32(0))
             state.stats_mma = wgmma.product(cutlass.BFloat16, config.queries, a_in_registers=False, b_transposed=False)
             state.ones = wgmma.operand_a(state.stats_mma, shared.ones)
             state.stats = wgmma.operand_b(state.stats_mma, shared.stats)
@@ -584,17 +559,13 @@ class FusedKernel:
         warpgroup.wait_group(0)
         self._probabilities(state, tile, [], edges)
         weights = copied(state.p_fragment)
-        if self.config.ctas > 1:
-            # Here, where no product of the warpgroup is in flight, since it has no register left for that later.
-            self._wait_for_room(state)
         self._start_dp(state, tile, edges)
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
         self._dscores(state, tile, weights, None, edges)
         dscores = copied(state.ds_fragment)
         self._add_dk(state, stage)
-        if self.config.ctas == 1:
-            self._wait_for_room(state)
+        self._wait_for_room(state)
         self._give_dscores(state, dscores)
         self._leave(state, stage)
 
@@ -727,19 +698,18 @@ class FusedKernel:
 
     def _give_dscores(self, state: SimpleNamespace, pairs: list[Int32]) -> None:
         """Puts dS^T, transposed, into this warpgroup's part of the next buffer of dS."""
-        queries, lane, rank = self.config.queries, state.thread % 32, state.work.rank
+        queries, lane = self.config.queries, state.thread % 32
         buffer, phase = state.buffer[0], state.buffer[1]
         # Four matrices of an A fragment: keys 0 and 8 of queries 0, the same of queries 8.
         corner = rescue.swizzled_offset(lane // 16 * 8 + lane % 8, state.warp, lane // 8 % 2, BLOCK, BLOCK)
-        part = ptx.where(buffer == 0, 2 * rank, Int32(2 * self.config.ctas)) + state.group
+        part = 2 * buffer + state.group
         address = state.shared.address + self.memory.dscore_start + part * (queries * BLOCK * 2) + corner
         for step in range(queries // 16):
             # Rows of 128 bytes; a tile of 64 queries ends where the next begins.
             ptx.store_matrices_transposed(address + step * (16 * BLOCK * 2), pairs[4 * step : 4 * step + 4])
         cute.arch.fence_proxy("async.shared", space="cta")
         wgmma.release(state.shared.dscore_full + buffer)
-        # The CTAs of a cluster begin with different buffers.
-        state.buffer[1] = phase ^ buffer ^ rank
+        state.buffer[1] = phase ^ buffer
         state.buffer[0] = buffer ^ 1
 
     def _zero_keys(self, state: SimpleNamespace) -> None:
@@ -749,7 +719,7 @@ class FusedKernel:
 
         def zero() -> None:
             gradient.zero_rows(
-                state.shared.address + (2 * work.rank + state.group) * (WARPGROUP_ROWS * memory.head_dim * 2),
+                state.shared.address + state.group * (WARPGROUP_ROWS * memory.head_dim * 2),
                 (WARPGROUP_ROWS, memory.head_dim),
                 2 * wgmma.atom_columns(memory.head_dim),
                 valid,

@@ -164,7 +164,7 @@ class StatisticsKernel:
         head_index, row, head_row, dq_row = place
         cutlass.if_generate(first, lambda: self._zero(dq_sum, head_row, lane, 4 * padded_head_dim(self.spec.head_dim)))
         rows = self.config.queries
-        visit = tiles.key_tiles(row // rows * rows, rows, self.config.cluster_keys, **bounds)
+        visit = tiles.key_tiles(row // rows * rows, rows, self.config.keys, **bounds)
         seen = visit.end - visit.begin
         counter = arrivals.toint() + (head_row // rows + head_index + 1) * 4
 
