@@ -216,7 +216,7 @@ class Ring:
 # Products
 
 # A product of 16 along k with its two factors.
-Step = tuple[cute.TiledMma, cute.Tensor, cute.Tensor]
+Step = tuple[cute.TiledMma, Any, Any]
 
 
 def product(dtype: Any, columns: int, *, a_in_registers: bool, b_transposed: bool) -> cute.TiledMma:
