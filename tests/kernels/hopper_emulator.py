@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""`ptx_emulator` for Hopper kernels: TMA, mbarriers, named barriers, wgmma and clusters of CTAs along x.
+"""`ptx_emulator` for Hopper kernels: TMA, mbarriers, named barriers and wgmma.
 
-The threads of a warpgroup advance together. The warpgroups of a cluster take turns: each runs until it has to wait or
+The threads of a warpgroup advance together. The warpgroups of a CTA take turns: each runs until it has to wait or
 arrives somewhere, and when all of them wait the kernel hangs, which is an error. Copies and products take effect when
 they are issued.
 
@@ -14,11 +14,10 @@ copies without a proxy fence.
 It also catches races in shared memory, whatever the turns were. Every warpgroup and every mbarrier is an agent with a
 time; an arrival hands on the times that a warpgroup knows, a wait learns them. Who uses a byte has to know of the
 accesses before it, those of copies included, and who uses an mbarrier of its initialisation; a CTA may exit when it
-knows of the end of all copies from and to it, and of what other CTAs did in its shared memory.
+knows of the end of all copies to it.
 
 What it cannot catch: a missing barrier between the warps of a warpgroup (and a wait of one warp counts for all), races
-in global memory, a `cp.reduce` that is not waited for, that a relaxed arrival at the barrier of a cluster orders no
-accesses (it is taken for a release).
+in global memory.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ import numpy as np
 from ptx_emulator import _TYPES, Cta, Memory, parse
 
 _WARPGROUP = 128
-# Addresses of shared::cluster: the CTA's own shared memory is at 0, that of rank r (its own too) at (r + 1) * _WINDOW.
-_WINDOW = 1 << 24
-# Warpgroups and mbarriers that a cluster may have.
+# Warpgroups and mbarriers that a CTA may have.
 _AGENTS = 256
 
 
@@ -78,7 +75,7 @@ class Handover:
 
 @dataclass
 class Barrier(Handover):
-    """A named barrier or that of a cluster: threads that have arrived, and rounds that have ended."""
+    """A named barrier: threads that have arrived, and rounds that have ended."""
 
     arrived: int = 0
     rounds: int = 0
@@ -123,34 +120,21 @@ class Shared:
 
     Args:
         nbytes: of shared memory.
-        agents: the CTA's warpgroups.
-        readers: warpgroups of the cluster.
+        groups: their number; mbarriers are the agents after them.
     """
 
-    def __init__(self, nbytes: int, agents: range, readers: int):
+    def __init__(self, nbytes: int, groups: int):
         self.memory = np.full(nbytes, 0xFF, np.uint8)
         # By byte: products in flight that read it, and whether a thread has stored it without a proxy fence since.
         self.reads, self.unfenced = np.zeros(nbytes, np.int16), np.zeros(nbytes, bool)
         # By byte: agent and time of the last write, and the time of every warpgroup's last read.
         self.writer, self.written = np.zeros(nbytes, np.int16), np.zeros(nbytes, np.int32)
-        self.read = np.zeros((readers, nbytes), np.int32)
-        # When copies will have read (start, end) for an mbarrier, somewhere in the cluster.
-        self.lent: dict[tuple[int, int, int], int] = {}
+        self.read = np.zeros((groups, nbytes), np.int32)
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, Barrier] = defaultdict(Barrier)
-        self.agents, self.running = agents, len(agents)
+        self.agents = self.running = groups
         # What has to be over when the CTA exits, and what is known to be by the warpgroups that have.
         self.touched, self.known = _times(), _times()
-
-
-@dataclass
-class Cluster:
-    """CTAs that run together, their barrier and its threads; agents that have a number."""
-
-    ctas: list[Shared]
-    threads: int
-    agents: int
-    barrier: Barrier = field(default_factory=Barrier)
 
 
 @dataclass(frozen=True)
@@ -179,12 +163,10 @@ def _parts(threads: int) -> list[tuple[int, int]]:
 class Warpgroup(Cta):
     """Up to 128 threads of a CTA."""
 
-    def __init__(self, program: tuple, parameters: list[Any], memory: Memory, place: tuple, cluster: Cluster):
+    def __init__(self, program: tuple, parameters: list[Any], memory: Memory, place: tuple, common: Shared):
         self.code, self.labels, self.parameter_types, threads = program
         self.block, self.grid, index = place
-        self.parameters, self.memory, self.cluster = parameters, memory, cluster
-        self.rank = self.block % len(cluster.ctas)
-        self.common = cluster.ctas[self.rank]
+        self.parameters, self.memory, self.common = parameters, memory, common
         self.shared, self.all_threads = self.common.memory, threads
         first, self.threads = _parts(threads)[index]
         self.tid = np.arange(first, first + self.threads)
@@ -193,12 +175,10 @@ class Warpgroup(Cta):
         # Products in flight, by group; the last group is open.
         self.flying: list[list[Product]] = [[]]
         self.busy: dict[str, int] = {}
-        self.stored: list[tuple[Shared, np.ndarray]] = []
-        self.agent = self.common.agents[index]
+        self.stored: list[np.ndarray] = []
+        self.agent = index
         self.clock = _times()
         self.clock[self.agent] = 1
-        # The round of the cluster's barrier at which a thread has arrived, until it has waited; else -1.
-        self.round = np.full(self.threads, -1)
 
     def steps(self) -> Iterator[str]:
         """Runs to the end; yields what it waits for, as often as it is asked in vain."""
@@ -220,8 +200,6 @@ class Warpgroup(Cta):
                 yield from self.wait(operands, active)
             elif opcode.startswith(("bar.sync", "barrier.sync")):
                 yield from self.sync(operands, active)
-            elif opcode.startswith("barrier.cluster.wait"):
-                yield from self.wait_for_cluster(active)
             else:
                 self.execute(opcode, operands, active)
                 if opcode.startswith("mbarrier.arrive") and "expect_tx" not in opcode:
@@ -241,7 +219,7 @@ class Warpgroup(Cta):
     def wait(self, operands: list[str], active: np.ndarray) -> Iterator[str]:
         address = int(self.address(operands[1], np.uint32)[active][0])
         parity = int(self.get(operands[2], np.uint32)[active][0])
-        barrier = self.mbarrier(self.common, address)
+        barrier = self.mbarrier(address)
         while barrier.phase % 2 == parity:
             yield f"mbarrier {address} of CTA {self.block}, parity {parity}, {barrier}"
         self.learn(barrier)
@@ -256,15 +234,6 @@ class Warpgroup(Cta):
             yield f"named barrier {name} of CTA {self.block}: {barrier.arrived} of {expected}"
         self.learn(barrier)
 
-    def wait_for_cluster(self, active: np.ndarray) -> Iterator[str]:
-        barrier = self.cluster.barrier
-        if (self.round[active] < 0).any():
-            raise RuntimeError("a wait for the barrier of the cluster without an arrival")
-        while (self.round[active] == barrier.rounds).any():
-            yield f"barrier of the cluster of CTA {self.block}: {barrier.arrived} of {self.cluster.threads}"
-        self.round[active] = -1
-        self.learn(barrier)
-
     def arrive(self, barrier: Barrier | Mbarrier, **update: int) -> None:
         """Hands on what the warpgroup knows; what it does after that is later."""
         np.maximum(barrier.gathered, self.clock, out=barrier.gathered)
@@ -275,12 +244,7 @@ class Warpgroup(Cta):
         np.maximum(self.clock, barrier.released, out=self.clock)
 
     def do_bar(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        if parts[:2] == ["cluster", "arrive"]:
-            if (self.round[active] >= 0).any():
-                raise RuntimeError("two arrivals at the barrier of the cluster without a wait between them")
-            self.round[active] = self.cluster.barrier.rounds
-            self.arrive(self.cluster.barrier, threads=int(active.sum()), expected=self.cluster.threads)
-        elif parts[0] == "arrive":
+        if parts[0] == "arrive":
             name, expected = (int(self.get(x, np.int32)[active][0]) for x in operands)
             self.arrive(self.common.named[name], threads=int(active.sum()), expected=expected)
         elif parts[0] != "warp":
@@ -288,8 +252,8 @@ class Warpgroup(Cta):
 
     do_barrier = do_bar
 
-    def mbarrier(self, shared: Shared, offset: int) -> Mbarrier:
-        barrier = shared.mbarriers.get(offset)
+    def mbarrier(self, offset: int) -> Mbarrier:
+        barrier = self.common.mbarriers.get(offset)
         if barrier is None or self.clock[barrier.made[0]] < barrier.made[1]:
             raise RuntimeError(f"CTA {self.block} uses an mbarrier at {offset:#x} that is not known to be initialised")
         return barrier
@@ -299,18 +263,17 @@ class Warpgroup(Cta):
             address = int(self.address(operands[0], np.uint32)[active][0])
             count = int(self.get(operands[1], np.uint32)[active][0])
             made = self.agent, int(self.clock[self.agent])
-            self.common.mbarriers[address] = Mbarrier(count, self.cluster.agents, made)
-            self.cluster.agents += 1
+            self.common.mbarriers[address] = Mbarrier(count, self.common.agents, made)
+            self.common.agents += 1
             return
-        arrives, remote = parts[0] == "arrive", "shared::cluster" in parts
+        arrives = parts[0] == "arrive"
         if not arrives and parts[0] != "expect_tx":
             raise NotImplementedError(f"mbarrier.{parts}")
         target, *operand = operands[1:] if arrives else operands
         addresses = self.address(target, np.uint32)[active]
         values = self.get(operand[0] if operand else "1", np.uint32)[active].astype(int)
         for address in np.unique(addresses):
-            shared, offset = (self.cta(address), address % _WINDOW) if remote else (self.common, address)
-            barrier, theirs = self.mbarrier(shared, int(offset)), values[addresses == address]
+            barrier, theirs = self.mbarrier(int(address)), values[addresses == address]
             if not arrives:
                 barrier.update(nbytes=int(theirs.sum()))
             elif "expect_tx" in parts:
@@ -318,37 +281,9 @@ class Warpgroup(Cta):
             else:
                 self.arrive(barrier, arrivals=int(theirs.sum()))
 
-    # The cluster.
-
-    def cta(self, address: int) -> Shared:
-        """The CTA in whose shared memory an address of shared::cluster lies; it has to run from now until later."""
-        rank = int(address) // _WINDOW - 1
-        if rank in (-1, self.rank):
-            return self.common
-        if rank >= len(self.cluster.ctas):
-            raise IndexError(f"CTA {self.block} uses shared memory of rank {rank} of {len(self.cluster.ctas)}")
-        other = self.cluster.ctas[rank]
-        if not other.running:
-            raise RuntimeError(f"CTA {self.block} uses shared memory of rank {rank}, which has exited")
-        if not self.clock[other.agents].any():
-            raise RuntimeError(
-                f"CTA {self.block} uses shared memory of rank {rank}, which is not known to have started"
-            )
-        other.touched[self.agent] = self.clock[self.agent]
-        return other
-
-    def do_mapa(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        if parts != ["shared::cluster", "u32"]:
-            raise NotImplementedError(f"mapa.{parts}")
-        ranks = self.get(operands[2], np.uint32).astype(np.int64)
-        if (ranks[active] >= len(self.cluster.ctas)).any():
-            raise IndexError(f"mapa to rank {ranks[active].max()} of {len(self.cluster.ctas)}")
-        addresses = self.address(operands[1], np.uint32) % _WINDOW + (ranks + 1) * _WINDOW
-        self.put(operands[0], addresses.astype(np.uint32), active)
-
-    def order(self, shared: Shared, places: np.ndarray, *, writes: bool) -> None:
+    def order(self, places: np.ndarray, *, writes: bool) -> None:
         """An access, which has to know of all writes of the bytes and, if it writes, of all reads."""
-        places = places.reshape(-1)
+        places, shared = places.reshape(-1), self.common
         if (self.clock[shared.writer[places]] < shared.written[places]).any():
             raise RuntimeError(f"CTA {self.block} uses shared memory without waiting for what is written there")
         if not writes:
@@ -365,8 +300,8 @@ class Warpgroup(Cta):
 
     def do_fence(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[0] == "proxy":
-            for shared, places in self.stored:
-                shared.unfenced[places] = False
+            for places in self.stored:
+                self.common.unfenced[places] = False
             self.stored = []
 
     # Operands and lanes.
@@ -374,15 +309,8 @@ class Warpgroup(Cta):
     def get(self, name: str, kind: Any) -> np.ndarray:
         if (parameter := re.search(r"_param_(\d+)$", name)) is not None:
             return np.full(self.threads, int(parameter[1]), kind)  # where it is: which descriptor
-        size = len(self.cluster.ctas)
-        special = {
-            "%nctaid.x": self.grid,
-            "%clusterid.x": self.block // size, "%nclusterid.x": self.grid // size,
-            "%cluster_ctaid.x": self.rank, "%cluster_nctaid.x": size,
-            "%cluster_ctarank": self.rank, "%cluster_nctarank": size,
-        }  # fmt: skip
-        if name in special:
-            return np.full(self.threads, special[name], kind)
+        if name == "%nctaid.x":
+            return np.full(self.threads, self.grid, kind)
         if name.startswith("__dynamic_shmem__"):
             return np.zeros(self.threads, kind)
         if kind is bool and name not in self.registers:
@@ -415,7 +343,7 @@ class Warpgroup(Cta):
     def do_ldmatrix(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         addresses = np.where(active, self.address(operands[1], np.uint32), 0)
         places = self.shared_indices(addresses, 16)
-        self.order(self.common, places[active], writes=False)
+        self.order(places[active], writes=False)
         rows = self.shared[places].view(np.uint16)
         matrices = rows.reshape(-1, 4, 8, 8)
         if "trans" in parts:
@@ -433,65 +361,43 @@ class Warpgroup(Cta):
         if "trans" in parts:
             matrices = matrices.swapaxes(2, 3)
         rows = np.ascontiguousarray(matrices.reshape(-1, 8)).view(np.uint8)
-        self.fill(self.common, self.shared_indices(addresses, 16), rows)
-
-    def windows(self, space: str, addresses: np.ndarray) -> Iterator[tuple[Shared, np.ndarray, np.ndarray]]:
-        """CTAs in whose shared memory addresses lie, which of the addresses, and where there."""
-        if space != "shared::cluster":
-            yield self.common, np.ones(len(addresses), bool), addresses
-            return
-        for window in np.unique(addresses // _WINDOW):
-            here = addresses // _WINDOW == window
-            yield self.cta(window * _WINDOW), here, addresses[here] % _WINDOW
+        self.fill(self.shared_indices(addresses, 16), rows)
 
     def load_shared(self, space: str, addresses: np.ndarray, size: int) -> np.ndarray:
-        data = np.empty((len(addresses), size), np.uint8)
-        for shared, here, offsets in self.windows(space, addresses):
-            places = self.shared_indices(offsets, size)
-            self.order(shared, places, writes=False)
-            data[here] = shared.memory[places]
-        return data
+        places = self.shared_indices(addresses, size)
+        self.order(places, writes=False)
+        return self.shared[places]
 
     def do_st(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if "async" in parts:
             raise NotImplementedError(f"st.{parts}")
-        if (space := next((x for x in parts if x.startswith("shared")), None)) is None:
+        if not any(x.startswith("shared") for x in parts):
             return super().do_st(parts, operands, active)
         values = np.stack([self.get(x, _TYPES[parts[-1]])[active] for x in self.names(operands[1])], 1)
         raw = np.ascontiguousarray(values).view(np.uint8)
-        for shared, here, offsets in self.windows(space, self.address(operands[0], np.uint32)[active]):
-            self.fill(shared, self.shared_indices(offsets, raw.shape[1]), raw[here])
+        self.fill(self.shared_indices(self.address(operands[0], np.uint32)[active], raw.shape[1]), raw)
 
-    def fill(self, shared: Shared, places: np.ndarray, data: np.ndarray, copy: tuple | None = None) -> None:
+    def fill(self, places: np.ndarray, data: np.ndarray, copy: tuple | None = None) -> None:
         """Writes shared memory, by threads or by a copy that is over at the time of an mbarrier, (agent, time).
 
         Zeros that threads write count as a read: every warpgroup clears padding, whose scores are masked, for itself.
         """
-        writes = copy is not None or data.any()
+        writes, shared = copy is not None or data.any(), self.common
         if writes and shared.reads[places].any():
             raise RuntimeError("shared memory is written while a product in flight reads it")
-        for (start, end, agent), time in shared.lent.items():
-            if self.clock[agent] < time and ((places >= start) & (places < end)).any():
-                raise RuntimeError(f"CTA {self.block} writes shared memory without waiting for the copy that reads it")
-        self.order(shared, places, writes=writes)
+        self.order(places, writes=writes)
         shared.memory[places] = data
         shared.unfenced[places] = copy is None
         if copy is None:
-            self.stored.append((shared, places))
+            self.stored.append(places)
         if writes:
             shared.writer[places], shared.written[places] = copy or (self.agent, self.clock[self.agent])
 
-    def fenced(self, places: np.ndarray, until: tuple[int, int] | None = None) -> np.ndarray:
-        """Places that the asynchronous proxy reads: now, or by a time of an mbarrier, (agent, time)."""
+    def fenced(self, places: np.ndarray) -> np.ndarray:
+        """Places that the asynchronous proxy reads."""
         if self.common.unfenced[places].any():
             raise RuntimeError("shared memory is read by the asynchronous proxy without a fence after the stores")
-        read = self.common.read[self.agent, places].copy() if until is not None else None
-        self.order(self.common, places, writes=False)
-        if until is not None:
-            self.common.read[self.agent, places] = read
-            agent, time = until
-            self.common.lent[int(places[0]), int(places[-1]) + 1, agent] = time
-            self.common.touched[agent] = time
+        self.order(places, writes=False)
         return places
 
     def do_wgmma(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
@@ -572,8 +478,6 @@ class Warpgroup(Cta):
     def do_cp(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if "tensor" in parts:
             self.copy_box(parts, operands, active)
-        elif parts[0] == "reduce":
-            self.reduce(operands, active)
         elif "mbarrier::complete_tx::bytes" in parts:
             self.copy_bytes(parts, operands, active)
         elif "wait_group" not in parts and "commit_group" not in parts:
@@ -585,52 +489,30 @@ class Warpgroup(Cta):
         operand: Operand = self.parameters[int(self.get(descriptor, np.uint64)[active][0])]
         where = [int(self.get(x, np.int32)[active][0]) for x in self.names(coordinates)]
         box = operand.box(self.memory, *where)
-        places = swizzle(target % _WINDOW + np.arange(box.size).reshape(box.shape), operand.atom)
-        if "multicast::cluster" not in parts:
-            self.deliver(target, places, box, barrier)
-            return
-        mask = int(self.get(operands[3], np.uint16)[active][0])
-        for rank in (x for x in range(16) if mask >> x & 1):
-            window = (rank + 1) * _WINDOW
-            self.deliver(target % _WINDOW + window, places, box, barrier % _WINDOW + window)
+        self.deliver(swizzle(target + np.arange(box.size).reshape(box.shape), operand.atom), box, barrier)
 
-    def deliver(self, target: int, places: np.ndarray, data: np.ndarray, address: int) -> tuple[int, int]:
-        """Writes a copy to the CTA of an address, and counts its bytes on an mbarrier there; when it will be over."""
-        shared = self.cta(target)
-        if self.cta(address) is not shared:
-            raise RuntimeError("a copy to one CTA for the mbarrier of another")
-        barrier = self.mbarrier(shared, address % _WINDOW)
+    def deliver(self, places: np.ndarray, data: np.ndarray, address: int) -> None:
+        """Writes a copy and counts its bytes on an mbarrier, with whose phase it will be over."""
+        barrier = self.mbarrier(address)
         time = barrier.phase + 1
-        self.fill(shared, places, data, (barrier.agent, time))
-        shared.touched[barrier.agent] = time
+        self.fill(places, data, (barrier.agent, time))
+        self.common.touched[barrier.agent] = time
         barrier.update(nbytes=-data.size)
-        return barrier.agent, time
 
     def copy_bytes(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        """Copies of the active threads, from global or from the CTA's own shared memory."""
+        """Copies of the active threads from global memory."""
+        if parts[3] != "global":
+            raise NotImplementedError(f"cp.{parts}")
         targets, barriers = (self.address(x, np.uint32)[active] for x in (operands[0], operands[3]))
-        from_shared = parts[3] == "shared::cta"
-        sources = self.address(operands[1], np.uint32 if from_shared else np.uint64)[active]
+        sources = self.address(operands[1], np.uint64)[active]
         sizes = self.get(operands[2], np.uint32)[active].astype(int)
         for copy in zip(targets, sources, sizes, barriers, strict=True):
             target, source, size, address = map(int, copy)
             if (target | source | size) % 16:
                 raise IndexError("misaligned bulk copy")
-            places = target % _WINDOW + np.arange(size)
-            if from_shared:
-                origin = source + np.arange(size)
-                self.fenced(origin, self.deliver(target, places, self.shared[origin], address))
-            else:
-                self.memory.indices(np.arange(source, source + size), 1)
-                start = source - self.memory.base
-                self.deliver(target, places, self.memory.data[start : start + size], address)
-
-    def reduce(self, operands: list[str], active: np.ndarray) -> None:
-        size = int(operands[2])
-        targets, sources = self.address(operands[0], np.uint64)[active], self.address(operands[1], np.uint32)[active]
-        for target, source in zip(targets, sources, strict=True):
-            terms = self.shared[self.fenced(source + np.arange(size))].view(np.float32)
-            self.add(int(target) + 4 * np.arange(size // 4), terms)
+            self.memory.indices(np.arange(source, source + size), 1)
+            start = source - self.memory.base
+            self.deliver(target + np.arange(size), self.memory.data[start : start + size], address)
 
     def do_red(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         addresses = self.address(operands[0], np.uint64)[active]
@@ -653,43 +535,33 @@ class Warpgroup(Cta):
         np.add.at(self.memory.data.view(np.float32), (addresses - self.memory.base) // 4, terms)
 
 
-def launch(ptx: str, parameters: list[Any], memory: Memory, grid: int, shared_bytes: int = 0, cluster: int = 1) -> None:
-    """Runs the only kernel of a PTX text, one cluster of CTAs after another."""
-    if grid % cluster:
-        raise ValueError(f"a grid of {grid} CTAs is not made of clusters of {cluster}")
+def launch(ptx: str, parameters: list[Any], memory: Memory, grid: int, shared_bytes: int = 0) -> None:
+    """Runs the only kernel of a PTX text, one CTA after another."""
     program = parse(ptx)
     groups = len(_parts(program[3]))
-    for first in range(0, grid, cluster):
-        agents = cluster * groups
-        ctas = [Shared(shared_bytes, range(x, x + groups), agents) for x in range(0, agents, groups)]
-        together = Cluster(ctas, cluster * program[3], agents)
-        running = [
-            [Warpgroup(program, parameters, memory, (block, grid, part), together).steps() for part in range(groups)]
-            for block in range(first, first + cluster)
-        ]
+    for block in range(grid):
+        common = Shared(shared_bytes, groups)
+        places = [(block, grid, part) for part in range(groups)]
         with np.errstate(all="ignore"):
-            _take_turns(running, together)
+            _take_turns([Warpgroup(program, parameters, memory, place, common).steps() for place in places], common)
 
 
-def _take_turns(ctas: list[list[Iterator[str]]], cluster: Cluster) -> None:
+def _take_turns(parts: list[Iterator[str]], common: Shared) -> None:
     """Runs all parts; those from the fourth on, or the last, go on as soon as another has released something."""
-    running = [group for groups in ctas for group in groups]
+    running = list(parts)
+    loaders, others = (parts[3:], parts[:3]) if parts[3:] else (parts[-1:], parts[:-1])
     while running:
-        before, waits = _progress(cluster), {}
-        loaders = [part for parts in ctas for part in (parts[3:] or parts[-1:])]
-        others = [part for parts in ctas for part in (parts[:3] if parts[3:] else parts[:-1])]
+        before, waits = _progress(common), {}
         for steps in [x for group in others for x in (group, *loaders)] or loaders:
             if steps in running:
                 waits[steps] = next(steps, None)
                 if waits[steps] is None:
                     running.remove(steps)
         waiting = [wait for wait in waits.values() if wait is not None]
-        if running and len(waiting) == len(waits) and _progress(cluster) == before:
+        if running and len(waiting) == len(waits) and _progress(common) == before:
             raise RuntimeError("all warpgroups wait: " + "; ".join(waiting))
 
 
-def _progress(cluster: Cluster) -> tuple:
-    mbarriers = [x for shared in cluster.ctas for x in shared.mbarriers.values()]
-    barriers = [cluster.barrier, *(x for shared in cluster.ctas for x in shared.named.values())]
-    phases = tuple((x.count, x.phase, x.arrivals, x.nbytes) for x in mbarriers)
-    return phases, tuple((x.arrived, x.rounds) for x in barriers)
+def _progress(common: Shared) -> tuple:
+    phases = tuple((x.count, x.phase, x.arrivals, x.nbytes) for x in common.mbarriers.values())
+    return phases, tuple((x.arrived, x.rounds) for x in common.named.values())

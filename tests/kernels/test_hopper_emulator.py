@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What `hopper_emulator` makes of a ring of one slot: PTX written by hand, and its mutations.
+
+A mutation drops the lines with one remark. Each breaks the kernel on a GPU, most of them only now and then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hopper_emulator import launch
+from ptx_emulator import Memory
+
+_NBYTES = 4 * 128
+
+
+def _wait(barrier: int, parity: str, remark: str) -> str:
+    return f"""
+{{
+.reg .pred done;
+again:
+mbarrier.try_wait.parity.shared::cta.b64 done, [__dynamic_shmem__0+{barrier}], {parity}; // {remark}
+@done bra over; // {remark}
+bra again; // {remark}
+over:
+}}
+"""
+
+
+# A warpgroup adds up rows of 128 words that one thread of another loads. mbarriers: 512 "full", 520 "empty".
+_SUM = f"""
+.version 8.4
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 __dynamic_shmem__0[];
+.visible .entry sum(.param .u64 sum_param_0, .param .u64 sum_param_1, .param .u32 sum_param_2)
+.reqntid 256, 1, 1
+{{
+.reg .pred %p<4>;
+.reg .b32 %r<24>;
+.reg .b64 %rd<8>;
+ld.param.b64 %rd1, [sum_param_0];
+ld.param.b64 %rd2, [sum_param_1];
+ld.param.b32 %r1, [sum_param_2];
+mov.u32 %r2, %tid.x;
+mov.b32 %r3, __dynamic_shmem__0;
+add.s32 %r4, %r3, {_NBYTES};
+setp.ne.s32 %p1, %r2, 0;
+@%p1 bra $L_ready;
+mov.b32 %r5, 1;
+mbarrier.init.shared.b64 [__dynamic_shmem__0+512], %r5;
+mov.b32 %r6, 128;
+mbarrier.init.shared.b64 [__dynamic_shmem__0+520], %r6;
+$L_ready:
+barrier.sync 0; // first sync
+mov.b32 %r7, 0;
+mov.b32 %r8, 0;
+setp.lt.s32 %p2, %r2, 128;
+@%p2 bra $L_step;
+setp.ne.s32 %p3, %r2, 128;
+@%p3 bra $L_end;
+$L_load:
+and.b32 %r9, %r7, 1;
+xor.b32 %r10, %r9, 1;
+{_wait(520, "%r10", "wait for empty")}
+mov.b32 %r11, {_NBYTES};
+mbarrier.arrive.expect_tx.shared.b64 %rd3, [__dynamic_shmem__0+512], %r11; // expect
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd1], {_NBYTES}, [%r4];
+add.s64 %rd1, %rd1, {_NBYTES};
+add.s32 %r7, %r7, 1;
+setp.lt.s32 %p3, %r7, %r1;
+@%p3 bra $L_load;
+bra $L_end;
+$L_step:
+and.b32 %r9, %r7, 1;
+{_wait(512, "%r9", "wait for full")}
+shl.b32 %r12, %r2, 2;
+add.s32 %r13, %r3, %r12;
+ld.shared.b32 %r14, [%r13];
+add.s32 %r8, %r8, %r14;
+mbarrier.arrive.shared.b64 %rd4, [__dynamic_shmem__0+520]; // arrive
+add.s32 %r7, %r7, 1;
+setp.lt.s32 %p3, %r7, %r1;
+@%p3 bra $L_step;
+mul.wide.u32 %rd5, %r2, 4;
+add.s64 %rd5, %rd2, %rd5;
+st.global.b32 [%rd5], %r8;
+$L_end:
+ret;
+}}
+"""
+
+
+def _sum(ptx: str) -> None:
+    rows = np.arange(4 * 128, dtype=np.uint32).reshape(4, 128)
+    memory = Memory()
+    source, out = memory.add(rows), memory.add(np.zeros(128, np.uint32))
+    launch(ptx, [source, out, len(rows) - 1], memory, 1, _NBYTES + 16)
+    np.testing.assert_array_equal(memory.read(out, (128,), np.uint32), rows[:-1].sum(0))
+
+
+def _without(ptx: str, remark: str) -> str:
+    return "\n".join(line for line in ptx.splitlines() if not line.endswith(f"// {remark}"))
+
+
+def test_ring() -> None:
+    _sum(_SUM)
+
+
+@pytest.mark.parametrize(
+    ("remark", "error"),
+    {
+        "first sync": "not known to be initialised",
+        "wait for empty": "without waiting",
+        "wait for full": "without waiting",
+        "expect": "all warpgroups wait",
+        "arrive": "all warpgroups wait",
+    }.items(),
+)
+def test_ring_without(remark: str, error: str) -> None:
+    with pytest.raises(RuntimeError, match=error):
+        _sum(_without(_SUM, remark))
+
+
+def test_a_copy_outlives_its_cta() -> None:
+    """One row more is loaded than waited for."""
+    more = _SUM.replace("$L_load:", "add.s32 %r1, %r1, 1;\n$L_load:")
+    with pytest.raises(RuntimeError, match="exits without waiting"):
+        _sum(more)
+
+
+def test_accesses_past_the_end() -> None:
+    with pytest.raises(IndexError, match="shared access out of range"):
+        _sum(_SUM.replace("ld.shared.b32 %r14, [%r13]", "ld.shared.b32 %r14, [%r13+512]"))
