@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import operator
 from collections.abc import Callable
 
 import pytest
 
-from jax_fastattn.kernels.plan import TileRange, key_tiles, query_tiles
+from jax_fastattn.kernels.plan import TileRange, key_tiles, query_tiles, section
 from jax_fastattn.kernels.spec import UNBOUNDED
 
 LENGTHS = range(6)
@@ -89,3 +90,27 @@ def test_no_sum_leaves_int32(tiles) -> None:
         bounds = {"offset": offset, "left": left, "right": right, "query_end": query_end, "key_end": key_end}
         for start in (0, 128, UNBOUNDED - 128):
             tiles(Int32(start), 128, 64, **{name: Int32(value) for name, value in bounds.items()})
+
+
+def _busy(count: int, heads: int, together: int, multiprocessors: int = 132) -> float:
+    """How busy a GPU is whose CTAs, under a causal mask, start by sections of so many heads, longest first."""
+    free, work = [0] * multiprocessors, 0
+    for first in range(0, heads, together):
+        for length in range(count, 0, -1):
+            for _ in range(min(together, heads - first)):
+                heapq.heapreplace(free, free[0] + length)
+                work += length
+    return work / multiprocessors / max(free)
+
+
+@pytest.mark.parametrize(("count", "heads", "least"), [
+    (8, 256, 0.97), (32, 64, 0.99), (64, 16, 0.99), (128, 16, 0.99), (64, 17, 0.91), (48, 24, 0.95), (16, 40, 0.93), (32, 12, 0.9),
+])  # fmt: skip
+def test_uneven_sections_keep_the_gpu_busy(count: int, heads: int, least: float) -> None:
+    assert _busy(count, heads, section(132, count, heads, 1)) > least
+
+
+def test_sections_of_any_size() -> None:
+    for multiprocessors, count, heads in itertools.product((1, 3, 132), (0, 1, 2, 5, 131, 1000), (0, 1, 2, 7, 600)):
+        assert section(multiprocessors, count, heads, 0) == 1
+        assert 1 <= section(multiprocessors, count, heads, 1) <= max(heads, 1)

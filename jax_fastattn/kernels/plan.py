@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles a kernel visits, and which of them need a mask: the one plan of forward, dq and dkdv.
+"""Which tiles a kernel visits, which of them need a mask, and what runs together: the one plan of forward, dq and dkdv.
 
 Key j is visible to query i when
 
@@ -75,3 +75,25 @@ def query_tiles(
     full_first = _clamp(last_column - offset - right, 0, query_end)
     full_last = _clamp(column - offset + left + 1, 0, query_end)
     return _tiles(first, last, full_first, full_last, tile)
+
+
+def section(multiprocessors: Int, count: Int, heads: Int, uneven: int) -> Int:
+    """Heads of which the first tile runs first, then the second of all, and so on; then come as many other heads.
+
+    Tiles of equal length run head by head. Of uneven ones (a causal mask) the longest should start first: of two heads
+    or more, as many as fill the GPU. Of a smaller section that is left over the longest tiles would begin when nothing
+    is left to run beside them, and of the last of few sections too; then sections fill the GPU twice, and are alike.
+
+    Args:
+        multiprocessors: of the GPU: CTAs that run at a time.
+        count: tiles of a head.
+        heads: all heads of all batch entries.
+        uneven: 1 if the tiles of a head differ in length, else 0.
+    """
+    count, heads = max(count, 1), max(heads, 1)
+    filling = min(max(multiprocessors // count, 2), heads)
+    differs = min(heads - heads // filling * filling + max(16 - heads // filling, 0), 1)
+    most = max(min(2 * multiprocessors // count, heads), 1)
+    sections = (heads + most - 1) // most
+    alike = (heads + sections - 1) // sections
+    return 1 + uneven * (filling + differs * (alike - filling) - 1)

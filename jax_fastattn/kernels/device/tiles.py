@@ -31,6 +31,7 @@ def _with_device_min_max(module: ModuleType) -> dict[str, Any]:
 _device_plan = _with_device_min_max(plan)
 key_tiles = _device_plan["key_tiles"]  # plan.key_tiles on device integers
 query_tiles = _device_plan["query_tiles"]  # plan.query_tiles on device integers
+section = _device_plan["section"]  # plan.section on device integers
 
 
 def clamp(x: Int32, low: Any, high: Any) -> Int32:
@@ -126,33 +127,11 @@ def store_rows(
         cutlass.if_generate(stored, store)
 
 
-def section(multiprocessors: Int32, count: Int32, heads: Int32, *, uneven: bool) -> Int32:
-    """Heads of a section for `place_in_sections`.
-
-    Tiles of equal length run head by head. Of uneven ones (a causal mask) the longest should start first: of two heads
-    or more, as many as fill the GPU. If that leaves a smaller section over, its longest tiles would begin when nothing
-    is left to run beside them; then sections fill the GPU twice, and are about alike.
-
-    Args:
-        multiprocessors: of the GPU: CTAs that run at a time.
-        count: tiles of a head.
-        heads: all heads of all batch entries.
-        uneven: whether the tiles of a head differ in length.
-    """
-    if not uneven:
-        return Int32(1)
-    count, heads = cutlass.max(count, 1), cutlass.max(heads, 1)
-    filling = cutlass.min(cutlass.max(multiprocessors // count, 2), heads)
-    most = cutlass.max(cutlass.min(2 * multiprocessors // count, heads), 1)
-    sections = (heads + (most - 1)) // most
-    return ptx.where(heads % filling == 0, filling, (heads + (sections - 1)) // sections)
-
-
 def place_in_sections(block: Int32, section: Int32, count: Int32, heads: Int32) -> tuple[Int32, Int32]:
     """Index of a CTA's tile and of its head, for CTAs that start in the order of their numbers.
 
-    Heads come in sections. In a section the first tile of every head comes first, then the second: the longest can
-    start first, and those that run together read the same operands.
+    Heads come in sections (`plan.section`). In a section the first tile of every head comes first, then the second: the
+    longest can start first, and those that run together read the same operands.
 
     Args:
         block: index of the CTA.

@@ -114,7 +114,7 @@ class DqKernel:
             key_length,
             num_heads,
             batch * num_heads,
-            tiles.section(multiprocessors, query_tiles, batch * num_heads, uneven=spec.uneven),
+            Int32(tiles.section(multiprocessors, query_tiles, batch * num_heads, int(spec.uneven))),
             window_left,
             window_right,
             scale,

@@ -26,8 +26,6 @@ from jax_fastattn.kernels.spec import KernelSpec
 
 # Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
 BLOCK = 64
-# Named barrier of this warpgroup; 1 is the consumers'.
-_BARRIER = 2
 
 
 class DqSum:

@@ -70,7 +70,7 @@ class FusedKernel:
     def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32]:
         """Of `heads` key/value heads, those whose CTAs start together, and how many heads ahead sums are zeroed."""
         key_tiles = self._key_tiles(key_length)
-        section = tiles.section(multiprocessors, key_tiles, heads, uneven=self.spec.uneven)
+        section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(self.spec.uneven)))
         return section, Int32(cutlass.max(section, (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)))
 
     def launch(
