@@ -94,6 +94,6 @@ def section(multiprocessors: Int, count: Int, heads: Int, uneven: int) -> Int:
     filling = min(max(multiprocessors // count, 2), heads)
     differs = min(heads - heads // filling * filling + max(16 - heads // filling, 0), 1)
     most = max(min(2 * multiprocessors // count, heads), 1)
-    sections = (heads + most - 1) // most
+    sections = max(heads // most, 1)
     alike = (heads + sections - 1) // sections
     return 1 + uneven * (filling + differs * (alike - filling) - 1)
