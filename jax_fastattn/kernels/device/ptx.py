@@ -189,12 +189,6 @@ def load_global_chunk(address: Int64, *, loc: Any = None, ip: Any = None) -> Reg
 
 
 @dsl_user_op
-def load_global_floats(address: Int64, *, loc: Any = None, ip: Any = None) -> list[Float32]:
-    """Loads four float32."""
-    return _asm("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", [address], True, loc, ip)
-
-
-@dsl_user_op
 def load_global(address: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
     """Loads 4 bytes."""
     return _asm("ld.global.f32 $0, [$1];", "f", "l", [address], True, loc, ip)

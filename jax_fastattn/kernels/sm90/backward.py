@@ -3,7 +3,7 @@
 """Backward attention with TMA and WGMMA, behind a pass over memory for the statistics of the rows.
 
 Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once: dq is added up in
-float32 by all CTAs, in no fixed order, so that its last bits differ from run to run, and rounded by a last pass. Else
+float32 by all CTAs, in no fixed order, so that its last bits differ from run to run, and rounded by who adds last. Else
 dq has a query-stationary kernel: seven products, no sums in memory, the same bits in every run.
 """
 

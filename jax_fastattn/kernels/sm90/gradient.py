@@ -101,13 +101,6 @@ def uniform(visit: plan.TileRange) -> plan.TileRange:
     return plan.TileRange(*[cute.arch.make_warp_uniform(Int32(end)) for end in visit])
 
 
-def round_into(fragment: cute.Tensor, acc: cute.Tensor, mma_dtype: str) -> None:
-    """An accumulator in 16 bits: its fragments are those of an A operand."""
-    pairs = cute.recast_tensor(fragment, Int32)
-    for i in range(cute.size(acc) // 2):
-        pairs[i] = ptx.pack(acc[2 * i], acc[2 * i + 1], dtype=mma_dtype)
-
-
 def store_rows(
     acc: cute.Tensor,
     head_dim: int,
