@@ -10,7 +10,6 @@ The suite itself runs every case in two orders. A record holds the counts, the G
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import os
 import re
@@ -53,10 +52,7 @@ def main() -> None:
     # Oracles are compiled once per case and run once: tuning their products would take most of the time.
     environment = os.environ | {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     suites = [run_suite(environment) for _ in range(options.suite_runs)]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        sanitizer = dict(
-            zip(options.tools, pool.map(lambda tool: sanitize(tool, environment), options.tools), strict=True)
-        )
+    sanitizer = {tool: sanitize(tool, environment) for tool in options.tools}
     record = {"suite": suites, "sanitizer": sanitizer, "sanitizer_cases": CASES} | describe_run(options.commit)
     del record["flop_formula"]
     options.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -8,7 +8,7 @@ Sizes, scale, cap and window widths are run-time scalars (`launch_scalars`), so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jax_fastattn.spec import Problem
@@ -83,12 +83,7 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     left, right = spec.bounds
     largest = max(problem.head_dim, problem.v_head_dim)
     family = "sm90" if arch == "sm_90a" else "sm80"
-    fusible = family == "sm90" and op == "backward" and largest <= FUSED_HEAD_DIM and spec.logits_soft_cap is None
-    # The head dims for which a short problem has a variant of its own: where tiles are few, or masks take much of them.
-    differs = largest <= 96 if op == "forward" else fusible and largest > 96 and (left, right) != (None, None)
-    lengths = problem.query_length, problem.key_length
-    short = family == "sm90" and differs and max(lengths) <= SHORT_LENGTH[op]
-    return KernelSpec(
+    key = KernelSpec(
         op=op,
         arch=arch,
         dtype=problem.dtype,  # pyright: ignore[reportArgumentType] (unsupported_reasons admits these two only)
@@ -104,9 +99,12 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         sinks=op == "forward" and "sinks" in spec.present,
         dlse=dlse,
         family=family,
-        deterministic=spec.deterministic and fusible and not (short and op == "backward"),
-        short=short,
     )
+    # The head dims for which a short problem has a variant of its own: where tiles are few, or masks take much of them.
+    differs = largest <= 96 if op == "forward" else key.fused and largest > 96 and (left, right) != (None, None)
+    lengths = problem.query_length, problem.key_length
+    key = replace(key, short=family == "sm90" and differs and max(lengths) <= SHORT_LENGTH[op])
+    return replace(key, deterministic=spec.deterministic and key.fused)
 
 
 def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:

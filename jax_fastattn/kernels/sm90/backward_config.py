@@ -18,7 +18,7 @@ from jax_fastattn.kernels.spec import KernelSpec
 # Query rows to a multiple of which statistics and sums of dq are padded.
 ROW_ALIGNMENT = 128
 
-# Tiles of dq that are added to and not yet counted; each has a warp of its own that counts it.
+# Tiles of dq that are added to and not yet counted; each has a warp of its own, beside the one that loads, to count it.
 SLOTS = 3
 
 

@@ -251,7 +251,7 @@ class FusedKernel:
                     adder.zero(work, dq_sum, arrivals, slot)
                     adder.count(shared, work, arrivals, slot)
 
-                cutlass.if_generate(Boolean((slot >= 0) & (slot < SLOTS)), zero_and_count)
+                cutlass.if_generate(slot >= 0, zero_and_count)
 
         def add_dq() -> None:
             cute.arch.setmaxregister_decrease(config.registers[1])
