@@ -155,7 +155,8 @@ def check_backward(
         parameters += [sizes.queries, sizes.keys, heads, grid[1], together]
         parameters += [] if isinstance(columns, DqMemory) else [together]
         parameters += [sizes.left, sizes.right, sizes.scale, sizes.cap]
-        launch(text, parameters, memory, grid[0] * grid[1], columns.nbytes)
+        tiles = grid[0] * grid[1]
+        launch(text, parameters, memory, min(tiles, MULTIPROCESSORS) if spec.fused else tiles, columns.nbytes)
 
     if not spec.fused:
         own = kernel.dq

@@ -122,4 +122,5 @@ class BackwardKernel:
         rest = (scale, logits_soft_cap, stream)
         if cutlass.const_expr(not self.spec.fused):
             self.dq.launch(*products, dq, *scalars, multiprocessors, *rest)
-        self.main.launch(*products, dk, dv, dq if fused else None, dq_sum, arrivals, *scalars, section, ahead, *rest)
+        order = (section, ahead, multiprocessors)
+        self.main.launch(*products, dk, dv, dq if fused else None, dq_sum, arrivals, *scalars, *order, *rest)

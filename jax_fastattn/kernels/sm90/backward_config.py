@@ -169,18 +169,23 @@ class BackwardMemory:
 
     @property
     def barrier_start(self) -> int:
-        """Offset of the mbarriers: of K and V, full and empty ones of the rings of Q, dO and dS, two of a slot."""
+        """Offset of the mbarriers: of K and V, both of each stage of Q, dO, dS and of each slot, of the next tile."""
         return self.ones_start + (WARPGROUP_ROWS * 32 if self.config.adds_dq else 0)
 
     @property
     def flag_start(self) -> int:
         """Offset of the counters of tiles of dq, four bytes for each slot of `dq_sum.py`."""
-        return self.barrier_start + 8 * (2 + 4 * self.config.stages + 4 + 2 * SLOTS)
+        return self.barrier_start + 8 * (2 + 4 * self.config.stages + 4 + 2 * SLOTS + 3)
+
+    @property
+    def index_start(self) -> int:
+        """Offset of the index of the CTA's next tile of keys."""
+        return self.flag_start + 4 * SLOTS
 
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.flag_start + 4 * SLOTS
+        return self.index_start + 4
 
     @property
     def fits(self) -> bool:

@@ -7,8 +7,8 @@ additions hold them up. The sums lie in the order of wgmma's accumulators (`_sum
 a time next to those of its neighbours. Query tile by query tile a counter says how many CTAs have still to add;
 `StatisticsKernel` sets it. Warps that do nothing else count a tile once its additions are visible, which takes as long
 as a product. The CTA that was the last one reads the sums back, scales and rounds them, and stores dq: no other
-kernel passes over them. The same warps have zeroed sums before, for heads that other CTAs add to later: CTAs start in
-the order of their numbers, so that who waits for zeros waits for CTAs that run.
+kernel passes over them. The same warps have zeroed sums before, for heads that are added to later: CTAs take tiles of
+keys in order, so that who waits for zeros waits for CTAs that run.
 """
 
 from types import SimpleNamespace
@@ -45,19 +45,17 @@ class DqSum:
         """Columns that are computed at a time: as many as the warpgroup has registers for."""
         return self.memory.head_dim if self.memory.head_dim <= 96 else BLOCK
 
-    def run(
+    def start(
         self,
         shared: SimpleNamespace,
-        work: SimpleNamespace,
         outputs: tuple[cute.Pointer, cute.Pointer, cute.Pointer],
         thread: Int32,
         scale: Float32,
-    ) -> None:
-        """Everything that the third warpgroup does.
+    ) -> SimpleNamespace:
+        """What the third warpgroup keeps from one tile of keys to the next.
 
         Args:
             shared: tiles and barriers.
-            work: what the CTA has to do.
             outputs: dq, its sums, and the counters.
             thread: index in the warpgroup.
             scale: factor on the sums.
@@ -66,9 +64,8 @@ class DqSum:
         mma = wgmma.product(self.dtype, self.columns, a_in_registers=False, b_transposed=True)
         lane_row, _ = accumulator_lane(thread % 32)
         warp = cute.arch.make_warp_uniform(thread // 32)
-        state = SimpleNamespace(
+        return SimpleNamespace(
             shared=shared,
-            work=work,
             mma=mma,
             dq=wgmma.accumulator(mma, (WARPGROUP_ROWS, self.columns)),
             dscore=wgmma.operand_a(mma, shared.dscore),
@@ -78,29 +75,37 @@ class DqSum:
             row=warp * 16 + lane_row,
             dq_address=dq.toint(),
             sums=dq_sum.toint(),
+            arrivals=arrivals,
             scale=scale,
-            added=wgmma.Uniform(work.first_head, work.visit.end - 1),
-            counted=wgmma.Uniform(work.first_head, work.visit.end - 1),
-            turn=wgmma.Uniform(Int32(0)),
+            # Query head and tile of the next one to add, and of the next one to finish; and the slots of both.
+            added=wgmma.Uniform(Int32(0), Int32(0)),
+            counted=wgmma.Uniform(Int32(0), Int32(0)),
             slot=wgmma.Uniform(Int32(0), Int32(0)),
+            done=wgmma.Uniform(Int32(0), Int32(0)),
+            turn=wgmma.Uniform(Int32(0)),
         )
 
+    def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
+        """Everything that the third warpgroup does for a tile of keys."""
+        state.work = work
+        for at in (state.added, state.counted):
+            at[0], at[1] = work.first_head, work.visit.end - 1
+
         def step(i: Int32) -> None:
-            self._finish(state, i)
+            cutlass.if_generate(i >= SLOTS, lambda: self._finish(state))
             self._add(state)
             wgmma.advance(state.slot, SLOTS)
 
-        def drain(i: Int32) -> None:
-            self._finish(state, work.steps + i)
-            wgmma.advance(state.slot, SLOTS)
-
-        counter = self._zeroed(work, arrivals, work.head_index)
+        counter = self._zeroed(work, state.arrivals, work.head_index)
         waits = work.head_index >= work.ahead
         cutlass.if_generate(waits, lambda: ptx.wait_global(counter, self._zeroing_warps(work)))
-        for uniform in (state.added, state.counted, state.turn, state.slot):
+        # Whoever gives K back has seen it: else a tile that nobody sees would be given back before the one before it.
+        wgmma.wait(state.shared.key_full, phase)
+        for uniform in (state.added, state.counted, state.slot, state.done, state.turn):
             uniform.settle()
         wgmma.loop(work.steps, step)
-        wgmma.loop(Int32(SLOTS), drain)
+        wgmma.release(state.shared.keys_empty)
+        wgmma.loop(Int32(cutlass.min(work.steps, SLOTS)), lambda _: self._finish(state))
 
     def _add(self, state: SimpleNamespace) -> None:
         """Adds dQ of the next tile to its sums."""
@@ -199,16 +204,21 @@ class DqSum:
 
     # The last CTA that adds to a tile.
 
-    def count(self, shared: SimpleNamespace, work: SimpleNamespace, arrivals: cute.Pointer, slot: Int32) -> None:
+    def count(
+        self, shared: SimpleNamespace, work: SimpleNamespace, arrivals: cute.Pointer, slot: Int32, at: wgmma.Uniform
+    ) -> None:
         """Counts the tiles of one slot, and tells the third warpgroup what the counters were. Runs in one warp.
 
-        The third warpgroup has arrived since it added; the fence makes what it did visible before the count.
+        The third warpgroup has arrived since it added; the fence makes what it did visible before the count. `at` is
+        the slot of the first tile of these keys, and the parity of what this warp has counted.
         """
         visited = work.visit.end - work.visit.begin
+        first = (slot - at[0] + SLOTS) % SLOTS
 
         def step(lap: Int32) -> None:
-            i = slot + SLOTS * lap
-            wgmma.wait(shared.added + slot, lap % 2)
+            i = first + SLOTS * lap
+            wgmma.wait(shared.added + slot, at[1])
+            at[1] = at[1] ^ 1
             head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
             counter = self._counter(work, arrivals, head, work.visit.end - 1 - i % visited)
             with cute.arch.elect_one():
@@ -216,15 +226,16 @@ class DqSum:
                 ptx.store_shared(self._flag(shared, slot), left)
                 cute.arch.mbarrier_arrive(shared.counted + slot)
 
-        wgmma.loop((work.steps - slot + (SLOTS - 1)) // SLOTS, step)
+        wgmma.loop((work.steps - first + (SLOTS - 1)) // SLOTS, step)
+        at[0] = (at[0] + work.steps) % SLOTS
 
     def _flag(self, shared: SimpleNamespace, slot: Int32) -> Int32:
         """Where a slot's counter is put."""
         return shared.address + self.memory.flag_start + slot * 4
 
-    def _finish(self, state: SimpleNamespace, i: Int32) -> None:
-        """Empties the slot of step `i`: stores dq of its tile, if no other CTA has still to add there."""
-        work, spec, slot = state.work, self.spec, state.slot[0]
+    def _finish(self, state: SimpleNamespace) -> None:
+        """Empties the longest filled slot: stores dq of its tile, if no other CTA has still to add there."""
+        work, spec, slot = state.work, self.spec, state.done[0]
 
         def store() -> None:
             head, tile = state.counted[0], state.counted[1]
@@ -248,10 +259,8 @@ class DqSum:
                     factor=state.scale,
                 )
 
-        def finish() -> None:
-            wgmma.wait(state.shared.counted + slot, state.slot[1] ^ 1)
-            left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
-            cutlass.if_generate(left == 1, store)
-            self._advance(work, state.counted)
-
-        cutlass.if_generate(i >= SLOTS, finish)
+        wgmma.wait(state.shared.counted + slot, state.done[1])
+        left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
+        cutlass.if_generate(left == 1, store)
+        self._advance(work, state.counted)
+        wgmma.advance(state.done, SLOTS)

@@ -2,20 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key-stationary Hopper backward kernel for head dims up to 128: dk and dv, and dq where the config says so.
 
-A CTA owns 128 keys of one key/value head: two consumer warpgroups of 64 keys each, and a warp that loads. K and V stay
-in shared memory, tiles of Q (with statistics) and of dO pass through two rings, for all query heads of the group. Per
-tile, everything transposed so that keys are rows:
+A CTA works on 128 keys of one key/value head: two consumer warpgroups of 64 keys each, and a warp that loads. K and V
+stay in shared memory, tiles of Q (with statistics) and of dO pass through two rings, for all query heads of the group.
+Per tile, everything transposed so that keys are rows:
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
 P^T and dS^T go from accumulator to A operand inside registers. The warpgroups never wait for each other. For dq the
-consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`). Else it has a kernel of
-its own, `dq.py`.
+consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); then there is a CTA per
+SM, which takes one tile of keys after the other. Else dq has a kernel of its own, `dq.py`, and a tile of keys a CTA.
 
 Query tiles are visited in order: masked ones (right window edge), full ones without mask code, masked ones (left window
 edge, end of the queries); or the other way round. Reads the statistics that are described in `gradient.py`.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
@@ -67,6 +69,11 @@ class FusedKernel:
         """CTAs that share a key/value head."""
         return (key_length + (self.config.keys - 1)) // self.config.keys
 
+    def blocks(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> Int32:
+        """CTAs: one for each tile of keys of `heads` heads; where dq is computed one per SM, which takes many tiles."""
+        count = self._key_tiles(key_length) * heads
+        return Int32(cutlass.min(count, multiprocessors)) if self.config.adds_dq else count
+
     def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32]:
         """Of `heads` key/value heads, those whose CTAs start together, and how many heads ahead sums are zeroed."""
         key_tiles = self._key_tiles(key_length)
@@ -96,6 +103,7 @@ class FusedKernel:
         window_right: Int32,
         section: Int32,
         ahead: Int32,
+        multiprocessors: Int32,
         scale: Float32,
         logits_soft_cap: Float32,
         stream: cuda.CUstream,
@@ -126,6 +134,7 @@ class FusedKernel:
             window_right: the same to the right.
             section: key/value heads whose CTAs start together, see `sections`.
             ahead: heads from that which a CTA works on to that whose sums it zeroes.
+            multiprocessors: of the GPU.
             scale: factor on q . k, of any sign.
             logits_soft_cap: the cap.
             stream: CUDA stream.
@@ -163,7 +172,7 @@ class FusedKernel:
             scale,
             logits_soft_cap,
         ).launch(
-            grid=(self._key_tiles(key_length) * batch * kv_heads, 1, 1),
+            grid=(self.blocks(key_length, batch * kv_heads, multiprocessors), 1, 1),
             block=(config.threads, 1, 1),
             smem=memory.nbytes,
             stream=stream,
@@ -209,20 +218,19 @@ class FusedKernel:
         if config.adds_dq:
             self._write_ones(thread, shared)
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
-        work = self._work(
+        problem = (
             (query_length, key_length, num_heads, all_heads, section, ahead),
             (query_seq_lengths, key_value_seq_lengths, query_offset),
             (window_left, window_right),
         )
-
         operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
         sums = (dq, dq_sum, arrivals)
-        self._divide(shared, work, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
+        self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
 
     def _divide(
         self,
         shared: SimpleNamespace,
-        work: SimpleNamespace,
+        problem: tuple,
         who: tuple[Int32, Int32],
         operands: tuple,
         stats: cute.Pointer,
@@ -243,19 +251,26 @@ class FusedKernel:
 
         def produce() -> None:
             cute.arch.setmaxregister_decrease(config.registers[2])
-            cutlass.if_generate(warp_index == producer, lambda: self._produce(shared, work, operands, stats))
-            if config.adds_dq:
-                slot = warp_index - (producer + 1)
+            load = self._producer(shared, operands, stats)
+            if not config.adds_dq:
+                cutlass.if_generate(warp_index == producer, lambda: self._each_tile(shared, problem, load))
+                return
+            slot, at = warp_index - (producer + 1), wgmma.Uniform(Int32(0), Int32(0))
 
-                def zero_and_count() -> None:
-                    adder.zero(work, dq_sum, arrivals, slot)
-                    adder.count(shared, work, arrivals, slot)
+            def zero_and_count(work: SimpleNamespace, _: Int32) -> None:
+                adder.zero(work, dq_sum, arrivals, slot)
+                adder.count(shared, work, arrivals, slot, at)
 
-                cutlass.if_generate(slot >= 0, zero_and_count)
+            cutlass.if_generate(
+                slot >= 0,
+                lambda: self._each_tile(shared, problem, zero_and_count),
+                lambda: self._each_tile(shared, problem, load, arrivals),
+            )
 
         def add_dq() -> None:
             cute.arch.setmaxregister_decrease(config.registers[1])
-            adder.run(shared, work, sums, thread - config.consumer_threads, scale)
+            state = adder.start(shared, sums, thread - config.consumer_threads, scale)
+            self._each_tile(shared, problem, lambda work, phase: adder.run(state, work, phase))
 
         def others() -> None:
             if config.adds_dq:
@@ -267,7 +282,8 @@ class FusedKernel:
             cute.arch.setmaxregister_increase(config.registers[0])
             factor = gradient.nonzero(scale) if config.adds_dq else scale
             transform = softmax.Transform.of(spec, factor, logits_soft_cap)
-            self._consume(shared, work, transform, who, outputs, scale)
+            state = self._consumer(shared, transform, who)
+            self._each_tile(shared, problem, lambda work, phase: self._consume(state, work, phase, outputs, scale))
 
         cutlass.if_generate(warp_index >= consumers, others, consume)
 
@@ -310,6 +326,9 @@ class FusedKernel:
             shared.dscore_empty = barriers + (4 + 4 * stages)
             shared.added = barriers + (6 + 4 * stages)
             shared.counted = barriers + (6 + 4 * stages + SLOTS)
+            shared.keys_empty = barriers + (6 + 4 * stages + 2 * SLOTS)
+            shared.index_full = barriers + (7 + 4 * stages + 2 * SLOTS)
+            shared.index_empty = barriers + (8 + 4 * stages + 2 * SLOTS)
             # K once more, of as many columns as dq is computed of at a time: atoms of 64 columns follow each other.
             columns = DqSum(self.spec, memory, self.dtype).columns
             shared.key_columns = staged(0, WARPGROUP_ROWS, columns, 2 * memory.head_dim // columns)
@@ -336,6 +355,9 @@ class FusedKernel:
                     for slot in range(SLOTS):
                         cute.arch.mbarrier_init(shared.added + slot, 4)
                         cute.arch.mbarrier_init(shared.counted + slot, 1)
+                    cute.arch.mbarrier_init(shared.keys_empty, config.consumer_threads // 32 + 4)
+                    cute.arch.mbarrier_init(shared.index_full, 1)
+                    cute.arch.mbarrier_init(shared.index_empty, config.threads // 32)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
@@ -353,14 +375,47 @@ class FusedKernel:
             gradient.zero_rows(zeros, (self.config.queries, 8), 16, Int32(0), thread=thread, threads=threads)
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def _work(self, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
-        """The keys of this CTA and the query tiles that see them; under a causal mask the first keys have most."""
+    def _each_tile(
+        self,
+        shared: SimpleNamespace,
+        problem: tuple,
+        visit: Callable[[SimpleNamespace, Int32], None],
+        taken: cute.Pointer | None = None,
+    ) -> None:
+        """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
+
+        Then the producer, which alone passes the counter of tiles that have been `taken`, takes the next one for all of
+        the CTA. Tiles are taken in order, so that who waits for an earlier one waits for a CTA that works on it.
+        """
+        if not self.config.adds_dq:
+            visit(self._work(cute.arch.block_idx()[0], *problem), Int32(0))
+            return
+        key_length, all_heads = problem[0][1], problem[0][3]
+        address, phase = shared.address + self.memory.index_start, wgmma.Uniform(Int32(0))
+
+        def take() -> Int32:
+            if taken is not None:
+                wgmma.wait(shared.index_empty, phase[0] ^ 1)
+                with cute.arch.elect_one():
+                    ptx.store_shared(address, ptx.add_global_ordered(taken.toint(), Int32(1)))
+                    cute.arch.mbarrier_arrive(shared.index_full)
+            wgmma.wait(shared.index_full, phase[0])
+            index = cute.arch.make_warp_uniform(ptx.load_shared(address))
+            wgmma.release(shared.index_empty)
+            return index
+
+        with while_generate([take()], lambda index: index < self._key_tiles(key_length) * all_heads) as (index,):
+            visit(self._work(index, *problem), phase[0])
+            phase[0] = phase[0] ^ 1
+            yield_out([take()])
+
+    def _work(self, index: Int32, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
+        """The keys of a tile and the query tiles that see them; under a causal mask the first keys have most."""
         spec, config = self.spec, self.config
         query_length, key_length, num_heads, all_heads, section, ahead = sizes
-        block, _, _ = cute.arch.block_idx()
         kv_heads = num_heads // spec.group
         key_tiles = self._key_tiles(key_length)
-        tile, head_index = tiles.place_in_sections(block, section, key_tiles, all_heads)
+        tile, head_index = tiles.place_in_sections(index, section, key_tiles, all_heads)
         batch = head_index // kv_heads
         row = tile * config.keys
         bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
@@ -398,8 +453,10 @@ class FusedKernel:
 
     # Producer.
 
-    def _produce(self, shared: SimpleNamespace, work: SimpleNamespace, operands: tuple, stats: cute.Pointer) -> None:
-        """Loads K, V and all tiles of Q and dO. Runs in one warp."""
+    def _producer(
+        self, shared: SimpleNamespace, operands: tuple, stats: cute.Pointer
+    ) -> Callable[[SimpleNamespace, Int32], None]:
+        """A function that loads K, V and all tiles of Q and dO for a tile of keys. Runs in one warp."""
         config, memory = self.config, self.memory
         query, key, value, dout = operands
         queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
@@ -407,13 +464,15 @@ class FusedKernel:
 
         groups = config.keys // WARPGROUP_ROWS
 
-        def load_keys(operand: tuple, tile: cute.Tensor, barrier: cute.Pointer, columns: int) -> None:
+        def load_keys(
+            work: SimpleNamespace, operand: tuple, tile: cute.Tensor, barrier: cute.Pointer, columns: int
+        ) -> None:
             copy = wgmma.tma_copy(*operand, tile, (work.kv_head, work.batch))
             wgmma.expect(barrier, config.keys * columns * 2)
             for group in range(groups):
                 copy(groups * work.tile + group, group, barrier)
 
-        def load_head(member: Int32) -> None:
+        def load_head(work: SimpleNamespace, member: Int32) -> None:
             head = work.first_head + member
             copy_query = wgmma.tma_copy(*query, shared.query, (head, work.batch))
             copy_dout = wgmma.tma_copy(*dout, shared.dout, (head, work.batch))
@@ -438,23 +497,22 @@ class FusedKernel:
 
             wgmma.loop(work.visit.end - work.visit.begin, load)
 
-        load_keys(key, shared.key, shared.key_full, memory.head_dim)
-        load_keys(value, shared.value, shared.value_full, memory.v_head_dim)
-        wgmma.loop(Int32(self.spec.group), load_head)
+        def load_all(work: SimpleNamespace, phase: Int32) -> None:
+            if config.adds_dq:
+                wgmma.wait(shared.keys_empty, phase ^ 1)
+            load_keys(work, key, shared.key, shared.key_full, memory.head_dim)
+            load_keys(work, value, shared.value, shared.value_full, memory.v_head_dim)
+            wgmma.loop(Int32(self.spec.group), lambda member: load_head(work, member))
+
+        return load_all
 
     # Consumers.
 
-    def _consume(
-        self,
-        shared: SimpleNamespace,
-        work: SimpleNamespace,
-        transform: softmax.Transform,
-        who: tuple[Int32, Int32],
-        outputs: tuple,
-        scale: Float32,
-    ) -> None:
-        """Everything a consumer warpgroup does."""
-        config, memory, spec = self.config, self.memory, self.spec
+    def _consumer(
+        self, shared: SimpleNamespace, transform: softmax.Transform, who: tuple[Int32, Int32]
+    ) -> SimpleNamespace:
+        """What a consumer warpgroup keeps from one tile of keys to the next."""
+        config, memory = self.config, self.memory
         thread, warp_index = who
         group = warp_index // 4
         lane_row, lane_column = accumulator_lane(thread % 32)
@@ -464,7 +522,6 @@ class FusedKernel:
         scores = (WARPGROUP_ROWS, config.queries)
         state = SimpleNamespace(
             shared=shared,
-            work=work,
             transform=transform,
             thread=thread,
             group=group,
@@ -487,19 +544,26 @@ class FusedKernel:
             dk=wgmma.accumulator(dk_mma, (WARPGROUP_ROWS, memory.head_dim)),
             dv=wgmma.accumulator(dv_mma, (WARPGROUP_ROWS, memory.v_head_dim)),
         )
-        state.dk.fill(0.0)
-        state.dv.fill(0.0)
-        visit = work.visit
-        wgmma.wait(shared.key_full, Int32(0))
         state.dscore = state.score if config.adds_dq else wgmma.accumulator(score_mma, scores)
         if config.adds_dq:
             state.buffer = wgmma.Uniform(Int32(0), Int32(0))
             state.stats_mma = wgmma.product(cutlass.BFloat16, config.queries, a_in_registers=False, b_transposed=False)
             state.ones = wgmma.operand_a(state.stats_mma, shared.ones)
             state.stats = wgmma.operand_b(state.stats_mma, shared.stats)
-            if spec.key_value_seq_lengths:
-                self._zero_keys(state)
-        wgmma.wait(shared.value_full, Int32(0))
+        return state
+
+    def _consume(
+        self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32, outputs: tuple, scale: Float32
+    ) -> None:
+        """Everything a consumer warpgroup does for a tile of keys."""
+        config, spec, shared, visit = self.config, self.spec, state.shared, work.visit
+        state.work = work
+        state.dk.fill(0.0)
+        state.dv.fill(0.0)
+        wgmma.wait(shared.key_full, phase)
+        if config.adds_dq and spec.key_value_seq_lengths:
+            self._zero_keys(state)
+        wgmma.wait(shared.value_full, phase)
 
         def visit_tiles(begin: Int32, end: Int32, edges: Edges | None) -> None:
             state.stage.settle()
@@ -522,6 +586,8 @@ class FusedKernel:
                 visit_tiles(*part)
 
         wgmma.loop(Int32(spec.group), visit_head)
+        if config.adds_dq:
+            wgmma.release(shared.keys_empty)
         self._store(state, outputs, scale)
 
     def _tile(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:

@@ -34,22 +34,15 @@ _WEIGHTS_READY = 3
 class WideKernel(FusedKernel):
     """Writes dk and dv."""
 
-    def _consume(
-        self,
-        shared: SimpleNamespace,
-        work: SimpleNamespace,
-        transform: softmax.Transform,
-        who: tuple[Int32, Int32],
-        outputs: tuple,
-        scale: Float32,
-    ) -> None:
-        """Everything a consumer warpgroup does."""
+    def _consumer(
+        self, shared: SimpleNamespace, transform: softmax.Transform, who: tuple[Int32, Int32]
+    ) -> SimpleNamespace:
+        """What a consumer warpgroup has for its tile of keys."""
         thread, warp_index = who
         lane_row, lane_column = accumulator_lane(thread % 32)
         mma = wgmma.product(self.dtype, self.config.queries, a_in_registers=False, b_transposed=False)
-        state = SimpleNamespace(
+        return SimpleNamespace(
             shared=shared,
-            work=work,
             transform=transform,
             thread=thread,
             group=warp_index // 4,
@@ -59,8 +52,14 @@ class WideKernel(FusedKernel):
             mma=mma,
             product=wgmma.accumulator(mma, (WARPGROUP_ROWS, self.config.queries)),
         )
-        wgmma.wait(shared.key_full, Int32(0))
-        wgmma.wait(shared.value_full, Int32(0))
+
+    def _consume(
+        self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32, outputs: tuple, scale: Float32
+    ) -> None:
+        """Everything a consumer warpgroup does."""
+        shared, state.work = state.shared, work
+        wgmma.wait(shared.key_full, phase)
+        wgmma.wait(shared.value_full, phase)
 
         queries, douts = (shared.query, shared.query_empty), (shared.dout, shared.dout_empty)
         dk, dv = outputs
