@@ -82,8 +82,7 @@ def backward(
     )
     dsinks = None
     if operands.sinks is not None:
-        delta = stats[..., 1] if kernel.family == "sm80" else stats[:, :, 1, :query_length]
-        dsinks = _sinks_gradient(operands.sinks, lse, delta)
+        dsinks = _sinks_gradient(operands.sinks, lse, row_delta(kernel, stats, query_length))
     return Gradients(
         query=cut_head_dim(dq, operands.query.shape[3]),
         key=cut_head_dim(dk, operands.key.shape[3]),
@@ -91,6 +90,17 @@ def backward(
         bias=None,
         sinks=dsinks,
     )
+
+
+def row_delta(kernel: KernelSpec, stats: jax.Array, query_length: int) -> jax.Array:
+    """rowsum(out * dout) - dlse, `[B, N, T]`, from the statistics that backward kernels leave behind."""
+    if kernel.family == "sm80":
+        return stats[..., 1]
+    delta = stats[:, :, 1]
+    if kernel.fused:  # minus its parts in bfloat16, eight per row, see `kernels/sm90/gradient.py`
+        parts = jax.lax.bitcast_convert_type(delta.reshape(*delta.shape[:2], -1, 4), jnp.bfloat16)
+        delta = -parts.astype(jnp.float32).sum((-2, -1))
+    return delta[:, :, :query_length]
 
 
 def _sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import tempfile
 from typing import Any
 
 import cutlass
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
@@ -29,6 +29,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig
 from jax_fastattn.kernels.sm90.forward import ForwardKernel
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+from jax_fastattn.ops.cuda import row_delta
 
 # So many that every CTA walks through several tiles.
 MULTIPROCESSORS = 3
@@ -174,12 +175,6 @@ def check_backward(
         got = memory.read(address[name], arrays[name].shape, arrays[name].dtype).astype(np.float64)
         largest = np.abs(wanted[name]).max()
         np.testing.assert_allclose(got, wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
-    if spec.fused:  # minus its parts
-        stats = memory.read(
-            address["stats"], (*arrays["stats"].shape[:3], arrays["stats"].shape[3] // 4, 8), ml_dtypes.bfloat16
-        )
-        stats = -stats.astype(np.float32).sum(-1)
-    else:
-        stats = memory.read(address["stats"], arrays["stats"].shape, np.float32)
-    delta = stats[:, :, 1, : sizes.queries].swapaxes(1, 2)
+    stats = memory.read(address["stats"], arrays["stats"].shape, np.float32)
+    delta = np.asarray(row_delta(spec, jnp.asarray(stats), sizes.queries)).swapaxes(1, 2)
     np.testing.assert_allclose(delta, wanted["delta"], atol=tolerance * np.abs(wanted["delta"]).max() + 1e-6)
