@@ -176,8 +176,8 @@ def shard(mesh: Mesh, tree: Any) -> Any:
 
 def which_implementation(options: argparse.Namespace) -> str:
     """What runs attention on each device of the mesh."""
-    if options.implementation in ("jax", "cudnn"):
-        return {"jax": "jax.nn (xla)", "cudnn": "jax.nn (cudnn)"}[options.implementation]
+    if options.implementation not in ("auto", "cuda", "xla"):
+        return {"jax": "jax.nn (xla)", "cudnn": "jax.nn (cudnn)"}.get(options.implementation, options.implementation)
     sizes, head_dim = (options.batch // options.data_parallel, options.length), options.width // options.heads
     query, key = (
         jax.ShapeDtypeStruct((*sizes, heads // options.tensor_parallel, head_dim), options.dtype)
