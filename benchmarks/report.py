@@ -70,7 +70,8 @@ def table(gpu: str, records: Records) -> str:
     lines = [
         f"### {gpu}",
         "",
-        f"TFLOP/s, higher is better; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. A dash: cannot be asked for.",
+        f"TFLOP/s, higher is better; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        "A dash: not measured, or cannot be asked for.",
         "",
         "| case | mode | " + " | ".join(names) + " |",
         "|---|---|" + "---:|" * len(names),
