@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The examples run as a user runs them, in a process of their own; the mesh run there has eight CPU devices."""
+"""The examples, and the benchmark that trains one, run as a user runs them, in processes of their own.
+
+The mesh run has eight CPU devices.
+"""
 
 import json
 import os
@@ -19,8 +22,8 @@ ROOT = Path(__file__).parent.parent
 TINY = "--layers 2 --width 32 --heads 4 --kv-heads 2 --length 48 --batch 4 --steps 25 --eval-every 10 --sample 4"
 
 
-def train(output: Path, *options: str, devices: int = 1) -> tuple[dict[str, Any], str]:
-    """Runs train_gpt.py in its tiny size; gives metrics.json and what it printed."""
+def run(script: str, *options: str, devices: int = 1) -> str:
+    """Runs a script of the repository; gives what it printed."""
     # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates; any other warning is an error.
     warnings = ["error", "ignore:jax.array_ref is deprecated", "ignore:jax.ArrayRef is deprecated"]
     environment = os.environ | {
@@ -29,17 +32,16 @@ def train(output: Path, *options: str, devices: int = 1) -> tuple[dict[str, Any]
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-    command = [
-        sys.executable,
-        str(ROOT / "examples" / "train_gpt.py"),
-        *TINY.split(),
-        "--output",
-        str(output),
-        *options,
-    ]
+    command = [sys.executable, str(ROOT / script), *options]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
-    return json.loads((output / "metrics.json").read_text()), finished.stdout
+    return finished.stdout
+
+
+def train(output: Path, *options: str, devices: int = 1) -> tuple[dict[str, Any], str]:
+    """Runs train_gpt.py in its tiny size; gives metrics.json and what it printed."""
+    printed = run("examples/train_gpt.py", *TINY.split(), "--output", str(output), *options, devices=devices)
+    return json.loads((output / "metrics.json").read_text()), printed
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,12 @@ def test_train_gpt_has_the_same_losses(
     # Float32 sums in another order, through 25 steps of Adam.
     np.testing.assert_allclose(got["losses"], want["losses"], rtol=2e-3)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_benchmark_trains_with_one_implementation_after_the_other(tmp_path: Path) -> None:
+    output = tmp_path / "gpt.json"
+    tiny = TINY.replace("--steps 25", "--steps 3").split()
+    run("benchmarks/train.py", "--implementations", "xla", "jax", "--output", str(output), "--", *tiny)
+    ours, theirs = json.loads(output.read_text())["runs"]
+    assert (ours["implementation"], theirs["implementation"]) == ("jax_fastattn (xla)", "jax.nn (xla)")
+    np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=1e-4)

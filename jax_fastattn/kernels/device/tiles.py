@@ -128,13 +128,13 @@ def store_rows(
 
 
 def place_in_sections(block: Int32, section: Int32, count: Int32, heads: Int32) -> tuple[Int32, Int32]:
-    """Index of a CTA's tile and of its head, for CTAs that start in the order of their numbers.
+    """Index of a tile and of its head, in the order in which tiles are begun.
 
     Heads come in sections (`plan.section`). In a section the first tile of every head comes first, then the second: the
     longest can start first, and those that run together read the same operands.
 
     Args:
-        block: index of the CTA.
+        block: index of the CTA, or in the order.
         section: heads of a section.
         count: tiles of a head.
         heads: all heads of all batch entries.

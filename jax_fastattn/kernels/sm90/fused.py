@@ -75,7 +75,7 @@ class FusedKernel:
         return Int32(cutlass.min(count, multiprocessors)) if self.config.adds_dq else count
 
     def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32]:
-        """Of `heads` key/value heads, those whose CTAs start together, and how many heads ahead sums are zeroed."""
+        """Of `heads` key/value heads, those that are begun together, and how many heads ahead sums are zeroed."""
         key_tiles = self._key_tiles(key_length)
         section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(self.spec.uneven)))
         return section, Int32(cutlass.max(section, (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)))
@@ -132,7 +132,7 @@ class FusedKernel:
             num_heads: N.
             window_left: keys to the left of its own position that a query sees.
             window_right: the same to the right.
-            section: key/value heads whose CTAs start together, see `sections`.
+            section: key/value heads that are begun together, see `sections`.
             ahead: heads from that which a CTA works on to that whose sums it zeroes.
             multiprocessors: of the GPU.
             scale: factor on q . k, of any sign.
