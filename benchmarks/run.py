@@ -16,6 +16,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -242,6 +243,7 @@ def describe_run(commit: str | None) -> dict[str, Any]:
         "flop_formula": FLOP_FORMULA,
         "gpu": jax.devices()[0].device_kind,
         "versions": versions,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": commit or command_output("git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
