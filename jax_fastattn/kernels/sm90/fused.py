@@ -124,8 +124,8 @@ class FusedKernel:
             dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
                 they are.
             dq_sum: float32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead` heads.
-            arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: 0, then how many key tiles see each query
-                tile.
+            arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: 0, for zeros and for tiles taken, then how
+                many key tiles see each query tile.
             batch: B.
             query_length: T.
             key_length: S.
@@ -261,6 +261,7 @@ class FusedKernel:
                 adder.zero(work, dq_sum, arrivals, slot)
                 adder.count(shared, work, arrivals, slot, at)
 
+            # The first head's counter of zeros, which nobody counts or waits for, is that of the tiles taken.
             cutlass.if_generate(
                 slot >= 0,
                 lambda: self._each_tile(shared, problem, zero_and_count),
