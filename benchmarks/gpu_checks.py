@@ -51,11 +51,20 @@ def main() -> None:
         return
     # Oracles are compiled once per case and run once: tuning their products would take most of the time.
     environment = os.environ | {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    suites = [run_suite(environment) for _ in range(options.suite_runs)]
-    sanitizer = {tool: sanitize(tool, environment) for tool in options.tools}
-    record = {"suite": suites, "sanitizer": sanitizer, "sanitizer_cases": CASES} | describe_run(options.commit)
-    del record["flop_formula"]
-    options.output.write_text(json.dumps(record, indent=1) + "\n")
+    record: dict[str, Any] = {"suite": [], "sanitizer": {}, "sanitizer_cases": CASES}
+
+    def write() -> None:
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+    # Written as it grows: whoever stops a run keeps what has ended.
+    for _ in range(options.suite_runs):
+        record["suite"].append(run_suite(environment))
+        write()
+    for tool in options.tools:
+        record["sanitizer"][tool] = sanitize(tool, environment)
+        write()
+    record |= describe_run(options.commit) | {"xla_flags": environment["XLA_FLAGS"]}
+    write()
     print(json.dumps(record, indent=1))
 
 

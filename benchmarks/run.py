@@ -62,7 +62,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
-    context = describe_run(options.commit)
+    context = {"flop_formula": FLOP_FORMULA} | describe_run(options.commit)
     output = options.output or RESULTS / f"{context['date'][:10]}-{slug(context['gpu'])}.jsonl"
     output.parent.mkdir(parents=True, exist_ok=True)
     names, started = options.cases or SETS[options.set], time.monotonic()
@@ -240,7 +240,6 @@ def describe_run(commit: str | None) -> dict[str, Any]:
         versions["driver"] = driver.splitlines()[0]
     root = str(Path(__file__).parents[1])
     return {
-        "flop_formula": FLOP_FORMULA,
         "gpu": jax.devices()[0].device_kind,
         "versions": versions,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

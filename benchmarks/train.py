@@ -42,7 +42,6 @@ def main() -> None:
         runs.append(train_gpt.train(train_gpt.parse_arguments([*options.options, "--implementation", name, "--quiet"])))
         print(f"{name}: {runs[-1]['tokens_per_second']:,.0f} tokens/s, last loss {runs[-1]['losses'][-1]:.3f}")
         record = {"runs": runs} | describe_run(options.commit)
-        del record["flop_formula"]
         options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

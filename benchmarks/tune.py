@@ -33,7 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from cases import CASES, flops
+from cases import CASES, FLOP_FORMULA, flops
 from peers import IMPLEMENTATIONS
 from run import clocks, compiled, describe_run
 
@@ -70,7 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     options.configs = [parse_config(options.mode, text) for text in options.configs]
     compile_all(options)
-    context = describe_run(options.commit)
+    context = {"flop_formula": FLOP_FORMULA} | describe_run(options.commit)
     for name in options.cases:
         for record in tune(name, options):
             line = f"{name:24} {record['variant']:70} {record.get('tflops', 0):6.0f} {record.get('ratio', 0):6.3f}"
