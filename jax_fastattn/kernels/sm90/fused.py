@@ -446,11 +446,11 @@ class FusedKernel:
         )
 
     def _tile_index(self, begin: Int32, end: Int32, i: Int32) -> Int32:
-        """The tile visited after `i` others of these: where dq is computed from the last one down.
+        """The tile visited after `i` others of these: the last one first, but for the wide kernel.
 
         Under a causal mask all CTAs of a head then begin at the same tile, and meet there in L2.
         """
-        return end - 1 - i if self.config.adds_dq else begin + i
+        return begin + i if self.config.wide else end - 1 - i
 
     # Producer.
 
@@ -575,16 +575,23 @@ class FusedKernel:
 
         # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array P is 0 by statistics.
         checks_high = spec.window_left or spec.query_seq_lengths
-        parts: list[tuple[Int32, Int32, Edges | None]] = [
-            (visit.begin, visit.full_begin, Edges(True, checks_high)),
-            (visit.full_begin, visit.full_end if checks_high else visit.end, None),
-        ]
-        if checks_high:
-            parts.append((visit.full_end, visit.end, Edges(True, True)))
+        masked, full_end = Edges(True, checks_high), visit.full_end if checks_high else visit.end
+
+        def visit_end(i: Int32) -> None:
+            """Full tiles, then masked ones: those of the upper end, then, behind the full ones, of the lower end.
+
+            One loop for both ends, and behind that of full tiles: else ptxas gives that one a move for each score.
+            """
+            upper = i == 0
+            visit_tiles(visit.full_begin, ptx.where(upper, visit.full_begin, full_end), None)
+            visit_tiles(ptx.where(upper, full_end, visit.begin), ptx.where(upper, visit.end, visit.full_begin), masked)
 
         def visit_head(_: Int32) -> None:
-            for part in reversed(parts) if config.adds_dq else parts:
-                visit_tiles(*part)
+            if checks_high:
+                wgmma.loop(Int32(2), visit_end)
+            else:
+                visit_tiles(visit.full_begin, visit.end, None)
+                visit_tiles(visit.begin, visit.full_begin, masked)
 
         wgmma.loop(Int32(spec.group), visit_head)
         if config.adds_dq:
