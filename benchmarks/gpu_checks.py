@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     parser.add_argument("--suite-runs", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=4, help="that share the GPU (default: 4)")
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--inside-sanitizer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -58,7 +59,7 @@ def main() -> None:
 
     # Written as it grows: whoever stops a run keeps what has ended.
     for _ in range(options.suite_runs):
-        record["suite"].append(run_suite(environment))
+        record["suite"].append(run_suite(environment, options.processes))
         write()
     for tool in options.tools:
         record["sanitizer"][tool] = sanitize(tool, environment)
@@ -68,17 +69,27 @@ def main() -> None:
     print(json.dumps(record, indent=1))
 
 
-def run_suite(environment: dict[str, str]) -> dict[str, Any]:
-    """Counts of one run of `pytest -m gpu`, and its seconds."""
+def run_suite(environment: dict[str, str], processes: int) -> dict[str, Any]:
+    """Counts of one run of `pytest -m gpu` by some processes at a time, each with a part of the tests; and its seconds.
+
+    They share the GPU: what should not depend on load is tested under load.
+    """
+    cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        report, started = Path(folder) / "report.xml", time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        subprocess.run([*command, "tests"], cwd=ROOT, env=environment, check=False)
+        started, running, reports = time.monotonic(), [], []
+        for part in range(processes):
+            reports.append(Path(folder) / f"{part}.xml")
+            command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
+            command += [f"--part={part}/{processes}", f"--junitxml={reports[-1]}"]
+            mine = ",".join(map(str, cores[part::processes]))
+            running.append(subprocess.Popen(["taskset", "-c", mine, *command], cwd=ROOT, env=environment))
+        crashed = sum(process.wait() not in (0, 1) for process in running)
         seconds = round(time.monotonic() - started)
-        suite = ElementTree.parse(report).getroot()[0]
-    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    failed = [case.attrib["name"] for case in suite if case.find("failure") is not None]
-    return counts | {"seconds": seconds, "failed": failed}
+        suites = [ElementTree.parse(report).getroot()[0] for report in reports if report.exists()]
+    names = ("tests", "failures", "errors", "skipped")
+    counts = {name: sum(int(suite.attrib[name]) for suite in suites) for name in names}
+    failed = [case.attrib["name"] for suite in suites for case in suite if case.find("failure") is not None]
+    return counts | {"crashed": crashed, "seconds": seconds, "processes": processes, "failed": failed}
 
 
 def sanitize(tool: str, environment: dict[str, str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 """Strict JAX settings, eight CPU devices for sharding tests, and skips that say why."""
 
 import os
+import zlib
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
@@ -20,13 +21,26 @@ def _cuda_devices() -> int:
         return 0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="0/1", help="I/N: part I of N of the tests, cases undivided")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    del config
+    part, parts = map(int, config.getoption("--part").split("/"))
+    mine = [zlib.crc32(_together(item).encode()) % parts == part for item in items]
+    config.hook.pytest_deselected(items=[item for item, is_mine in zip(items, mine, strict=True) if not is_mine])
+    items[:] = [item for item, is_mine in zip(items, mine, strict=True) if is_mine]
     found = _cuda_devices()
     for item in items:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if marker in item.keywords and found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {found}"))
+
+
+def _together(item: pytest.Item) -> str:
+    """The same for tests that share work: those of a case."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}  # pyright: ignore[reportAttributeAccessIssue]
+    return str(params.get("case", item.nodeid))
 
 
 @pytest.fixture

@@ -77,9 +77,10 @@ def expectations(request: pytest.FixtureRequest) -> Any:
     selected = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
     cases = dict.fromkeys(case for case in selected if isinstance(case, Case))
     specs = kernel_specs(cases, ffi.arch() or "")
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as compilers:
+    workers = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as compilers:
         list(compilers.map(ffi.prepare, specs))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         futures: dict[Case, Future[Any]] = {case: pool.submit(_expectation, case) for case in cases}
         yield futures
         pool.shutdown(cancel_futures=True)

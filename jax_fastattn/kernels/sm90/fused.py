@@ -12,8 +12,8 @@ P^T and dS^T go from accumulator to A operand inside registers. The warpgroups n
 consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); then there is a CTA per
 SM, which takes one tile of keys after the other. Else dq has a kernel of its own, `dq.py`, and a tile of keys a CTA.
 
-Query tiles are visited in order: masked ones (right window edge), full ones without mask code, masked ones (left window
-edge, end of the queries); or the other way round. Reads the statistics that are described in `gradient.py`.
+Query tiles are visited from the last one down: masked ones (left window edge, end of the queries), full ones without
+mask code, masked ones (right window edge). Reads the statistics that are described in `gradient.py`.
 """
 
 from collections.abc import Callable
