@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,9 @@ def main() -> None:
     for _ in range(options.suite_runs):
         record["suite"].append(run_suite(environment, options.processes))
         write()
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda tool: sanitize(tool, environment), options.tools)
-        record["sanitizer"] = dict(zip(options.tools, found, strict=True))
+    for tool in options.tools:
+        record["sanitizer"][tool] = sanitize(tool, environment)
+        write()
     record |= describe_run(options.commit) | {"xla_flags": environment["XLA_FLAGS"]}
     write()
     print(json.dumps(record, indent=1))
