@@ -61,7 +61,7 @@ def main() -> None:
     for _ in range(options.suite_runs):
         record["suite"].append(run_suite(environment, options.processes))
         write()
-    # One after the other: racecheck, beside others on the GPU, reports accesses that mbarriers keep in order.
+    # One after the other: beside the other two racecheck has once reported what it had not reported alone.
     for tool in options.tools:
         record["sanitizer"][tool] = sanitize(tool, environment)
         write()

@@ -580,7 +580,7 @@ class FusedKernel:
         def visit_end(i: Int32) -> None:
             """Full tiles, then masked ones: those of the upper end, then, behind the full ones, of the lower end.
 
-            One loop for both ends, and behind that of full tiles: else ptxas gives that one a move for each score.
+            One loop for both ends, behind that of full tiles: these need fewer uniform instructions in the first loop.
             """
             upper = i == 0
             visit_tiles(visit.full_begin, ptx.where(upper, visit.full_begin, full_end), None)
