@@ -56,12 +56,13 @@ def test_on_a_gpu() -> None:
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_deterministic_gradients_have_a_kernel_for_dq() -> None:
-    found = explain(Q, K, V, deterministic=True)
+@pytest.mark.parametrize(("head_dim", "words"), [(64, ["backward"]), (128, ["dq", "dkdv"])])
+def test_deterministic_gradients_of_large_head_dims_have_a_kernel_for_dq(head_dim: int, words: list[str]) -> None:
+    x = jax.ShapeDtypeStruct((2, 129, 6, head_dim), jnp.bfloat16)
+    found = explain(x, x, x, deterministic=True)
     assert found.kernel == "sm90 forward, sm90 backward"
     assert found.tile is not None
-    for word in ("forward", "dq", "dkdv"):
-        assert word in found.tile
+    assert found.tile.replace(",", "").split()[::2] == ["forward", *words]
 
 
 @pytest.mark.usefixtures("_gpu")

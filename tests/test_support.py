@@ -17,7 +17,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
     backward_config,
     dq_config,
 )
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec, kernel_spec
+from jax_fastattn.kernels.spec import DETERMINISTIC_FUSED_HEAD_DIM, FUSED_HEAD_DIM, KernelSpec, kernel_spec
 from jax_fastattn.kernels.support import ARCHITECTURES, MAX_HEAD_DIM, describe_kernels, unsupported_reasons
 from jax_fastattn.testing.cases import GPU_CASES, Case
 from jax_fastattn.testing.support_table import support_table
@@ -75,7 +75,8 @@ def test_tiles_are_described(arch: str, deterministic: bool, head_dims: tuple[in
     family = "sm90" if arch == "sm_90a" else "sm80"
     assert families == f"{family} forward, {family} backward"
     words = tiles.replace(",", "").split()
-    fused = family == "sm90" and max(head_dims) <= FUSED_HEAD_DIM and not deterministic
+    largest = DETERMINISTIC_FUSED_HEAD_DIM if deterministic else FUSED_HEAD_DIM
+    fused = family == "sm90" and max(head_dims) <= largest
     assert words[::2] == (["forward", "backward"] if fused else ["forward", "dq", "dkdv"])
     assert all(int(rows) > 0 and int(keys) > 0 for rows, keys in (tile.split("x") for tile in words[1::2]))
 

@@ -19,8 +19,9 @@ UNBOUNDED = 1 << 29
 # Up to which T and S a problem is short. In the backward pass sums of dq then move more bytes than they save products.
 SHORT_LENGTH = {"forward": 2048, "backward": 512}
 
-# Up to which head dims Hopper has one kernel for all three gradients.
+# Up to which head dims Hopper has one kernel for all three gradients; and one whose gradients are deterministic.
 FUSED_HEAD_DIM = 128
+DETERMINISTIC_FUSED_HEAD_DIM = 96
 
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 8
@@ -67,9 +68,14 @@ class KernelSpec:
     @property
     def fused(self) -> bool:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
-        fusible = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM and not self.logits_soft_cap
-        other = self.deterministic or self.short
-        return self.family == "sm90" and self.op == "backward" and fusible and not other
+        largest = DETERMINISTIC_FUSED_HEAD_DIM if self.deterministic else FUSED_HEAD_DIM
+        fusible = max(self.head_dim, self.v_head_dim) <= largest and not self.logits_soft_cap
+        return self.family == "sm90" and self.op == "backward" and fusible and not self.short
+
+    @property
+    def integers(self) -> bool:
+        """Whether that buffer holds integers, of which every order of additions makes the same."""
+        return self.fused and self.deterministic
 
     @property
     def uneven(self) -> bool:
@@ -129,7 +135,12 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
         return operands | {"sinks": optional(spec.sinks, "float32"), "out": spec.dtype, "lse": "float32"}
     residuals = {"out": spec.dtype, "lse": "float32", "dout": spec.dtype, "dlse": optional(spec.dlse, "float32")}
     gradients = {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
-    sums = {"dq_sum": optional(spec.fused, "float32"), "arrivals": optional(spec.fused, "int32")}
+    sums = {
+        "dq_sum": optional(spec.fused, "int32" if spec.integers else "float32"),
+        "arrivals": optional(spec.fused, "int32"),
+        "magnitudes": optional(spec.integers, "float32"),
+        "resolutions": optional(spec.integers, "int32"),
+    }
     return operands | residuals | gradients | (sums if spec.family == "sm90" else {})
 
 

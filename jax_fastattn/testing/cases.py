@@ -367,7 +367,11 @@ GPU_CASES = [
     *_vary(_on(_GQA, head_dim=128, is_causal=True, sinks="bn", dlse=True), {}, {"scale": -0.1}, *_FEW),
     *_vary(_on(_GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS),
     # Equal bits in every run.
-    *_vary(_on(_MHA, deterministic=True), *_FEW),
+    *_vary(_on(_MHA, deterministic=True), *_FEW, {"scale": -0.2}, {"scale": 0.0}, *_LONG[:2]),
+    *_vary(_on(_MHA, head_dim=40, v_head_dim=72, dtype="float16", deterministic=True), {}, *_FEW),
+    *_vary(_on(_GQA, head_dim=96, is_causal=True, sinks="bn", dlse=True, deterministic=True), {}, *_FEW, *_LONG[:2]),
+    *_vary(_on(_GQA, is_causal=True, deterministic=True), *_BOTH_LENGTHS),
+    *_vary(_on(_MHA, batch=1, num_kv_heads=20, window=(300, 0), deterministic=True), *_lengths((1100, 1100))),
     *_vary(_on(_GQA, head_dim=128, is_causal=True, deterministic=True), *_FEW, *_LONG[:2]),
     # All of it at once.
     *_vary(

@@ -28,6 +28,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
 )
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig
 from jax_fastattn.kernels.sm90.forward import ForwardKernel
+from jax_fastattn.kernels.sm90.magnitudes import SHARED_NBYTES
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 from jax_fastattn.ops.cuda import row_delta
 
@@ -121,7 +122,9 @@ def check_backward(
     heads = sizes.kv_heads * spec.group
     arrays |= {name: np.full(wanted[name].shape, np.nan, arrays["query"].dtype) for name in ("dq", "dk", "dv")}
     scratch = backward_scratch(spec, sizes.batch, sizes.queries, heads)
-    for name, (shape, dtype) in zip(("stats", "dq_sum", "arrivals"), scratch, strict=False):
+    for name, (shape, dtype) in zip(
+        ("stats", "dq_sum", "arrivals", "magnitudes", "resolutions"), scratch, strict=False
+    ):
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
     memory, address = place(spec, arrays)
     ptx = compile_kernel(kernel, spec)
@@ -132,9 +135,19 @@ def check_backward(
     key_tiles = -(-sizes.keys // config.keys)
     ahead = heads_together(key_tiles, sizes.batch * sizes.kv_heads)
     scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, ahead, sizes.scale
+    integers = [address[name] for name in ("magnitudes", "resolutions") if spec.integers]
+    if spec.integers:
+        lengths_of_keys = [address["key_value_seq_lengths"]] if spec.key_value_seq_lengths else []
+        launch(
+            ptx.pop("magnitudesMagnitudesKernel"),
+            [address["key"], address["value"], *lengths_of_keys, integers[0], sizes.keys, sizes.kv_heads],
+            memory,
+            kernel.magnitudes.blocks(sizes.batch, sizes.kv_heads),
+            SHARED_NBYTES,
+        )
     launch(
         ptx.pop("statisticsStatisticsKernel"),
-        [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"], *sums, *scalars],
+        [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"], *sums, *integers, *scalars],
         memory,
         kernel.statistics.blocks(sizes.batch, sizes.queries, heads),
     )
@@ -151,7 +164,7 @@ def check_backward(
             parameters += [describe(memory, address[name], arrays[name], box_rows, box_columns), None]
         results = ["dq"] if isinstance(columns, DqMemory) else ["dk", "dv", *(["dq"] if spec.fused else [])]
         parameters += [*optional, *(address[name] for name in ("stats", *results))]
-        parameters += [] if results == ["dq"] else sums
+        parameters += [] if results == ["dq"] else sums + integers[1:]
         together = heads_together(*grid)
         parameters += [sizes.queries, sizes.keys, heads, grid[1], together]
         parameters += [] if isinstance(columns, DqMemory) else [together]

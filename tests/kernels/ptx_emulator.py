@@ -222,6 +222,14 @@ class Cta:
     def do_xor(self, *a: Any) -> None:
         self._simple(np.bitwise_xor, *a)
 
+    def do_lop3(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        a, b, c = (self.get(x, np.uint32) for x in operands[1:4])
+        result = np.zeros(self.threads, np.uint32)
+        for i in range(8):
+            if int(operands[4], 0) >> i & 1:
+                result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        self.put(operands[0], result, active)
+
     def do_not(self, *a: Any) -> None:
         self._simple(np.invert, *a)
 
@@ -333,7 +341,11 @@ class Cta:
             self.put(operands[0], low | (high << np.uint32(16)), active)
         else:
             target, source = (_TYPES[x] for x in parts[-2:])
-            self.put(operands[0], self.get(operands[1], source).astype(target), active)
+            value = self.get(operands[1], source)
+            if "rni" in parts:  # what is too large becomes the last number, NaN becomes 0
+                ends = np.iinfo(target)
+                value = np.clip(np.rint(np.nan_to_num(value.astype(np.float64))), ends.min, ends.max)
+            self.put(operands[0], value.astype(target), active)
 
     def do_shfl(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         value = self.get(operands[1], np.uint32)

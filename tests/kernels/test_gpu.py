@@ -96,8 +96,9 @@ def test_results_and_gradients(case: Case, expectations: dict[Case, Future[Any]]
 @pytest.mark.parametrize("case", GPU_CASES[::-1], ids=str)
 def test_same_bits_in_another_order(case: Case) -> None:
     first = _first_results.get(case) or _results(case)
-    # CTAs of the fused kernel add dq up in any order.
-    any_order = {"dquery"} if kernel_spec(case.problem(), "backward", ffi.arch() or "").fused else set()
+    # CTAs of the fused kernel add dq up in any order, of which integers make the same.
+    kernel = kernel_spec(case.problem(), "backward", ffi.arch() or "")
+    any_order = {"dquery"} if kernel.fused and not kernel.integers else set()
     for name, x, y in zip(compare.Results._fields, first, _results(case), strict=True):
         if x is not None and name not in any_order:
             np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), err_msg=name)
@@ -140,6 +141,45 @@ def test_scores_that_jump(shift: str, is_causal: bool, head_dim: int, length: in
     baseline = theirs, compare.same_dtype_attention(spec, operands)[1]
     results = [compare.Results(*jax.tree.map(np.asarray, x)) for x in ((out, lse), oracle, baseline)]
     compare.assert_within_budget(*results)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_deterministic_gradients_of_outliers(head_dim: int, is_causal: bool) -> None:
+    """A key, and a row of the cotangent, far larger than the others: integers share a unit along a row alone."""
+    case = Case(
+        dtype="bfloat16",
+        query_length=1000,
+        key_length=1000,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        is_causal=is_causal,
+        deterministic=True,
+    )
+    query, k, value = case.operands(jax.random.key(6))[:3]
+    dout, _ = case.cotangents(jax.random.key(7))
+    operands = Operands(query, k.at[:, 77].multiply(30), value.at[:, 99].multiply(30))
+    dout = dout.at[:, ::3].multiply(1e-6).at[:, 500].multiply(1e4)
+    spec = dataclasses.replace(case.spec(), implementation="cuda")
+    found = jax.tree.map(np.asarray, _kernels(spec, operands, dout, None))
+    expected = jax.tree.map(np.asarray, compare.expected(spec, operands, dout, None))
+    compare.assert_within_budget(found, *expected)
+    small = [x._replace(dquery=x.dquery[:, ::3]) for x in (found, *expected)]
+    compare.assert_within_budget(*small, rounding=0.0)
+
+
+def test_deterministic_gradients_do_not_hide_an_overflow() -> None:
+    """dS beyond float16: no integer can say so, the rows of dq must."""
+    case = Case(dtype="float16", query_length=193, key_length=257, num_kv_heads=2, head_dim=64)
+    operands = case.operands(jax.random.key(8))
+    dout = jnp.full((case.batch, 193, 2, 64), 30000.0, jnp.float16).at[:, ::2].set(1.0)
+    gradients = []
+    for deterministic in (False, True):
+        spec = dataclasses.replace(case.spec(), implementation="cuda", deterministic=deterministic)
+        gradients.append(np.asarray(_kernels(spec, operands, dout, None).dquery))
+    usual, deterministic = (np.isfinite(x).all(-1) for x in gradients)
+    assert not usual.all()
+    np.testing.assert_array_equal(deterministic, usual)
 
 
 @pytest.mark.parametrize("long", ["query", "key"])

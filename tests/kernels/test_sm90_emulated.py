@@ -90,9 +90,24 @@ def test_backward(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).fused])
 def test_deterministic_backward(name: str) -> None:
-    """The pair of kernels that larger head dims, and short masked problems, always take."""
+    """Integer sums, or the pair of kernels that larger head dims, and short masked problems, always take."""
     *kernel, sizes = BACKWARD[name]
     emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), deterministic=True), sizes)
+
+
+def test_large_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few keys and columns that dq is near its bound: what is added does not fit the last bits of a float32."""
+    converted = []
+    convert = hopper_emulator.Warpgroup.do_cvt
+
+    def count(group: hopper_emulator.Warpgroup, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        converted.append("rni" in parts)
+        convert(group, parts, operands, active)
+
+    monkeypatch.setattr(hopper_emulator.Warpgroup, "do_cvt", count)
+    sizes = Sizes(batch=2, kv_heads=2, queries=70, keys=3)
+    emulated_hopper.check_backward(_spec("backward", 8, 8, "bfloat16", {"deterministic": True}), sizes)
+    assert any(converted)
 
 
 @pytest.mark.parametrize(("head_dim", "short"), [(64, True), (64, False), (128, False), (256, False)])

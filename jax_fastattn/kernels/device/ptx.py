@@ -177,6 +177,50 @@ def store_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any =
     _asm("st.global.b32 [$0], $1;", "", "lr", [address, value], True, loc, ip)
 
 
+@dsl_user_op
+def store_global_half(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores the lower 2 bytes."""
+    _asm(
+        "{\n.reg .b16 half;\ncvt.u16.u32 half, $1;\nst.global.b16 [$0], half;\n}",
+        "",
+        "lr",
+        [address, value],
+        True,
+        loc,
+        ip,
+    )
+
+
+@dsl_user_op
+def load_global_int(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Loads 4 bytes that other CTAs may have written, behind a fence."""
+    return _asm("ld.relaxed.gpu.global.b32 $0, [$1];", "r", "l", [address], True, loc, ip)
+
+
+@dsl_user_op
+def bits(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The bits of a float32. Those of numbers of the same sign are ordered like their magnitudes, NaN the last."""
+    return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def from_bits(x: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The float32 that has these bits."""
+    return Float32(llvm.bitcast(T.f32(), Int32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def round_to_int(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The nearest integer, of two the even one; 0 for NaN."""
+    return _asm("cvt.rni.s32.f32 $0, $1;", "r", "f", [Float32(x)], False, loc, ip)
+
+
+@dsl_user_op
+def lop3(a: Int32, b: Int32, c: Int32, table: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Any bitwise function of three values: `table` is that of 0xF0, 0xCC and 0xAA."""
+    return _asm(f"lop3.b32 $0, $1, $2, $3, {table};", "r", "rrr", [a, b, c], False, loc, ip)
+
+
 def where(condition: Boolean, a: Any, b: Any) -> Any:
     """a where the condition holds, else b; both of the same device type."""
     return type(a)(select_(condition, a, b))
@@ -229,8 +273,7 @@ def unpack(pair: Int32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None)
     """The two values of a register, lower half first; dtype is "bf16" or "f16"."""
     if dtype == "bf16":
         # A bfloat16 is the upper half of its float32.
-        halves = [pair << 16, pair & Int32(-0x10000)]
-        return [Float32(llvm.bitcast(T.f32(), half.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)) for half in halves]
+        return [from_bits(half) for half in (pair << 16, pair & Int32(-0x10000))]
     vector = llvm.bitcast(ir.VectorType.get([2], T.f16()), pair.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
     index = [Int32(i).ir_value(loc=loc, ip=ip) for i in range(2)]
     return [Float32(Float16(llvm.extractelement(vector, i, loc=loc, ip=ip))) for i in index]
@@ -280,6 +323,12 @@ def store_matrices_transposed(address: Int32, values: Registers, *, loc: Any = N
 def add_global_chunk(address: Int64, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
     """Adds four float32 atomically to 16 bytes of global memory."""
     _asm("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", [address, *values], True, loc, ip)
+
+
+@dsl_user_op
+def add_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Adds to 4 bytes of global memory atomically."""
+    _asm("red.relaxed.gpu.global.add.s32 [$0], $1;", "", "lr", [address, value], True, loc, ip)
 
 
 @dsl_user_op

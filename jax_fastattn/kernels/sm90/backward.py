@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward attention with TMA and WGMMA, behind a pass over memory for the statistics of the rows.
 
-Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once: dq is added up in
-float32 by all CTAs, in no fixed order, so that its last bits differ from run to run, and rounded by who adds last. Else
-dq has a query-stationary kernel: seven products, no sums in memory, the same bits in every run.
+Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once: dq is added up by
+all CTAs, in no fixed order, and rounded by who adds last. Sums are float32, whose last bits differ from run to run, or
+with `spec.integers` integers, whose bits do not; a pass over K and V then says how large they can become. Else dq has a
+query-stationary kernel: seven products, no sums in memory, the same bits in every run.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from jax_fastattn.kernels.sm90 import magnitudes as magnitudes_kernel
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, DqConfig, backward_config
 from jax_fastattn.kernels.sm90.dq import DqKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
@@ -33,6 +35,8 @@ class BackwardKernel:
         config = config or backward_config(spec)
         self.main = (WideKernel if config.wide else FusedKernel)(spec, config)
         self.statistics = StatisticsKernel(spec, config)
+        if spec.integers:
+            self.magnitudes = magnitudes_kernel.MagnitudesKernel(spec)
         if not spec.fused:
             self.dq = DqKernel(spec, dq)
 
@@ -55,6 +59,8 @@ class BackwardKernel:
         stats: cute.Pointer,
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
+        magnitudes: cute.Pointer | None,
+        resolutions: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -84,8 +90,11 @@ class BackwardKernel:
             dk: `[B, S, K, H]`.
             dv: `[B, S, K, D]`.
             stats: float32 `[B, N, 2, padded_rows(T)]`, see `gradient.py`.
-            dq_sum: float32 `[B, N, padded_rows(T), padded H]` in an order of its own; None unless `spec.fused`.
+            dq_sum: float32, with `spec.integers` int32, `[B, N, padded_rows(T), padded H]` in an order of its own;
+                None unless `spec.fused`.
             arrivals: int32 `[B, N, 1 + query tiles]`, see `dq_sum.py`; None unless `spec.fused`.
+            magnitudes: float32 `[B, K, 2, MAGNITUDE_PARTS]`; None unless `spec.integers`, like the next.
+            resolutions: pairs of bfloat16 `[B, N, padded_rows(T) / 2]`, see `gradient.py`.
             batch: B.
             query_length: T.
             key_length: S.
@@ -101,7 +110,15 @@ class BackwardKernel:
         fused = cutlass.const_expr(self.spec.fused)
         operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
-        section, ahead = self.main.sections(key_length, batch * (num_heads // self.spec.group), multiprocessors)
+        kv_heads = num_heads // self.spec.group
+        if cutlass.const_expr(self.spec.integers):
+            self.magnitudes.kernel(key, value, key_value_seq_lengths, magnitudes, key_length, kv_heads).launch(
+                grid=(self.magnitudes.blocks(batch, kv_heads), 1, 1),
+                block=(magnitudes_kernel.THREADS, 1, 1),
+                smem=magnitudes_kernel.SHARED_NBYTES,
+                stream=stream,
+            )
+        section, ahead = self.main.sections(key_length, batch * kv_heads, multiprocessors)
         self.statistics.kernel(
             *(operands if fused else (query_seq_lengths, None, None)),
             out,
@@ -112,6 +129,8 @@ class BackwardKernel:
             stats,
             dq_sum,
             arrivals,
+            magnitudes,
+            resolutions,
             *scalars,
             ahead,
             scale,
@@ -123,4 +142,7 @@ class BackwardKernel:
         if cutlass.const_expr(not self.spec.fused):
             self.dq.launch(*products, dq, *scalars, multiprocessors, *rest)
         order = (section, ahead, multiprocessors)
-        self.main.launch(*products, dk, dv, dq if fused else None, dq_sum, arrivals, *scalars, *order, *rest)
+        sums = (dq if fused else None, dq_sum, arrivals)
+        if cutlass.const_expr(isinstance(self.main, FusedKernel)):
+            sums += (resolutions,)
+        self.main.launch(*products, dk, dv, *sums, *scalars, *order, *rest)

@@ -18,6 +18,9 @@ from jax_fastattn.kernels.spec import KernelSpec
 # Query rows to a multiple of which statistics and sums of dq are padded.
 ROW_ALIGNMENT = 128
 
+# Parts of the keys of a head whose largest magnitudes are found apart.
+MAGNITUDE_PARTS = 16
+
 # Tiles of dq that are added to and not yet counted; each has a warp of its own, beside the one that loads, to count it.
 SLOTS = 3
 
@@ -296,7 +299,8 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
         held = 2 if spec.logits_soft_cap else 6  # the cap takes registers
         config = BackwardConfig(64, 3, wide=True, held=held)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
-    dq_registers = (104 if padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
+    # Integers have registers of their own beside the accumulator.
+    dq_registers = (104 if spec.integers or padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
     if largest <= 64 and not spec.logits_soft_cap:
         return BackwardConfig(128, 3 if spec.fused else 2, dq_registers)
     return BackwardConfig(64, 3, dq_registers)
@@ -314,13 +318,17 @@ def dq_config(spec: KernelSpec) -> DqConfig:
 def backward_scratch(
     spec: KernelSpec, batch: int, query_length: int, num_heads: int
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters of zeros and of tiles.
+    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters, magnitudes, resolutions.
 
-    Statistics are float32, or where dq is added eight bfloat16 in the place of four.
+    Statistics are float32, or where dq is added eight bfloat16 in the place of four. Counters are of zeros and of
+    tiles; magnitudes, of K and then of V, and resolutions, two in a word, there are where sums are integers.
     """
     heads, rows = (batch, num_heads), padded_rows(query_length)
     scratch = [((*heads, 2, rows * stats_row_nbytes(spec.fused) // 4), "float32")]
     if spec.fused:
-        scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "float32")]
+        scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "int32" if spec.integers else "float32")]
         scratch += [((*heads, rows // backward_config(spec).queries + 1), "int32")]
+    if spec.integers:
+        scratch += [((batch, num_heads // spec.group, 2, MAGNITUDE_PARTS), "float32")]
+        scratch += [((*heads, rows // 2), "int32")]
     return scratch

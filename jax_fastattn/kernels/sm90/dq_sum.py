@@ -9,6 +9,8 @@ a time next to those of its neighbours. Query tile by query tile a counter says 
 as a product. The CTA that was the last one reads the sums back, scales and rounds them, and stores dq: no other
 kernel passes over them. The same warps have zeroed sums before, for heads that are added to later: CTAs take tiles of
 keys in order, so that who waits for zeros waits for CTAs that run.
+
+Sums of float32 have the last bits of some order; `dq_integers.py` has some that do not.
 """
 
 from types import SimpleNamespace
@@ -48,7 +50,7 @@ class DqSum:
     def start(
         self,
         shared: SimpleNamespace,
-        outputs: tuple[cute.Pointer, cute.Pointer, cute.Pointer],
+        sums: tuple[cute.Pointer, ...],
         thread: Int32,
         scale: Float32,
     ) -> SimpleNamespace:
@@ -56,11 +58,11 @@ class DqSum:
 
         Args:
             shared: tiles and barriers.
-            outputs: dq, its sums, and the counters.
+            sums: dq, its sums, and the counters.
             thread: index in the warpgroup.
             scale: factor on the sums.
         """
-        dq, dq_sum, arrivals = outputs
+        dq, dq_sum, arrivals = sums
         mma = wgmma.product(self.dtype, self.columns, a_in_registers=False, b_transposed=True)
         lane_row, _ = accumulator_lane(thread % 32)
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -88,27 +90,35 @@ class DqSum:
     def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
         """Everything that the third warpgroup does for a tile of keys."""
         state.work = work
-        for at in (state.added, state.counted):
+        for at in self._positions(state):
             at[0], at[1] = work.first_head, work.visit.end - 1
-
-        def step(i: Int32) -> None:
-            cutlass.if_generate(i >= SLOTS, lambda: self._finish(state))
-            self._add(state)
-            wgmma.advance(state.slot, SLOTS)
-
         counter = self._zeroed(work, state.arrivals, work.head_index)
         waits = work.head_index >= work.ahead
         cutlass.if_generate(waits, lambda: ptx.wait_global(counter, self._zeroing_warps(work)))
         # Whoever gives K back has seen it: else a tile that nobody sees would be given back before the one before it.
         wgmma.wait(state.shared.key_full, phase)
-        for uniform in (state.added, state.counted, state.slot, state.done, state.turn):
+        for uniform in (*self._positions(state), state.slot, state.done, state.turn):
             uniform.settle()
-        wgmma.loop(work.steps, step)
+        self._add_all(state)
         wgmma.release(state.shared.keys_empty)
         wgmma.loop(Int32(cutlass.min(work.steps, SLOTS)), lambda _: self._finish(state))
 
-    def _add(self, state: SimpleNamespace) -> None:
-        """Adds dQ of the next tile to its sums."""
+    def _positions(self, state: SimpleNamespace) -> tuple[wgmma.Uniform, ...]:
+        """Query heads and tiles."""
+        return state.added, state.counted
+
+    def _add_all(self, state: SimpleNamespace) -> None:
+        """Adds dQ of all tiles that see the keys to their sums, and finishes all but the last ones."""
+
+        def step(i: Int32) -> None:
+            cutlass.if_generate(i >= SLOTS, lambda: self._finish(state))
+            self._add(state, i)
+            wgmma.advance(state.slot, SLOTS)
+
+        wgmma.loop(state.work.steps, step)
+
+    def _add(self, state: SimpleNamespace, i: Int32) -> None:
+        """Adds dQ of the next tile to its sums, behind i others of the same keys."""
         shared, turn = state.shared, state.turn[0]
         buffer = turn % 2
         wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
@@ -118,7 +128,7 @@ class DqSum:
             warpgroup.wait_group(0)
             if chunk == len(chunks) - 1:
                 wgmma.release(shared.dscore_empty + buffer)
-            address = self._sums(state, state.added, chunk)
+            address = self._sums(state, state.added, chunk) + state.thread % 32 * 16
             for n in range(self.columns // 8):
                 ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + k] for k in range(4)])
         wgmma.release(shared.added + state.slot[0])
@@ -155,17 +165,12 @@ class DqSum:
         warpgroup.commit_group()
 
     def _sums(self, state: SimpleNamespace, at: wgmma.Uniform, chunk: int) -> Int64:
-        """Address of the lane's first sums of a part of a tile."""
+        """Address of the warp's first sums of a part of a tile."""
         work, columns = state.work, self.memory.head_dim
         rows = (Int64(work.batch) * work.num_heads + at[0]) * padded_rows(work.query_length)
         rows = rows + at[1] * self.config.queries
         part_nbytes = 4 * BLOCK * self.columns
-        return (
-            state.sums
-            + rows * (4 * columns)
-            + (chunk * part_nbytes + state.warp * (part_nbytes // 4))
-            + (state.thread % 32 * 16)
-        )
+        return state.sums + rows * (4 * columns) + (chunk * part_nbytes + state.warp * (part_nbytes // 4))
 
     # Zeros, some heads ahead.
 
@@ -235,32 +240,37 @@ class DqSum:
 
     def _finish(self, state: SimpleNamespace) -> None:
         """Empties the longest filled slot: stores dq of its tile, if no other CTA has still to add there."""
-        work, spec, slot = state.work, self.spec, state.done[0]
-
-        def store() -> None:
-            head, tile = state.counted[0], state.counted[1]
-            row = tile * self.config.queries
-            first = (Int64(work.batch) * work.query_length + row) * work.num_heads + head
-            for chunk, (row_block, column) in enumerate(self._chunks()):
-                address = self._sums(state, state.counted, chunk)
-                for n in range(self.columns // 8):
-                    for k, x in enumerate(ptx.load_global_ordered(address + 512 * n)):
-                        state.dq[4 * n + k] = x
-                gradient.store_rows(
-                    state.dq,
-                    min(self.columns, spec.head_dim - column),
-                    state.dq_address + first * (2 * spec.head_dim) + 2 * column,
-                    Int64(work.num_heads) * (2 * spec.head_dim),
-                    row=state.row + row_block * BLOCK,
-                    quad_lane=state.thread % 4,
-                    live_rows=work.bounds["query_end"] - row,
-                    stored_rows=work.query_length - row,
-                    mma_dtype=ptx.MMA_DTYPE[spec.dtype],
-                    factor=state.scale,
-                )
-
+        work, slot = state.work, state.done[0]
         wgmma.wait(state.shared.counted + slot, state.done[1])
         left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
-        cutlass.if_generate(left == 1, store)
+        cutlass.if_generate(left == 1, lambda: self._store(state))
         self._advance(work, state.counted)
         wgmma.advance(state.done, SLOTS)
+
+    def _store(self, state: SimpleNamespace) -> None:
+        """Stores dq of a tile from its sums."""
+        work, spec = state.work, self.spec
+        head, tile = state.counted[0], state.counted[1]
+        row = tile * self.config.queries
+        first = (Int64(work.batch) * work.query_length + row) * work.num_heads + head
+        for chunk, (row_block, column) in enumerate(self._chunks()):
+            for j, x in enumerate(self._totals(state, chunk, row_block)):
+                state.dq[j] = x
+            gradient.store_rows(
+                state.dq,
+                min(self.columns, spec.head_dim - column),
+                state.dq_address + first * (2 * spec.head_dim) + 2 * column,
+                Int64(work.num_heads) * (2 * spec.head_dim),
+                row=state.row + row_block * BLOCK,
+                quad_lane=state.thread % 4,
+                live_rows=work.bounds["query_end"] - row,
+                stored_rows=work.query_length - row,
+                mma_dtype=ptx.MMA_DTYPE[spec.dtype],
+                factor=state.scale,
+            )
+
+    def _totals(self, state: SimpleNamespace, chunk: int, row_block: int) -> list[Float32]:
+        """The sums of a part of a tile, in the accumulator's order."""
+        del row_block
+        address = self._sums(state, state.counted, chunk) + state.thread % 32 * 16
+        return [x for n in range(self.columns // 8) for x in ptx.load_global_ordered(address + 512 * n)]

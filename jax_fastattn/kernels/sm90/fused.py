@@ -37,6 +37,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
     stats_row_nbytes,
 )
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.dq_integers import DqIntegers
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
@@ -95,6 +96,7 @@ class FusedKernel:
         dq: cute.Pointer | None,
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
+        resolutions: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -123,9 +125,11 @@ class FusedKernel:
             dv: `[B, S, K, D]`.
             dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
                 they are.
-            dq_sum: float32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead` heads.
+            dq_sum: float32 or int32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead`
+                heads.
             arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: 0, for zeros and for tiles taken, then how
                 many key tiles see each query tile.
+            resolutions: pairs of bfloat16 `[B, N, padded_rows(T) / 2]`; None unless sums are integers.
             batch: B.
             query_length: T.
             key_length: S.
@@ -161,6 +165,7 @@ class FusedKernel:
             dq,
             dq_sum,
             arrivals,
+            resolutions,
             query_length,
             key_length,
             num_heads,
@@ -200,6 +205,7 @@ class FusedKernel:
         dq: cute.Pointer | None,
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
+        resolutions: cute.Pointer | None,
         query_length: Int32,
         key_length: Int32,
         num_heads: Int32,
@@ -224,7 +230,7 @@ class FusedKernel:
             (window_left, window_right),
         )
         operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
-        sums = (dq, dq_sum, arrivals)
+        sums = (dq, dq_sum, arrivals, *([resolutions] if self.spec.integers else []))
         self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
 
     def _divide(
@@ -244,9 +250,9 @@ class FusedKernel:
         """
         spec, config = self.spec, self.config
         thread, warp_index = who
-        _, dq_sum, arrivals = sums
+        _, dq_sum, arrivals, *_ = sums
         scale, logits_soft_cap = factors
-        adder = DqSum(spec, self.memory, self.dtype)
+        adder = (DqIntegers if spec.integers else DqSum)(spec, self.memory, self.dtype)
         consumers, producer = config.consumer_threads // 32, config.threads // 32 - 4
 
         def produce() -> None:

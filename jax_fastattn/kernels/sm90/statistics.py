@@ -5,6 +5,8 @@
 It is bound by memory: every thread moves 16 bytes at a time, and neighbouring threads neighbouring bytes.
 """
 
+import functools
+
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
@@ -12,7 +14,12 @@ from jax_fastattn.kernels.device import ptx, tiles
 from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, padded_rows, stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward_config import (
+    MAGNITUDE_PARTS,
+    BackwardConfig,
+    padded_rows,
+    stats_row_nbytes,
+)
 from jax_fastattn.kernels.sm90.config import padded_head_dim
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -51,6 +58,8 @@ class StatisticsKernel:
         stats: cute.Pointer,
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
+        magnitudes: cute.Pointer | None,
+        resolutions: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -78,9 +87,12 @@ class StatisticsKernel:
         # Elsewhere the first row is read, which always exists, and dropped.
         source = ptx.where(live, (Int64(entry) * query_length + row) * num_heads + head, Int64(0))
 
-        delta = self._delta(out.toint(), dout.toint(), source, lane, live)
+        kv_head = (ptx.where(entry < batch, entry, Int32(0)) * num_heads + head) // self.spec.group
+        largest = self._largest(magnitudes, kv_head, lane)
+        delta, dout_sum = self._row_sums(out.toint(), dout.toint(), source, lane, live)
         factor = self._factor(scale)
         row_lse, delta = self._statistics(lse, dlse, delta, source * 4, live, factor)
+        resolution = self._resolution(largest, row_lse, delta, dout_sum)
         head_index = Int64(entry) * num_heads + head
         head_row = head_index * padded + row
         dq_row = (Int64(entry) * query_length + row) * num_heads + head
@@ -94,6 +106,7 @@ class StatisticsKernel:
                     ptx.store_global_chunk(target, gradient.thirds(-value))
                 else:
                     ptx.store_global(target, value)
+            self._store_resolution(resolutions, head_index * padded * 2 + gradient.resolution_offset(row), resolution)
 
         def write() -> None:
             cutlass.if_generate(lane == 0, write_stats)
@@ -124,9 +137,9 @@ class StatisticsKernel:
         row_lse = ptx.where(live, row_lse, Float32(float("inf"))) * factor
         return row_lse, ptx.where(live, delta, Float32(0.0))
 
-    def _delta(self, out: Int64, dout: Int64, row: Int64, lane: Int32, live: Boolean) -> Float32:
-        """rowsum(out * dout) of a row, whose lanes share it; 0 unless live."""
-        delta = Float32(0.0)
+    def _row_sums(self, out: Int64, dout: Int64, row: Int64, lane: Int32, live: Boolean) -> tuple[Float32, Float32]:
+        """rowsum(out * dout) and, for integer sums, rowsum(|dout|) of a row, whose lanes share it; 0 unless live."""
+        delta, dout_sum = Float32(0.0), Float32(0.0)
         for first in range(0, self.spec.v_head_dim // CHUNK, self.lanes):
             chunk = lane + first
             valid = Boolean(live & (chunk < self.spec.v_head_dim // CHUNK))
@@ -139,9 +152,41 @@ class StatisticsKernel:
                 left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]) for pair in pairs)
                 for x, y in zip(left, right, strict=True):
                     delta = ptx.fma(x, y, delta)
+                    if self.spec.integers:
+                        dout_sum = dout_sum + cutlass.max(y, -y)
         for i in range(self.lanes.bit_length() - 1):
             delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
-        return delta
+            if self.spec.integers:
+                dout_sum = dout_sum + cute.arch.shuffle_sync_bfly(dout_sum, offset=1 << i)
+        return delta, dout_sum
+
+    def _largest(self, magnitudes: cute.Pointer | None, kv_head: Int32, lane: Int32) -> list[Float32]:
+        """Of |K| and of |V| of a head, counted over all batch entries: the lanes of a row have a part each."""
+        if magnitudes is None:
+            return []
+        found = []
+        for which in range(2):
+            first = magnitudes.toint() + (Int64(kv_head) * 2 + which) * (4 * MAGNITUDE_PARTS) + lane * 4
+            parts = [ptx.load_global(first + 4 * i) for i in range(0, MAGNITUDE_PARTS, self.lanes)]
+            found.append(ptx.from_bits(Int32(functools.reduce(cutlass.max, map(ptx.bits, parts)))))
+        return found
+
+    def _resolution(self, largest: list[Float32], row_lse: Float32, delta: Float32, dout_sum: Float32) -> Float32:
+        """That of a row, see `gradient.py`; 0 where sums are no integers. All its lanes call it."""
+        if not largest:
+            return Float32(0.0)
+        for i in range(self.lanes.bit_length() - 1):
+            others = [cute.arch.shuffle_sync_bfly(x, offset=1 << i) for x in largest]
+            pairs = zip(largest, others, strict=True)
+            largest = [ptx.from_bits(Int32(cutlass.max(ptx.bits(x), ptx.bits(y)))) for x, y in pairs]
+        found = gradient.resolution(largest[1] * dout_sum + cutlass.max(delta, -delta), largest[0])
+        # What keys hold says nothing about a row that sees none.
+        return ptx.where(cutlass.max(row_lse, -row_lse) == Float32(float("inf")), Float32(1.0), found)
+
+    def _store_resolution(self, resolutions: cute.Pointer | None, offset: Int64, resolution: Float32) -> None:
+        """Stores it where there is a place for it."""
+        if resolutions is not None:
+            ptx.store_global_half(resolutions.toint() + offset, ptx.bits(resolution) >> 16)
 
     def _prepare_dq(
         self,
