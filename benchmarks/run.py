@@ -225,6 +225,7 @@ def explained(attend: Attend, case: Case, operands: Operands) -> str:
         segments = (operands.query_segment_ids, operands.key_value_segment_ids)
         return str(jax_fastattn.explain(*operands[:3], segment_ids=segments, is_causal=case.is_causal))
     options = {"is_causal": case.is_causal, "local_window_size": case.window, "logits_soft_cap": case.logits_soft_cap}
+    options["deterministic"] = case.deterministic
     return str(jax_fastattn.explain(*operands[:5], **options))
 
 

@@ -33,7 +33,8 @@ DEVICE_DTYPES = {
 class Sizes:
     """Run-time side of a case: distinct sizes, no multiple of a tile. Operands that the spec lacks are unused.
 
-    With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty.
+    With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty. With
+    outliers one key and one value are 30 times as large as the others, and two of three rows of dout 10^6 times.
     """
 
     batch: int = 3
@@ -47,6 +48,7 @@ class Sizes:
     query_lengths: tuple[int, ...] = (133, 70, -1)
     key_lengths: tuple[int, ...] = (999, 0, 77)
     offsets: tuple[int, ...] = (60, -140, 1 << 30)
+    outliers: bool = False
 
 
 def compile_backward(spec: KernelSpec, config: BackwardConfig | None = None) -> tuple[BackwardKernel, dict[str, str]]:
@@ -120,7 +122,12 @@ def draw_operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray]
         "dlse": (sizes.batch, sizes.queries, heads),
     }
     dtypes = {name: np.dtype(DTYPES[spec.dtype if name != "dlse" else "float32"]) for name in shapes}
-    arrays = {name: random.standard_normal(shape).astype(dtypes[name]) for name, shape in shapes.items()}
+    drawn = {name: random.standard_normal(shape) for name, shape in shapes.items()}
+    if sizes.outliers:
+        drawn["key"][:, 7] *= 30
+        drawn["value"][:, 9] *= 30
+        drawn["dout"][:, ::3] *= 1e-6
+    arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
     padding = []
     for given, lengths, names in (
         (spec.query_seq_lengths, sizes.query_lengths, ("query", "dout", "dlse", "out", "lse")),

@@ -113,14 +113,37 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardC
 
 def check_backward(
     spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig | None = None, dq: DqConfig | None = None
-) -> None:
-    """Runs the kernels on operands with NaN in the padding, into buffers of NaN, and compares every gradient."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Runs the kernels on operands with NaN in the padding, into buffers of NaN, and compares every gradient.
+
+    Returns:
+        dq, and what it should be, in float64.
+    """
     sizes = sizes or Sizes()
+    arrays, wanted = draw_operands(spec, sizes)
+    found = run_backward(spec, sizes, arrays, config, dq)
+    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
+    for name in ("dq", "dk", "dv"):
+        largest = np.abs(wanted[name]).max()
+        np.testing.assert_allclose(found[name], wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
+    delta = np.asarray(row_delta(spec, jnp.asarray(found["stats"]), sizes.queries)).swapaxes(1, 2)
+    np.testing.assert_allclose(delta, wanted["delta"], atol=tolerance * np.abs(wanted["delta"]).max() + 1e-6)
+    return found["dq"], wanted["dq"]
+
+
+def run_backward(
+    spec: KernelSpec,
+    sizes: Sizes,
+    arrays: dict[str, np.ndarray],
+    config: BackwardConfig | None = None,
+    dq: DqConfig | None = None,
+) -> dict[str, np.ndarray]:
+    """What the kernels make of operands: the gradients in float64, and the statistics."""
     kernel = BackwardKernel(spec, config, dq)
     config, shared = kernel.main.config, kernel.main.memory
-    arrays, wanted = draw_operands(spec, sizes)
     heads = sizes.kv_heads * spec.group
-    arrays |= {name: np.full(wanted[name].shape, np.nan, arrays["query"].dtype) for name in ("dq", "dk", "dv")}
+    operands = {"dq": "query", "dk": "key", "dv": "value"}
+    arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
     scratch = backward_scratch(spec, sizes.batch, sizes.queries, heads)
     for name, (shape, dtype) in zip(
         ("stats", "dq_sum", "arrivals", "magnitudes", "resolutions"), scratch, strict=False
@@ -183,11 +206,5 @@ def check_backward(
         shared,
         (key_tiles, sizes.batch * sizes.kv_heads),
     )
-    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
-    for name in ("dq", "dk", "dv"):
-        got = memory.read(address[name], arrays[name].shape, arrays[name].dtype).astype(np.float64)
-        largest = np.abs(wanted[name]).max()
-        np.testing.assert_allclose(got, wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
-    stats = memory.read(address["stats"], arrays["stats"].shape, np.float32)
-    delta = np.asarray(row_delta(spec, jnp.asarray(stats), sizes.queries)).swapaxes(1, 2)
-    np.testing.assert_allclose(delta, wanted["delta"], atol=tolerance * np.abs(wanted["delta"]).max() + 1e-6)
+    gradients = {x: memory.read(address[x], arrays[x].shape, arrays[x].dtype).astype(np.float64) for x in operands}
+    return gradients | {"stats": memory.read(address["stats"], arrays["stats"].shape, np.float32)}
