@@ -34,7 +34,7 @@ class Sizes:
     """Run-time side of a case: distinct sizes, no multiple of a tile. Operands that the spec lacks are unused.
 
     With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty. With
-    outliers one key and one value are 30 times as large as the others, and two of three rows of dout 10^6 times.
+    outliers one key and one value are 30 times as large as the others, and of dout every third row 10^-6 of the others.
     """
 
     batch: int = 3

@@ -142,7 +142,5 @@ class BackwardKernel:
         if cutlass.const_expr(not self.spec.fused):
             self.dq.launch(*products, dq, *scalars, multiprocessors, *rest)
         order = (section, ahead, multiprocessors)
-        sums = (dq if fused else None, dq_sum, arrivals)
-        if cutlass.const_expr(isinstance(self.main, FusedKernel)):
-            sums += (resolutions,)
+        sums = (dq if fused else None, dq_sum, arrivals, resolutions)
         self.main.launch(*products, dk, dv, *sums, *scalars, *order, *rest)
