@@ -17,7 +17,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
     backward_config,
     dq_config,
 )
-from jax_fastattn.kernels.spec import DETERMINISTIC_FUSED_HEAD_DIM, FUSED_HEAD_DIM, KernelSpec, kernel_spec
+from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, SHORT_LENGTH, KernelSpec, kernel_spec
 from jax_fastattn.kernels.support import ARCHITECTURES, MAX_HEAD_DIM, describe_kernels, unsupported_reasons
 from jax_fastattn.testing.cases import GPU_CASES, Case
 from jax_fastattn.testing.support_table import support_table
@@ -71,12 +71,12 @@ def test_all_reasons_come_together() -> None:
 @pytest.mark.parametrize("head_dims", [(8, 8), (20, 24), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_tiles_are_described(arch: str, deterministic: bool, head_dims: tuple[int, int]) -> None:
     case = dataclasses.replace(BASE, head_dim=head_dims[0], v_head_dim=head_dims[1], deterministic=deterministic)
+    case = dataclasses.replace(case, key_length=max(SHORT_LENGTH.values()) + 1)
     families, tiles = describe_kernels(case.problem(), arch)
     family = "sm90" if arch == "sm_90a" else "sm80"
     assert families == f"{family} forward, {family} backward"
     words = tiles.replace(",", "").split()
-    largest = DETERMINISTIC_FUSED_HEAD_DIM if deterministic else FUSED_HEAD_DIM
-    fused = family == "sm90" and max(head_dims) <= largest
+    fused = family == "sm90" and max(head_dims) <= FUSED_HEAD_DIM
     assert words[::2] == (["forward", "backward"] if fused else ["forward", "dq", "dkdv"])
     assert all(int(rows) > 0 and int(keys) > 0 for rows, keys in (tile.split("x") for tile in words[1::2]))
 
@@ -99,17 +99,22 @@ def test_wide_kernels_compute_no_dq() -> None:
         BackwardConfig(64, 2, dq_registers=72, wide=True)
 
 
-@pytest.mark.parametrize(("head_dim", "window", "length", "fused"), [
-    (128, True, 500, False),
-    (128, True, 1000, True),
-    (128, False, 500, True),
-    (64, True, 500, True),
+@pytest.mark.parametrize(("head_dim", "window", "length", "fused", "deterministic"), [
+    (128, True, 500, False, False),
+    (128, True, 1000, True, False),
+    (128, False, 500, True, False),
+    (128, False, 1100, True, True),
+    (64, True, 500, True, True),
 ])  # fmt: skip
-def test_short_masked_problems_take_the_pair(head_dim: int, window: bool, length: int, fused: bool) -> None:
+def test_short_problems_take_the_pair(
+    head_dim: int, window: bool, length: int, fused: bool, deterministic: bool
+) -> None:
+    """Whether a problem has the fused kernel, and where gradients are to be deterministic that with integers."""
     case = dataclasses.replace(BASE, head_dim=head_dim, v_head_dim=head_dim, is_causal=window)
     case = dataclasses.replace(case, query_length=length, key_length=length)
     spec = kernel_spec(case.problem(), "backward", "sm_90a")
     assert spec.fused == fused
+    same = kernel_spec(dataclasses.replace(case, deterministic=True).problem(), "backward", "sm_90a")
+    assert same.integers == deterministic
     # The pair always has the same bits, and is compiled once.
-    same = dataclasses.replace(case, deterministic=True)
-    assert (kernel_spec(same.problem(), "backward", "sm_90a") == spec) != fused
+    assert (same == spec) == (not fused)

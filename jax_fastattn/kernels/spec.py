@@ -16,12 +16,12 @@ from jax_fastattn.spec import Problem
 # Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
 UNBOUNDED = 1 << 29
 
-# Up to which T and S a problem is short. In the backward pass sums of dq then move more bytes than they save products.
-SHORT_LENGTH = {"forward": 2048, "backward": 512}
+# Up to which T and S a problem is short. In the backward pass sums of dq then move more bytes than they save products,
+# where they are integers up to a greater length.
+SHORT_LENGTH = {"forward": 2048, "backward": 512, "deterministic": 1024}
 
-# Up to which head dims Hopper has one kernel for all three gradients; and one whose gradients are deterministic.
+# Up to which head dims Hopper has one kernel for all three gradients.
 FUSED_HEAD_DIM = 128
-DETERMINISTIC_FUSED_HEAD_DIM = 96
 
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 8
@@ -68,8 +68,7 @@ class KernelSpec:
     @property
     def fused(self) -> bool:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
-        largest = DETERMINISTIC_FUSED_HEAD_DIM if self.deterministic else FUSED_HEAD_DIM
-        fusible = max(self.head_dim, self.v_head_dim) <= largest and not self.logits_soft_cap
+        fusible = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM and not self.logits_soft_cap
         return self.family == "sm90" and self.op == "backward" and fusible and not self.short
 
     @property
@@ -107,10 +106,13 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         family=family,
     )
     # The head dims for which a short problem has a variant of its own: where tiles are few, or masks take much of them.
-    differs = largest <= 96 if op == "forward" else key.fused and largest > 96 and (left, right) != (None, None)
-    lengths = problem.query_length, problem.key_length
-    key = replace(key, short=family == "sm90" and differs and max(lengths) <= SHORT_LENGTH[op])
-    return replace(key, deterministic=spec.deterministic and key.fused)
+    deterministic = op == "backward" and spec.deterministic
+    masked = (left, right) != (None, None)
+    differs = largest <= 96 if op == "forward" else key.fused and largest > 96 and (masked or deterministic)
+    length = max(problem.query_length, problem.key_length)
+    short = family == "sm90" and differs and length <= SHORT_LENGTH["deterministic" if deterministic else op]
+    key = replace(key, short=short)
+    return replace(key, deterministic=deterministic and key.fused)
 
 
 def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:

@@ -372,7 +372,20 @@ GPU_CASES = [
     *_vary(_on(_GQA, head_dim=96, is_causal=True, sinks="bn", dlse=True, deterministic=True), {}, *_FEW, *_LONG[:2]),
     *_vary(_on(_GQA, is_causal=True, deterministic=True), *_BOTH_LENGTHS),
     *_vary(_on(_MHA, batch=1, num_kv_heads=20, window=(300, 0), deterministic=True), *_lengths((1100, 1100))),
-    *_vary(_on(_GQA, head_dim=128, is_causal=True, deterministic=True), *_FEW, *_LONG[:2]),
+    *_vary(
+        _on(_GQA, head_dim=128, is_causal=True, deterministic=True),
+        *_FEW,
+        *_lengths((1, 1100), (129, 1089), (1100, 65)),
+        *_LONG[:2],
+    ),
+    *_vary(
+        _on(_MHA, batch=1, num_kv_heads=20, head_dim=128, window=(300, 0), deterministic=True), *_lengths((1100, 1100))
+    ),
+    *_vary(
+        _on(_GQA, head_dim=128, v_head_dim=64, dtype="float16", dlse=True, deterministic=True, query_length=1100),
+        {"query_seq_lengths": (1100, 65), "key_value_seq_lengths": (0, 129)},
+        {"query_seq_lengths": (193, 1089), "key_value_seq_lengths": (257, 64)},
+    ),
     # All of it at once.
     *_vary(
         _on(_MHA, num_kv_heads=4, group=5, head_dim=128, logits_soft_cap=5.0, sinks="n", dlse=True),

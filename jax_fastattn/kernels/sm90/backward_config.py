@@ -299,8 +299,7 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
         held = 2 if spec.logits_soft_cap else 6  # the cap takes registers
         config = BackwardConfig(64, 3, wide=True, held=held)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
-    # Integers have registers of their own beside the accumulator.
-    dq_registers = (104 if spec.integers or padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
+    dq_registers = (104 if padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
     if largest <= 64 and not spec.logits_soft_cap:
         return BackwardConfig(128, 3 if spec.fused else 2, dq_registers)
     return BackwardConfig(64, 3, dq_registers)

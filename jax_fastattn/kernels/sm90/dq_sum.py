@@ -101,7 +101,8 @@ class DqSum:
             uniform.settle()
         self._add_all(state)
         wgmma.release(state.shared.keys_empty)
-        wgmma.loop(Int32(cutlass.min(work.steps, SLOTS)), lambda _: self._finish(state))
+        last = Int32(cutlass.min(work.steps, SLOTS))
+        wgmma.loop(last, lambda i: self._finish(state, last - i))
 
     def _positions(self, state: SimpleNamespace) -> tuple[wgmma.Uniform, ...]:
         """Query heads and tiles."""
@@ -111,7 +112,7 @@ class DqSum:
         """Adds dQ of all tiles that see the keys to their sums, and finishes all but the last ones."""
 
         def step(i: Int32) -> None:
-            cutlass.if_generate(i >= SLOTS, lambda: self._finish(state))
+            cutlass.if_generate(i >= SLOTS, lambda: self._finish(state, Int32(SLOTS)))
             self._add(state, i)
             wgmma.advance(state.slot, SLOTS)
 
@@ -238,17 +239,21 @@ class DqSum:
         """Where a slot's counter is put."""
         return shared.address + self.memory.flag_start + slot * 4
 
-    def _finish(self, state: SimpleNamespace) -> None:
-        """Empties the longest filled slot: stores dq of its tile, if no other CTA has still to add there."""
+    def _finish(self, state: SimpleNamespace, behind: Int32) -> None:
+        """Empties the longest filled slot: stores dq of its tile, if no other CTA has still to add there.
+
+        That is so many tiles behind the next one to add.
+        """
         work, slot = state.work, state.done[0]
         wgmma.wait(state.shared.counted + slot, state.done[1])
         left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
-        cutlass.if_generate(left == 1, lambda: self._store(state))
+        cutlass.if_generate(left == 1, lambda: self._store(state, behind))
         self._advance(work, state.counted)
         wgmma.advance(state.done, SLOTS)
 
-    def _store(self, state: SimpleNamespace) -> None:
+    def _store(self, state: SimpleNamespace, behind: Int32) -> None:
         """Stores dq of a tile from its sums."""
+        del behind  # `state.counted` has the position
         work, spec = state.work, self.spec
         head, tile = state.counted[0], state.counted[1]
         row = tile * self.config.queries

@@ -19,8 +19,8 @@ fused kernel computes dq they are bfloat16 `[B, N, 2, padded_rows(T), 8]`: minus
 zeros. A product of [1, 1, 1, 0, ...] with them is what the others start from, as exact as float32, and no thread loads
 them: shared memory would let it wait, behind the additions to dq.
 
-Where dq is added up in integers, every row has a `resolution`: what its sums are counted in is 1 / resolution. Without
-the factor `scale` a row of dq, and every sum on the way to it, is at most
+Where dq is added up in integers, every row has a `resolution`: what its sums are counted in is 2^-22 / resolution.
+Without the factor `scale` a row of dq, and every sum on the way to it, is at most
 
     |sum_k dS_jk K_k| <= max |K| sum_k P_jk (|dP_jk| + |delta_j|) <= max |K| (max |V| rowsum |dout_j| + |delta_j|)
 
@@ -47,7 +47,8 @@ def nonzero(scale: Float32) -> Float32:
 def resolution(dscores: Float32, keys: Float32) -> Float32:
     """By what a row of dq is multiplied before it is added up in integers: a power of two, 0 where none will do.
 
-    Whatever is added to a sum, and every sum on the way, stays below 2^29: a quarter of the range, for roundings.
+    Whatever is added to a sum, and every sum on the way, stays below 2^29 units of 2^-22: a quarter of the range of
+    int32, for roundings.
 
     Args:
         dscores: a bound of the sum of a row's |dS|.
@@ -56,7 +57,7 @@ def resolution(dscores: Float32, keys: Float32) -> Float32:
     # The smallest normal number, for what products flush to 0.
     found = cutlass.max(ptx.bits(dscores) & Int32(0x7FFFFFFF), Int32(1 << 23))
     exponent = ptx.bits(ptx.from_bits(Int32(found)) * keys) >> 23
-    field = Int32(cutlass.min(Int32(2 * 127 + 29 - 1) - exponent, Int32(253)))
+    field = Int32(cutlass.min(Int32(2 * 127 + 29 - 22 - 1) - exponent, Int32(253 - 22)))
     return ptx.from_bits(ptx.where(exponent == 255, Int32(0), field) << 23)
 
 
@@ -65,9 +66,9 @@ def resolution_offset(row: Int32) -> Int32:
     return (row // 16 * 8 + row % 8) * 4 + row // 8 % 2 * 2
 
 
-def reciprocal(resolution: Float32) -> Float32:
-    """1 / `resolution`, exactly; NaN where that is 0."""
-    bits = Int32(254 << 23) - ptx.bits(resolution)
+def unit(resolution: Float32) -> Float32:
+    """2^-22 / `resolution`, exactly; NaN where that is 0."""
+    bits = Int32((254 - 22) << 23) - ptx.bits(resolution)
     return ptx.from_bits(ptx.where(resolution == Float32(0.0), Int32(0x7FFFFFFF), bits))
 
 
