@@ -10,9 +10,9 @@ bits are one A fragment of 16 columns.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from cutlass import Float32, Int8, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int8, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.cutlass_dsl import LoopUnroll, for_generate, yield_out
+from cutlass.cutlass_dsl import LoopUnroll, for_generate, if_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx
 
@@ -118,12 +118,22 @@ def wait(barrier: cute.Pointer, phase: Int32) -> None:
     ptx.wait_barrier(barrier.toint(), phase)
 
 
-def release(barrier: cute.Pointer) -> None:
-    """Gives a stage back; every warp that used it calls it."""
+def release(barrier: cute.Pointer, arrives: Boolean | None = None) -> None:
+    """Gives a stage back; every warp that used it calls it.
+
+    Args:
+        barrier: of the stage.
+        arrives: whether this lane does so for the others; by default one of them does. Where lanes have loaded from
+            the stage themselves, it has to be the last one of those that load an address: racecheck remembers no
+            other, and does not see that the lanes meet here.
+    """
     # What lanes have loaded themselves, they all have.
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
+    if arrives is None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+    else:
+        if_generate(arrives, lambda: cute.arch.mbarrier_arrive(barrier))
 
 
 class Uniform:

@@ -161,7 +161,8 @@ class DqIntegers(DqSum):
         """Has the tile before this one counted."""
         self._add_held(state)
         slot = state.slot[0]
-        wgmma.release(state.shared.added + ptx.where(slot == 0, Int32(SLOTS - 1), slot - 1))
+        slot = ptx.where(slot == 0, Int32(SLOTS - 1), slot - 1)
+        wgmma.release(state.shared.added + slot, ptx.move(state.thread) % 32 == 31)
 
     def _correct(self, state: SimpleNamespace, chunk: int, integers: list[Int32]) -> None:
         """Adds what sums with the constant lack."""

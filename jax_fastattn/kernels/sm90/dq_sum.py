@@ -132,7 +132,7 @@ class DqSum:
             address = self._sums(state, state.added, chunk) + state.thread % 32 * 16
             for n in range(self.columns // 8):
                 ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + k] for k in range(4)])
-        wgmma.release(shared.added + state.slot[0])
+        wgmma.release(shared.added + state.slot[0], state.thread % 32 == 31)
         self._advance(state.work, state.added)
         state.turn[0] = turn + 1
 

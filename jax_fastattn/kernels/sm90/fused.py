@@ -43,6 +43,8 @@ from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Columns of a step of a product.
 _STEP = 16
+# Lanes of an accumulator's row: each has columns of its own.
+_COLUMN_LANES = 4
 
 
 class Edges(NamedTuple):
@@ -344,6 +346,8 @@ class FusedKernel:
     def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
         """Initialises the barriers, and makes them visible to all threads and to TMA."""
         config = self.config
+        # Of a warp one lane, or in `_leave` several.
+        arrivals = config.consumer_threads // 32 * (1 if config.adds_dq or config.wide else _COLUMN_LANES)
 
         def initialize() -> None:
             for atom in atoms:
@@ -354,7 +358,7 @@ class FusedKernel:
                 for stage in range(config.stages):
                     for full, empty in ((shared.query_full, shared.query_empty), (shared.dout_full, shared.dout_empty)):
                         cute.arch.mbarrier_init(full + stage, 1)
-                        cute.arch.mbarrier_init(empty + stage, config.consumer_threads // 32)
+                        cute.arch.mbarrier_init(empty + stage, arrivals)
                 if config.adds_dq:
                     for buffer in range(2):
                         cute.arch.mbarrier_init(shared.dscore_full + buffer, config.consumer_threads // 32)
@@ -408,7 +412,7 @@ class FusedKernel:
                     cute.arch.mbarrier_arrive(shared.index_full)
             wgmma.wait(shared.index_full, phase[0])
             index = cute.arch.make_warp_uniform(ptx.load_shared(address))
-            wgmma.release(shared.index_empty)
+            wgmma.release(shared.index_empty, ptx.thread_index() % 32 == 31)
             return index
 
         with while_generate([take()], lambda index: index < self._key_tiles(key_length) * all_heads) as (index,):
@@ -671,10 +675,12 @@ class FusedKernel:
     def _leave(self, state: SimpleNamespace, stage: Int32) -> None:
         """Gives dO back when dv has it, Q when dk has it; both rings move alike."""
         warpgroup.wait_group(1)
-        wgmma.release(state.shared.dout_empty + stage)
+        # Statistics that are no factors are loaded by lanes; those of each column last by one of these.
+        arrives = None if self.config.adds_dq else state.thread % 32 >= 32 - _COLUMN_LANES
+        wgmma.release(state.shared.dout_empty + stage, arrives)
         wgmma.advance(state.stage, self.config.stages)
         warpgroup.wait_group(0)
-        wgmma.release(state.shared.query_empty + stage)
+        wgmma.release(state.shared.query_empty + stage, arrives)
 
     def _lane(self) -> tuple[Int32, Int32, Int32]:
         """A consumer thread's index and the first row and column of its accumulators, read anew."""
