@@ -105,9 +105,9 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         dlse=dlse,
         family=family,
     )
-    # The head dims for which a short problem has a variant of its own: where tiles are few, or masks take much of them.
     deterministic = op == "backward" and spec.deterministic
     masked = (left, right) != (None, None)
+    # Whether a short problem has a variant of its own: where tiles are few, masks take much of them, or sums much time.
     differs = largest <= 96 if op == "forward" else key.fused and largest > 96 and (masked or deterministic)
     length = max(problem.query_length, problem.key_length)
     short = family == "sm90" and differs and length <= SHORT_LENGTH["deterministic" if deterministic else op]

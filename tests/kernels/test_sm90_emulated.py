@@ -90,7 +90,7 @@ def test_backward(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).fused])
 def test_deterministic_backward(name: str) -> None:
-    """Integer sums, or the pair of kernels that larger head dims, and short masked problems, always take."""
+    """Integer sums."""
     *kernel, sizes = BACKWARD[name]
     emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), deterministic=True), sizes)
 

@@ -85,11 +85,6 @@ class DqIntegers(DqSum):
         # From the thread's index in every step: what is kept between them would take registers.
         return ptx.offset(self._sums(state, at, chunk), ptx.move(state.thread) % 32 * 4)
 
-    def _next(self, work: SimpleNamespace, at: wgmma.Uniform) -> _Position:
-        """The tile after this one."""
-        ends = at[1] == work.visit.begin
-        return at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
-
     def _previous(self, work: SimpleNamespace, at: wgmma.Uniform) -> _Position:
         """The tile before this one."""
         begins = at[1] == work.visit.end - 1

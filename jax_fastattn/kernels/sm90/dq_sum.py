@@ -142,10 +142,13 @@ class DqSum:
         return arrivals.toint() + (head * (query_tiles + 1) + 1 + tile) * 4
 
     def _advance(self, work: SimpleNamespace, at: wgmma.Uniform) -> None:
-        """Goes to the next tile: all visible ones of one head, the last first, then those of the next head."""
+        """Goes to the next tile."""
+        at[0], at[1] = self._next(work, at)
+
+    def _next(self, work: SimpleNamespace, at: wgmma.Uniform) -> tuple[Int32, Int32]:
+        """The tile after this one: all visible ones of one head, the last first, then those of the next head."""
         ends = at[1] == work.visit.begin
-        at[0] = at[0] + ptx.where(ends, Int32(1), Int32(0))
-        at[1] = ptx.where(ends, work.visit.end, at[1]) - 1
+        return at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
 
     def _chunks(self) -> list[tuple[int, int]]:
         """(Block of 64 rows, first column) of the parts of a tile that are computed one after the other."""
