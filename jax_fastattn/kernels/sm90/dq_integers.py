@@ -13,7 +13,6 @@ until the next product has been started.
 """
 
 import functools
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import cutlass
@@ -24,7 +23,7 @@ from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import SLOTS, padded_rows
-from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
+from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum, Position
 
 # 3, and its bits: those of its sum with an integer below 2^22, in units of 2^-22, are the sum of its bits and the
 # integer. The last bit of the sum is such a unit.
@@ -37,9 +36,6 @@ _POSITIVE, _INFINITE_BITS = 0x7FFFFFFF, 0x7F800000
 # Integers of a lane that are added behind the start of the next product: 8 to 16 are equally fast, of 28 the last ones
 # hold up the part after them; of 12 those of some kernels spill.
 _HELD = 8
-
-# Query head and tile.
-_Position = Sequence[Int32] | wgmma.Uniform
 
 
 class DqIntegers(DqSum):
@@ -65,13 +61,13 @@ class DqIntegers(DqSum):
         super()._add_all(state)
         cutlass.if_generate(adds, lambda: self._hand_over(state))
 
-    def _ask(self, state: SimpleNamespace, at: _Position) -> None:
+    def _ask(self, state: SimpleNamespace, at: Position) -> None:
         """Loads the resolutions of the lane's rows of a tile."""
         address = self._resolutions(state, at)
         for i in range(self.config.queries // BLOCK):
             state.words[i] = ptx.load_global_int(address + 2 * BLOCK * i)
 
-    def _resolutions(self, state: SimpleNamespace, at: _Position) -> Int64:
+    def _resolutions(self, state: SimpleNamespace, at: Position) -> Int64:
         """Address of the resolutions of the lane's rows of a tile.
 
         Each block of 64 rows has 128 bytes, each warp 32 of them.
@@ -80,12 +76,12 @@ class DqIntegers(DqSum):
         address = state.resolutions + head * (2 * padded_rows(state.work.query_length))
         return ptx.offset(address + at[1] * (2 * self.config.queries), ptx.move(state.thread) & ~3)
 
-    def _integers(self, state: SimpleNamespace, at: _Position, chunk: int) -> Int64:
+    def _integers(self, state: SimpleNamespace, at: Position, chunk: int) -> Int64:
         """Address of the lane's first integer of a part of a tile."""
         # From the thread's index in every step: what is kept between them would take registers.
         return ptx.offset(self._sums(state, at, chunk), ptx.move(state.thread) % 32 * 4)
 
-    def _previous(self, work: SimpleNamespace, at: wgmma.Uniform) -> _Position:
+    def _previous(self, work: SimpleNamespace, at: wgmma.Uniform) -> Position:
         """The tile before this one."""
         begins = at[1] == work.visit.end - 1
         return at[0] - ptx.where(begins, Int32(1), Int32(0)), ptx.where(begins, work.visit.begin - 1, at[1]) + 1
@@ -138,7 +134,7 @@ class DqIntegers(DqSum):
         return (integers[0] & Int32(_OTHERS)) != 0
 
     def _add_integers(
-        self, state: SimpleNamespace, at: _Position, chunk: int, integers: list[Int32], first: int = 0
+        self, state: SimpleNamespace, at: Position, chunk: int, integers: list[Int32], first: int = 0
     ) -> None:
         """Adds integers of the lane, from number `first` on, to those of a part of a tile."""
         address = self._integers(state, at, chunk)
@@ -174,25 +170,28 @@ class DqIntegers(DqSum):
             clear = functools.partial(ptx.store_global_half, words + 2 * i, Int32(0))
             cutlass.if_generate(largest >= _INFINITE_BITS, clear)
 
-    def _store(self, state: SimpleNamespace, behind: Int32) -> None:
-        # What is seldom needed has no registers: they are those of what is held, too.
-        self._add_held(state)
-        thread, counted = ptx.move(state.thread), wgmma.Uniform(state.added[0], state.added[1])
+    def _ended(self, state: SimpleNamespace, behind: Int32) -> Position:
+        at = wgmma.Uniform(state.added[0], state.added[1])
 
         def back(_: Int32) -> None:
-            counted[0], counted[1] = self._previous(state.work, counted)
+            at[0], at[1] = self._previous(state.work, at)
 
         wgmma.loop(behind, back)
-        lane_row, _ = accumulator_lane(thread % 32)
-        now = {"thread": thread, "row": state.warp * 16 + lane_row, "counted": counted}
-        super()._store(SimpleNamespace(**(vars(state) | now)), behind)
+        return at
 
-    def _totals(self, state: SimpleNamespace, chunk: int, row_block: int) -> list[Float32]:
-        work, row = state.work, state.counted[1] * self.config.queries
-        seen = tiles.key_tiles(row, self.config.queries, self.config.keys, **work.bounds)
+    def _store(self, state: SimpleNamespace, at: Position) -> None:
+        # What is seldom needed has no registers.
+        thread = ptx.move(state.thread)
+        lane_row, _ = accumulator_lane(thread % 32)
+        now = {"thread": thread, "row": state.warp * 16 + lane_row}
+        super()._store(SimpleNamespace(**(vars(state) | now)), at)
+
+    def _totals(self, state: SimpleNamespace, at: Position, chunk: int) -> list[Float32]:
+        row_block, _ = self._chunks()[chunk]
+        seen = tiles.key_tiles(at[1] * self.config.queries, self.config.queries, self.config.keys, **state.work.bounds)
         constant = (seen.end - seen.begin) * _MAGIC_BITS
-        word = ptx.load_global_int(self._resolutions(state, state.counted) + 2 * BLOCK * row_block)
+        word = ptx.load_global_int(self._resolutions(state, at) + 2 * BLOCK * row_block)
         units = [gradient.unit(x) for x in ptx.unpack(word)]
-        address = self._integers(state, state.counted, chunk)
+        address = self._integers(state, at, chunk)
         integers = [ptx.load_global_int(address + 128 * j) for j in range(self.columns // 2)]
         return [Float32(x - constant) * units[j % 4 // 2] for j, x in enumerate(integers)]

@@ -13,6 +13,7 @@ keys in order, so that who waits for zeros waits for CTAs that run.
 Sums of float32 have the last bits of some order; `dq_integers.py` has some that do not.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import cutlass
@@ -28,6 +29,9 @@ from jax_fastattn.kernels.spec import KernelSpec
 
 # Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
 BLOCK = 64
+
+# Query head and tile.
+Position = Sequence[Int32] | wgmma.Uniform
 
 
 class DqSum:
@@ -168,7 +172,7 @@ class DqSum:
                 cute.gemm(mma, state.dq, a, b, state.dq)
         warpgroup.commit_group()
 
-    def _sums(self, state: SimpleNamespace, at: wgmma.Uniform, chunk: int) -> Int64:
+    def _sums(self, state: SimpleNamespace, at: Position, chunk: int) -> Int64:
         """Address of the warp's first sums of a part of a tile."""
         work, columns = state.work, self.memory.head_dim
         rows = (Int64(work.batch) * work.num_heads + at[0]) * padded_rows(work.query_length)
@@ -250,19 +254,22 @@ class DqSum:
         work, slot = state.work, state.done[0]
         wgmma.wait(state.shared.counted + slot, state.done[1])
         left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
-        cutlass.if_generate(left == 1, lambda: self._store(state, behind))
+        cutlass.if_generate(left == 1, lambda: self._store(state, self._ended(state, behind)))
         self._advance(work, state.counted)
         wgmma.advance(state.done, SLOTS)
 
-    def _store(self, state: SimpleNamespace, behind: Int32) -> None:
+    def _ended(self, state: SimpleNamespace, behind: Int32) -> Position:
+        """The tile that is so many behind the next one to add."""
+        del behind  # it has been counted
+        return state.counted
+
+    def _store(self, state: SimpleNamespace, at: Position) -> None:
         """Stores dq of a tile from its sums."""
-        del behind  # `state.counted` has the position
         work, spec = state.work, self.spec
-        head, tile = state.counted[0], state.counted[1]
-        row = tile * self.config.queries
-        first = (Int64(work.batch) * work.query_length + row) * work.num_heads + head
+        row = at[1] * self.config.queries
+        first = (Int64(work.batch) * work.query_length + row) * work.num_heads + at[0]
         for chunk, (row_block, column) in enumerate(self._chunks()):
-            for j, x in enumerate(self._totals(state, chunk, row_block)):
+            for j, x in enumerate(self._totals(state, at, chunk)):
                 state.dq[j] = x
             gradient.store_rows(
                 state.dq,
@@ -277,8 +284,7 @@ class DqSum:
                 factor=state.scale,
             )
 
-    def _totals(self, state: SimpleNamespace, chunk: int, row_block: int) -> list[Float32]:
+    def _totals(self, state: SimpleNamespace, at: Position, chunk: int) -> list[Float32]:
         """The sums of a part of a tile, in the accumulator's order."""
-        del row_block
-        address = self._sums(state, state.counted, chunk) + state.thread % 32 * 16
+        address = self._sums(state, at, chunk) + state.thread % 32 * 16
         return [x for n in range(self.columns // 8) for x in ptx.load_global_ordered(address + 512 * n)]
