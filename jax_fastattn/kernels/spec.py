@@ -140,7 +140,7 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
     sums = {
         "dq_sum": optional(spec.fused, "int32" if spec.integers else "float32"),
         "arrivals": optional(spec.fused, "int32"),
-        "magnitudes": optional(spec.integers, "float32"),
+        "magnitudes": optional(spec.integers, "int32"),
         "resolutions": optional(spec.integers, "int32"),
     }
     return operands | residuals | gradients | (sums if spec.family == "sm90" else {})

@@ -366,16 +366,39 @@ GPU_CASES = [
     *_vary(_on(_MHA, dlse=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=128, is_causal=True, sinks="bn", dlse=True), {}, {"scale": -0.1}, *_FEW),
     *_vary(_on(_GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS),
-    # Equal bits in every run.
-    *_vary(_on(_MHA, deterministic=True), *_FEW, {"scale": -0.2}, {"scale": 0.0}, *_LONG[:2]),
+    # Equal bits in every run. Of so many heads the last ones are prepared beside the first ones.
+    *_vary(
+        _on(_MHA, deterministic=True),
+        *_FEW,
+        {"scale": -0.2},
+        {"scale": 0.0},
+        {"batch": 20, "query_length": 64},
+        *_LONG[:2],
+    ),
     *_vary(_on(_MHA, head_dim=40, v_head_dim=72, dtype="float16", deterministic=True), {}, *_FEW),
-    *_vary(_on(_GQA, head_dim=96, is_causal=True, sinks="bn", dlse=True, deterministic=True), {}, *_FEW, *_LONG[:2]),
-    *_vary(_on(_GQA, is_causal=True, deterministic=True), *_BOTH_LENGTHS),
+    *_vary(
+        _on(_GQA, head_dim=96, is_causal=True, sinks="bn", dlse=True, deterministic=True),
+        {},
+        {"batch": 48},
+        *_FEW,
+        *_LONG[:2],
+    ),
+    *_vary(
+        _on(_GQA, is_causal=True, deterministic=True),
+        *_BOTH_LENGTHS,
+        {
+            "batch": 4,
+            "num_kv_heads": 50,
+            "query_seq_lengths": (193, 100, 64, 1),
+            "key_value_seq_lengths": (257, 129, 0, 64),
+        },
+    ),
     *_vary(_on(_MHA, batch=1, num_kv_heads=20, window=(300, 0), deterministic=True), *_lengths((1100, 1100))),
     *_vary(
         _on(_GQA, head_dim=128, is_causal=True, deterministic=True),
         *_FEW,
         *_lengths((1, 1100), (129, 1089), (1100, 65)),
+        {"batch": 16, "query_length": 129, "key_length": 1089},
         *_LONG[:2],
     ),
     *_vary(

@@ -28,7 +28,6 @@ from jax_fastattn.kernels.sm90.backward_config import (
 )
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig
 from jax_fastattn.kernels.sm90.forward import ForwardKernel
-from jax_fastattn.kernels.sm90.magnitudes import SHARED_NBYTES
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 from jax_fastattn.ops.cuda import row_delta
 
@@ -158,21 +157,23 @@ def run_backward(
     key_tiles = -(-sizes.keys // config.keys)
     ahead = heads_together(key_tiles, sizes.batch * sizes.kv_heads)
     scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, ahead, sizes.scale
-    integers = [address[name] for name in ("magnitudes", "resolutions") if spec.integers]
-    if spec.integers:
-        lengths_of_keys = [address["key_value_seq_lengths"]] if spec.key_value_seq_lengths else []
-        launch(
-            ptx.pop("magnitudesMagnitudesKernel"),
-            [address["key"], address["value"], *lengths_of_keys, integers[0], sizes.keys, sizes.kv_heads],
-            memory,
-            kernel.magnitudes.blocks(sizes.batch, sizes.kv_heads),
-            SHARED_NBYTES,
-        )
+    integers = [address[name] for name in ("resolutions", "magnitudes") if spec.integers]
+    keys = [address[name] for name in ("key", "value") if spec.integers]
     launch(
         ptx.pop("statisticsStatisticsKernel"),
-        [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"], *sums, *integers, *scalars],
+        [
+            *lengths,
+            *residuals,
+            *([address["dq"]] if spec.fused else []),
+            address["stats"],
+            *sums,
+            *integers,
+            *keys,
+            *scalars,
+        ],
         memory,
-        kernel.statistics.blocks(sizes.batch, sizes.queries, heads),
+        kernel.statistics.blocks(sizes.batch, sizes.queries, heads, ahead),
+        kernel.statistics.shared_nbytes,
     )
 
     def run(text: str, rows: tuple[int, int], columns: DqMemory | BackwardMemory, grid: tuple[int, int]) -> None:
@@ -187,7 +188,7 @@ def run_backward(
             parameters += [describe(memory, address[name], arrays[name], box_rows, box_columns), None]
         results = ["dq"] if isinstance(columns, DqMemory) else ["dk", "dv", *(["dq"] if spec.fused else [])]
         parameters += [*optional, *(address[name] for name in ("stats", *results))]
-        parameters += [] if results == ["dq"] else sums + integers[1:]
+        parameters += [] if results == ["dq"] else sums + integers + keys
         together = heads_together(*grid)
         parameters += [sizes.queries, sizes.keys, heads, grid[1], together]
         parameters += [] if isinstance(columns, DqMemory) else [together]

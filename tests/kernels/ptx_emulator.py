@@ -27,6 +27,7 @@ _TYPES = {
     "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32,
     "u64": np.uint64, "s64": np.int64, "b64": np.uint64, "f16": np.float16,
 }  # fmt: skip
+_WIDE = {np.int16: np.int32, np.uint16: np.uint32, np.int32: np.int64, np.uint32: np.uint64}
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "neu": lambda a, b: (a != b) | np.isnan(a) | np.isnan(b),
@@ -207,6 +208,14 @@ class Cta:
         values = [self.get(x, kind) for x in operands[1:]]
         self.put(operands[0], np.asarray(function(*values)).astype(kind), active)
 
+    def _pairs(self, function: Any, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = {"u16x2": np.uint16, "bf16x2": ml_dtypes.bfloat16}.get(parts[-1])
+        if kind is None:
+            self._simple(function, parts, operands, active)
+            return
+        halves = [self.get(x, np.uint32)[:, None].view(kind) for x in operands[1:]]
+        self.put(operands[0], function(*halves).view(np.uint32)[:, 0], active)
+
     def do_add(self, *a: Any) -> None:
         self._simple(np.add, *a)
 
@@ -230,6 +239,13 @@ class Cta:
                 result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
         self.put(operands[0], result, active)
 
+    def do_prmt(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        source = np.stack([self.get(x, np.uint32) for x in operands[1:3]], axis=1).view(np.uint8)
+        digits = [int(operands[3], 0) >> 4 * i & 0xF for i in range(4)]
+        if max(digits) > 7:
+            raise NotImplementedError("a byte's sign")
+        self.put(operands[0], np.ascontiguousarray(source[:, digits]).view(np.uint32)[:, 0], active)
+
     def do_not(self, *a: Any) -> None:
         self._simple(np.invert, *a)
 
@@ -240,10 +256,10 @@ class Cta:
         self._simple(np.abs, *a)
 
     def do_min(self, *a: Any) -> None:
-        self._simple(np.fmin, *a)
+        self._pairs(np.fmin, *a)
 
     def do_max(self, *a: Any) -> None:
-        self._simple(np.fmax, *a)
+        self._pairs(np.fmax, *a)
 
     def do_ex2(self, *a: Any) -> None:
         self._simple(np.exp2, *a)
@@ -276,6 +292,9 @@ class Cta:
     def do_rem(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         self._simple(lambda x, y: np.fmod(x, np.where(y == 0, 1, y)), parts, operands, active)
 
+    def do_prefetch(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        self.memory.indices(self.address(operands[0], np.uint64)[active], 1)
+
     def do_shl(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         kind = _TYPES[parts[-1]]
         self.put(operands[0], self.get(operands[1], kind) << self.get(operands[2], np.uint32).astype(kind), active)
@@ -285,14 +304,17 @@ class Cta:
         self.put(operands[0], self.get(operands[1], kind) >> self.get(operands[2], np.uint32).astype(kind), active)
 
     def do_mul(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts[-1] == "bf16x2":
+            self._pairs(np.multiply, parts, operands, active)
+            return
         kind = _TYPES[parts[-1]]
         a, b = (self.get(x, kind) for x in operands[1:])
         if "wide" in parts:
-            wide = np.int64 if kind is np.int32 else np.uint64
+            wide = _WIDE[kind]
             self.put(operands[0], a.astype(wide) * b.astype(wide), active)
         elif "hi" in parts:
-            wide = np.int64 if kind is np.int32 else np.uint64
-            self.put(operands[0], ((a.astype(wide) * b.astype(wide)) >> 32).astype(kind), active)
+            bits = 8 * a.dtype.itemsize
+            self.put(operands[0], (a.astype(object) * b.astype(object) >> bits).astype(kind), active)
         else:
             self.put(operands[0], a * b, active)
 
@@ -300,7 +322,7 @@ class Cta:
         kind = _TYPES[parts[-1]]
         a, b = (self.get(x, kind) for x in operands[1:3])
         if "wide" in parts:
-            kind = np.int64 if kind is np.int32 else np.uint64
+            kind = _WIDE[kind]
             a, b = a.astype(kind), b.astype(kind)
         self.put(operands[0], a * b + self.get(operands[3], kind), active)
 

@@ -332,6 +332,42 @@ def add_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any = N
 
 
 @dsl_user_op
+def max_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Puts the larger one of 4 bytes of global memory and `value` there atomically."""
+    _asm("red.relaxed.gpu.global.max.s32 [$0], $1;", "", "lr", [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def prefetch(address: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Has a line of global memory brought to L2."""
+    _asm("prefetch.global.L2 [$0];", "", "l", [address], True, loc, ip)
+
+
+@dsl_user_op
+def max_halves(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The larger ones of the upper and of the lower halves of two registers, without signs; from sm_90 on."""
+    return _asm("max.u16x2 $0, $1, $2;", "r", "rr", [a, b], False, loc, ip)
+
+
+@dsl_user_op
+def multiply_pair(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The products of two pairs of bfloat16; from sm_90 on."""
+    return _asm("mul.rn.bf16x2 $0, $1, $2;", "r", "rr", [a, b], False, loc, ip)
+
+
+@dsl_user_op
+def minimum_pair(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The smaller ones of two pairs of bfloat16; a number where the other is none."""
+    return _asm("min.bf16x2 $0, $1, $2;", "r", "rr", [a, Int32(b)], False, loc, ip)
+
+
+@dsl_user_op
+def permute(a: Int32, b: Int32, selector: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four of the eight bytes of a (0 to 3) and b (4 to 7), the lowest by the last digit of `selector`."""
+    return _asm(f"prmt.b32 $0, $1, $2, {selector};", "r", "rr", [a, b], False, loc, ip)
+
+
+@dsl_user_op
 def offset(address: Int64, nbytes: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
     """address + nbytes, which are not negative; a sum that the compiler does not take apart to keep half of it."""
     text = "{\n.reg .b64 wide;\ncvt.u64.u32 wide, $2;\nadd.s64 $0, $1, wide;\n}"

@@ -4,7 +4,7 @@
 
 Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once: dq is added up by
 all CTAs, in no fixed order, and rounded by who adds last. Sums are float32, whose last bits differ from run to run, or
-with `spec.integers` integers, whose bits do not; a pass over K and V then says how large they can become. Else dq has a
+with `spec.integers` integers, whose bits do not: they have a unit, for which K and V are read once more. Else dq has a
 query-stationary kernel: seven products, no sums in memory, the same bits in every run.
 """
 
@@ -12,7 +12,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from jax_fastattn.kernels.sm90 import magnitudes as magnitudes_kernel
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, DqConfig, backward_config
 from jax_fastattn.kernels.sm90.dq import DqKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
@@ -35,8 +34,6 @@ class BackwardKernel:
         config = config or backward_config(spec)
         self.main = (WideKernel if config.wide else FusedKernel)(spec, config)
         self.statistics = StatisticsKernel(spec, config)
-        if spec.integers:
-            self.magnitudes = magnitudes_kernel.MagnitudesKernel(spec)
         if not spec.fused:
             self.dq = DqKernel(spec, dq)
 
@@ -93,8 +90,8 @@ class BackwardKernel:
             dq_sum: float32, with `spec.integers` int32, `[B, N, padded_rows(T), padded H]` in an order of its own;
                 None unless `spec.fused`.
             arrivals: int32 `[B, N, 1 + query tiles]`, see `dq_sum.py`; None unless `spec.fused`.
-            magnitudes: float32 `[B, K, 2, MAGNITUDE_PARTS]`; None unless `spec.integers`, like the next.
-            resolutions: pairs of bfloat16 `[B, N, padded_rows(T) / 2]`, see `gradient.py`.
+            magnitudes: int32 `[B, K, 2, MAGNITUDE_PARTS]`, see `magnitudes.py`; None unless sums are integers.
+            resolutions: pairs of 16 bits `[B, N, padded_rows(T) / 2]`: row parts, see `gradient.py`.
             batch: B.
             query_length: T.
             key_length: S.
@@ -110,15 +107,9 @@ class BackwardKernel:
         fused = cutlass.const_expr(self.spec.fused)
         operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
-        kv_heads = num_heads // self.spec.group
-        if cutlass.const_expr(self.spec.integers):
-            self.magnitudes.kernel(key, value, key_value_seq_lengths, magnitudes, key_length, kv_heads).launch(
-                grid=(self.magnitudes.blocks(batch, kv_heads), 1, 1),
-                block=(magnitudes_kernel.THREADS, 1, 1),
-                smem=magnitudes_kernel.SHARED_NBYTES,
-                stream=stream,
-            )
-        section, ahead = self.main.sections(key_length, batch * kv_heads, multiprocessors)
+        integers = cutlass.const_expr(self.spec.integers)
+        section, ahead = self.main.sections(key_length, batch * (num_heads // self.spec.group), multiprocessors)
+        keys = (magnitudes, key if integers else None, value if integers else None)
         self.statistics.kernel(
             *(operands if fused else (query_seq_lengths, None, None)),
             out,
@@ -129,18 +120,21 @@ class BackwardKernel:
             stats,
             dq_sum,
             arrivals,
-            magnitudes,
             resolutions,
+            *keys,
             *scalars,
             ahead,
             scale,
         ).launch(
-            grid=(self.statistics.blocks(batch, query_length, num_heads), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(self.statistics.blocks(batch, query_length, num_heads, ahead), 1, 1),
+            block=(THREADS, 1, 1),
+            smem=self.statistics.shared_nbytes,
+            stream=stream,
         )
         products = (query, key, value, *operands, dout, stats)
         rest = (scale, logits_soft_cap, stream)
         if cutlass.const_expr(not self.spec.fused):
             self.dq.launch(*products, dq, *scalars, multiprocessors, *rest)
         order = (section, ahead, multiprocessors)
-        sums = (dq if fused else None, dq_sum, arrivals, resolutions)
+        sums = (dq if fused else None, dq_sum, arrivals, resolutions, magnitudes)
         self.main.launch(*products, dk, dv, *sums, *scalars, *order, *rest)

@@ -18,7 +18,7 @@ from jax_fastattn.kernels.spec import KernelSpec
 # Query rows to a multiple of which statistics and sums of dq are padded.
 ROW_ALIGNMENT = 128
 
-# Parts of the keys of a head whose largest magnitudes are found apart.
+# Parts of a head whose magnitudes `StatisticsKernel` finds apart: of K and V together one for each lane of a warp.
 MAGNITUDE_PARTS = 16
 
 # Tiles of dq that are added to and not yet counted; each has a warp of its own, beside the one that loads, to count it.
@@ -186,9 +186,14 @@ class BackwardMemory:
         return self.flag_start + 4 * SLOTS
 
     @property
+    def found_start(self) -> int:
+        """Offset of what the consumers have found for `dq_integers.py`: two mbarriers, then four bytes of each warp."""
+        return padded(self.index_start + 4, 8)
+
+    @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.index_start + 4
+        return self.found_start + 16 + 4 * (self.config.consumer_threads // 32)
 
     @property
     def fits(self) -> bool:
@@ -328,6 +333,6 @@ def backward_scratch(
         scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "int32" if spec.integers else "float32")]
         scratch += [((*heads, rows // backward_config(spec).queries + 1), "int32")]
     if spec.integers:
-        scratch += [((batch, num_heads // spec.group, 2, MAGNITUDE_PARTS), "float32")]
+        scratch += [((batch, num_heads // spec.group, 2, MAGNITUDE_PARTS), "int32")]
         scratch += [((*heads, rows // 2), "int32")]
     return scratch

@@ -22,8 +22,9 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import SLOTS, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import MAGNITUDE_PARTS, SLOTS, padded_rows
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum, Position
+from jax_fastattn.kernels.sm90.magnitudes import Magnitudes, magnitude_address
 
 # 3, and its bits: those of its sum with an integer below 2^22, in units of 2^-22, are the sum of its bits and the
 # integer. The last bit of the sum is such a unit.
@@ -44,10 +45,10 @@ class DqIntegers(DqSum):
     def start(
         self, shared: SimpleNamespace, sums: tuple[cute.Pointer, ...], thread: Int32, scale: Float32
     ) -> SimpleNamespace:
-        """The same, with the resolutions behind the counters in `sums`."""
-        *others, resolutions = sums
+        """The same, with the resolutions and magnitudes behind the counters in `sums`."""
+        *others, resolutions, magnitudes, _ = sums
         state = super().start(shared, tuple(others), thread, scale)
-        state.resolutions = resolutions.toint()
+        state.resolutions, state.magnitudes = resolutions.toint(), magnitudes.toint()
         # Of the lane's rows of the next tile, asked for a tile ahead: loads wait behind additions.
         state.words = cute.make_rmem_tensor((self.config.queries // BLOCK,), Int32)
         state.held = cute.make_rmem_tensor((_HELD,), Int32)
@@ -56,19 +57,45 @@ class DqIntegers(DqSum):
 
     def _add_all(self, state: SimpleNamespace) -> None:
         state.words.fill(0)
+        state.head = self._head_part(state)
         adds = state.work.steps > 0
         cutlass.if_generate(adds, lambda: self._ask(state, state.added))
         super()._add_all(state)
         cutlass.if_generate(adds, lambda: self._hand_over(state))
 
+    def zero(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple, who: tuple[Int32, Int32]) -> None:
+        """The same; the first warp adds what the consumers have found to the magnitudes of the head, before."""
+        (slot, phase), (*_, magnitudes, _), target = who, sums, work.head_index + work.ahead
+
+        def add() -> None:
+            wgmma.wait(shared.found_full, phase)
+            emit = Magnitudes(self.spec)
+            both = emit.over_warps(shared.found, self.config.consumer_threads // 32)
+            wgmma.release(shared.found_empty, ptx.thread_index() % 32 == 31)
+            cutlass.if_generate(target < work.all_heads, lambda: emit.add(magnitudes, target, both))
+
+        cutlass.if_generate(slot == 0, add)
+        super().zero(shared, work, sums, who)
+
+    def _head_part(self, state: SimpleNamespace) -> list[Int32]:
+        """What the resolutions of a key/value head's rows have of the head."""
+        # All of K, then all of V: a magnitude a lane.
+        lane = ptx.move(state.thread) % 32
+        x = ptx.load_global_int(magnitude_address(state.magnitudes, state.work.head_index, 0, lane))
+        for i in range(MAGNITUDE_PARTS.bit_length() - 1):
+            x = Int32(cutlass.max(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i)))
+        largest = [cute.arch.shuffle_sync(x, offset=MAGNITUDE_PARTS * which) for which in range(2)]
+        key, value = (ptx.unpack(y, dtype=ptx.MMA_DTYPE[self.spec.dtype])[0] for y in largest)
+        return [cute.arch.make_warp_uniform(x) for x in gradient.head_part(key, value, self.spec.dlse)]
+
     def _ask(self, state: SimpleNamespace, at: Position) -> None:
-        """Loads the resolutions of the lane's rows of a tile."""
+        """Loads the row parts of the resolutions of the lane's rows of a tile."""
         address = self._resolutions(state, at)
         for i in range(self.config.queries // BLOCK):
             state.words[i] = ptx.load_global_int(address + 2 * BLOCK * i)
 
     def _resolutions(self, state: SimpleNamespace, at: Position) -> Int64:
-        """Address of the resolutions of the lane's rows of a tile.
+        """Address of the row parts of the lane's rows of a tile.
 
         Each block of 64 rows has 128 bytes, each warp 32 of them.
         """
@@ -94,7 +121,7 @@ class DqIntegers(DqSum):
         cutlass.if_generate(i > 0, lambda: self._hand_over(state))
         for chunk, (row_block, _) in enumerate(chunks):
             warpgroup.wait_group(0)
-            integers = self._rounded(state, state.words[row_block])
+            integers = self._rounded(state, gradient.resolutions(state.words[row_block], state.head))
             cutlass.if_generate(
                 cute.arch.vote_any_sync(self._any_large(integers)),
                 lambda chunk=chunk, integers=integers: self._correct(state, chunk, integers),
@@ -191,7 +218,7 @@ class DqIntegers(DqSum):
         seen = tiles.key_tiles(at[1] * self.config.queries, self.config.queries, self.config.keys, **state.work.bounds)
         constant = (seen.end - seen.begin) * _MAGIC_BITS
         word = ptx.load_global_int(self._resolutions(state, at) + 2 * BLOCK * row_block)
-        units = [gradient.unit(x) for x in ptx.unpack(word)]
+        units = [gradient.unit(x) for x in ptx.unpack(gradient.resolutions(word, state.head))]
         address = self._integers(state, at, chunk)
         integers = [ptx.load_global_int(address + 128 * j) for j in range(self.columns // 2)]
         return [Float32(x - constant) * units[j % 4 // 2] for j, x in enumerate(integers)]

@@ -190,12 +190,14 @@ class DqSum:
         """Address of the counter of the warps that have zeroed the sums of a key/value head: its first query head's."""
         return self._counter(work, arrivals, Int64(head_index) * self.spec.group, Int32(-1))
 
-    def zero(self, work: SimpleNamespace, dq_sum: cute.Pointer, arrivals: cute.Pointer, slot: Int32) -> None:
+    def zero(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple, who: tuple[Int32, Int32]) -> None:
         """Zeroes a share of the sums of a head that other CTAs add to later. Runs in one warp.
 
         Those of the first heads are zeroed by `StatisticsKernel`; the others here, where nothing waits for memory.
+        `who` has the warp's slot, and the parity of the CTA's tile of keys.
         """
-        nbytes = 512
+        del shared  # only `DqIntegers` has something to hand over
+        (_, dq_sum, arrivals, *_), (slot, _), nbytes = sums, who, 512
         target = work.head_index + work.ahead
         warps = self._zeroing_warps(work)
         index = work.tile * SLOTS + slot

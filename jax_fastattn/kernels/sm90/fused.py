@@ -39,6 +39,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_integers import DqIntegers
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
+from jax_fastattn.kernels.sm90.magnitudes import Magnitudes, Rows
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Columns of a step of a product.
@@ -81,7 +82,10 @@ class FusedKernel:
         """Of `heads` key/value heads, those that are begun together, and how many heads ahead sums are zeroed."""
         key_tiles = self._key_tiles(key_length)
         section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(self.spec.uneven)))
-        return section, Int32(cutlass.max(section, (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)))
+        filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
+        # Magnitudes are found later than sums are zeroed: behind the last tile of one head and before the first of the
+        # other then come as many tiles as the GPU works on.
+        return section, section + filling if self.spec.integers else Int32(cutlass.max(section, filling))
 
     def launch(
         self,
@@ -99,6 +103,7 @@ class FusedKernel:
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
         resolutions: cute.Pointer | None,
+        magnitudes: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -131,7 +136,8 @@ class FusedKernel:
                 heads.
             arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: 0, for zeros and for tiles taken, then how
                 many key tiles see each query tile.
-            resolutions: pairs of bfloat16 `[B, N, padded_rows(T) / 2]`; None unless sums are integers.
+            resolutions: pairs of 16 bits `[B, N, padded_rows(T) / 2]`; None unless sums are integers, like the next.
+            magnitudes: int32 `[B, K, 2, MAGNITUDE_PARTS]`, see `magnitudes.py`.
             batch: B.
             query_length: T.
             key_length: S.
@@ -168,6 +174,8 @@ class FusedKernel:
             dq_sum,
             arrivals,
             resolutions,
+            magnitudes,
+            *((key, value) if spec.integers else (None, None)),
             query_length,
             key_length,
             num_heads,
@@ -208,6 +216,9 @@ class FusedKernel:
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
         resolutions: cute.Pointer | None,
+        magnitudes: cute.Pointer | None,
+        key_rows: cute.Pointer | None,
+        value_rows: cute.Pointer | None,
         query_length: Int32,
         key_length: Int32,
         num_heads: Int32,
@@ -232,7 +243,8 @@ class FusedKernel:
             (window_left, window_right),
         )
         operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
-        sums = (dq, dq_sum, arrivals, *([resolutions] if self.spec.integers else []))
+        rows = Rows(key_rows, value_rows, key_value_seq_lengths, key_length, num_heads // spec.group)
+        sums = (dq, dq_sum, arrivals, *((resolutions, magnitudes, rows) if spec.integers else ()))
         self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
 
     def _divide(
@@ -252,21 +264,21 @@ class FusedKernel:
         """
         spec, config = self.spec, self.config
         thread, warp_index = who
-        _, dq_sum, arrivals, *_ = sums
+        _, _, arrivals, *_ = sums
         scale, logits_soft_cap = factors
         adder = (DqIntegers if spec.integers else DqSum)(spec, self.memory, self.dtype)
         consumers, producer = config.consumer_threads // 32, config.threads // 32 - 4
 
         def produce() -> None:
             cute.arch.setmaxregister_decrease(config.registers[2])
-            load = self._producer(shared, operands, stats)
+            load = self._producer(shared, operands, stats, sums)
             if not config.adds_dq:
                 cutlass.if_generate(warp_index == producer, lambda: self._each_tile(shared, problem, load))
                 return
             slot, at = warp_index - (producer + 1), wgmma.Uniform(Int32(0), Int32(0))
 
-            def zero_and_count(work: SimpleNamespace, _: Int32) -> None:
-                adder.zero(work, dq_sum, arrivals, slot)
+            def zero_and_count(work: SimpleNamespace, phase: Int32) -> None:
+                adder.zero(shared, work, sums, (slot, phase))
                 adder.count(shared, work, arrivals, slot, at)
 
             # The first head's counter of zeros, which nobody counts or waits for, is that of the tiles taken.
@@ -292,7 +304,13 @@ class FusedKernel:
             factor = gradient.nonzero(scale) if config.adds_dq else scale
             transform = softmax.Transform.of(spec, factor, logits_soft_cap)
             state = self._consumer(shared, transform, who)
-            self._each_tile(shared, problem, lambda work, phase: self._consume(state, work, phase, outputs, scale))
+
+            def visit(work: SimpleNamespace, phase: Int32) -> None:
+                if spec.integers:
+                    self._find_magnitudes(shared, work, sums[-1], phase)
+                self._consume(state, work, phase, outputs, scale)
+
+            self._each_tile(shared, problem, visit)
 
         cutlass.if_generate(warp_index >= consumers, others, consume)
 
@@ -338,6 +356,9 @@ class FusedKernel:
             shared.keys_empty = barriers + (6 + 4 * stages + 2 * SLOTS)
             shared.index_full = barriers + (7 + 4 * stages + 2 * SLOTS)
             shared.index_empty = barriers + (8 + 4 * stages + 2 * SLOTS)
+            found = cute.recast_ptr(base + memory.found_start, dtype=Int64)
+            shared.found_full, shared.found_empty = found, found + 1
+            shared.found = shared.address + (memory.found_start + 16)
             # K once more, of as many columns as dq is computed of at a time: atoms of 64 columns follow each other.
             columns = DqSum(self.spec, memory, self.dtype).columns
             shared.key_columns = staged(0, WARPGROUP_ROWS, columns, 2 * memory.head_dim // columns)
@@ -369,6 +390,9 @@ class FusedKernel:
                     cute.arch.mbarrier_init(shared.keys_empty, config.consumer_threads // 32 + 4)
                     cute.arch.mbarrier_init(shared.index_full, 1)
                     cute.arch.mbarrier_init(shared.index_empty, config.threads // 32)
+                if self.spec.integers:
+                    cute.arch.mbarrier_init(shared.found_full, config.consumer_threads // 32)
+                    cute.arch.mbarrier_init(shared.found_empty, 1)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
@@ -465,7 +489,7 @@ class FusedKernel:
     # Producer.
 
     def _producer(
-        self, shared: SimpleNamespace, operands: tuple, stats: cute.Pointer
+        self, shared: SimpleNamespace, operands: tuple, stats: cute.Pointer, sums: tuple
     ) -> Callable[[SimpleNamespace, Int32], None]:
         """A function that loads K, V and all tiles of Q and dO for a tile of keys. Runs in one warp."""
         config, memory = self.config, self.memory
@@ -509,6 +533,8 @@ class FusedKernel:
             wgmma.loop(work.visit.end - work.visit.begin, load)
 
         def load_all(work: SimpleNamespace, phase: Int32) -> None:
+            if self.spec.integers:
+                self._prefetch_rows(work, sums[-1])
             if config.adds_dq:
                 wgmma.wait(shared.keys_empty, phase ^ 1)
             load_keys(work, key, shared.key, shared.key_full, memory.head_dim)
@@ -777,6 +803,34 @@ class FusedKernel:
                 pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
     # What dQ needs.
+
+    def _prefetch_rows(self, work: SimpleNamespace, rows: Rows) -> None:
+        """Has those that the consumers read in `_find_magnitudes` brought to L2. Runs in one warp."""
+        magnitudes, target = Magnitudes(self.spec), work.head_index + work.ahead
+
+        def prefetch() -> None:
+            magnitudes.prefetch(rows, *magnitudes.tile(rows, target, work.row, self.config.keys), self.config.keys)
+
+        cutlass.if_generate(target < work.all_heads, prefetch)
+
+    def _find_magnitudes(self, shared: SimpleNamespace, work: SimpleNamespace, rows: Rows, phase: Int32) -> None:
+        """Finds those of a tile of the same keys of a head that is worked on later, while K and V are loaded.
+
+        The producer has had the rows brought to L2. A warp that counts tiles passes the magnitudes on.
+        """
+        magnitudes, threads, found = Magnitudes(self.spec), self.config.consumer_threads, wgmma.Uniform(Int32(0))
+        thread = ptx.thread_index() % threads
+
+        def find() -> None:
+            place = magnitudes.tile(rows, work.head_index + work.ahead, work.row, self.config.keys)
+            unroll = self.config.keys * magnitudes.lanes // threads
+            found[0] = magnitudes.of_rows(rows, *place, (thread, threads), unroll)
+
+        cutlass.if_generate(work.head_index + work.ahead < work.all_heads, find)
+        wgmma.wait(shared.found_empty, phase ^ 1)
+        word = shared.found + thread // 32 * 4
+        cutlass.if_generate(thread % 32 == 0, lambda: ptx.store_shared(word, found[0]))
+        wgmma.release(shared.found_full)
 
     def _wait_for_room(self, state: SimpleNamespace) -> None:
         """Waits until the next buffer of dS is free."""

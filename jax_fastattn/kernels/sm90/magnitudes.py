@@ -2,9 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The largest magnitudes of K and of V, head by head: what bounds dq, and with it the unit of its integer sums.
 
-It is bound by memory: every thread reads 64 bytes at a time. Each part of a head's keys has its own result, so that
-nothing has to be set before; who reads them takes the largest.
+A pass over K and V would take as long as memory needs to read them. So they are found in the fused kernel, by warps
+that wait for K and V of their own tile: those of the same keys of a head that is worked on later. Those of the
+first heads, before which there is nobody, are found in the launch before it, by CTAs of `StatisticsKernel`.
+
+Magnitudes are int32 `[B, K, 2, MAGNITUDE_PARTS]`: the 16 bits of the largest |x| of K, and then of V. Each part of
+the first heads has a place of its own; of others what was found is added to the first place, and the rest is 0. Who
+reads them takes the largest. Those of NaN are larger than all others.
 """
+
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
@@ -14,15 +21,42 @@ from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.sm90.backward_config import MAGNITUDE_PARTS
 from jax_fastattn.kernels.spec import KernelSpec
 
-THREADS = 256
-SHARED_NBYTES = THREADS // 32 * 4
+# Bytes of a line of L2.
+_LINE = 128
+# Both values of a register without their signs.
+_UNSIGNED = 0x7FFF7FFF
 
-# Rows that a thread reads at a time.
-_UNROLL = 4
+
+def magnitude_address(magnitudes: Int64, head_index: Int32, which: int, part: Int32) -> Int64:
+    """Of the magnitude of K (0) or V (1) in a part of a key/value head, counted over all batch entries."""
+    return magnitudes + ((Int64(head_index) * 2 + which) * MAGNITUDE_PARTS + part) * 4
 
 
-class MagnitudesKernel:
-    """Writes the largest |x| of every part of the keys of every head; NaN where there is one.
+class Rows(NamedTuple):
+    """K and V in memory.
+
+    Attributes:
+        key: `[B, S, K, H]`.
+        value: `[B, S, K, D]`.
+        key_value_seq_lengths: int32 `[B]` or None.
+        key_length: S.
+        kv_heads: K.
+    """
+
+    key: cute.Pointer
+    value: cute.Pointer
+    key_value_seq_lengths: cute.Pointer | None
+    key_length: Int32
+    kv_heads: Int32
+
+    def end(self, head_index: Int32) -> Int32:
+        """Keys of a key/value head, counted over all batch entries."""
+        entry, length = head_index // self.kv_heads, self.key_length
+        return tiles.load_entry(self.key_value_seq_lengths, entry, length, 0, length)
+
+
+class Magnitudes:
+    """Emits the code that finds them.
 
     Args:
         spec: the compile key.
@@ -32,71 +66,103 @@ class MagnitudesKernel:
         self.spec = spec
         # Lanes that share a row.
         self.lanes = 8 if max(spec.head_dim, spec.v_head_dim) <= 8 * CHUNK else 16
-        self.rows = THREADS // self.lanes
 
-    def blocks(self, batch: Int32, kv_heads: Int32) -> Int32:
-        """CTAs of the grid: one for each part of each of K and V."""
-        return batch * kv_heads * (2 * MAGNITUDE_PARTS)
+    def of_rows(
+        self, rows: Rows, head_index: Int32, span: tuple[Int32, Int32], who: tuple[Int32, int], unroll: int
+    ) -> Int32:
+        """Of the rows of a head that a warp reads.
 
-    @cute.kernel
-    def kernel(
-        self,
-        key: cute.Pointer,
-        value: cute.Pointer,
-        key_value_seq_lengths: cute.Pointer | None,
-        magnitudes: cute.Pointer,
-        key_length: Int32,
-        kv_heads: Int32,
-    ):
-        """Writes `magnitudes`, float32 `[B, K, 2, MAGNITUDE_PARTS]`; see `BackwardKernel` for the other arguments.
+        Args:
+            rows: K and V.
+            head_index: the key/value head, counted over all batch entries.
+            span: first row, and end of the rows, of all warps together.
+            who: the thread among those of all warps, and their number.
+            unroll: rows that a lane reads at a time.
 
-        CTAs in the order [B, part, 2, K], so that those which run together read what lies together.
+        Returns:
+            the largest |x| of K in the upper half, of V in the lower one; the same in all lanes.
         """
-        thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        head, which = block % kv_heads, block // kv_heads % 2
-        part = block // (2 * kv_heads) % MAGNITUDE_PARTS
-        entry = block // (2 * kv_heads * MAGNITUDE_PARTS)
-        end = tiles.load_entry(key_value_seq_lengths, entry, key_length, 0, key_length)
-        share = (end + (MAGNITUDE_PARTS - 1)) // MAGNITUDE_PARTS
-        begin, end = part * share, Int32(cutlass.min((part + 1) * share, end))
-
-        columns = ptx.where(which == 1, Int32(self.spec.v_head_dim), Int32(self.spec.head_dim))
-        column = thread % self.lanes * CHUNK
-        source = key.toint() + (value.toint() - key.toint()) * which
-        largest = cute.make_rmem_tensor((1,), Int32)
-        largest[0] = Int32(0)
+        (begin, end), (thread, threads) = span, who
+        step = threads // self.lanes
+        entry, head, column = head_index // rows.kv_heads, head_index % rows.kv_heads, thread % self.lanes * CHUNK
+        first = begin + thread // self.lanes
+        operands = ((rows.key, self.spec.head_dim), (rows.value, self.spec.v_head_dim))
+        found = cute.make_rmem_tensor((2,), Int32)
+        found.fill(0)
 
         def read(i: Int32) -> None:
-            first = begin + i * (_UNROLL * self.rows) + thread // self.lanes
             chunks = []
-            for row in [first + j * self.rows for j in range(_UNROLL)]:
-                reads = Boolean((row < end) & (column < columns))
-                place = ((Int64(entry) * key_length + row) * kv_heads + head) * columns + column
-                # Elsewhere the first chunk is read, which always exists, and dropped.
-                chunk = ptx.load_global_chunk(source + ptx.where(reads, place, Int64(0)) * 2)
-                chunks += [ptx.where(reads, pair, Int32(0)) for pair in chunk]
-            for pair in chunks:
-                for x in ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]):
-                    largest[0] = Int32(cutlass.max(largest[0], ptx.bits(x) & Int32(0x7FFFFFFF)))
+            for row in [first + (i * unroll + j) * step for j in range(unroll)]:
+                place = (Int64(entry) * rows.key_length + row) * rows.kv_heads + head
+                for which, (operand, columns) in enumerate(operands):
+                    reads = Boolean((row < end) & (column < columns))
+                    # Elsewhere the first chunk is read, which always exists, and dropped.
+                    offset = ptx.where(reads, place * columns + column, Int64(0))
+                    chunks.append((which, reads, ptx.load_global_chunk(operand.toint() + 2 * offset)))
+            for which, reads, chunk in chunks:
+                a, b, c, d = (ptx.where(reads, x & _UNSIGNED, Int32(0)) for x in chunk)
+                largest = ptx.max_halves(ptx.max_halves(a, b), ptx.max_halves(c, d))
+                found[which] = ptx.max_halves(found[which], largest)
 
-        wgmma.loop((end - begin + (_UNROLL * self.rows - 1)) // (_UNROLL * self.rows), read)
-        target = (((Int64(entry) * kv_heads + head) * 2 + which) * MAGNITUDE_PARTS + part) * 4
-        self._store(self._largest(largest[0], 32), thread, magnitudes.toint() + target)
+        wgmma.loop((end - begin + (unroll * step - 1)) // (unroll * step), read)
+        key, value = (ptx.max_halves(x, ptx.permute(x, x, 0x1032)) for x in (found[0], found[1]))
+        return self.over_lanes(ptx.permute(value, key, 0x5410), 32)
 
-    def _largest(self, x: Int32, lanes: int) -> Int32:
-        """The largest value among so many lanes of a warp."""
+    def tile(self, rows: Rows, head_index: Int32, row: Int32, keys: int) -> tuple[Int32, tuple[Int32, Int32]]:
+        """(head, (first row, end)) of a tile of so many keys, as `of_rows` takes them."""
+        return head_index, (row, Int32(cutlass.min(row + keys, rows.end(head_index))))
+
+    def prefetch(self, rows: Rows, head_index: Int32, span: tuple[Int32, Int32], count: int) -> None:
+        """Has a tile of `count` rows brought to L2. Runs in one warp."""
+        (begin, end), lane = span, ptx.thread_index() % 32
+        entry, head = head_index // rows.kv_heads, head_index % rows.kv_heads
+
+        def fetch(i: Int32) -> None:
+            row = begin + i * 32 + lane
+            place = (Int64(entry) * rows.key_length + row) * rows.kv_heads + head
+
+            def fetch_row() -> None:
+                for operand, columns in ((rows.key, self.spec.head_dim), (rows.value, self.spec.v_head_dim)):
+                    for nbytes in range(0, 2 * columns, _LINE):
+                        ptx.prefetch(operand.toint() + place * (2 * columns) + nbytes)
+
+            cutlass.if_generate(row < end, fetch_row)
+
+        wgmma.loop(Int32(count // 32), fetch)
+
+    def over_lanes(self, x: Int32, lanes: int) -> Int32:
+        """The largest halves among so many lanes of a warp."""
         for i in range(lanes.bit_length() - 1):
-            x = Int32(cutlass.max(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i)))
+            x = ptx.max_halves(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i))
         return x
 
-    def _store(self, largest: Int32, thread: Int32, target: Int64) -> None:
-        """Stores the largest value of all warps."""
-        shared, warps = wgmma.shared_memory().toint(), THREADS // 32
-        cutlass.if_generate(thread % 32 == 0, lambda: ptx.store_shared(shared + thread // 32 * 4, largest))
+    def over_warps(self, words: Int32, warps: int) -> Int32:
+        """The largest halves among words in shared memory, one of each warp. Runs in a warp."""
+        return self.over_lanes(ptx.load_shared(words + ptx.thread_index() % warps * 4), warps)
+
+    def write_part(
+        self, rows: Rows, magnitudes: cute.Pointer, place: tuple[Int32, Int32], thread: Int32, threads: int
+    ) -> None:
+        """Writes those of a part of a head; `place` has both. All threads of a CTA call it."""
+        (head_index, part), end = place, rows.end(place[0])
+        share = (end + (MAGNITUDE_PARTS - 1)) // MAGNITUDE_PARTS
+        span = (part * share, Int32(cutlass.min((part + 1) * share, end)))
+        found, shared = self.of_rows(rows, head_index, span, (thread, threads), 1), wgmma.shared_memory().toint()
+        cutlass.if_generate(thread % 32 == 0, lambda: ptx.store_shared(shared + thread // 32 * 4, found))
         cute.arch.sync_threads()
 
         def store() -> None:
-            found = self._largest(ptx.load_shared(shared + thread % warps * 4), warps)
-            cutlass.if_generate(thread == 0, lambda: ptx.store_global_int(target, found))
+            both = self.over_warps(shared, threads // 32)
+            for which, x in enumerate((both >> 16, both & 0xFFFF)):
+                target = magnitude_address(magnitudes.toint(), head_index, which, part)
+                cutlass.if_generate(thread == which, lambda x=x, target=target: ptx.store_global_int(target, x))
 
         cutlass.if_generate(thread < 32, store)
+
+    def add(self, magnitudes: cute.Pointer, head_index: Int32, both: Int32) -> None:
+        """Adds what was found of some rows of a head to its first part. Runs in a warp."""
+        for which, x in enumerate((both >> 16, both & 0xFFFF)):
+            target = magnitude_address(magnitudes.toint(), head_index, which, Int32(0))
+            cutlass.if_generate(
+                ptx.thread_index() % 32 == which, lambda x=x, target=target: ptx.max_global_int(target, x)
+            )
