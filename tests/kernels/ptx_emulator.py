@@ -292,9 +292,6 @@ class Cta:
     def do_rem(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         self._simple(lambda x, y: np.fmod(x, np.where(y == 0, 1, y)), parts, operands, active)
 
-    def do_prefetch(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        self.memory.indices(self.address(operands[0], np.uint64)[active], 1)
-
     def do_shl(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         kind = _TYPES[parts[-1]]
         self.put(operands[0], self.get(operands[1], kind) << self.get(operands[2], np.uint32).astype(kind), active)

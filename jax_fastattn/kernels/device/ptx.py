@@ -338,12 +338,6 @@ def max_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any = N
 
 
 @dsl_user_op
-def prefetch(address: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """Has a line of global memory brought to L2."""
-    _asm("prefetch.global.L2 [$0];", "", "l", [address], True, loc, ip)
-
-
-@dsl_user_op
 def max_halves(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """The larger ones of the upper and of the lower halves of two registers, without signs; from sm_90 on."""
     return _asm("max.u16x2 $0, $1, $2;", "r", "rr", [a, b], False, loc, ip)

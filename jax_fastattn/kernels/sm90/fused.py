@@ -271,7 +271,7 @@ class FusedKernel:
 
         def produce() -> None:
             cute.arch.setmaxregister_decrease(config.registers[2])
-            load = self._producer(shared, operands, stats, sums)
+            load = self._producer(shared, operands, stats)
             if not config.adds_dq:
                 cutlass.if_generate(warp_index == producer, lambda: self._each_tile(shared, problem, load))
                 return
@@ -489,7 +489,7 @@ class FusedKernel:
     # Producer.
 
     def _producer(
-        self, shared: SimpleNamespace, operands: tuple, stats: cute.Pointer, sums: tuple
+        self, shared: SimpleNamespace, operands: tuple, stats: cute.Pointer
     ) -> Callable[[SimpleNamespace, Int32], None]:
         """A function that loads K, V and all tiles of Q and dO for a tile of keys. Runs in one warp."""
         config, memory = self.config, self.memory
@@ -533,8 +533,6 @@ class FusedKernel:
             wgmma.loop(work.visit.end - work.visit.begin, load)
 
         def load_all(work: SimpleNamespace, phase: Int32) -> None:
-            if self.spec.integers:
-                self._prefetch_rows(work, sums[-1])
             if config.adds_dq:
                 wgmma.wait(shared.keys_empty, phase ^ 1)
             load_keys(work, key, shared.key, shared.key_full, memory.head_dim)
@@ -804,27 +802,19 @@ class FusedKernel:
 
     # What dQ needs.
 
-    def _prefetch_rows(self, work: SimpleNamespace, rows: Rows) -> None:
-        """Has those that the consumers read in `_find_magnitudes` brought to L2. Runs in one warp."""
-        magnitudes, target = Magnitudes(self.spec), work.head_index + work.ahead
-
-        def prefetch() -> None:
-            magnitudes.prefetch(rows, *magnitudes.tile(rows, target, work.row, self.config.keys), self.config.keys)
-
-        cutlass.if_generate(target < work.all_heads, prefetch)
-
     def _find_magnitudes(self, shared: SimpleNamespace, work: SimpleNamespace, rows: Rows, phase: Int32) -> None:
-        """Finds those of a tile of the same keys of a head that is worked on later, while K and V are loaded.
+        """Finds those of the same keys of a head that is worked on later, while K and V are loaded.
 
-        The producer has had the rows brought to L2. A warp that counts tiles passes the magnitudes on.
+        A warp that counts tiles passes them on.
         """
         magnitudes, threads, found = Magnitudes(self.spec), self.config.consumer_threads, wgmma.Uniform(Int32(0))
         thread = ptx.thread_index() % threads
 
         def find() -> None:
-            place = magnitudes.tile(rows, work.head_index + work.ahead, work.row, self.config.keys)
+            target = work.head_index + work.ahead
+            span = (work.row, Int32(cutlass.min(work.row + self.config.keys, rows.end(target))))
             unroll = self.config.keys * magnitudes.lanes // threads
-            found[0] = magnitudes.of_rows(rows, *place, (thread, threads), unroll)
+            found[0] = magnitudes.of_rows(rows, target, span, (thread, threads), unroll)
 
         cutlass.if_generate(work.head_index + work.ahead < work.all_heads, find)
         wgmma.wait(shared.found_empty, phase ^ 1)

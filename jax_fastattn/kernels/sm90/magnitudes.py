@@ -21,8 +21,6 @@ from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.sm90.backward_config import MAGNITUDE_PARTS
 from jax_fastattn.kernels.spec import KernelSpec
 
-# Bytes of a line of L2.
-_LINE = 128
 # Both values of a register without their signs.
 _UNSIGNED = 0x7FFF7FFF
 
@@ -107,28 +105,6 @@ class Magnitudes:
         wgmma.loop((end - begin + (unroll * step - 1)) // (unroll * step), read)
         key, value = (ptx.max_halves(x, ptx.permute(x, x, 0x1032)) for x in (found[0], found[1]))
         return self.over_lanes(ptx.permute(value, key, 0x5410), 32)
-
-    def tile(self, rows: Rows, head_index: Int32, row: Int32, keys: int) -> tuple[Int32, tuple[Int32, Int32]]:
-        """(head, (first row, end)) of a tile of so many keys, as `of_rows` takes them."""
-        return head_index, (row, Int32(cutlass.min(row + keys, rows.end(head_index))))
-
-    def prefetch(self, rows: Rows, head_index: Int32, span: tuple[Int32, Int32], count: int) -> None:
-        """Has a tile of `count` rows brought to L2. Runs in one warp."""
-        (begin, end), lane = span, ptx.thread_index() % 32
-        entry, head = head_index // rows.kv_heads, head_index % rows.kv_heads
-
-        def fetch(i: Int32) -> None:
-            row = begin + i * 32 + lane
-            place = (Int64(entry) * rows.key_length + row) * rows.kv_heads + head
-
-            def fetch_row() -> None:
-                for operand, columns in ((rows.key, self.spec.head_dim), (rows.value, self.spec.v_head_dim)):
-                    for nbytes in range(0, 2 * columns, _LINE):
-                        ptx.prefetch(operand.toint() + place * (2 * columns) + nbytes)
-
-            cutlass.if_generate(row < end, fetch_row)
-
-        wgmma.loop(Int32(count // 32), fetch)
 
     def over_lanes(self, x: Int32, lanes: int) -> Int32:
         """The largest halves among so many lanes of a warp."""
