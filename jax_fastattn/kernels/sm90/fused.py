@@ -79,12 +79,11 @@ class FusedKernel:
         return Int32(cutlass.min(count, multiprocessors)) if self.config.adds_dq else count
 
     def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32]:
-        """Of `heads` key/value heads, those that are begun together, and how many heads ahead sums are zeroed."""
+        """Of `heads` key/value heads, those begun together; how many heads ahead sums are zeroed, magnitudes found."""
         key_tiles = self._key_tiles(key_length)
         section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(self.spec.uneven)))
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
-        # Magnitudes are found later than sums are zeroed: behind the last tile of one head and before the first of the
-        # other then come as many tiles as the GPU works on.
+        # Magnitudes are found later than sums are zeroed, so further ahead.
         return section, section + filling if self.spec.integers else Int32(cutlass.max(section, filling))
 
     def launch(

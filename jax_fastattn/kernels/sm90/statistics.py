@@ -218,8 +218,8 @@ class StatisticsKernel:
         """Zeroes a row of the sums of the first heads; sets the counters of a tile's, or a head's, first row.
 
         A tile's counter is of the key tiles that it sees; before them comes that of the head's zeros, none as yet.
-        Nobody adds to a tile that sees none: its dq is zeroed here. `place` has the index of the head, and the row's in
-        it, in the sums and in dq.
+        Behind the first heads magnitudes are 0 as yet. Nobody adds to a tile that sees none: its dq is zeroed here.
+        `place` has the index of the head, and the row's in it, in the sums and in dq.
         """
         dq_sum, arrivals, dq, magnitudes = arrays
         if dq_sum is None or arrivals is None or dq is None:
