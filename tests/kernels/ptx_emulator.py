@@ -209,6 +209,7 @@ class Cta:
         self.put(operands[0], np.asarray(function(*values)).astype(kind), active)
 
     def _pairs(self, function: Any, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        """The same for both halves of registers, if the type says so."""
         kind = {"u16x2": np.uint16, "bf16x2": ml_dtypes.bfloat16}.get(parts[-1])
         if kind is None:
             self._simple(function, parts, operands, active)

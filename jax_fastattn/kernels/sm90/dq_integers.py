@@ -22,9 +22,9 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import MAGNITUDE_PARTS, SLOTS, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import SLOTS, padded_rows
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum, Position
-from jax_fastattn.kernels.sm90.magnitudes import Magnitudes, magnitude_address
+from jax_fastattn.kernels.sm90.magnitudes import Magnitudes
 
 # 3, and its bits: those of its sum with an integer below 2^22, in units of 2^-22, are the sum of its bits and the
 # integer. The last bit of the sum is such a unit.
@@ -42,10 +42,8 @@ _HELD = 8
 class DqIntegers(DqSum):
     """Emits the warpgroup's code; see `DqSum`."""
 
-    def start(
-        self, shared: SimpleNamespace, sums: tuple[cute.Pointer, ...], thread: Int32, scale: Float32
-    ) -> SimpleNamespace:
-        """The same, with the resolutions and magnitudes behind the counters in `sums`."""
+    def start(self, shared: SimpleNamespace, sums: tuple, thread: Int32, scale: Float32) -> SimpleNamespace:
+        """The same; behind the counters `sums` has resolutions, magnitudes, and K and V (`Rows`)."""
         *others, resolutions, magnitudes, _ = sums
         state = super().start(shared, tuple(others), thread, scale)
         state.resolutions, state.magnitudes = resolutions.toint(), magnitudes.toint()
@@ -79,13 +77,8 @@ class DqIntegers(DqSum):
 
     def _head_part(self, state: SimpleNamespace) -> list[Int32]:
         """What the resolutions of a key/value head's rows have of the head."""
-        # All of K, then all of V: a magnitude a lane.
         lane = ptx.move(state.thread) % 32
-        x = ptx.load_global_int(magnitude_address(state.magnitudes, state.work.head_index, 0, lane))
-        for i in range(MAGNITUDE_PARTS.bit_length() - 1):
-            x = Int32(cutlass.max(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i)))
-        largest = [cute.arch.shuffle_sync(x, offset=MAGNITUDE_PARTS * which) for which in range(2)]
-        key, value = (ptx.unpack(y, dtype=ptx.MMA_DTYPE[self.spec.dtype])[0] for y in largest)
+        key, value = Magnitudes(self.spec).of_head(state.magnitudes, state.work.head_index, lane)
         return [cute.arch.make_warp_uniform(x) for x in gradient.head_part(key, value, self.spec.dlse)]
 
     def _ask(self, state: SimpleNamespace, at: Position) -> None:

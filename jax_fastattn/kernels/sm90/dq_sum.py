@@ -54,7 +54,7 @@ class DqSum:
     def start(
         self,
         shared: SimpleNamespace,
-        sums: tuple[cute.Pointer, ...],
+        sums: tuple,
         thread: Int32,
         scale: Float32,
     ) -> SimpleNamespace:

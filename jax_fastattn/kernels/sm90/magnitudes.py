@@ -14,7 +14,7 @@ reads them takes the largest. Those of NaN are larger than all others.
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import CHUNK
@@ -25,7 +25,7 @@ from jax_fastattn.kernels.spec import KernelSpec
 _UNSIGNED = 0x7FFF7FFF
 
 
-def magnitude_address(magnitudes: Int64, head_index: Int32, which: int, part: Int32) -> Int64:
+def _address(magnitudes: Int64, head_index: Int32, which: int, part: Int32) -> Int64:
     """Of the magnitude of K (0) or V (1) in a part of a key/value head, counted over all batch entries."""
     return magnitudes + ((Int64(head_index) * 2 + which) * MAGNITUDE_PARTS + part) * 4
 
@@ -130,7 +130,7 @@ class Magnitudes:
         def store() -> None:
             both = self.over_warps(shared, threads // 32)
             for which, x in enumerate((both >> 16, both & 0xFFFF)):
-                target = magnitude_address(magnitudes.toint(), head_index, which, part)
+                target = _address(magnitudes.toint(), head_index, which, part)
                 cutlass.if_generate(thread == which, lambda x=x, target=target: ptx.store_global_int(target, x))
 
         cutlass.if_generate(thread < 32, store)
@@ -138,7 +138,16 @@ class Magnitudes:
     def add(self, magnitudes: cute.Pointer, head_index: Int32, both: Int32) -> None:
         """Adds what was found of some rows of a head to its first part. Runs in a warp."""
         for which, x in enumerate((both >> 16, both & 0xFFFF)):
-            target = magnitude_address(magnitudes.toint(), head_index, which, Int32(0))
+            target = _address(magnitudes.toint(), head_index, which, Int32(0))
             cutlass.if_generate(
                 ptx.thread_index() % 32 == which, lambda x=x, target=target: ptx.max_global_int(target, x)
             )
+
+    def of_head(self, magnitudes: Int64, head_index: Int32, lane: Int32) -> list[Float32]:
+        """The largest |K| and |V| of a head, the same in all lanes of a warp; NaN where there is one."""
+        # All parts of K, then all of V: one for each lane.
+        x = ptx.load_global_int(_address(magnitudes, head_index, 0, lane))
+        for i in range(MAGNITUDE_PARTS.bit_length() - 1):
+            x = Int32(cutlass.max(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i)))
+        largest = [cute.arch.shuffle_sync(x, offset=MAGNITUDE_PARTS * which) for which in range(2)]
+        return [ptx.unpack(y, dtype=ptx.MMA_DTYPE[self.spec.dtype])[0] for y in largest]

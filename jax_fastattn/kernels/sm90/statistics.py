@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs before the other backward kernels: statistics of the rows; for sums of dq, zeros and counters.
+"""What runs before the other backward kernels: statistics of the rows; for sums of dq, zeros, counters, magnitudes.
 
 It is bound by memory: every thread moves 16 bytes at a time, and neighbouring threads neighbouring bytes.
 """
