@@ -128,6 +128,12 @@ def maximum(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float
 
 
 @dsl_user_op
+def absolute(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """|x|, which most instructions take for nothing."""
+    return _asm("abs.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+
+
+@dsl_user_op
 def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """2^x, one MUFU (relative error 2^-22); exp2(-inf) = 0."""
     return _asm("ex2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
@@ -375,14 +381,14 @@ def load_shared(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
-def add_global_ordered(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+def fetch_add_global(address: Int64, value: Int32, order: str, *, loc: Any = None, ip: Any = None) -> Int32:
     """Adds to 4 bytes of global memory atomically and returns what was there.
 
-    What this thread knows to be written comes before, in the eyes of whoever adds later, and reads what they have
-    written after.
+    `order` is "relaxed"; "release", where what this thread knows to be written comes before, in the eyes of whoever
+    acquires the sum; "acquire", where it sees what is released so; or "acq_rel". Acquiring costs no wait, a release
+    waits for all that the SM has written.
     """
-    text = "{\nfence.acq_rel.gpu;\natom.relaxed.gpu.global.add.s32 $0, [$1], $2;\nfence.acq_rel.gpu;\n}"
-    return _asm(text, "r", "lr", [address, value], True, loc, ip)
+    return _asm(f"atom.{order}.gpu.global.add.s32 $0, [$1], $2;", "r", "lr", [address, value], True, loc, ip)
 
 
 @dsl_user_op

@@ -187,13 +187,13 @@ class BackwardMemory:
 
     @property
     def found_start(self) -> int:
-        """Offset of what the consumers have found for `dq_integers.py`: two mbarriers, then four bytes of each warp."""
+        """Offset of what `dq_integers.py` is handed: two mbarriers, four bytes of each consumer warp, eight more."""
         return padded(self.index_start + 4, 8)
 
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.found_start + 16 + 4 * (self.config.consumer_threads // 32)
+        return self.found_start + 16 + 4 * (self.config.consumer_threads // 32) + 8
 
     @property
     def fits(self) -> bool:

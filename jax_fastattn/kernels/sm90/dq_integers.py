@@ -13,6 +13,7 @@ until the next product has been started.
 """
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import cutlass
@@ -44,9 +45,9 @@ class DqIntegers(DqSum):
 
     def start(self, shared: SimpleNamespace, sums: tuple, thread: Int32, scale: Float32) -> SimpleNamespace:
         """The same; behind the counters `sums` has resolutions, magnitudes, and K and V (`Rows`)."""
-        *others, resolutions, magnitudes, _ = sums
+        *others, resolutions, _, _ = sums
         state = super().start(shared, tuple(others), thread, scale)
-        state.resolutions, state.magnitudes = resolutions.toint(), magnitudes.toint()
+        state.resolutions = resolutions.toint()
         # Of the lane's rows of the next tile, asked for a tile ahead: loads wait behind additions.
         state.words = cute.make_rmem_tensor((self.config.queries // BLOCK,), Int32)
         state.held = cute.make_rmem_tensor((_HELD,), Int32)
@@ -75,11 +76,30 @@ class DqIntegers(DqSum):
         cutlass.if_generate(slot == 0, add)
         super().zero(shared, work, sums, who)
 
+    def _await_sums(self, state: SimpleNamespace) -> None:
+        """Nothing: the producer has waited, see `prepare`."""
+
+    def prepare(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple) -> Callable[[], None]:
+        """Waits for the sums of the key/value head, and loads its magnitudes; hands over what resolutions have of it.
+
+        The third warpgroup would begin every tile of keys with two ways to L2 and back, one behind the other.
+        """
+        (_, _, arrivals, *_, magnitudes, _), lane = sums, ptx.thread_index() % 32
+        self._wait_for_zeros(work, arrivals)
+        key, value = Magnitudes(self.spec).of_head(magnitudes.toint(), work.head_index, lane)
+        parts = gradient.head_part(key, value, self.spec.dlse)
+
+        def hand_over() -> None:
+            for i, part in enumerate(parts):
+                cutlass.if_generate(lane == 0, lambda i=i, part=part: ptx.store_shared(shared.head + 4 * i, part))
+            cute.arch.sync_warp()
+
+        return hand_over
+
     def _head_part(self, state: SimpleNamespace) -> list[Int32]:
         """What the resolutions of a key/value head's rows have of the head."""
-        lane = ptx.move(state.thread) % 32
-        key, value = Magnitudes(self.spec).of_head(state.magnitudes, state.work.head_index, lane)
-        return [cute.arch.make_warp_uniform(x) for x in gradient.head_part(key, value, self.spec.dlse)]
+        words = [ptx.load_shared(state.shared.head + 4 * i) for i in range(1 + self.spec.dlse)]
+        return [cute.arch.make_warp_uniform(word) for word in words]
 
     def _ask(self, state: SimpleNamespace, at: Position) -> None:
         """Loads the row parts of the resolutions of the lane's rows of a tile."""

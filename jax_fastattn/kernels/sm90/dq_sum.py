@@ -13,7 +13,7 @@ keys in order, so that who waits for zeros waits for CTAs that run.
 Sums of float32 have the last bits of some order; `dq_integers.py` has some that do not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import cutlass
@@ -91,20 +91,27 @@ class DqSum:
             turn=wgmma.Uniform(Int32(0)),
         )
 
+    def prepare(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple) -> Callable[[], None]:
+        """What the producer does before it loads K of a tile of keys; runs in one warp.
+
+        Returns:
+            what it does once the third warpgroup is done with the K before.
+        """
+        del shared, work, sums  # only `DqIntegers` has something to prepare
+        return lambda: None
+
     def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
         """Everything that the third warpgroup does for a tile of keys."""
         state.work = work
         for at in self._positions(state):
             at[0], at[1] = work.first_head, work.visit.end - 1
-        counter = self._zeroed(work, state.arrivals, work.head_index)
-        waits = work.head_index >= work.ahead
-        cutlass.if_generate(waits, lambda: ptx.wait_global(counter, self._zeroing_warps(work)))
+        self._await_sums(state)
         # Whoever gives K back has seen it: else a tile that nobody sees would be given back before the one before it.
         wgmma.wait(state.shared.key_full, phase)
         for uniform in (*self._positions(state), state.slot, state.done, state.turn):
             uniform.settle()
         self._add_all(state)
-        wgmma.release(state.shared.keys_empty)
+        wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
         last = Int32(cutlass.min(work.steps, SLOTS))
         wgmma.loop(last, lambda i: self._finish(state, last - i))
 
@@ -182,6 +189,16 @@ class DqSum:
 
     # Zeros, some heads ahead.
 
+    def _await_sums(self, state: SimpleNamespace) -> None:
+        """Waits for the sums that `run` adds to."""
+        self._wait_for_zeros(state.work, state.arrivals)
+
+    def _wait_for_zeros(self, work: SimpleNamespace, arrivals: cute.Pointer) -> None:
+        """Waits until the sums of a key/value head are zeros."""
+        counter = self._zeroed(work, arrivals, work.head_index)
+        waits = work.head_index >= work.ahead
+        cutlass.if_generate(waits, lambda: ptx.wait_global(counter, self._zeroing_warps(work)))
+
     def _zeroing_warps(self, work: SimpleNamespace) -> Int32:
         """Warps that zero the sums of a key/value head."""
         return work.key_tiles * SLOTS
@@ -213,7 +230,7 @@ class DqSum:
             wgmma.loop((count - index + (warps - 1)) // warps, clear)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                ptx.add_global_ordered(self._zeroed(work, arrivals, target), Int32(1))
+                ptx.fetch_add_global(self._zeroed(work, arrivals, target), Int32(1), "release")
 
         cutlass.if_generate(target < work.all_heads, run)
 
@@ -237,7 +254,7 @@ class DqSum:
             head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
             counter = self._counter(work, arrivals, head, work.visit.end - 1 - i % visited)
             with cute.arch.elect_one():
-                left = ptx.add_global_ordered(counter, Int32(-1))
+                left = ptx.fetch_add_global(counter, Int32(-1), "acq_rel")
                 ptx.store_shared(self._flag(shared, slot), left)
                 cute.arch.mbarrier_arrive(shared.counted + slot)
 

@@ -270,7 +270,7 @@ class FusedKernel:
 
         def produce() -> None:
             cute.arch.setmaxregister_decrease(config.registers[2])
-            load = self._producer(shared, operands, stats)
+            load = self._producer(shared, operands, stats, lambda work: adder.prepare(shared, work, sums))
             if not config.adds_dq:
                 cutlass.if_generate(warp_index == producer, lambda: self._each_tile(shared, problem, load))
                 return
@@ -358,6 +358,7 @@ class FusedKernel:
             found = cute.recast_ptr(base + memory.found_start, dtype=Int64)
             shared.found_full, shared.found_empty = found, found + 1
             shared.found = shared.address + (memory.found_start + 16)
+            shared.head = shared.found + 4 * (config.consumer_threads // 32)
             # K once more, of as many columns as dq is computed of at a time: atoms of 64 columns follow each other.
             columns = DqSum(self.spec, memory, self.dtype).columns
             shared.key_columns = staged(0, WARPGROUP_ROWS, columns, 2 * memory.head_dim // columns)
@@ -431,7 +432,7 @@ class FusedKernel:
             if taken is not None:
                 wgmma.wait(shared.index_empty, phase[0] ^ 1)
                 with cute.arch.elect_one():
-                    ptx.store_shared(address, ptx.add_global_ordered(taken.toint(), Int32(1)))
+                    ptx.store_shared(address, ptx.fetch_add_global(taken.toint(), Int32(1), "relaxed"))
                     cute.arch.mbarrier_arrive(shared.index_full)
             wgmma.wait(shared.index_full, phase[0])
             index = cute.arch.make_warp_uniform(ptx.load_shared(address))
@@ -488,7 +489,11 @@ class FusedKernel:
     # Producer.
 
     def _producer(
-        self, shared: SimpleNamespace, operands: tuple, stats: cute.Pointer
+        self,
+        shared: SimpleNamespace,
+        operands: tuple,
+        stats: cute.Pointer,
+        prepare: Callable[[SimpleNamespace], Callable[[], None]],
     ) -> Callable[[SimpleNamespace, Int32], None]:
         """A function that loads K, V and all tiles of Q and dO for a tile of keys. Runs in one warp."""
         config, memory = self.config, self.memory
@@ -533,7 +538,9 @@ class FusedKernel:
 
         def load_all(work: SimpleNamespace, phase: Int32) -> None:
             if config.adds_dq:
+                hand_over = prepare(work)
                 wgmma.wait(shared.keys_empty, phase ^ 1)
+                hand_over()
             load_keys(work, key, shared.key, shared.key_full, memory.head_dim)
             load_keys(work, value, shared.value, shared.value_full, memory.v_head_dim)
             wgmma.loop(Int32(self.spec.group), lambda member: load_head(work, member))

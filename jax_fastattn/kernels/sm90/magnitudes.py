@@ -14,7 +14,7 @@ reads them takes the largest. Those of NaN are larger than all others.
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import CHUNK
@@ -22,7 +22,7 @@ from jax_fastattn.kernels.sm90.backward_config import MAGNITUDE_PARTS
 from jax_fastattn.kernels.spec import KernelSpec
 
 # Both values of a register without their signs.
-_UNSIGNED = 0x7FFF7FFF
+UNSIGNED = 0x7FFF7FFF
 
 
 def _address(magnitudes: Int64, head_index: Int32, which: int, part: Int32) -> Int64:
@@ -91,14 +91,14 @@ class Magnitudes:
         def read(i: Int32) -> None:
             chunks = []
             for row in [first + (i * unroll + j) * step for j in range(unroll)]:
-                place = (Int64(entry) * rows.key_length + row) * rows.kv_heads + head
+                # Past the ends the last row and chunk are read once more.
+                last = Int32(cutlass.min(row, end - 1))
+                place = (Int64(entry) * rows.key_length + last) * rows.kv_heads + head
                 for which, (operand, columns) in enumerate(operands):
-                    reads = Boolean((row < end) & (column < columns))
-                    # Elsewhere the first chunk is read, which always exists, and dropped.
-                    offset = ptx.where(reads, place * columns + column, Int64(0))
-                    chunks.append((which, reads, ptx.load_global_chunk(operand.toint() + 2 * offset)))
-            for which, reads, chunk in chunks:
-                a, b, c, d = (ptx.where(reads, x & _UNSIGNED, Int32(0)) for x in chunk)
+                    offset = place * columns + Int32(cutlass.min(column, columns - CHUNK))
+                    chunks.append((which, ptx.load_global_chunk(operand.toint() + 2 * offset)))
+            for which, chunk in chunks:
+                a, b, c, d = (x & UNSIGNED for x in chunk)
                 largest = ptx.max_halves(ptx.max_halves(a, b), ptx.max_halves(c, d))
                 found[which] = ptx.max_halves(found[which], largest)
 

@@ -19,7 +19,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
     stats_row_nbytes,
 )
 from jax_fastattn.kernels.sm90.config import padded_head_dim
-from jax_fastattn.kernels.sm90.magnitudes import Magnitudes, Rows
+from jax_fastattn.kernels.sm90.magnitudes import UNSIGNED, Magnitudes, Rows
 from jax_fastattn.kernels.spec import KernelSpec
 
 THREADS = 256
@@ -161,7 +161,7 @@ class StatisticsKernel:
         row_part = Int32(0)
         if self.spec.integers:
             # Where out is 0, so is delta.
-            share = cutlass.max(delta, -delta) / cutlass.max(out_max, Float32(1e-30))
+            share = ptx.absolute(delta) * ptx.reciprocal(cutlass.max(out_max, Float32(1e-30)))
             row_part = ptx.where(
                 live, gradient.row_part(dout_sum + share, row_dlse), gradient.sees_none(self.spec.dlse)
             )
@@ -178,7 +178,7 @@ class StatisticsKernel:
 
         The lanes of a row share the work, and all have the results.
         """
-        delta, dout_sum, out_max = Float32(0.0), Float32(0.0), Float32(0.0)
+        delta, dout_sum, largest = Float32(0.0), Float32(0.0), Int32(0)
         for first in range(0, self.spec.v_head_dim // CHUNK, self.lanes):
             chunk = lane + first
             valid = Boolean(live & (chunk < self.spec.v_head_dim // CHUNK))
@@ -192,14 +192,18 @@ class StatisticsKernel:
                 for x, y in zip(left, right, strict=True):
                     delta = ptx.fma(x, y, delta)
                     if self.spec.integers:
-                        dout_sum = dout_sum + cutlass.max(y, -y)
-                        out_max = cutlass.max(out_max, cutlass.max(x, -x))
+                        dout_sum = dout_sum + ptx.absolute(y)
+                if self.spec.integers:
+                    largest = ptx.max_halves(largest, pairs[0] & UNSIGNED)
         for i in range(self.lanes.bit_length() - 1):
             delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
             if self.spec.integers:
                 dout_sum = dout_sum + cute.arch.shuffle_sync_bfly(dout_sum, offset=1 << i)
-                out_max = cutlass.max(out_max, cute.arch.shuffle_sync_bfly(out_max, offset=1 << i))
-        return delta, dout_sum, out_max
+        if not self.spec.integers:
+            return delta, dout_sum, Float32(0.0)
+        largest = self.magnitudes.over_lanes(largest, self.lanes)
+        largest = ptx.max_halves(largest, ptx.permute(largest, largest, 0x1032))
+        return delta, dout_sum, ptx.unpack(largest, dtype=ptx.MMA_DTYPE[self.spec.dtype])[0]
 
     def _store_row_part(self, resolutions: cute.Pointer | None, offset: Int64, row_part: Int32) -> None:
         """Stores it where there is a place for it."""
