@@ -71,7 +71,7 @@ def test_all_reasons_come_together() -> None:
 @pytest.mark.parametrize("head_dims", [(8, 8), (20, 24), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_tiles_are_described(arch: str, deterministic: bool, head_dims: tuple[int, int]) -> None:
     case = dataclasses.replace(BASE, head_dim=head_dims[0], v_head_dim=head_dims[1], deterministic=deterministic)
-    case = dataclasses.replace(case, key_length=max(SHORT_LENGTH.values()) + 1)
+    case = dataclasses.replace(case, key_length=SHORT_LENGTH + 1)
     families, tiles = describe_kernels(case.problem(), arch)
     family = "sm90" if arch == "sm_90a" else "sm80"
     assert families == f"{family} forward, {family} backward"
@@ -104,7 +104,13 @@ def test_wide_kernels_compute_no_dq() -> None:
     (128, True, 1000, True, False),
     (128, False, 500, True, False),
     (128, False, 1100, True, True),
-    (64, True, 500, True, True),
+    (96, True, 500, False, False),
+    (72, True, 1000, True, False),
+    (96, False, 500, True, False),
+    (96, False, 1000, True, True),
+    (64, True, 500, True, False),
+    (64, True, 1000, True, True),
+    (64, False, 500, True, True),
 ])  # fmt: skip
 def test_short_problems_take_the_pair(
     head_dim: int, window: bool, length: int, fused: bool, deterministic: bool

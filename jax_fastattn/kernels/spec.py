@@ -16,9 +16,8 @@ from jax_fastattn.spec import Problem
 # Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
 UNBOUNDED = 1 << 29
 
-# Up to which T and S a problem is short. In the backward pass sums of dq then move more bytes than they save products,
-# where they are integers up to a greater length.
-SHORT_LENGTH = {"forward": 2048, "backward": 512, "deterministic": 1024}
+# The largest of what `short_length` returns.
+SHORT_LENGTH = 2048
 
 # Up to which head dims Hopper has one kernel for all three gradients.
 FUSED_HEAD_DIM = 128
@@ -43,7 +42,7 @@ class KernelSpec:
         query_seq_lengths, key_value_seq_lengths, query_offset, sinks, dlse: whether that operand is passed.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
         deterministic: whether gradients must have the same bits in every run; set where a kernel exists that cannot.
-        short: T and S are at most `SHORT_LENGTH`: few tiles per row, which wants other variants. False where there is
+        short: T and S are at most `short_length`: few tiles per row, which wants other variants. False where there is
             one variant for all lengths, so that a new length compiles nothing.
     """
 
@@ -82,6 +81,27 @@ class KernelSpec:
         return self.window_left != self.window_right
 
 
+def short_length(op: Literal["forward", "backward"], head_dim: int, masked: bool, deterministic: bool) -> int:
+    """Up to which T and S a problem on Hopper has the variant for short ones; 0 where that is never faster.
+
+    In the backward pass, where that variant is a pair of kernels, sums of dq then move more bytes than they save
+    products; where they are integers up to a greater length.
+
+    Args:
+        op: which pass.
+        head_dim: the larger one of H and D.
+        masked: whether a window hides keys.
+        deterministic: whether gradients must have the same bits in every run.
+    """
+    if op == "forward":
+        return SHORT_LENGTH if head_dim <= 96 else 0
+    if not deterministic:
+        return 512 if masked and head_dim > 64 else 0
+    if head_dim > 96 or (masked and head_dim > 64):
+        return 1024
+    return 512 if masked or head_dim > 64 else 0
+
+
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
     """The compile key for a problem that `unsupported_reasons` lets through."""
     spec = problem.spec
@@ -107,11 +127,9 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     )
     deterministic = op == "backward" and spec.deterministic
     masked = (left, right) != (None, None)
-    # Whether a short problem has a variant of its own: where tiles are few, masks take much of them, or sums much time.
-    differs = largest <= 96 if op == "forward" else key.fused and largest > 96 and (masked or deterministic)
     length = max(problem.query_length, problem.key_length)
-    short = family == "sm90" and differs and length <= SHORT_LENGTH["deterministic" if deterministic else op]
-    key = replace(key, short=short)
+    varies = family == "sm90" and (op == "forward" or key.fused)
+    key = replace(key, short=varies and length <= short_length(op, largest, masked, deterministic))
     return replace(key, deterministic=deterministic and key.fused)
 
 

@@ -366,7 +366,8 @@ GPU_CASES = [
     *_vary(_on(_MHA, dlse=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=128, is_causal=True, sinks="bn", dlse=True), {}, {"scale": -0.1}, *_FEW),
     *_vary(_on(_GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS),
-    # Equal bits in every run. Of so many heads the last ones are prepared beside the first ones.
+    # Equal bits in every run. Of so many heads the last ones are prepared beside the first ones. Short ones take a pair
+    # of kernels.
     *_vary(
         _on(_MHA, deterministic=True),
         *_FEW,
@@ -375,22 +376,27 @@ GPU_CASES = [
         {"batch": 20, "query_length": 64},
         *_LONG[:2],
     ),
-    *_vary(_on(_MHA, head_dim=40, v_head_dim=72, dtype="float16", deterministic=True), {}, *_FEW),
+    *_vary(
+        _on(_MHA, head_dim=40, v_head_dim=72, dtype="float16", deterministic=True),
+        *_FEW,
+        *_lengths((193, 577), (65, 600)),
+    ),
     *_vary(
         _on(_GQA, head_dim=96, is_causal=True, sinks="bn", dlse=True, deterministic=True),
         {},
-        {"batch": 48},
-        *_FEW,
+        {"batch": 16, "query_length": 129, "key_length": 1089},
+        *_lengths((257, 1089), (1100, 65), (1, 1100)),
         *_LONG[:2],
     ),
     *_vary(
-        _on(_GQA, is_causal=True, deterministic=True),
+        _on(_GQA, is_causal=True, deterministic=True, key_length=577),
         *_BOTH_LENGTHS,
+        *_lengths((65, 577), (193, 257)),
         {
             "batch": 4,
             "num_kv_heads": 50,
             "query_seq_lengths": (193, 100, 64, 1),
-            "key_value_seq_lengths": (257, 129, 0, 64),
+            "key_value_seq_lengths": (257, 577, 0, 64),
         },
     ),
     *_vary(_on(_MHA, batch=1, num_kv_heads=20, window=(300, 0), deterministic=True), *_lengths((1100, 1100))),
