@@ -83,8 +83,10 @@ class FusedKernel:
         key_tiles = self._key_tiles(key_length)
         section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(self.spec.uneven)))
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
-        # Magnitudes are found later than sums are zeroed, so further ahead.
-        return section, section + filling if self.spec.integers else Int32(cutlass.max(section, filling))
+        if self.spec.integers:
+            # Less far, and who comes first waits; farther, and L2 has lost the keys read for their magnitudes.
+            return section, section + filling // 3 + 1
+        return section, Int32(cutlass.max(section, filling))
 
     def launch(
         self,
