@@ -29,6 +29,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 CASES = (
     "mha-d64-bf16-q193-kv257",
     "mha-causal-d64-f16-q2113-kv2305",
+    "gqa2-sinks_n-d72-bf16-q257-kv127",
     "gqa2-causal-d96-bf16-q257-kv127",
     "gqa5-causal-d128-bf16-q257-kv127",
     "gqa2-causal-d256-bf16-q64-kv65",

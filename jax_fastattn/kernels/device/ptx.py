@@ -384,9 +384,9 @@ def load_shared(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 def fetch_add_global(address: Int64, value: Int32, order: str, *, loc: Any = None, ip: Any = None) -> Int32:
     """Adds to 4 bytes of global memory atomically and returns what was there.
 
-    `order` is "relaxed"; "release", where what this thread knows to be written comes before, in the eyes of whoever
-    acquires the sum; "acquire", where it sees what is released so; or "acq_rel". Acquiring costs no wait, a release
-    waits for all that the SM has written.
+    `order` is "relaxed"; "release", by which what this thread knows to be written comes before, in the eyes of whoever
+    acquires the sum; or "acq_rel", by which it also sees what others have released so. A release waits for all that the
+    SM has written, the rest for nothing.
     """
     return _asm(f"atom.{order}.gpu.global.add.s32 $0, [$1], $2;", "r", "lr", [address, value], True, loc, ip)
 

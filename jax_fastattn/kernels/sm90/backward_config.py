@@ -187,7 +187,7 @@ class BackwardMemory:
 
     @property
     def found_start(self) -> int:
-        """Offset of what `dq_integers.py` is handed: two mbarriers, four bytes of each consumer warp, eight more."""
+        """Offset of what `dq_integers.py` is handed: two mbarriers, four bytes of a consumer warp, eight of a head."""
         return padded(self.index_start + 4, 8)
 
     @property

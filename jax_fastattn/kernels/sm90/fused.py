@@ -497,7 +497,10 @@ class FusedKernel:
         stats: cute.Pointer,
         prepare: Callable[[SimpleNamespace], Callable[[], None]],
     ) -> Callable[[SimpleNamespace, Int32], None]:
-        """A function that loads K, V and all tiles of Q and dO for a tile of keys. Runs in one warp."""
+        """A function that loads K, V and all tiles of Q and dO for a tile of keys. Runs in one warp.
+
+        Where dq is computed `prepare` comes before that, see `DqSum.prepare`.
+        """
         config, memory = self.config, self.memory
         query, key, value, dout = operands
         queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
