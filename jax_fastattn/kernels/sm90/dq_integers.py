@@ -68,9 +68,10 @@ class DqIntegers(DqSum):
 
         def add() -> None:
             wgmma.wait(shared.found_full, phase)
-            emit = Magnitudes(self.spec)
-            both = emit.over_warps(shared.found, self.config.consumer_threads // 32)
-            wgmma.release(shared.found_empty, ptx.thread_index() % 32 == 31)
+            emit, warps = Magnitudes(self.spec), self.config.consumer_threads // 32
+            both = emit.over_warps(shared.found, warps)
+            # The last lanes to load a word, one of each.
+            wgmma.release(shared.found_empty, ptx.thread_index() % 32 >= 32 - warps)
             cutlass.if_generate(target < work.all_heads, lambda: emit.add(magnitudes, target, both))
 
         cutlass.if_generate(slot == 0, add)

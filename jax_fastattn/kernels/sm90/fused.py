@@ -393,8 +393,9 @@ class FusedKernel:
                     cute.arch.mbarrier_init(shared.index_full, 1)
                     cute.arch.mbarrier_init(shared.index_empty, config.threads // 32)
                 if self.spec.integers:
-                    cute.arch.mbarrier_init(shared.found_full, config.consumer_threads // 32)
-                    cute.arch.mbarrier_init(shared.found_empty, 1)
+                    # As many lanes empty it as warps fill it.
+                    for barrier in (shared.found_full, shared.found_empty):
+                        cute.arch.mbarrier_init(barrier, config.consumer_threads // 32)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
