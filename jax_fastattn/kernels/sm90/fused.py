@@ -84,7 +84,7 @@ class FusedKernel:
         section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(self.spec.uneven)))
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
         if self.spec.integers:
-            # Less far, and who comes first waits; farther, and L2 has lost the keys read for their magnitudes.
+            # Measured: nearer, and tiles wait; farther, and L2 has probably lost the keys read for their magnitudes.
             return section, section + filling // 3 + 1
         return section, Int32(cutlass.max(section, filling))
 
