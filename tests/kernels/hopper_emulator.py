@@ -179,6 +179,7 @@ class Warpgroup(Cta):
         self.agent = index
         self.clock = _times()
         self.clock[self.agent] = 1
+        self.waited = np.zeros(self.threads, bool)
 
     def steps(self) -> Iterator[str]:
         """Runs to the end; yields what it waits for, as often as it is asked in vain."""
@@ -209,6 +210,8 @@ class Warpgroup(Cta):
     def exit(self) -> None:
         """The end of the warpgroup; with the last one the CTA's shared memory is gone."""
         common = self.common
+        if any(opcode == "griddepcontrol.wait" for _, opcode, _ in self.code) and not self.waited.all():
+            raise RuntimeError(f"CTA {self.block} exits without waiting for the kernels before it")
         common.running -= 1
         np.maximum(common.known, self.clock, out=common.known)
         if not common.running and (common.known < common.touched).any():
@@ -297,6 +300,10 @@ class Warpgroup(Cta):
         pass
 
     do_setmaxnreg = do_prefetch = _nothing
+
+    def do_griddepcontrol(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts == ["wait"]:
+            self.waited |= active
 
     def do_fence(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[0] == "proxy":

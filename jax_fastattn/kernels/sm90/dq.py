@@ -126,6 +126,7 @@ class DqKernel:
             stream=stream,
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -159,6 +160,9 @@ class DqKernel:
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
+        # Of statistics; what is launched next may rely on them, then.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         work = self._work(
             (query_length, key_length, num_heads, all_heads, section),
             (query_seq_lengths, key_value_seq_lengths, query_offset),

@@ -194,6 +194,7 @@ class FusedKernel:
             stream=stream,
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -238,6 +239,8 @@ class FusedKernel:
         if config.adds_dq:
             self._write_ones(thread, shared)
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
+        if config.adds_dq:
+            cute.arch.griddepcontrol_wait()
         problem = (
             (query_length, key_length, num_heads, all_heads, section, ahead),
             (query_seq_lengths, key_value_seq_lengths, query_offset),
@@ -247,6 +250,9 @@ class FusedKernel:
         rows = Rows(key_rows, value_rows, key_value_seq_lengths, key_length, num_heads // spec.group)
         sums = (dq, dq_sum, arrivals, *((resolutions, magnitudes, rows) if spec.integers else ()))
         self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
+        if not config.adds_dq:
+            # Beside the kernel of dq, which began with statistics at hand; the last to end are to be both.
+            cute.arch.griddepcontrol_wait()
 
     def _divide(
         self,

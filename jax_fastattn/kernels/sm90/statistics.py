@@ -85,6 +85,7 @@ class StatisticsKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         padded = padded_rows(query_length)
+        cute.arch.griddepcontrol_launch_dependents()
 
         def write_rows(block: Int32) -> None:
             index, lane = block * self.rows + thread // self.lanes, thread % self.lanes
