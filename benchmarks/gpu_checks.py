@@ -36,6 +36,7 @@ CASES = (
     "mha-causal-d192v128-bf16-q129-kv128",
     "mha-deterministic-d64-bf16-q257-kv1000",
     "mha-deterministic-d64-bf16-b20-q64-kv257",
+    "mha-deterministic-d128-bf16-b3-q193-kv577",
     "gqa2-causal-sinks_bn-dlse-deterministic-d96-bf16-q257-kv1089",
     "gqa2-causal-deterministic-d128-bf16-q2113-kv2305",
     "gqa5-window40.0-cap5-sinks_n-dlse-offset64.-30-qlen193.100-kvlen257.129-d128-bf16-q193-kv257",

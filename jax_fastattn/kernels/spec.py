@@ -95,11 +95,9 @@ def short_length(op: Literal["forward", "backward"], head_dim: int, masked: bool
     """
     if op == "forward":
         return SHORT_LENGTH if head_dim <= 96 else 0
-    if not deterministic:
-        return 512 if masked and head_dim > 64 else 0
-    if head_dim > 96 or (masked and head_dim > 64):
-        return 1024
-    return 512 if masked or head_dim > 64 else 0
+    if masked and deterministic:
+        return 1024 if head_dim > 96 else 512
+    return 512 if head_dim > (64 if masked else 96) else 0
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:

@@ -366,6 +366,17 @@ GPU_CASES = [
     *_vary(_on(_MHA, dlse=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=128, is_causal=True, sinks="bn", dlse=True), {}, {"scale": -0.1}, *_FEW),
     *_vary(_on(_GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS),
+    # So many heads that statistics of the last ones are computed beside the first ones.
+    *_vary(
+        _on(_MHA, batch=3, num_kv_heads=40, query_length=193, key_length=577),
+        {},
+        {"head_dim": 128, "is_causal": True, "query_offset": (-100, 3, 300)},
+        {"head_dim": 96, "dtype": "float16", "dlse": True, "query_seq_lengths": (193, 0, 65)},
+        {"num_kv_heads": 30, "group": 2, "head_dim": 128, "v_head_dim": 40},
+        {"head_dim": 128, "deterministic": True},
+        {"num_kv_heads": 30, "group": 3, "deterministic": True, "key_value_seq_lengths": (577, 1, 0)},
+        {"head_dim": 96, "is_causal": True, "query_offset": (500, -100, 3), "dlse": True, "deterministic": True},
+    ),
     # Equal bits in every run. Of so many heads the last ones are prepared beside the first ones. Short ones take a pair
     # of kernels.
     *_vary(

@@ -41,7 +41,7 @@ def heads_together(count: int, heads: int) -> int:
 
 
 def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
-    """The PTX of a host function's kernels by the names of their classes; no GPU needed."""
+    """The PTX of a host function's kernels by module, class and function; no GPU needed."""
 
     def pointer(dtype: str | None) -> cute.Pointer | None:
         return dtype and make_ptr(DEVICE_DTYPES[dtype], 16, cute.AddressSpace.gmem, assumed_align=16)
@@ -52,7 +52,8 @@ def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
         options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
         ptx = cute.compile(kernel, *buffers, *scalars, make_fake_stream(), options=options).artifacts.PTX
     entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
-    return {re.search(r"(\w+Kernel)_object", text.split("(")[0])[1].split("sm90")[-1]: text for text in entries}
+    names = [re.search(r"cutlass_(\w+?)_jax\w*sm90(\w+Kernel)_object", text.split("(")[0]) for text in entries]
+    return {f"{name[2]}.{name[1]}": text for name, text in zip(names, entries, strict=True)}
 
 
 def describe(memory: Memory, address: int, array: np.ndarray, rows: int, columns: int) -> Operand:
@@ -155,26 +156,27 @@ def run_backward(
     lengths = optional if spec.fused else [address["query_seq_lengths"]] if spec.query_seq_lengths else []
     residuals = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []))]
     key_tiles = -(-sizes.keys // config.keys)
-    ahead = heads_together(key_tiles, sizes.batch * sizes.kv_heads)
-    scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, ahead, sizes.scale
+    kv_heads = sizes.batch * sizes.kv_heads
+    ahead = heads_together(key_tiles, kv_heads)
+    prepared = min(ahead, kv_heads) if spec.fused else kv_heads
+    scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right
     integers = [address[name] for name in ("resolutions", "magnitudes") if spec.integers]
     keys = [address[name] for name in ("key", "value") if spec.integers]
+    written = [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"]]
     launch(
-        ptx.pop("statisticsStatisticsKernel"),
-        [
-            *lengths,
-            *residuals,
-            *([address["dq"]] if spec.fused else []),
-            address["stats"],
-            *sums,
-            *integers,
-            *keys,
-            *scalars,
-        ],
+        ptx.pop("statisticsStatisticsKernel.kernel"),
+        [*written, *sums, *integers, *keys, *scalars, ahead, prepared, sizes.scale],
         memory,
-        kernel.statistics.blocks(sizes.batch, sizes.queries, heads, ahead),
+        kernel.statistics.blocks(sizes.batch, sizes.queries, heads, ahead, prepared),
         kernel.statistics.shared_nbytes,
     )
+    if spec.fused:
+        launch(
+            ptx.pop("statisticsStatisticsKernel.later"),
+            [*written, *sums[1:], *integers[:1], *scalars, prepared, sizes.scale],
+            memory,
+            kernel.statistics.later_blocks(kv_heads, prepared),
+        )
 
     def run(text: str, rows: tuple[int, int], columns: DqMemory | BackwardMemory, grid: tuple[int, int]) -> None:
         """One of the kernels with products, given rows of the boxes of queries and of keys, and (tiles, heads)."""
@@ -199,7 +201,7 @@ def run_backward(
     if not spec.fused:
         own = kernel.dq
         grid = -(-sizes.queries // own.config.rows), sizes.batch * heads
-        run(ptx.pop("dqDqKernel"), (WARPGROUP_ROWS, own.config.keys), own.memory, grid)
+        run(ptx.pop("dqDqKernel.kernel"), (WARPGROUP_ROWS, own.config.keys), own.memory, grid)
     (main,) = ptx.values()
     run(
         main,

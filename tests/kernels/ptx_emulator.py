@@ -301,6 +301,13 @@ class Cta:
         kind = _TYPES[parts[-1]]
         self.put(operands[0], self.get(operands[1], kind) >> self.get(operands[2], np.uint32).astype(kind), active)
 
+    def do_shf(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts != ["l", "wrap", "b32"]:
+            raise NotImplementedError(f"shf.{parts}")
+        low, high = (self.get(x, np.uint32).astype(np.uint64) for x in operands[1:3])
+        both, count = high << np.uint64(32) | low, self.get(operands[3], np.uint64) % np.uint64(32)
+        self.put(operands[0], (both << count >> np.uint64(32)).astype(np.uint32), active)
+
     def do_mul(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[-1] == "bf16x2":
             self._pairs(np.multiply, parts, operands, active)

@@ -6,6 +6,10 @@ Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The f
 all CTAs, in no fixed order, and rounded by who adds last. Sums are float32, whose last bits differ from run to run, or
 with `spec.integers` integers, whose bits do not: they have a unit, for which K and V are read once more. Else dq has a
 query-stationary kernel: seven products, no sums in memory, the same bits in every run.
+
+Each kernel lets the next one begin before it ends (programmatic dependent launch), as soon as what that one cannot wait
+for by itself is written: CTAs of the next one take the SMs that have nothing left to do. The last kernel ends after the
+one before it, so that whoever comes next waits for both.
 """
 
 import cuda.bindings.driver as cuda
@@ -15,7 +19,7 @@ from cutlass import Float32, Int32, cute
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, DqConfig, backward_config
 from jax_fastattn.kernels.sm90.dq import DqKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
-from jax_fastattn.kernels.sm90.statistics import THREADS, StatisticsKernel
+from jax_fastattn.kernels.sm90.statistics import LATER_THREADS, THREADS, StatisticsKernel
 from jax_fastattn.kernels.sm90.wide import WideKernel
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -108,29 +112,37 @@ class BackwardKernel:
         operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
         integers = cutlass.const_expr(self.spec.integers)
-        section, ahead = self.main.sections(key_length, batch * (num_heads // self.spec.group), multiprocessors)
+        kv_heads = batch * (num_heads // self.spec.group)
+        section, ahead = self.main.sections(key_length, kv_heads, multiprocessors)
+        prepared = self.statistics.prepared(key_length, window_left, window_right, ahead, kv_heads)
+        residuals = (out, lse, dout, dlse, dq if fused else None, stats)
         keys = (magnitudes, key if integers else None, value if integers else None)
         self.statistics.kernel(
             *(operands if fused else (query_seq_lengths, None, None)),
-            out,
-            lse,
-            dout,
-            dlse,
-            dq if fused else None,
-            stats,
+            *residuals,
             dq_sum,
             arrivals,
             resolutions,
             *keys,
             *scalars,
             ahead,
+            prepared,
             scale,
         ).launch(
-            grid=(self.statistics.blocks(batch, query_length, num_heads, ahead), 1, 1),
+            grid=(self.statistics.blocks(batch, query_length, num_heads, ahead, prepared), 1, 1),
             block=(THREADS, 1, 1),
             smem=self.statistics.shared_nbytes,
             stream=stream,
+            min_blocks_per_mp=1,
         )
+        if cutlass.const_expr(self.spec.fused):
+            self.statistics.later(*operands, *residuals, arrivals, resolutions, *scalars, prepared, scale).launch(
+                grid=(self.statistics.later_blocks(kv_heads, prepared), 1, 1),
+                block=(LATER_THREADS, 1, 1),
+                stream=stream,
+                min_blocks_per_mp=1,
+                use_pdl=True,
+            )
         products = (query, key, value, *operands, dout, stats)
         rest = (scale, logits_soft_cap, stream)
         if cutlass.const_expr(not self.spec.fused):

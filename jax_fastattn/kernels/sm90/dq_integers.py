@@ -77,16 +77,10 @@ class DqIntegers(DqSum):
         cutlass.if_generate(slot == 0, add)
         super().zero(shared, work, sums, who)
 
-    def _await_sums(self, state: SimpleNamespace) -> None:
-        """Nothing: the producer has waited, see `prepare`."""
-
     def prepare(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple) -> Callable[[], None]:
-        """Waits for the sums of the key/value head, and loads its magnitudes; hands over what resolutions have of it.
-
-        The third warpgroup would begin every tile of keys with two ways to L2 and back, one behind the other.
-        """
-        (_, _, arrivals, *_, magnitudes, _), lane = sums, ptx.thread_index() % 32
-        self._wait_for_zeros(work, arrivals)
+        """The same; loads the head's magnitudes too, and hands over what resolutions have of the head."""
+        super().prepare(shared, work, sums)
+        (*_, magnitudes, _), lane = sums, ptx.thread_index() % 32
         key, value = Magnitudes(self.spec).of_head(magnitudes.toint(), work.head_index, lane)
         parts = gradient.head_part(key, value, self.spec.dlse)
 

@@ -8,7 +8,7 @@ a time next to those of its neighbours. Query tile by query tile a counter says 
 `StatisticsKernel` sets it. Warps that do nothing else count a tile once its additions are visible, which takes as long
 as a product. The CTA that was the last one reads the sums back, scales and rounds them, and stores dq: no other
 kernel passes over them. The same warps have zeroed sums before, for heads that are added to later: CTAs take tiles of
-keys in order, so that who waits for zeros waits for CTAs that run.
+keys in order, so that who waits for zeros waits for CTAs that run, as do those of `StatisticsKernel.later`.
 
 Sums of float32 have the last bits of some order; `dq_integers.py` has some that do not.
 """
@@ -92,12 +92,23 @@ class DqSum:
         )
 
     def prepare(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple) -> Callable[[], None]:
-        """What the producer does before it loads K of a tile of keys; runs in one warp.
+        """What the producer does before it loads a tile of keys: waits for the head's zeros and statistics.
+
+        Runs in one warp.
 
         Returns:
             what it does once the third warpgroup is done with the K before.
         """
-        del shared, work, sums  # only `DqIntegers` has something to prepare
+        del shared  # only `DqIntegers` has something to hand over
+        _, _, arrivals, *_ = sums
+        counter = self._zeroed(work, arrivals, work.head_index)
+
+        def wait() -> None:
+            ptx.wait_global(counter, self._zeroing_warps(work) + 1)
+            # Bulk copies load statistics.
+            cute.arch.fence_proxy("async.global")
+
+        cutlass.if_generate(work.head_index >= work.ahead, wait)
         return lambda: None
 
     def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
@@ -105,7 +116,6 @@ class DqSum:
         state.work = work
         for at in self._positions(state):
             at[0], at[1] = work.first_head, work.visit.end - 1
-        self._await_sums(state)
         # Whoever gives K back has seen it: else a tile that nobody sees would be given back before the one before it.
         wgmma.wait(state.shared.key_full, phase)
         for uniform in (*self._positions(state), state.slot, state.done, state.turn):
@@ -148,7 +158,7 @@ class DqSum:
         state.turn[0] = turn + 1
 
     def _counter(self, work: SimpleNamespace, arrivals: cute.Pointer, head: Int64, tile: Int32) -> Int64:
-        """Address of the counter of a tile of a query head; before the first one lies that of zeros."""
+        """Address of the counter of a tile of a query head; before the first one lies that of `_zeroed`."""
         query_tiles = padded_rows(work.query_length) // self.config.queries
         return arrivals.toint() + (head * (query_tiles + 1) + 1 + tile) * 4
 
@@ -189,22 +199,15 @@ class DqSum:
 
     # Zeros, some heads ahead.
 
-    def _await_sums(self, state: SimpleNamespace) -> None:
-        """Waits for the sums that `run` adds to."""
-        self._wait_for_zeros(state.work, state.arrivals)
-
-    def _wait_for_zeros(self, work: SimpleNamespace, arrivals: cute.Pointer) -> None:
-        """Waits until the sums of a key/value head are zeros."""
-        counter = self._zeroed(work, arrivals, work.head_index)
-        waits = work.head_index >= work.ahead
-        cutlass.if_generate(waits, lambda: ptx.wait_global(counter, self._zeroing_warps(work)))
-
     def _zeroing_warps(self, work: SimpleNamespace) -> Int32:
         """Warps that zero the sums of a key/value head."""
         return work.key_tiles * SLOTS
 
     def _zeroed(self, work: SimpleNamespace, arrivals: cute.Pointer, head_index: Int32) -> Int64:
-        """Address of the counter of the warps that have zeroed the sums of a key/value head: its first query head's."""
+        """Address of the counter of the warps that have zeroed the sums of a key/value head: its first query head's.
+
+        Whoever has written the statistics of the head counts there too.
+        """
         return self._counter(work, arrivals, Int64(head_index) * self.spec.group, Int32(-1))
 
     def zero(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple, who: tuple[Int32, Int32]) -> None:

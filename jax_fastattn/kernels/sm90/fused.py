@@ -128,15 +128,16 @@ class FusedKernel:
             key_value_seq_lengths: int32 `[B]` or None.
             query_offset: int32 `[B]` or None.
             dout: `[B, T, N, D]`.
-            stats: float32 `[B, N, 2, padded_rows(T)]`, every row written.
+            stats: float32 `[B, N, 2, padded_rows(T)]`; where dq is added, those of the first `ahead` heads are written,
+                and others once their counter says so.
             dk: `[B, S, K, H]`, written in full, like dv.
             dv: `[B, S, K, D]`.
             dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
                 they are.
             dq_sum: float32 or int32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead`
                 heads.
-            arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: 0, for zeros and for tiles taken, then how
-                many key tiles see each query tile.
+            arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: one for zeros and statistics of a head, or
+                of the first head for tiles taken; then how many key tiles see each query tile.
             resolutions: pairs of 16 bits `[B, N, padded_rows(T) / 2]`; None unless sums are integers, like the next.
             magnitudes: int32 `[B, K, 2, MAGNITUDE_PARTS]`, see `magnitudes.py`.
             batch: B.
@@ -239,8 +240,6 @@ class FusedKernel:
         if config.adds_dq:
             self._write_ones(thread, shared)
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
-        if config.adds_dq:
-            cute.arch.griddepcontrol_wait()
         problem = (
             (query_length, key_length, num_heads, all_heads, section, ahead),
             (query_seq_lengths, key_value_seq_lengths, query_offset),
@@ -250,9 +249,8 @@ class FusedKernel:
         rows = Rows(key_rows, value_rows, key_value_seq_lengths, key_length, num_heads // spec.group)
         sums = (dq, dq_sum, arrivals, *((resolutions, magnitudes, rows) if spec.integers else ()))
         self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
-        if not config.adds_dq:
-            # Beside the kernel of dq, which began with statistics at hand; the last to end are to be both.
-            cute.arch.griddepcontrol_wait()
+        # For the kernel before it, beside which it runs: what is launched next relies on both.
+        cute.arch.griddepcontrol_wait()
 
     def _divide(
         self,
@@ -288,7 +286,7 @@ class FusedKernel:
                 adder.zero(shared, work, sums, (slot, phase))
                 adder.count(shared, work, arrivals, slot, at)
 
-            # The first head's counter of zeros, which nobody counts or waits for, is that of the tiles taken.
+            # The first head's counter of zeros and statistics, which nobody waits for, is that of the tiles taken.
             cutlass.if_generate(
                 slot >= 0,
                 lambda: self._each_tile(shared, problem, zero_and_count),

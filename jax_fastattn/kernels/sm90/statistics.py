@@ -2,13 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs before the other backward kernels: statistics of the rows; for sums of dq, zeros, counters, magnitudes.
 
-It is bound by memory: every thread moves 16 bytes at a time, and neighbouring threads neighbouring bytes.
+Memory is its limit if enough is on its way, and little is computed: lanes that share rows load all of them, 16 bytes at
+a time, and each does for one row what there is to do once for a row. The fused kernel does not wait for all rows:
+`kernel` prepares the first heads; `later` runs beside the fused kernel, on a few SMs, and counts each of the other
+heads, for which who works on it waits.
 """
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.device import ptx, tiles
+from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.sm90 import gradient
@@ -24,6 +31,13 @@ from jax_fastattn.kernels.spec import KernelSpec
 
 THREADS = 256
 
+# Rows that lanes share.
+_ROWS = 8
+# CTAs of `later`, each with an SM of its own, and their threads; 8 or 24 are as fast at length 1024.
+_LATER_CTAS, LATER_THREADS = 16, 512
+# Where a query sees fewer keys, the fused kernel might wait: by arithmetic it takes statistics from 7 of those SMs.
+_FEW_KEYS = 512
+
 
 class StatisticsKernel:
     """Writes the statistics of every row, padding included. Where dq is added up, prepares that.
@@ -37,21 +51,49 @@ class StatisticsKernel:
         self.spec, self.config = spec, config
         # Lanes that share a row.
         self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
-        self.rows = THREADS // self.lanes
         self.magnitudes = Magnitudes(spec)
 
-    def blocks(self, batch: Int32, query_length: Int32, num_heads: Int32, ahead: Int32) -> Int32:
-        """CTAs of the grid: the first ones find magnitudes, where dq is added up in integers."""
-        rows = (batch * padded_rows(query_length) * num_heads + (self.rows - 1)) // self.rows
-        return rows + self._first_heads(batch, num_heads, ahead) * MAGNITUDE_PARTS if self.spec.integers else rows
+    def prepared(
+        self, key_length: Int32, window_left: Int32, window_right: Int32, ahead: Int32, kv_heads: Int32
+    ) -> Int32:
+        """Key/value heads, of `kv_heads`, whose statistics are not left to `later`."""
+        if not self.spec.fused:
+            return kv_heads
+        few = cutlass.min(key_length, window_left + window_right + 1) < _FEW_KEYS
+        return ptx.where(few, kv_heads, Int32(cutlass.min(ahead, kv_heads)))
 
-    def _first_heads(self, batch: Int32, num_heads: Int32, ahead: Int32) -> Int32:
+    def blocks(self, batch: Int32, query_length: Int32, num_heads: Int32, ahead: Int32, prepared: Int32) -> Int32:
+        """CTAs of `kernel`: where dq is added up in integers the first ones find magnitudes; some set counters."""
+        lanes = prepared * self.spec.group * self._units(query_length) * self.lanes
+        rows = (lanes + (THREADS - 1)) // THREADS
+        if not self.spec.fused:
+            return rows
+        counters = (batch * num_heads * self._counters(query_length) + (THREADS - 1)) // THREADS
+        return rows + counters + self._magnitude_blocks(batch * num_heads, ahead)
+
+    def later_blocks(self, kv_heads: Int32, prepared: Int32) -> Int32:
+        """CTAs of `later`; one that has nothing to do where there is nothing."""
+        return Int32(cutlass.max(cutlass.min(kv_heads - prepared, _LATER_CTAS), 1))
+
+    def _units(self, query_length: Int32) -> Int32:
+        """Of `_ROWS` rows, in a query head."""
+        return padded_rows(query_length) // _ROWS
+
+    def _counters(self, query_length: Int32) -> Int32:
+        """Counters of a query head: of its zeros, and of its tiles."""
+        return padded_rows(query_length) // self.config.queries + 1
+
+    def _first_heads(self, all_heads: Int32, ahead: Int32) -> Int32:
         """Key/value heads that nobody works before."""
-        return Int32(cutlass.min(ahead, batch * num_heads // self.spec.group))
+        return Int32(cutlass.min(ahead, all_heads // self.spec.group))
+
+    def _magnitude_blocks(self, all_heads: Int32, ahead: Int32) -> Int32:
+        """CTAs that find magnitudes."""
+        return self._first_heads(all_heads, ahead) * MAGNITUDE_PARTS if self.spec.integers else Int32(0)
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of shared memory to ask for at launch."""
+        """Bytes of shared memory to ask for at the launch of `kernel`."""
         return THREADS // 32 * 4 if self.spec.integers else 0
 
     @cute.kernel
@@ -79,64 +121,170 @@ class StatisticsKernel:
         window_left: Int32,
         window_right: Int32,
         ahead: Int32,
+        prepared: Int32,
         scale: Float32,
     ):
-        """Rows in the order `[B, padded_rows(T), N]`; see `BackwardKernel` for the arguments."""
+        """Statistics and zeros of the first heads; all counters. See `BackwardKernel` for the arguments."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        padded = padded_rows(query_length)
         cute.arch.griddepcontrol_launch_dependents()
+        problem = SimpleNamespace(
+            sizes=(query_length, key_length),
+            operands=(query_seq_lengths, key_value_seq_lengths, query_offset),
+            window=(window_left, window_right),
+            num_heads=num_heads,
+            padded=padded_rows(query_length),
+            scale=scale,
+        )
+        arrays = SimpleNamespace(out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, stats=stats, resolutions=resolutions)
+        all_heads, group = batch * num_heads, self.spec.group
 
         def write_rows(block: Int32) -> None:
-            index, lane = block * self.rows + thread // self.lanes, thread % self.lanes
-            head, row, entry = index % num_heads, index // num_heads % padded, index // num_heads // padded
-            exists = Boolean((entry < batch) & (row < query_length))
-            bounds = tiles.load_bounds(
-                self.spec,
-                ptx.where(entry < batch, entry, Int32(0)),
-                (query_length, key_length),
-                (query_seq_lengths, key_value_seq_lengths, query_offset),
-                (window_left, window_right),
-            )
-            live = Boolean(exists & (row < bounds["query_end"]))
-            # Elsewhere the first row is read, which always exists, and dropped.
-            source = ptx.where(live, (Int64(entry) * query_length + row) * num_heads + head, Int64(0))
+            units = self._units(query_length)
+            unit = Int32(cutlass.min((block * THREADS + thread) // self.lanes, prepared * group * units - 1))
+            head_index, first, lane = unit // units, unit % units * _ROWS, thread % self.lanes
+            self._write_rows(arrays, problem, (head_index, first), lane)
+            self._zero_sums(dq_sum, Int64(head_index) * problem.padded + first, lane, head_index < ahead * group)
 
-            delta, dout_sum, out_max = self._row_sums(out.toint(), dout.toint(), source, lane, live)
-            row_lse, delta, row_part = self._statistics(lse, dlse, (delta, dout_sum, out_max), source * 4, live, scale)
-            head_index = Int64(entry) * num_heads + head
-            head_row = head_index * padded + row
-            dq_row = (Int64(entry) * query_length + row) * num_heads + head
-
-            def write_stats() -> None:
-                nbytes = stats_row_nbytes(self.spec.fused)
-                address = stats.toint() + (head_row + head_index * padded) * nbytes
-                for which, value in enumerate((row_lse, delta)):
-                    target = address + Int64(padded) * (which * nbytes)
-                    if self.spec.fused:
-                        ptx.store_global_chunk(target, gradient.thirds(-value))
-                    else:
-                        ptx.store_global(target, value)
-                self._store_row_part(resolutions, head_index * padded * 2 + gradient.resolution_offset(row), row_part)
+        def write_counter(block: Int32) -> None:
+            index = block * THREADS + thread
+            place = (index // self._counters(query_length), index % self._counters(query_length))
 
             def write() -> None:
-                cutlass.if_generate(lane == 0, write_stats)
-                arrays, place = (dq_sum, arrivals, dq, magnitudes), (head_index, row, head_row, dq_row)
-                self._prepare_dq(arrays, place, lane, exists, Int64(ahead) * self.spec.group, bounds)
+                self._write_counter(arrivals, index, place, problem, prepared)
+                self._clear_magnitudes(magnitudes, place, ahead)
 
-            cutlass.if_generate(entry < batch, write)
+            cutlass.if_generate(place[0] < all_heads, write)
 
         def write_magnitudes(block: Int32) -> None:
             # CTAs that run together read what lies together.
-            heads, kv_heads = self._first_heads(batch, num_heads, ahead), num_heads // self.spec.group
+            heads, kv_heads = self._first_heads(all_heads, ahead), num_heads // self.spec.group
             rows = Rows(key, value, key_value_seq_lengths, key_length, kv_heads)
             self.magnitudes.write_part(rows, magnitudes, (block % heads, block // heads), thread, THREADS)
 
-        if cutlass.const_expr(self.spec.integers):
-            first = self._first_heads(batch, num_heads, ahead) * MAGNITUDE_PARTS
-            cutlass.if_generate(block < first, lambda: write_magnitudes(block), lambda: write_rows(block - first))
-        else:
+        if cutlass.const_expr(not self.spec.fused):
             write_rows(block)
+        else:
+            first = self._magnitude_blocks(all_heads, ahead)
+            counters = (all_heads * self._counters(query_length) + (THREADS - 1)) // THREADS
+
+            def write_rest() -> None:
+                cutlass.if_generate(
+                    block < first + counters,
+                    lambda: write_counter(block - first),
+                    lambda: write_rows(block - first - counters),
+                )
+
+            if cutlass.const_expr(self.spec.integers):
+                cutlass.if_generate(block < first, lambda: write_magnitudes(block), write_rest)
+            else:
+                write_rest()
+
+    @cute.kernel
+    def later(
+        self,
+        query_seq_lengths: cute.Pointer | None,
+        key_value_seq_lengths: cute.Pointer | None,
+        query_offset: cute.Pointer | None,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        dout: cute.Pointer,
+        dlse: cute.Pointer | None,
+        dq: cute.Pointer,
+        stats: cute.Pointer,
+        arrivals: cute.Pointer,
+        resolutions: cute.Pointer | None,
+        batch: Int32,
+        query_length: Int32,
+        key_length: Int32,
+        num_heads: Int32,
+        window_left: Int32,
+        window_right: Int32,
+        prepared: Int32,
+        scale: Float32,
+    ):
+        """Statistics of the other heads, in the order in which they are worked on; counts each of them."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        # The fused kernel, which this lets begin, relies on what `kernel` has written.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        problem = SimpleNamespace(
+            sizes=(query_length, key_length),
+            operands=(query_seq_lengths, key_value_seq_lengths, query_offset),
+            window=(window_left, window_right),
+            num_heads=num_heads,
+            padded=padded_rows(query_length),
+            scale=scale,
+        )
+        arrays = SimpleNamespace(out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, stats=stats, resolutions=resolutions)
+        group, units, step = self.spec.group, self._units(query_length), LATER_THREADS // self.lanes
+        kv_heads = batch * num_heads // group
+
+        def write_head(i: Int32) -> None:
+            first = (prepared + block + i * blocks) * group
+
+            def write_member(member: Int32) -> None:
+                def write_rows(j: Int32) -> None:
+                    unit = Int32(cutlass.min(j * step + thread // self.lanes, units - 1))
+                    self._write_rows(arrays, problem, (first + member, unit * _ROWS), thread % self.lanes)
+
+                wgmma.loop((units + (step - 1)) // step, write_rows)
+
+            wgmma.loop(Int32(group), write_member)
+            cute.arch.sync_threads()
+            counter = arrivals.toint() + Int64(first) * self._counters(query_length) * 4
+
+            def count() -> None:
+                ptx.fetch_add_global(counter, Int32(1), "release")
+
+            cutlass.if_generate(thread == 0, count)
+
+        wgmma.loop((kv_heads - prepared - block + (blocks - 1)) // blocks, write_head)
+
+    def _write_rows(
+        self, arrays: SimpleNamespace, problem: SimpleNamespace, place: tuple[Int32, Int32], lane: Int32
+    ) -> None:
+        """Statistics of `_ROWS` rows; `place` has the query head, counted over all batch entries, and the first row.
+
+        Where no key sees the rows nobody adds to their dq: it is zeroed here.
+        """
+        (head_index, first), (query_length, _) = place, problem.sizes
+        entry, head = head_index // problem.num_heads, head_index % problem.num_heads
+        bounds = tiles.load_bounds(self.spec, entry, problem.sizes, problem.operands, problem.window)
+        # Past the end the last row is read once more, or the first one, which always exists, and dropped.
+        last = Int32(cutlass.max(bounds["query_end"] - 1, 0))
+        before = Int64(entry) * query_length * problem.num_heads + head
+        sums = self._row_sums(arrays, problem, (before, first, last), lane)
+        row = first + lane % _ROWS
+        source = before + Int64(cutlass.min(row, last)) * problem.num_heads
+        live = Boolean(row < bounds["query_end"])
+        row_lse, delta, row_part = self._statistics(arrays, source * 4, sums, live, problem.scale)
+
+        def write() -> None:
+            nbytes, first_row = stats_row_nbytes(self.spec.fused), Int64(head_index) * problem.padded
+            address = arrays.stats.toint() + (2 * first_row + row) * nbytes
+            for which, value in enumerate((row_lse, delta)):
+                target = address + Int64(problem.padded) * (which * nbytes)
+                if self.spec.fused:
+                    ptx.store_global_chunk(target, gradient.thirds(-value))
+                else:
+                    ptx.store_global(target, value)
+            self._store_row_part(arrays.resolutions, first_row * 2 + gradient.resolution_offset(row), row_part)
+
+        cutlass.if_generate(lane < _ROWS, write)
+        if not self.spec.fused:
+            return
+        queries, nbytes = self.config.queries, 2 * self.spec.head_dim
+        visit = tiles.key_tiles(first // queries * queries, queries, self.config.keys, **bounds)
+
+        def clear(i: Int32) -> None:
+            target = arrays.dq.toint() + (before + Int64(first + i) * problem.num_heads) * nbytes
+            self._zero(target, lane, nbytes)
+
+        hidden = ptx.where(Boolean(visit.end == visit.begin), query_length - first, Int32(0))
+        wgmma.loop(tiles.clamp(hidden, 0, _ROWS), clear)
 
     def _factor(self, scale: Float32) -> Float32:
         """On log-sum-exps, see `gradient.py`."""
@@ -144,10 +292,9 @@ class StatisticsKernel:
 
     def _statistics(
         self,
-        lse: cute.Pointer,
-        dlse: cute.Pointer | None,
-        sums: tuple[Float32, Float32, Float32],
+        arrays: SimpleNamespace,
         offset: Int64,
+        sums: tuple[Float32, Float32, Float32],
         live: Boolean,
         scale: Float32,
     ) -> tuple[Float32, Float32, Int32]:
@@ -156,8 +303,8 @@ class StatisticsKernel:
         The last one is of no use where sums are no integers.
         """
         delta, dout_sum, out_max = sums
-        row_lse = ptx.load_global(lse.toint() + offset)
-        row_dlse = None if dlse is None else ptx.load_global(dlse.toint() + offset)
+        row_lse = ptx.load_global(arrays.lse.toint() + offset)
+        row_dlse = None if arrays.dlse is None else ptx.load_global(arrays.dlse.toint() + offset)
         live = Boolean(live & (row_lse != Float32(float("-inf"))))
         row_part = Int32(0)
         if self.spec.integers:
@@ -173,95 +320,110 @@ class StatisticsKernel:
         return row_lse, ptx.where(live, delta, Float32(0.0)), row_part
 
     def _row_sums(
-        self, out: Int64, dout: Int64, row: Int64, lane: Int32, live: Boolean
+        self, arrays: SimpleNamespace, problem: SimpleNamespace, place: tuple[Int64, Int32, Int32], lane: Int32
     ) -> tuple[Float32, Float32, Float32]:
-        """rowsum(out * dout) and, for integer sums, rowsum(|dout|) and the largest |out| of a row; 0 unless live.
+        """rowsum(out * dout) and, for integer sums, rowsum(|dout|) and the largest |out|, of the lane's own row.
 
-        The lanes of a row share the work, and all have the results.
+        `place` has the index of the head's first row among all rows, the first row, and the last one that is read.
         """
-        delta, dout_sum, largest = Float32(0.0), Float32(0.0), Int32(0)
-        for first in range(0, self.spec.v_head_dim // CHUNK, self.lanes):
-            chunk = lane + first
-            valid = Boolean(live & (chunk < self.spec.v_head_dim // CHUNK))
-            offset = row * (2 * self.spec.v_head_dim) + ptx.where(valid, chunk * (2 * CHUNK), Int32(0))
-            chunks = [
-                [ptx.where(valid, pair, Int32(0)) for pair in ptx.load_global_chunk(operand + offset)]
-                for operand in (out, dout)
-            ]
-            for pairs in zip(*chunks, strict=True):
-                left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]) for pair in pairs)
-                for x, y in zip(left, right, strict=True):
-                    delta = ptx.fma(x, y, delta)
+        (before, first, last), columns = place, self.spec.v_head_dim
+        deltas, dout_sums, largest = [Float32(0.0)] * _ROWS, [Float32(0.0)] * _ROWS, [Int32(0)] * _ROWS
+        for column in range(0, columns // CHUNK, self.lanes):
+            # Lanes past the end read the last chunk once more.
+            valid = Boolean(lane + column < columns // CHUNK)
+            start = before * (2 * columns) + Int32(cutlass.min(lane + column, columns // CHUNK - 1)) * (2 * CHUNK)
+            loaded = []
+            for i in range(_ROWS):
+                offset = start + Int64(cutlass.min(first + i, last)) * (problem.num_heads * (2 * columns))
+                operands = (arrays.out, arrays.dout)
+                loaded.append([ptx.load_global_chunk(operand.toint() + offset) for operand in operands])
+            for i, (outs, douts) in enumerate(loaded):
+                if column + self.lanes > columns // CHUNK:
+                    douts = [ptx.where(valid, pair, Int32(0)) for pair in douts]
+                for pairs in zip(outs, douts, strict=True):
+                    left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]) for pair in pairs)
+                    for x, y in zip(left, right, strict=True):
+                        deltas[i] = ptx.fma(x, y, deltas[i])
+                        if self.spec.integers:
+                            dout_sums[i] = dout_sums[i] + ptx.absolute(y)
                     if self.spec.integers:
-                        dout_sum = dout_sum + ptx.absolute(y)
-                if self.spec.integers:
-                    largest = ptx.max_halves(largest, pairs[0] & UNSIGNED)
-        for i in range(self.lanes.bit_length() - 1):
-            delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=1 << i)
-            if self.spec.integers:
-                dout_sum = dout_sum + cute.arch.shuffle_sync_bfly(dout_sum, offset=1 << i)
+                        largest[i] = ptx.max_halves(largest[i], pairs[0] & UNSIGNED)
+        delta = self._own(deltas, lane, lambda x, y: x + y)
         if not self.spec.integers:
-            return delta, dout_sum, Float32(0.0)
-        largest = self.magnitudes.over_lanes(largest, self.lanes)
-        largest = ptx.max_halves(largest, ptx.permute(largest, largest, 0x1032))
-        return delta, dout_sum, ptx.unpack(largest, dtype=ptx.MMA_DTYPE[self.spec.dtype])[0]
+            return delta, Float32(0.0), Float32(0.0)
+        own = self._own(largest, lane, ptx.max_halves)
+        own = ptx.max_halves(own, ptx.permute(own, own, 0x1032))
+        out_max = ptx.unpack(own, dtype=ptx.MMA_DTYPE[self.spec.dtype])[0]
+        return delta, self._own(dout_sums, lane, lambda x, y: x + y), out_max
+
+    def _own(self, values: list, lane: Int32, add: Callable) -> Any:
+        """What lanes that share `_ROWS` rows have of the lane's own row, `lane % _ROWS`, together."""
+        for offset in range(_ROWS, self.lanes, _ROWS):
+            values = [add(x, cute.arch.shuffle_sync_bfly(x, offset=offset)) for x in values]
+        while len(values) > 1:
+            offset = len(values) // 2
+            upper, pairs = Boolean(lane & offset != 0), list(zip(values[:offset], values[offset:], strict=True))
+            given = [cute.arch.shuffle_sync_bfly(ptx.where(upper, x, y), offset=offset) for x, y in pairs]
+            values = [add(ptx.where(upper, y, x), z) for (x, y), z in zip(pairs, given, strict=True)]
+        return values[0]
 
     def _store_row_part(self, resolutions: cute.Pointer | None, offset: Int64, row_part: Int32) -> None:
         """Stores it where there is a place for it."""
         if resolutions is not None:
             ptx.store_global_half(resolutions.toint() + offset, row_part)
 
-    def _prepare_dq(
+    def _write_counter(
         self,
-        arrays: tuple[cute.Pointer | None, cute.Pointer | None, cute.Pointer | None, cute.Pointer | None],
-        place: tuple[Int64, Int32, Int64, Int64],
-        lane: Int32,
-        exists: Boolean,
-        first_heads: Int64,
-        bounds: dict[str, Int32],
+        arrivals: cute.Pointer,
+        index: Int32,
+        place: tuple[Int32, Int32],
+        problem: SimpleNamespace,
+        prepared: Int32,
     ) -> None:
-        """Zeroes a row of the sums of the first heads; sets the counters of a tile's, or a head's, first row.
+        """Sets counter `index`, which `place` has by query head and number.
 
-        A tile's counter is of the key tiles that it sees; before them comes that of the head's zeros, none as yet.
-        Behind the first heads magnitudes are 0 as yet. Nobody adds to a tile that sees none: its dq is zeroed here.
-        `place` has the index of the head, and the row's in it, in the sums and in dq.
+        That of a tile is of the key tiles that it sees. Before them comes that of the head's zeros, none as yet, and of
+        its statistics.
         """
-        dq_sum, arrivals, dq, magnitudes = arrays
-        if dq_sum is None or arrivals is None or dq is None:
-            return
-        head_index, row, head_row, dq_row = place
-        cutlass.if_generate(
-            head_index < first_heads,
-            lambda: self._zero(dq_sum, head_row, lane, 4 * padded_head_dim(self.spec.head_dim)),
+        head_index, number = place
+        bounds = tiles.load_bounds(
+            self.spec, head_index // problem.num_heads, problem.sizes, problem.operands, problem.window
         )
         rows = self.config.queries
-        visit = tiles.key_tiles(row // rows * rows, rows, self.config.keys, **bounds)
-        seen = visit.end - visit.begin
-        counter = arrivals.toint() + (head_row // rows + head_index + 1) * 4
+        visit = tiles.key_tiles((number - 1) * rows, rows, self.config.keys, **bounds)
+        # The first head's is that of the tiles of keys that have been taken.
+        written = Boolean((head_index > 0) & (head_index < prepared * self.spec.group))
+        value = ptx.where(number > 0, visit.end - visit.begin, ptx.where(written, Int32(1), Int32(0)))
+        ptx.store_global_int(arrivals.toint() + Int64(index) * 4, value)
 
-        def write_seen() -> None:
-            ptx.store_global_int(counter, seen)
+    def _clear_magnitudes(self, magnitudes: cute.Pointer | None, place: tuple[Int32, Int32], ahead: Int32) -> None:
+        """Behind the first heads magnitudes are 0 as yet: zeroes those that go with the first counter of a head."""
+        if magnitudes is None:
+            return
+        (head_index, number), nbytes = place, 2 * MAGNITUDE_PARTS * 4
+        kv_head = head_index // self.spec.group
+        address = magnitudes.toint() + Int64(kv_head) * nbytes
 
-        def write_none() -> None:
-            ptx.store_global_int(counter - 4, Int32(0))
+        def clear() -> None:
+            for i in range(0, nbytes, 16):
+                ptx.store_global_chunk(address + i, [Int32(0)] * 4)
 
-        cutlass.if_generate(Boolean((row % rows == 0) & (lane == 0)), write_seen)
-        cutlass.if_generate(Boolean((row == 0) & (lane == 0)), write_none)
-        if magnitudes is not None:
-            kv_head, group = head_index // self.spec.group, self.spec.group
-            clears = Boolean((row == 0) & (kv_head * group == head_index) & (head_index >= first_heads))
-            nbytes = 2 * MAGNITUDE_PARTS * 4
-            cutlass.if_generate(clears, lambda: self._zero(magnitudes, kv_head, lane, nbytes))
-        hidden = Boolean(exists & (seen == 0))
-        cutlass.if_generate(hidden, lambda: self._zero(dq, dq_row, lane, 2 * self.spec.head_dim))
+        first = kv_head * self.spec.group == head_index
+        cutlass.if_generate(Boolean((number == 0) & first & (kv_head >= ahead)), clear)
 
-    def _zero(self, target: cute.Pointer, row: Int64, lane: Int32, nbytes: int) -> None:
-        """Zeroes `nbytes`, a multiple of 16, of row `row` of as many."""
-        address = target.toint() + row * nbytes + lane * 16
+    def _zero_sums(self, dq_sum: cute.Pointer | None, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
+        """Zeroes `_ROWS` rows of the sums, if there are any."""
+        if dq_sum is not None:
+            nbytes = 4 * padded_head_dim(self.spec.head_dim)
+            address = dq_sum.toint() + first_row * nbytes
+            cutlass.if_generate(zeroes, lambda: self._zero(address, lane, _ROWS * nbytes))
+
+    def _zero(self, address: Int64, lane: Int32, nbytes: int) -> None:
+        """Zeroes `nbytes`, a multiple of 16."""
         for i in range(0, nbytes, 16 * self.lanes):
 
-            def clear(address: Int64 = address + i) -> None:
-                ptx.store_global_chunk(address, [Int32(0)] * 4)
+            def clear(target: Int64 = address + (lane * 16 + i)) -> None:
+                ptx.store_global_chunk(target, [Int32(0)] * 4)
 
             if i + 16 * self.lanes <= nbytes:
                 clear()
