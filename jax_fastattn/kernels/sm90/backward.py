@@ -113,8 +113,8 @@ class BackwardKernel:
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
         integers = cutlass.const_expr(self.spec.integers)
         kv_heads = batch * (num_heads // self.spec.group)
-        section, ahead = self.main.sections(key_length, kv_heads, multiprocessors)
-        prepared = self.statistics.prepared(key_length, window_left, window_right, ahead, kv_heads)
+        section, ahead, first = self.main.sections(key_length, kv_heads, multiprocessors)
+        prepared = self.statistics.prepared(key_length, window_left, window_right, first, kv_heads)
         residuals = (out, lse, dout, dlse, dq if fused else None, stats)
         keys = (magnitudes, key if integers else None, value if integers else None)
         self.statistics.kernel(

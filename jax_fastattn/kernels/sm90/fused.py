@@ -78,15 +78,17 @@ class FusedKernel:
         count = self._key_tiles(key_length) * heads
         return Int32(cutlass.min(count, multiprocessors)) if self.config.adds_dq else count
 
-    def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32]:
-        """Of `heads` key/value heads, those begun together; how many heads ahead sums are zeroed, magnitudes found."""
+    def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32, Int32]:
+        """Of `heads` key/value heads, those begun together; how many heads ahead sums are zeroed, magnitudes found.
+
+        Last, those begun before statistics of others can be there.
+        """
         key_tiles = self._key_tiles(key_length)
         section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(self.spec.uneven)))
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
-        if self.spec.integers:
-            # Measured: nearer, and tiles wait; farther, and L2 has probably lost the keys read for their magnitudes.
-            return section, section + filling // 3 + 1
-        return section, Int32(cutlass.max(section, filling))
+        # Of integers, measured: nearer, and tiles wait; farther, and L2 has probably lost the keys read for magnitudes.
+        ahead = section + filling // 2 + 1 if self.spec.integers else Int32(cutlass.max(section, filling))
+        return section, ahead, Int32(cutlass.max(ahead, filling))
 
     def launch(
         self,
