@@ -71,7 +71,7 @@ def table(gpu: str, records: Records) -> str:
         f"### {gpu}",
         "",
         f"TFLOP/s, higher is better; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
-        "A dash: not measured, or cannot be asked for.",
+        "A dash: not measured, or cannot be asked for. Figures of a row may be of different runs: the last ones count.",
         "",
         "| case | mode | " + " | ".join(names) + " |",
         "|---|---|" + "---:|" * len(names),
