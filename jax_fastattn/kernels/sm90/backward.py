@@ -117,6 +117,7 @@ class BackwardKernel:
         prepared = self.statistics.prepared(key_length, window_left, window_right, first, kv_heads)
         residuals = (out, lse, dout, dlse, dq if fused else None, stats)
         keys = (magnitudes, key if integers else None, value if integers else None)
+        # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
         self.statistics.kernel(
             *(operands if fused else (query_seq_lengths, None, None)),
             *residuals,

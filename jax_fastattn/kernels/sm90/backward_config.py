@@ -30,6 +30,11 @@ def padded_rows(rows: Any) -> Any:
     return (rows + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
 
 
+def head_counters(query_length: Any, queries: int) -> Any:
+    """Counters of a query head: the first one of its zeros, the others of its tiles of `queries` rows."""
+    return padded_rows(query_length) // queries + 1
+
+
 def stats_row_nbytes(fused: bool) -> int:
     """Bytes of a statistic of a row: a float32, or where dq is added eight bfloat16 for a product."""
     return 16 if fused else 4
@@ -331,7 +336,7 @@ def backward_scratch(
     scratch = [((*heads, 2, rows * stats_row_nbytes(spec.fused) // 4), "float32")]
     if spec.fused:
         scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "int32" if spec.integers else "float32")]
-        scratch += [((*heads, rows // backward_config(spec).queries + 1), "int32")]
+        scratch += [((*heads, head_counters(query_length, backward_config(spec).queries)), "int32")]
     if spec.integers:
         scratch += [((batch, num_heads // spec.group, 2, MAGNITUDE_PARTS), "int32")]
         scratch += [((*heads, rows // 2), "int32")]

@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, SLOTS, BackwardMemory, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, SLOTS, BackwardMemory, head_counters, padded_rows
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -159,8 +159,7 @@ class DqSum:
 
     def _counter(self, work: SimpleNamespace, arrivals: cute.Pointer, head: Int64, tile: Int32) -> Int64:
         """Address of the counter of a tile of a query head; before the first one lies that of `_zeroed`."""
-        query_tiles = padded_rows(work.query_length) // self.config.queries
-        return arrivals.toint() + (head * (query_tiles + 1) + 1 + tile) * 4
+        return arrivals.toint() + (head * head_counters(work.query_length, self.config.queries) + 1 + tile) * 4
 
     def _advance(self, work: SimpleNamespace, at: wgmma.Uniform) -> None:
         """Goes to the next tile."""

@@ -9,8 +9,7 @@ heads, for which who works on it waits.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -22,6 +21,7 @@ from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import (
     MAGNITUDE_PARTS,
     BackwardConfig,
+    head_counters,
     padded_rows,
     stats_row_nbytes,
 )
@@ -37,6 +37,33 @@ _ROWS = 8
 _LATER_CTAS, LATER_THREADS = 16, 512
 # Where a query sees fewer keys, the fused kernel might wait: by arithmetic it takes statistics from 7 of those SMs.
 _FEW_KEYS = 512
+
+
+class _Problem(NamedTuple):
+    """What rows are computed by: T and S; the operands and the window of `tiles.load_bounds`; N; the scale."""
+
+    sizes: tuple[Int32, Int32]
+    operands: tuple[cute.Pointer | None, cute.Pointer | None, cute.Pointer | None]
+    window: tuple[Int32, Int32]
+    num_heads: Int32
+    scale: Float32
+
+    @property
+    def padded(self) -> Int32:
+        """Rows of a head in the statistics."""
+        return padded_rows(self.sizes[0])
+
+
+class _Arrays(NamedTuple):
+    """What is read and written row by row, see `BackwardKernel`."""
+
+    out: cute.Pointer
+    lse: cute.Pointer
+    dout: cute.Pointer
+    dlse: cute.Pointer | None
+    dq: cute.Pointer | None
+    stats: cute.Pointer
+    resolutions: cute.Pointer | None
 
 
 class StatisticsKernel:
@@ -68,8 +95,8 @@ class StatisticsKernel:
         rows = (lanes + (THREADS - 1)) // THREADS
         if not self.spec.fused:
             return rows
-        counters = (batch * num_heads * self._counters(query_length) + (THREADS - 1)) // THREADS
-        return rows + counters + self._magnitude_blocks(batch * num_heads, ahead)
+        all_heads = batch * num_heads
+        return rows + self._counter_blocks(all_heads, query_length) + self._magnitude_blocks(all_heads, ahead)
 
     def later_blocks(self, kv_heads: Int32, prepared: Int32) -> Int32:
         """CTAs of `later`; one that has nothing to do where there is nothing."""
@@ -80,8 +107,12 @@ class StatisticsKernel:
         return padded_rows(query_length) // _ROWS
 
     def _counters(self, query_length: Int32) -> Int32:
-        """Counters of a query head: of its zeros, and of its tiles."""
-        return padded_rows(query_length) // self.config.queries + 1
+        """Counters of a query head."""
+        return head_counters(query_length, self.config.queries)
+
+    def _counter_blocks(self, all_heads: Int32, query_length: Int32) -> Int32:
+        """CTAs that set counters."""
+        return (all_heads * self._counters(query_length) + (THREADS - 1)) // THREADS
 
     def _first_heads(self, all_heads: Int32, ahead: Int32) -> Int32:
         """Key/value heads that nobody works before."""
@@ -128,15 +159,9 @@ class StatisticsKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
-        problem = SimpleNamespace(
-            sizes=(query_length, key_length),
-            operands=(query_seq_lengths, key_value_seq_lengths, query_offset),
-            window=(window_left, window_right),
-            num_heads=num_heads,
-            padded=padded_rows(query_length),
-            scale=scale,
-        )
-        arrays = SimpleNamespace(out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, stats=stats, resolutions=resolutions)
+        lengths = (query_seq_lengths, key_value_seq_lengths, query_offset)
+        problem = _Problem((query_length, key_length), lengths, (window_left, window_right), num_heads, scale)
+        arrays = _Arrays(out, lse, dout, dlse, dq, stats, resolutions)
         all_heads, group = batch * num_heads, self.spec.group
 
         def write_rows(block: Int32) -> None:
@@ -166,7 +191,7 @@ class StatisticsKernel:
             write_rows(block)
         else:
             first = self._magnitude_blocks(all_heads, ahead)
-            counters = (all_heads * self._counters(query_length) + (THREADS - 1)) // THREADS
+            counters = self._counter_blocks(all_heads, query_length)
 
             def write_rest() -> None:
                 cutlass.if_generate(
@@ -210,15 +235,9 @@ class StatisticsKernel:
         # The fused kernel, which this lets begin, relies on what `kernel` has written.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        problem = SimpleNamespace(
-            sizes=(query_length, key_length),
-            operands=(query_seq_lengths, key_value_seq_lengths, query_offset),
-            window=(window_left, window_right),
-            num_heads=num_heads,
-            padded=padded_rows(query_length),
-            scale=scale,
-        )
-        arrays = SimpleNamespace(out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, stats=stats, resolutions=resolutions)
+        lengths = (query_seq_lengths, key_value_seq_lengths, query_offset)
+        problem = _Problem((query_length, key_length), lengths, (window_left, window_right), num_heads, scale)
+        arrays = _Arrays(out, lse, dout, dlse, dq, stats, resolutions)
         group, units, step = self.spec.group, self._units(query_length), LATER_THREADS // self.lanes
         kv_heads = batch * num_heads // group
 
@@ -243,9 +262,7 @@ class StatisticsKernel:
 
         wgmma.loop((kv_heads - prepared - block + (blocks - 1)) // blocks, write_head)
 
-    def _write_rows(
-        self, arrays: SimpleNamespace, problem: SimpleNamespace, place: tuple[Int32, Int32], lane: Int32
-    ) -> None:
+    def _write_rows(self, arrays: _Arrays, problem: _Problem, place: tuple[Int32, Int32], lane: Int32) -> None:
         """Statistics of `_ROWS` rows; `place` has the query head, counted over all batch entries, and the first row.
 
         Where no key sees the rows nobody adds to their dq: it is zeroed here.
@@ -271,16 +288,19 @@ class StatisticsKernel:
                     ptx.store_global_chunk(target, gradient.thirds(-value))
                 else:
                     ptx.store_global(target, value)
-            self._store_row_part(arrays.resolutions, first_row * 2 + gradient.resolution_offset(row), row_part)
+            if arrays.resolutions is not None:
+                target = arrays.resolutions.toint() + first_row * 2 + gradient.resolution_offset(row)
+                ptx.store_global_half(target, row_part)
 
         cutlass.if_generate(lane < _ROWS, write)
-        if not self.spec.fused:
+        dq = arrays.dq
+        if dq is None:
             return
         queries, nbytes = self.config.queries, 2 * self.spec.head_dim
         visit = tiles.key_tiles(first // queries * queries, queries, self.config.keys, **bounds)
 
         def clear(i: Int32) -> None:
-            target = arrays.dq.toint() + (before + Int64(first + i) * problem.num_heads) * nbytes
+            target = dq.toint() + (before + Int64(first + i) * problem.num_heads) * nbytes
             self._zero(target, lane, nbytes)
 
         hidden = ptx.where(Boolean(visit.end == visit.begin), query_length - first, Int32(0))
@@ -292,7 +312,7 @@ class StatisticsKernel:
 
     def _statistics(
         self,
-        arrays: SimpleNamespace,
+        arrays: _Arrays,
         offset: Int64,
         sums: tuple[Float32, Float32, Float32],
         live: Boolean,
@@ -320,7 +340,7 @@ class StatisticsKernel:
         return row_lse, ptx.where(live, delta, Float32(0.0)), row_part
 
     def _row_sums(
-        self, arrays: SimpleNamespace, problem: SimpleNamespace, place: tuple[Int64, Int32, Int32], lane: Int32
+        self, arrays: _Arrays, problem: _Problem, place: tuple[Int64, Int32, Int32], lane: Int32
     ) -> tuple[Float32, Float32, Float32]:
         """rowsum(out * dout) and, for integer sums, rowsum(|dout|) and the largest |out|, of the lane's own row.
 
@@ -367,17 +387,12 @@ class StatisticsKernel:
             values = [add(ptx.where(upper, y, x), z) for (x, y), z in zip(pairs, given, strict=True)]
         return values[0]
 
-    def _store_row_part(self, resolutions: cute.Pointer | None, offset: Int64, row_part: Int32) -> None:
-        """Stores it where there is a place for it."""
-        if resolutions is not None:
-            ptx.store_global_half(resolutions.toint() + offset, row_part)
-
     def _write_counter(
         self,
         arrivals: cute.Pointer,
         index: Int32,
         place: tuple[Int32, Int32],
-        problem: SimpleNamespace,
+        problem: _Problem,
         prepared: Int32,
     ) -> None:
         """Sets counter `index`, which `place` has by query head and number.
