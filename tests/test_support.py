@@ -99,24 +99,27 @@ def test_wide_kernels_compute_no_dq() -> None:
         BackwardConfig(64, 2, dq_registers=72, wide=True)
 
 
-@pytest.mark.parametrize(("head_dim", "window", "length", "fused", "deterministic"), [
-    (128, True, 500, False, False),
-    (128, True, 1000, True, False),
-    (128, True, 1100, True, True),
-    (128, False, 500, False, False),
-    (128, False, 600, True, True),
-    (96, True, 500, False, False),
-    (72, True, 600, True, True),
-    (96, False, 500, True, True),
-    (64, True, 500, True, False),
-    (64, True, 1000, True, True),
-    (64, False, 500, True, True),
+@pytest.mark.parametrize(("head_dim", "window", "cap", "length", "fused", "deterministic"), [
+    (128, True, None, 500, False, False),
+    (128, True, None, 1000, True, False),
+    (128, True, None, 1100, True, True),
+    (128, True, 50.0, 500, False, False),
+    (128, True, 50.0, 600, True, True),
+    (128, False, None, 500, False, False),
+    (128, False, None, 600, True, True),
+    (96, True, None, 500, False, False),
+    (72, True, None, 600, True, True),
+    (96, False, None, 500, True, True),
+    (64, True, None, 500, True, False),
+    (64, True, None, 1000, True, True),
+    (64, True, 50.0, 500, True, True),
+    (64, False, None, 500, True, True),
 ])  # fmt: skip
 def test_short_problems_take_the_pair(
-    head_dim: int, window: bool, length: int, fused: bool, deterministic: bool
+    head_dim: int, window: bool, cap: float | None, length: int, fused: bool, deterministic: bool
 ) -> None:
     """Whether a problem has the fused kernel, and where gradients are to be deterministic that with integers."""
-    case = dataclasses.replace(BASE, head_dim=head_dim, v_head_dim=head_dim, is_causal=window)
+    case = dataclasses.replace(BASE, head_dim=head_dim, v_head_dim=head_dim, is_causal=window, logits_soft_cap=cap)
     case = dataclasses.replace(case, query_length=length, key_length=length)
     spec = kernel_spec(case.problem(), "backward", "sm_90a")
     assert spec.fused == fused

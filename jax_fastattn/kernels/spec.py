@@ -67,7 +67,7 @@ class KernelSpec:
     @property
     def fused(self) -> bool:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
-        fusible = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM and not self.logits_soft_cap
+        fusible = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
         return self.family == "sm90" and self.op == "backward" and fusible and not self.short
 
     @property
@@ -81,21 +81,24 @@ class KernelSpec:
         return self.window_left != self.window_right
 
 
-def short_length(op: Literal["forward", "backward"], head_dim: int, masked: bool, deterministic: bool) -> int:
+def short_length(
+    op: Literal["forward", "backward"], head_dim: int, masked: bool, capped: bool, deterministic: bool
+) -> int:
     """Up to which T and S a problem on Hopper has the variant for short ones; 0 where that is never faster.
 
     In the backward pass, where that variant is a pair of kernels, sums of dq then move more bytes than they save
-    products; where they are integers up to a greater length.
+    products; where they are integers up to a greater length, but for soft caps, which the pair computes twice.
 
     Args:
         op: which pass.
         head_dim: the larger one of H and D.
         masked: whether a window hides keys.
+        capped: whether logits have a soft cap.
         deterministic: whether gradients must have the same bits in every run.
     """
     if op == "forward":
         return SHORT_LENGTH if head_dim <= 96 else 0
-    if masked and deterministic:
+    if masked and deterministic and not capped:
         return 1024 if head_dim > 96 else 512
     return 512 if head_dim > (64 if masked else 96) else 0
 
@@ -127,7 +130,7 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     masked = (left, right) != (None, None)
     length = max(problem.query_length, problem.key_length)
     varies = family == "sm90" and (op == "forward" or key.fused)
-    key = replace(key, short=varies and length <= short_length(op, largest, masked, deterministic))
+    key = replace(key, short=varies and length <= short_length(op, largest, masked, key.logits_soft_cap, deterministic))
     return replace(key, deterministic=deterministic and key.fused)
 
 

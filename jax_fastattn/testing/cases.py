@@ -358,6 +358,21 @@ GPU_CASES = [
     *_vary(
         _on(_MHA, is_causal=True, logits_soft_cap=2.0), {}, *_FEW, {"logits_soft_cap": 50.0}, {"scale": 1.5}, *_LONG
     ),
+    *_vary(
+        _on(_MHA, is_causal=True, logits_soft_cap=2.0, deterministic=True),
+        *_lengths((65, 577), (257, 1000)),
+        {"logits_soft_cap": 50.0, "key_length": 577},
+        *_LONG[:2],
+    ),
+    *_vary(_on(_GQA, head_dim=96, dtype="float16", logits_soft_cap=30.0), {}, *_ODD),
+    *_vary(_on(_GQA, head_dim=96, dtype="float16", logits_soft_cap=30.0, deterministic=True), {}, *_FEW),
+    *_vary(
+        _on(_GQA, head_dim=128, is_causal=True, logits_soft_cap=50.0),
+        *_lengths((257, 1000), (1000, 577)),
+        {"scale": -1.5, "key_length": 577},
+        {"scale": 0.0, "key_length": 577},
+        *_LONG[:2],
+    ),
     *_vary(_on(_GQA, head_dim=256, logits_soft_cap=30.0), *_WINDOWS[2:5], {"window": (100, None), "is_causal": True}),
     # Sinks.
     *_vary(_on(_MHA, batch=3, num_kv_heads=2, group=8, sinks="n"), *_WINDOWS[3:5], {"window": (127, 0)}),
@@ -434,6 +449,18 @@ GPU_CASES = [
             for lengths in _BOTH_LENGTHS
             for offset in ((64, -30), (-200, 10))
             for window in ((40, 0), (0, 64))
+        ),
+        *(
+            {
+                "query_seq_lengths": (193, 65),
+                "key_value_seq_lengths": (600, 1089),
+                "key_length": 1089,
+                "query_offset": (500, -30),
+                "window": window,
+                "deterministic": deterministic,
+            }
+            for window in ((400, 0), (0, 640))
+            for deterministic in (False, True)
         ),
     ),
     # A few new queries against a long cache.

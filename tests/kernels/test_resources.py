@@ -32,6 +32,8 @@ EVERYTHING = {
     "query_offset": True,
     "logits_soft_cap": True,
 }
+# What chooses between kernels where one can compute all gradients.
+BACKWARD_VARIANTS = [{}, {"deterministic": True}, {"short": True}]
 # Local memory of the kernels with every feature at once, bytes per thread: values kept across the loop, at most 88
 # (sm80 dkdv on sm_90a, head dim 128).
 EVERYTHING_LOCAL_BYTES = 88
@@ -56,9 +58,8 @@ def test_kernels_fit(family: str, arch: str, op: str, dims: tuple[int, int], fea
     from jax_fastattn.ffi.compiler import inspect_kernel
 
     spec = _spec(family, op, arch, dims, features)
-    specs = [spec, dataclasses.replace(spec, deterministic=True)] if spec.fused else [spec]
-    for spec in specs:
-        kernels = inspect_kernel(spec)
+    for variant in BACKWARD_VARIANTS if spec.fused else [{}]:
+        kernels = inspect_kernel(dataclasses.replace(spec, **variant))
         assert len(kernels) == {"forward": 1, "backward": 2 if family == "sm80" else 3}[op]
         allowed = EVERYTHING_LOCAL_BYTES if features is EVERYTHING else 0
         for kernel in kernels:
@@ -94,10 +95,9 @@ def test_hopper_rows_neither_spill_nor_serialise(features: dict[str, object]) ->
         for dims, short in HOPPER_ROWS
     ]
     specs += [
-        dataclasses.replace(_spec("sm90", "backward", "sm_90a", dims, features), deterministic=deterministic)
+        dataclasses.replace(_spec("sm90", "backward", "sm_90a", dims, features), **variant)
         for dims, short in HOPPER_ROWS
-        for deterministic in (False, True)
-        if not (short or (deterministic and max(dims) > FUSED_HEAD_DIM))
+        for variant in ([] if short else BACKWARD_VARIANTS if max(dims) <= FUSED_HEAD_DIM else [{}])
     ]
     environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}"}
     run = subprocess.run(

@@ -56,6 +56,13 @@ BACKWARD = {
     "d96-everything": (96, 96, "float16", {**ALL, "group": 3}, None),
     "d128-causal": (128, 128, "bfloat16", CAUSAL, SQUARE),
     "d128-everything": (128, 128, "bfloat16", {**ALL, "group": 2, "logits_soft_cap": True, "dlse": True}, None),
+    "d128-short-soft-cap": (
+        128,
+        128,
+        "bfloat16",
+        {**ALL, "group": 2, "logits_soft_cap": True, "dlse": True, "short": True},
+        None,
+    ),
     "d128-two-heads-of-odd-lengths": (128, 128, "bfloat16", {**ALL, "group": 2, "dlse": True}, None),
     "d128-one-tile-of-keys": (128, 128, "float16", {"group": 3}, Sizes(1, 100, 70, 1)),
     "d64v128-lengths": (64, 128, "bfloat16", {"query_seq_lengths": True, "key_value_seq_lengths": True}, None),

@@ -306,8 +306,7 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     """The variant for a compile key."""
     largest = max(spec.head_dim, spec.v_head_dim)
     if largest > 128:
-        held = 2 if spec.logits_soft_cap else 6  # the cap takes registers
-        config = BackwardConfig(64, 3, wide=True, held=held)
+        config = BackwardConfig(64, 3, wide=True, held=6)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     dq_registers = (104 if padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
     if largest <= 64 and not spec.logits_soft_cap:
@@ -318,8 +317,7 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
 def dq_config(spec: KernelSpec) -> DqConfig:
     """The variant of the dq kernel for a compile key: as many slots as fit, but for more than are of use."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
-    # The cap takes registers here too.
-    keys = 64 if columns > 64 else 96 if spec.logits_soft_cap else 128
+    keys = 64 if columns > 64 else 128
     configs = (DqConfig(keys, slots, overlap=columns <= 192) for slots in range(8, 2, -1))
     return next(config for config in configs if DqMemory.of(spec, config).fits)
 

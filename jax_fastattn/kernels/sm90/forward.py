@@ -199,8 +199,6 @@ class ForwardKernel:
             right=window_right,
             scaling=softmax.scaling(scale, logits_soft_cap if spec.logits_soft_cap else None),
         )
-        if cutlass.const_expr(spec.logits_soft_cap and not spec.sinks):
-            call.inner = scale / logits_soft_cap
 
         def produce() -> None:
             if cutlass.const_expr(config.moves_registers):
@@ -762,7 +760,7 @@ class ForwardKernel:
             if self.spec.sinks:
                 scores[i] = softmax.cap_score(scores[i], state.call.scaling.inner)
             else:
-                scores[i] = ptx.tanh(scores[i] * state.call.inner)
+                scores[i] = softmax.cap_score_roughly(scores[i], state.call.scaling.inner)
 
     def _rescale(self, state: SimpleNamespace, grown: Boolean) -> None:
         """Brings the output to the raised maxima."""

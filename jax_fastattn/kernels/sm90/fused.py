@@ -663,10 +663,8 @@ class FusedKernel:
         warpgroup.wait_group(1)
         if self.spec.logits_soft_cap:
             lse2 = self._stats(state, stage, 0, blocks)
-        self._probabilities(state, tile, lse2, edges)
-        # No register that a product in flight reads may be read by others: P and dS go on as copies.
-        weights = copied(state.p_fragment)
-        early = blocks[: 0 if self.spec.logits_soft_cap else len(blocks) // 2]
+        weights = self._probabilities(state, tile, lse2, [], edges)
+        early = blocks[: len(blocks) // 2]
         delta = self._stats(state, stage, 1, early)
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
@@ -680,11 +678,17 @@ class FusedKernel:
         shared, stage, phase = state.shared, state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
         query = state.query[None, None, None, stage]
-        steps = wgmma.steps_of(state.score_mma, state.key, query)
-        wgmma.gemm_steps(state.score, [self._minus(state, stage, 0), *steps], accumulate=False)
+        steps, minus, slopes = wgmma.steps_of(state.score_mma, state.key, query), self._minus(state, stage, 0), []
+        if self.spec.logits_soft_cap:
+            # Capped scores are what the product starts from that takes the log-sum-exps off.
+            wgmma.gemm_steps(state.score, steps, accumulate=False)
+            warpgroup.wait_group(0)
+            slopes = self._cap(state)
+            wgmma.gemm_steps(state.score, [minus], accumulate=True)
+        else:
+            wgmma.gemm_steps(state.score, [minus, *steps], accumulate=False)
         warpgroup.wait_group(0)
-        self._probabilities(state, tile, [], edges)
-        weights = copied(state.p_fragment)
+        weights = self._probabilities(state, tile, [], slopes, edges)
         self._start_dp(state, tile, edges)
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
@@ -766,26 +770,41 @@ class FusedKernel:
         """The first step of a product that starts from minus the log-sum-exps (0) or delta (1) of its queries."""
         return state.stats_mma, state.ones[None, None, 0, 0], state.stats[None, None, 0, 2 * stage + which]
 
-    def _probabilities(self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], edges: Edges | None) -> None:
-        """S to P in 16 bits; with a soft cap, to the factor of dP - delta in its own place too."""
+    def _cap(self, state: SimpleNamespace) -> list[Int32]:
+        """S to capped scores in base 2; pairs of slopes in 16 bits."""
+        slopes = []
+        for first in range(0, cute.size(state.score), 2):
+            values = []
+            for i in (first, first + 1):
+                capped = softmax.cap_score_roughly(state.score[i], state.transform.inner)
+                values.append(ptx.fma(-capped, capped, Float32(1.0)))
+                state.score[i] = capped * state.transform.factor
+            slopes.append(ptx.pack(*values, dtype=self.mma_dtype))
+        return slopes
+
+    def _probabilities(
+        self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], slopes: list[Int32], edges: Edges | None
+    ) -> list[Int32]:
+        """S to P in 16 bits, and pairs of the factors of dP - delta.
+
+        `lse2` is empty where the scores have it; `slopes` where these are not capped yet.
+        """
         visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
-        pairs = cute.recast_tensor(state.p_fragment, Int32)
+        pairs, weights = cute.recast_tensor(state.p_fragment, Int32), []
         for block in range(self.config.queries // 8):
             for i in range(2):
-                values = []
+                both = []
                 for e in range(2):
-                    index = 4 * block + 2 * i + e
-                    probability, weight = gradient.exponentiate(
-                        state.score[index],
-                        lse2[2 * block + e] if lse2 else None,
-                        state.transform,
-                        visibilities[i],
-                        8 * block + e,
-                    )
-                    values.append(probability)
-                    if self.spec.logits_soft_cap:
-                        state.score[index] = weight
-                pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
+                    score = state.score[4 * block + 2 * i + e]
+                    lse = lse2[2 * block + e] if lse2 else None
+                    slope = ptx.unpack(slopes[2 * block + i], dtype=self.mma_dtype)[e] if slopes else None
+                    visibility, at = visibilities[i], 8 * block + e
+                    both.append(gradient.exponentiate(score, lse, state.transform, visibility, at, slope))
+                probabilities, factors = zip(*both, strict=True)
+                pairs[2 * block + i] = ptx.pack(*probabilities, dtype=self.mma_dtype)
+                weights.append(ptx.pack(*factors, dtype=self.mma_dtype))
+        # No register that a product in flight reads may be read by others: P goes on as a copy.
+        return weights if self.spec.logits_soft_cap else copied(state.p_fragment)
 
     def _dscores(
         self,
@@ -795,7 +814,7 @@ class FusedKernel:
         delta: list[Float32] | None,
         edges: Edges | None,
     ) -> None:
-        """dP to dS in 16 bits. Without a soft cap the rounded P is its factor: half as many registers wait.
+        """dP to dS in 16 bits. Its factors have as many: half as many registers wait.
 
         `delta` is None where the product has it.
         """
@@ -806,10 +825,7 @@ class FusedKernel:
         for block in range(self.config.queries // 8):
             for i in range(2):
                 first = 4 * block + 2 * i
-                if self.spec.logits_soft_cap:
-                    factors = [state.score[first + e] for e in range(2)]
-                else:
-                    factors = ptx.unpack(weights[2 * block + i], dtype=self.mma_dtype)
+                factors = ptx.unpack(weights[2 * block + i], dtype=self.mma_dtype)
                 terms = [state.dscore[first + e] for e in range(2)]
                 if delta is not None:
                     terms = [terms[e] - delta[2 * block + e] for e in range(2)]

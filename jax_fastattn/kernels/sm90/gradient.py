@@ -10,9 +10,12 @@ dS is the gradient of s before the factor `scale`, which dq and dk receive once,
 visible key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as
 its scores are numbers.
 
-Where a fused kernel computes dq, lse / scale takes the place of lse2, and products start from minus the statistics:
+Where a fused kernel computes dq, lse / scale takes the place of lse2, and products start from minus the statistics,
 
     P = 2^(log2(e) scale (q . k - lse / scale))        dS = P (dout . v - delta)
+
+but for soft caps, where capped scores in base 2 are what a product with minus lse2 is added to. tanh is that of
+`softmax.cap_score_roughly`, as in the forward pass.
 
 Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes. Where a
 fused kernel computes dq they are bfloat16 `[B, N, 2, padded_rows(T), 8]`: minus the statistic in three parts, then
@@ -37,7 +40,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.device.softmax import Limits, Transform, cap_score
+from jax_fastattn.kernels.device.softmax import Limits, Transform, cap_score_roughly
 
 # Exponents of a head's part of resolutions and of its bound; a row's are 255 together. Parts are 2^(exponent - 127),
 # bounds below 2^(exponent - 126): the product of both parts and bounds is below 2^7.
@@ -159,27 +162,35 @@ class Visibility(NamedTuple):
 
 
 def exponentiate(
-    score: Float32, lse2: Float32 | None, transform: Transform, visibility: Visibility | None = None, at: int = 0
+    score: Float32,
+    lse2: Float32 | None,
+    transform: Transform,
+    visibility: Visibility | None = None,
+    at: int = 0,
+    slope: Float32 | None = None,
 ) -> tuple[Float32, Float32]:
     """P of a score q . k, and the factor of (dP - delta) in dS, which is P without a soft cap.
 
     Args:
-        score: q . k, or q . k - lse / scale without a soft cap.
+        score: q . k, or q . k - lse / scale without a soft cap; with `slope` the logit less the log-sum-exp, in base 2.
         lse2: of its query row; None where the score has it.
         transform: the factors of the launch.
         visibility: of the accumulator row; None where the whole tile is seen.
         at: column of the score, counted as `visibility` does.
+        slope: 1 - tanh^2 of a score that is capped already.
     """
-    capped = score if transform.inner is None else cap_score(score, transform.inner)
-    logit = capped * transform.factor if lse2 is None else ptx.fma(capped, transform.factor, -lse2)
+    logit = score
+    if slope is None:
+        if transform.inner is not None:
+            score = cap_score_roughly(score, transform.inner)
+            slope = ptx.fma(-score, score, Float32(1.0))
+        logit = score * transform.factor if lse2 is None else ptx.fma(score, transform.factor, -lse2)
     probability = ptx.exp2(logit)
-    weight = probability
-    if transform.inner is not None:
-        weight = probability * ptx.fma(-capped, capped, Float32(1.0))
+    weight = probability if slope is None else probability * slope
     if visibility is None:
         return probability, weight
     seen = visibility.select(probability, at)
-    return seen, seen if transform.inner is None else visibility.select(weight, at)
+    return seen, seen if slope is None else visibility.select(weight, at)
 
 
 def uniform(visit: plan.TileRange) -> plan.TileRange:
