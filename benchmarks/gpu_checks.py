@@ -40,7 +40,7 @@ CASES = (
     "gqa2-causal-sinks_bn-dlse-deterministic-d96-bf16-q257-kv1089",
     "gqa2-causal-deterministic-d128-bf16-q2113-kv2305",
     "gqa5-window40.0-cap5-sinks_n-dlse-offset64.-30-qlen193.100-kvlen257.129-d128-bf16-q193-kv257",
-    "gqa5-window400.0-cap5-sinks_n-dlse-offset500.-30-qlen193.65-kvlen600.1089-d128-bf16-q193-kv1089",
+    "gqa2-cap30-d96-f16-q257-kv127",
 )
 
 
