@@ -99,6 +99,16 @@ def test_wide_kernels_compute_no_dq() -> None:
         BackwardConfig(64, 2, dq_registers=72, wide=True)
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("sinks", ["n", None])
+def test_both_passes_have_the_same_tanh(arch: str, sinks: str | None) -> None:
+    """Else rows of P would not add up to 1; without a cap sinks compile no backward kernel of their own."""
+    problem = dataclasses.replace(BASE, logits_soft_cap=50.0, sinks=sinks).problem()
+    forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
+    assert forward.exact_cap == backward.exact_cap == (arch != "sm_90a" or sinks is not None)
+    assert not kernel_spec(dataclasses.replace(BASE, sinks=sinks).problem(), "backward", arch).sinks
+
+
 @pytest.mark.parametrize(("head_dim", "window", "cap", "length", "fused", "deterministic"), [
     (128, True, None, 500, False, False),
     (128, True, None, 1000, True, False),

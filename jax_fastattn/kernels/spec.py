@@ -39,7 +39,8 @@ class KernelSpec:
         head_dim, v_head_dim: multiples of 8, at most 256.
         group: query heads per key/value head.
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
-        query_seq_lengths, key_value_seq_lengths, query_offset, sinks, dlse: whether that operand is passed.
+        query_seq_lengths, key_value_seq_lengths, query_offset, dlse: whether that operand is passed.
+        sinks: whether the forward pass has that operand. In the backward pass it decides about `exact_cap` alone.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
         deterministic: whether gradients must have the same bits in every run; set where a kernel exists that cannot.
         short: T and S are at most `short_length`: few tiles per row, which wants other variants. False where there is
@@ -76,18 +77,28 @@ class KernelSpec:
         return self.fused and self.deterministic
 
     @property
+    def divides_lse(self) -> bool:
+        """Whether that kernel has log-sum-exps divided by the scale; with a soft cap it takes them off those capped."""
+        return self.fused and not self.logits_soft_cap
+
+    @property
+    def exact_cap(self) -> bool:
+        """Whether the tanh of a soft cap has to be exact, see `softmax.cap_score_roughly`."""
+        return self.sinks or self.family == "sm80"
+
+    @property
     def uneven(self) -> bool:
         """Whether some tiles see much more than others: the window has one bound."""
         return self.window_left != self.window_right
 
 
 def short_length(
-    op: Literal["forward", "backward"], head_dim: int, masked: bool, capped: bool, deterministic: bool
+    op: Literal["forward", "backward"], head_dim: int, *, masked: bool, capped: bool, deterministic: bool
 ) -> int:
     """Up to which T and S a problem on Hopper has the variant for short ones; 0 where that is never faster.
 
     In the backward pass, where that variant is a pair of kernels, sums of dq then move more bytes than they save
-    products; where they are integers up to a greater length, but for soft caps, which the pair computes twice.
+    products; where they are integers up to a greater length, unless there is a soft cap: the pair computes that twice.
 
     Args:
         op: which pass.
@@ -122,15 +133,15 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         key_value_seq_lengths="key_value_seq_lengths" in spec.present,
         query_offset="query_offset" in spec.present,
         logits_soft_cap=spec.logits_soft_cap is not None,
-        sinks=op == "forward" and "sinks" in spec.present,
+        sinks="sinks" in spec.present and (op == "forward" or (family == "sm90" and spec.logits_soft_cap is not None)),
         dlse=dlse,
         family=family,
     )
     deterministic = op == "backward" and spec.deterministic
     masked = (left, right) != (None, None)
-    length = max(problem.query_length, problem.key_length)
+    short = short_length(op, largest, masked=masked, capped=key.logits_soft_cap, deterministic=deterministic)
     varies = family == "sm90" and (op == "forward" or key.fused)
-    key = replace(key, short=varies and length <= short_length(op, largest, masked, key.logits_soft_cap, deterministic))
+    key = replace(key, short=varies and max(problem.query_length, problem.key_length) <= short)
     return replace(key, deterministic=deterministic and key.fused)
 
 

@@ -472,4 +472,11 @@ GPU_CASES = [
             for offset, lengths in (((999, 0, 500), (1000, 1, 501)), ((935, 128, -5), (1000, 193, 60)))
         ),
     ),
+    # Capped logits so large that an error of tanh shows, with sinks and without.
+    *_vary(
+        _on(_GQA, head_dim=128, is_causal=True, logits_soft_cap=50.0, scale=1.0, query_length=257, key_length=1000),
+        {},
+        {"sinks": "n"},
+        {"sinks": "n", "deterministic": True},
+    ),
 ]

@@ -87,8 +87,8 @@ for spec in specs:
 """
 
 
-@pytest.mark.parametrize("features", [{}, CAUSAL], ids=["full", "causal"])
-def test_hopper_rows_neither_spill_nor_serialise(features: dict[str, object]) -> None:
+@pytest.mark.parametrize(("features", "spilled"), [({}, 0), (CAUSAL, 0), ({**CAUSAL, "logits_soft_cap": True}, 16)])
+def test_hopper_rows_neither_spill_nor_serialise(features: dict[str, object], spilled: int) -> None:
     """ptxas reports products that it had to serialise as C75xx; nothing else shows it but the speed."""
     specs = [
         dataclasses.replace(_spec("sm90", "forward", "sm_90a", dims, features), short=short)
@@ -106,8 +106,8 @@ def test_hopper_rows_neither_spill_nor_serialise(features: dict[str, object]) ->
     printed = run.stdout + run.stderr
     assert run.returncode == 0, printed[-3000:]
     for spec, kernels in zip(specs, run.stdout.split("kernel KernelSpec")[1:], strict=True):
-        spilled = [int(nbytes) for nbytes in re.findall(r"local bytes: (\d+)", kernels)]
-        assert spilled and max(spilled) == 0, spec
+        local = [int(nbytes) for nbytes in re.findall(r"local bytes: (\d+)", kernels)]
+        assert local and max(local) <= spilled, spec
     found = {line for line in printed.splitlines() if re.search(r"C75\d\d|^kernel", line)}
     assert "ptxas" in printed  # else the remarks have moved
     assert found == {f"kernel {spec}" for spec in specs}, printed[-3000:]

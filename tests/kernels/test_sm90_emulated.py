@@ -55,7 +55,13 @@ BACKWARD = {
     "d64-soft-cap": (64, 64, "bfloat16", {**ALL, "logits_soft_cap": True}, None),
     "d96-everything": (96, 96, "float16", {**ALL, "group": 3}, None),
     "d128-causal": (128, 128, "bfloat16", CAUSAL, SQUARE),
-    "d128-everything": (128, 128, "bfloat16", {**ALL, "group": 2, "logits_soft_cap": True, "dlse": True}, None),
+    "d128-everything": (
+        128,
+        128,
+        "bfloat16",
+        {**ALL, "group": 2, "logits_soft_cap": True, "sinks": True, "dlse": True},
+        None,
+    ),
     "d128-short-soft-cap": (
         128,
         128,

@@ -24,7 +24,7 @@ _TINY_SCALE = 2.0**-120
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a product q . k becomes a logit: `logit * log2(e) = factor * cap_score(q . k)`, factor > 0.
+    """How a product q . k becomes a logit: `logit * log2(e) = factor * tanh(...)`, factor > 0, see `cap_score`.
 
     Attributes:
         factor: multiplies scores, in base 2.
@@ -53,22 +53,38 @@ def cap_score(score: Float32, inner: Float32) -> Float32:
 
 
 def cap_score_roughly(score: Float32, inner: Float32) -> Float32:
-    """As `cap_score`, by one MUFU: relative error 2^-11, so that at a logit of 8 that of P is 2^-8, as of bfloat16."""
+    """As `cap_score`, by one MUFU: relative error 2^-11, so that at a logit of 8 that of P is 2^-8, as of bfloat16.
+
+    1 - tanh^2 has an absolute error of 2^-10. Not for sinks: their gradient, a sum over all rows, would show that the
+    error is not even.
+    """
     return ptx.tanh(score * (inner * (0.5 * LN_2)))
 
 
 class Transform(NamedTuple):
-    """From products to logits in base 2, with a scale of any sign: `factor * x`, or `factor * cap_score(x, inner)`."""
+    """From products to logits in base 2, with a scale of any sign: `factor * x`, or `factor * cap(x)`.
+
+    Attributes:
+        factor: of what enters the softmax.
+        inner: as in `Scaling`.
+        exact: which tanh, that of `cap_score` or of `cap_score_roughly`: the same as in the forward pass.
+    """
 
     factor: Float32
     inner: Any
+    exact: bool
 
     @classmethod
     def of(cls, spec: KernelSpec, scale: Float32, logits_soft_cap: Float32) -> "Transform":
         """The factors of a launch."""
         if spec.logits_soft_cap:
-            return cls(logits_soft_cap * LOG2_E, scale / logits_soft_cap * (2 * LOG2_E))
-        return cls(scale * LOG2_E, None)
+            return cls(logits_soft_cap * LOG2_E, scale / logits_soft_cap * (2 * LOG2_E), spec.exact_cap)
+        return cls(scale * LOG2_E, None, True)
+
+    def cap(self, score: Float32) -> tuple[Float32, Float32]:
+        """tanh of a score, and its slope, 1 - tanh^2."""
+        capped = (cap_score if self.exact else cap_score_roughly)(score, self.inner)
+        return capped, ptx.fma(-capped, capped, Float32(1.0))
 
 
 @dataclass(frozen=True)

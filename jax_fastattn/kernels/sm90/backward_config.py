@@ -45,7 +45,7 @@ class BackwardConfig:
     """One variant of the key-stationary kernels: two consumer warpgroups, one that loads, perhaps one that computes dq.
 
     Attributes:
-        queries: query rows of a tile: 128 for padded head dims of 64, else 64.
+        queries: query rows of a tile: 128 up to head dim 64 without a soft cap, else 64.
         stages: tiles of Q and of dO in shared memory.
         dq_registers: registers of a thread of the warpgroup that computes dq; 0 where `dq.py` does.
         wide: for head dims over 128, without dq: both warpgroups work on the same 64 keys, see `wide.py`. Else on 64

@@ -750,17 +750,12 @@ class ForwardKernel:
         self._softmax(state, scores, Int32(0), masked=False)
 
     def _cap(self, state: SimpleNamespace, scores: cute.Tensor) -> None:
-        """Soft cap, but for the factor.
-
-        tanh.approx errs by up to 2^-11 and not evenly: the gradient of sinks, a sum over all rows, would show it.
-        """
+        """Soft cap, but for the factor."""
         if not self.spec.logits_soft_cap:
             return
+        cap = softmax.cap_score if self.spec.exact_cap else softmax.cap_score_roughly
         for i in range(cute.size(scores)):
-            if self.spec.sinks:
-                scores[i] = softmax.cap_score(scores[i], state.call.scaling.inner)
-            else:
-                scores[i] = softmax.cap_score_roughly(scores[i], state.call.scaling.inner)
+            scores[i] = cap(scores[i], state.call.scaling.inner)
 
     def _rescale(self, state: SimpleNamespace, grown: Boolean) -> None:
         """Brings the output to the raised maxima."""

@@ -308,7 +308,7 @@ class FusedKernel:
 
         def consume() -> None:
             cute.arch.setmaxregister_increase(config.registers[0])
-            factor = gradient.nonzero(scale) if config.adds_dq else scale
+            factor = gradient.nonzero(scale) if spec.divides_lse else scale
             transform = softmax.Transform.of(spec, factor, logits_soft_cap)
             state = self._consumer(shared, transform, who)
 
@@ -767,44 +767,43 @@ class FusedKernel:
         return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
 
     def _minus(self, state: SimpleNamespace, stage: Int32, which: int) -> wgmma.Step:
-        """The first step of a product that starts from minus the log-sum-exps (0) or delta (1) of its queries."""
+        """A step of a product that adds minus the log-sum-exps (0) or delta (1) of its queries."""
         return state.stats_mma, state.ones[None, None, 0, 0], state.stats[None, None, 0, 2 * stage + which]
 
     def _cap(self, state: SimpleNamespace) -> list[Int32]:
         """S to capped scores in base 2; pairs of slopes in 16 bits."""
         slopes = []
-        for first in range(0, cute.size(state.score), 2):
-            values = []
-            for i in (first, first + 1):
-                capped = softmax.cap_score_roughly(state.score[i], state.transform.inner)
-                values.append(ptx.fma(-capped, capped, Float32(1.0)))
-                state.score[i] = capped * state.transform.factor
-            slopes.append(ptx.pack(*values, dtype=self.mma_dtype))
-        return slopes
+        for i in range(cute.size(state.score)):
+            capped, slope = state.transform.cap(state.score[i])
+            state.score[i] = capped * state.transform.factor
+            slopes.append(slope)
+        return [ptx.pack(*slopes[i : i + 2], dtype=self.mma_dtype) for i in range(0, len(slopes), 2)]
 
     def _probabilities(
         self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], slopes: list[Int32], edges: Edges | None
     ) -> list[Int32]:
-        """S to P in 16 bits, and pairs of the factors of dP - delta.
+        """S to P in 16 bits, and pairs of weights, see `gradient.weigh`.
 
-        `lse2` is empty where the scores have it; `slopes` where these are not capped yet.
+        `lse2` is empty where the scores have it already; `slopes` where scores are not capped yet, or there is no cap.
         """
         visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
-        pairs, weights = cute.recast_tensor(state.p_fragment, Int32), []
+        pairs, rounded = cute.recast_tensor(state.p_fragment, Int32), []
         for block in range(self.config.queries // 8):
             for i in range(2):
-                both = []
+                both, pair = [], 2 * block + i
                 for e in range(2):
-                    score = state.score[4 * block + 2 * i + e]
-                    lse = lse2[2 * block + e] if lse2 else None
-                    slope = ptx.unpack(slopes[2 * block + i], dtype=self.mma_dtype)[e] if slopes else None
-                    visibility, at = visibilities[i], 8 * block + e
-                    both.append(gradient.exponentiate(score, lse, state.transform, visibility, at, slope))
-                probabilities, factors = zip(*both, strict=True)
-                pairs[2 * block + i] = ptx.pack(*probabilities, dtype=self.mma_dtype)
-                weights.append(ptx.pack(*factors, dtype=self.mma_dtype))
-        # No register that a product in flight reads may be read by others: P goes on as a copy.
-        return weights if self.spec.logits_soft_cap else copied(state.p_fragment)
+                    score, seen = state.score[2 * pair + e], (visibilities[i], 8 * block + e)
+                    if slopes:
+                        both.append(gradient.weigh(score, ptx.unpack(slopes[pair], dtype=self.mma_dtype)[e], *seen))
+                    else:
+                        lse = lse2[2 * block + e] if lse2 else None
+                        both.append(gradient.exponentiate(score, lse, state.transform, *seen))
+                probabilities, weights = zip(*both, strict=True)
+                pairs[pair] = ptx.pack(*probabilities, dtype=self.mma_dtype)
+                if self.spec.logits_soft_cap:
+                    rounded.append(ptx.pack(*weights, dtype=self.mma_dtype))
+        # Without a cap weights are P. No register that a product in flight reads may be read by others.
+        return rounded or copied(state.p_fragment)
 
     def _dscores(
         self,
@@ -814,7 +813,7 @@ class FusedKernel:
         delta: list[Float32] | None,
         edges: Edges | None,
     ) -> None:
-        """dP to dS in 16 bits. Its factors have as many: half as many registers wait.
+        """dP to dS in 16 bits. Weights have as many, so that half as many registers wait.
 
         `delta` is None where the product has it.
         """

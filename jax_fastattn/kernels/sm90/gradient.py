@@ -6,21 +6,21 @@ With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a que
 
     P = 2^(log2(e) s - lse2)        dS = P (dP - delta) [(1 - tanh^2)]        dP = dout . v
 
-dS is the gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row without a
-visible key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as
-its scores are numbers.
+with the tanh of the forward pass (`KernelSpec.exact_cap`), so that every row of P adds up to 1 at most. dS is the
+gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row without a visible
+key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as its
+scores are numbers.
 
-Where a fused kernel computes dq, lse / scale takes the place of lse2, and products start from minus the statistics,
+Where a fused kernel computes dq products start from minus the statistics, and lse / scale takes the place of lse2,
 
     P = 2^(log2(e) scale (q . k - lse / scale))        dS = P (dout . v - delta)
 
-but for soft caps, where capped scores in base 2 are what a product with minus lse2 is added to. tanh is that of
-`softmax.cap_score_roughly`, as in the forward pass.
+but for soft caps: there the product with minus lse2 is added to capped scores in base 2.
 
 Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes. Where a
 fused kernel computes dq they are bfloat16 `[B, N, 2, padded_rows(T), 8]`: minus the statistic in three parts, then
-zeros. A product of [1, 1, 1, 0, ...] with them is what the others start from, as exact as float32, and no thread loads
-them: shared memory would let it wait, behind the additions to dq.
+zeros. A product of [1, 1, 1, 0, ...] with them is as exact as float32, and no thread loads them: shared memory would
+let it wait, behind the additions to dq.
 
 Where dq is added up in integers, every row has a `resolution`: what its sums are counted in is 2^-22 / resolution.
 Without the factor `scale` a row of dq, and every sum on the way to it, is at most
@@ -40,7 +40,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.device.softmax import Limits, Transform, cap_score_roughly
+from jax_fastattn.kernels.device.softmax import Limits, Transform
 
 # Exponents of a head's part of resolutions and of its bound; a row's are 255 together. Parts are 2^(exponent - 127),
 # bounds below 2^(exponent - 126): the product of both parts and bounds is below 2^7.
@@ -162,29 +162,31 @@ class Visibility(NamedTuple):
 
 
 def exponentiate(
-    score: Float32,
-    lse2: Float32 | None,
-    transform: Transform,
-    visibility: Visibility | None = None,
-    at: int = 0,
-    slope: Float32 | None = None,
+    score: Float32, lse2: Float32 | None, transform: Transform, visibility: Visibility | None = None, at: int = 0
 ) -> tuple[Float32, Float32]:
-    """P of a score q . k, and the factor of (dP - delta) in dS, which is P without a soft cap.
+    """P of a score q . k, and its weight, see `weigh`.
 
     Args:
-        score: q . k, or q . k - lse / scale without a soft cap; with `slope` the logit less the log-sum-exp, in base 2.
+        score: q . k, or q . k - lse / scale without a soft cap.
         lse2: of its query row; None where the score has it.
         transform: the factors of the launch.
         visibility: of the accumulator row; None where the whole tile is seen.
         at: column of the score, counted as `visibility` does.
-        slope: 1 - tanh^2 of a score that is capped already.
     """
-    logit = score
-    if slope is None:
-        if transform.inner is not None:
-            score = cap_score_roughly(score, transform.inner)
-            slope = ptx.fma(-score, score, Float32(1.0))
-        logit = score * transform.factor if lse2 is None else ptx.fma(score, transform.factor, -lse2)
+    slope = None
+    if transform.inner is not None:
+        score, slope = transform.cap(score)
+    logit = score * transform.factor if lse2 is None else ptx.fma(score, transform.factor, -lse2)
+    return weigh(logit, slope, visibility, at)
+
+
+def weigh(
+    logit: Float32, slope: Float32 | None, visibility: Visibility | None = None, at: int = 0
+) -> tuple[Float32, Float32]:
+    """P of a logit less the log-sum-exp, in base 2; and its weight, the factor of dP - delta in dS.
+
+    That is P, times the slope of a soft cap where there is one.
+    """
     probability = ptx.exp2(logit)
     weight = probability if slope is None else probability * slope
     if visibility is None:

@@ -308,8 +308,7 @@ class StatisticsKernel:
 
     def _factor(self, scale: Float32) -> Float32:
         """On log-sum-exps, see `gradient.py`."""
-        product = self.spec.fused and not self.spec.logits_soft_cap
-        return Float32(1.0) / gradient.nonzero(scale) if product else Float32(LOG2_E)
+        return Float32(1.0) / gradient.nonzero(scale) if self.spec.divides_lse else Float32(LOG2_E)
 
     def _statistics(
         self,
