@@ -782,28 +782,16 @@ class FusedKernel:
     def _probabilities(
         self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], slopes: list[Int32], edges: Edges | None
     ) -> list[Int32]:
-        """S to P in 16 bits, and pairs of weights, see `gradient.weigh`.
-
-        `lse2` is empty where the scores have it already; `slopes` where scores are not capped yet, or there is no cap.
-        """
+        """S to P in 16 bits, and weights, see `gradient.weigh_pairs`."""
         visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
-        pairs, rounded = cute.recast_tensor(state.p_fragment, Int32), []
-        for block in range(self.config.queries // 8):
-            for i in range(2):
-                both, pair = [], 2 * block + i
-                for e in range(2):
-                    score, seen = state.score[2 * pair + e], (visibilities[i], 8 * block + e)
-                    if slopes:
-                        both.append(gradient.weigh(score, ptx.unpack(slopes[pair], dtype=self.mma_dtype)[e], *seen))
-                    else:
-                        lse = lse2[2 * block + e] if lse2 else None
-                        both.append(gradient.exponentiate(score, lse, state.transform, *seen))
-                probabilities, weights = zip(*both, strict=True)
-                pairs[pair] = ptx.pack(*probabilities, dtype=self.mma_dtype)
-                if self.spec.logits_soft_cap:
-                    rounded.append(ptx.pack(*weights, dtype=self.mma_dtype))
+        probabilities, weights = gradient.weigh_pairs(
+            state.score, lse2, slopes, state.transform, visibilities, self.mma_dtype
+        )
+        pairs = cute.recast_tensor(state.p_fragment, Int32)
+        for i, pair in enumerate(probabilities):
+            pairs[i] = pair
         # Without a cap weights are P. No register that a product in flight reads may be read by others.
-        return rounded or copied(state.p_fragment)
+        return weights if self.spec.logits_soft_cap else copied(state.p_fragment)
 
     def _dscores(
         self,

@@ -195,6 +195,38 @@ def weigh(
     return seen, seen if slope is None else visibility.select(weight, at)
 
 
+def weigh_pairs(
+    scores: cute.Tensor,
+    lse2: list[Float32],
+    slopes: list[Int32],
+    transform: Transform,
+    visibilities: list[Visibility | None],
+    mma_dtype: str,
+) -> tuple[list[Int32], list[Int32]]:
+    """P and weights of an accumulator of scores, rows of keys, in 16 bits: two neighbouring queries in a register.
+
+    Args:
+        scores: as `exponentiate` takes them, or with `slopes` as `weigh` does.
+        lse2: of the lane's two queries in each block of 8; empty where the scores have it.
+        slopes: pairs of them in 16 bits; empty where scores are not capped yet, or there is no cap.
+        transform: the factors of the launch.
+        visibilities: of the lane's two rows.
+        mma_dtype: "bf16" or "f16".
+    """
+    rounded = []
+    for pair in range(cute.size(scores) // 2):
+        (block, i), both = divmod(pair, 2), []
+        for e in range(2):
+            score, seen = scores[2 * pair + e], (visibilities[i], 8 * block + e)
+            if slopes:
+                both.append(weigh(score, ptx.unpack(slopes[pair], dtype=mma_dtype)[e], *seen))
+            else:
+                both.append(exponentiate(score, lse2[2 * block + e] if lse2 else None, transform, *seen))
+        rounded.append([ptx.pack(*values, dtype=mma_dtype) for values in zip(*both, strict=True)])
+    probabilities, weights = zip(*rounded, strict=True)
+    return list(probabilities), list(weights)
+
+
 def uniform(visit: plan.TileRange) -> plan.TileRange:
     """The compiler has to know that all lanes take the same turns through loops around wgmma."""
     return plan.TileRange(*[cute.arch.make_warp_uniform(Int32(end)) for end in visit])

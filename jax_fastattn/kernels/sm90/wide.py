@@ -175,22 +175,11 @@ class WideKernel(FusedKernel):
         lse2 = self._stats(state, stage, 0, range(blocks))
         warpgroup.wait_group(flying)
         visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
-        rounded = []
-        for block in range(blocks):
-            for i in range(2):
-                first = 4 * block + 2 * i
-                both = [
-                    gradient.exponentiate(
-                        state.product[first + e], lse2[2 * block + e], state.transform, visibilities[i], 8 * block + e
-                    )
-                    for e in range(2)
-                ]
-                rounded.append([ptx.pack(*pair, dtype=self.mma_dtype) for pair in zip(*both, strict=True)])
-        pairs, weights = zip(*rounded, strict=True)
+        pairs, weights = gradient.weigh_pairs(state.product, lse2, [], state.transform, visibilities, self.mma_dtype)
         for i in range(0, len(weights), 4):
-            ptx.store_shared_chunk(self._weights(state, stage, i), list(weights[i : i + 4]))
+            ptx.store_shared_chunk(self._weights(state, stage, i), weights[i : i + 4])
         cute.arch.barrier_arrive(barrier_id=_WEIGHTS_READY + stage, number_of_threads=self.config.consumer_threads)
-        return list(pairs)
+        return pairs
 
     def _take_weights(self, state: SimpleNamespace, tile: Int32, edges: Edges | None, flying: int) -> list[Int32]:
         """dS of dP, when no more than `flying` products are in flight. Hidden weights are 0."""
