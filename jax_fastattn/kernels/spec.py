@@ -78,7 +78,7 @@ class KernelSpec:
 
     @property
     def divides_lse(self) -> bool:
-        """Whether that kernel has log-sum-exps divided by the scale; with a soft cap it takes them off those capped."""
+        """Whether that kernel takes log-sum-exps, over the scale, off products; with a soft cap off capped logits."""
         return self.fused and not self.logits_soft_cap
 
     @property
