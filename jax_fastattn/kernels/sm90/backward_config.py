@@ -89,6 +89,14 @@ class BackwardConfig:
         """Threads of a CTA: the producer is in the last warpgroup; before it may be the one that computes dq."""
         return self.consumer_threads + (256 if self.adds_dq else 128)
 
+    def tile_index(self, begin: Any, end: Any, i: Any) -> Any:
+        """The query tile visited after `i` others of these, for device integers: the last one first, or the first one.
+
+        Under a causal mask all CTAs of a head then begin at the same tile, and meet there in L2. The wide kernel goes
+        upwards.
+        """
+        return begin + i if self.wide else end - 1 - i
+
     @property
     def registers(self) -> tuple[int, int, int]:
         """Registers of a thread of the consumers, of the warpgroup that computes dq, and of the last one."""

@@ -33,13 +33,12 @@ from jax_fastattn.kernels.sm90.backward_config import (
     SLOTS,
     BackwardConfig,
     BackwardMemory,
-    padded_rows,
-    stats_row_nbytes,
 )
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_integers import DqIntegers
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
 from jax_fastattn.kernels.sm90.magnitudes import Magnitudes, Rows
+from jax_fastattn.kernels.sm90.producer import Producer
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Columns of a step of a product.
@@ -278,7 +277,8 @@ class FusedKernel:
 
         def produce() -> None:
             cute.arch.setmaxregister_decrease(config.registers[2])
-            load = self._producer(shared, operands, stats, lambda work: adder.prepare(shared, work, sums))
+            emit = Producer(spec.group, self.memory)
+            load = emit.start(shared, operands, stats, lambda work: adder.prepare(shared, work, sums))
             if not config.adds_dq:
                 cutlass.if_generate(warp_index == producer, lambda: self._each_tile(shared, problem, load))
                 return
@@ -488,77 +488,6 @@ class FusedKernel:
             steps=(visit.end - visit.begin) * spec.group,
         )
 
-    def _tile_index(self, begin: Int32, end: Int32, i: Int32) -> Int32:
-        """The tile visited after `i` others of these: the last one first, but for the wide kernel.
-
-        Under a causal mask all CTAs of a head then begin at the same tile, and meet there in L2.
-        """
-        return begin + i if self.config.wide else end - 1 - i
-
-    # Producer.
-
-    def _producer(
-        self,
-        shared: SimpleNamespace,
-        operands: tuple,
-        stats: cute.Pointer,
-        prepare: Callable[[SimpleNamespace], Callable[[], None]],
-    ) -> Callable[[SimpleNamespace, Int32], None]:
-        """A function that loads K, V and all tiles of Q and dO for a tile of keys. Runs in one warp.
-
-        Where dq is computed `prepare` comes before that, see `DqSum.prepare`.
-        """
-        config, memory = self.config, self.memory
-        query, key, value, dout = operands
-        queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
-        douts = wgmma.Ring(shared.dout_full, shared.dout_empty, config.stages)
-
-        groups = config.keys // WARPGROUP_ROWS
-
-        def load_keys(
-            work: SimpleNamespace, operand: tuple, tile: cute.Tensor, barrier: cute.Pointer, columns: int
-        ) -> None:
-            copy = wgmma.tma_copy(*operand, tile, (work.kv_head, work.batch))
-            wgmma.expect(barrier, config.keys * columns * 2)
-            for group in range(groups):
-                copy(groups * work.tile + group, group, barrier)
-
-        def load_head(work: SimpleNamespace, member: Int32) -> None:
-            head = work.first_head + member
-            copy_query = wgmma.tma_copy(*query, shared.query, (head, work.batch))
-            copy_dout = wgmma.tma_copy(*dout, shared.dout, (head, work.batch))
-            head_row = (Int64(work.batch) * work.num_heads + head) * padded_rows(work.query_length)
-
-            def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
-                copy_query(tile, stage, barrier)
-                rows, nbytes = padded_rows(work.query_length), memory.stats_nbytes
-                row_nbytes = stats_row_nbytes(config.adds_dq)
-                source = stats.toint() + (2 * head_row + tile * config.queries) * row_nbytes
-                target = shared.address + memory.stats_start + stage * (2 * memory.stats_pitch)
-                with cute.arch.elect_one():
-                    ptx.copy_bulk(target, source, nbytes, barrier.toint())
-                    ptx.copy_bulk(
-                        target + memory.stats_pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint()
-                    )
-
-            def load(i: Int32) -> None:
-                tile = self._tile_index(work.visit.begin, work.visit.end, i)
-                queries.fill(copy_both, tile, memory.query_nbytes + 2 * memory.stats_nbytes)
-                douts.fill(copy_dout, tile, memory.dout_nbytes)
-
-            wgmma.loop(work.visit.end - work.visit.begin, load)
-
-        def load_all(work: SimpleNamespace, phase: Int32) -> None:
-            if config.adds_dq:
-                hand_over = prepare(work)
-                wgmma.wait(shared.keys_empty, phase ^ 1)
-                hand_over()
-            load_keys(work, key, shared.key, shared.key_full, memory.head_dim)
-            load_keys(work, value, shared.value, shared.value_full, memory.v_head_dim)
-            wgmma.loop(Int32(self.spec.group), lambda member: load_head(work, member))
-
-        return load_all
-
     # Consumers.
 
     def _consumer(
@@ -623,7 +552,7 @@ class FusedKernel:
             if config.adds_dq:
                 state.buffer.settle()
             compute = self._fused_tile if config.adds_dq else self._tile
-            wgmma.loop(end - begin, lambda i: compute(state, self._tile_index(begin, end, i), edges))
+            wgmma.loop(end - begin, lambda i: compute(state, config.tile_index(begin, end, i), edges))
 
         # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array P is 0 by statistics.
         checks_high = spec.window_left or spec.query_seq_lengths
