@@ -3,8 +3,8 @@
 """`ptx_emulator` for Hopper kernels: TMA, mbarriers, named barriers and wgmma.
 
 The threads of a warpgroup advance together. The warpgroups of a CTA take turns: each runs until it has to wait or
-arrives somewhere, and when all of them wait the kernel hangs, which is an error. Copies and products take effect when
-they are issued.
+arrives somewhere, and when all of them wait the kernel hangs, which is an error. CTAs run one after another: none may
+wait for a later one. Copies and products take effect when they are issued.
 
 What it catches beyond wrong results: deadlocks, barriers that count wrong, accesses outside of the buffers, reads of
 shared memory that nothing has filled (it starts as NaN); registers of a product in flight that are touched, shared
@@ -135,6 +135,8 @@ class Shared:
         self.agents = self.running = groups
         # What has to be over when the CTA exits, and what is known to be by the warpgroups that have.
         self.touched, self.known = _times(), _times()
+        # Additions to global memory that others may wait for.
+        self.additions = 0
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ class Warpgroup(Cta):
                 done |= active
             elif opcode.startswith("mbarrier.try_wait"):
                 yield from self.wait(operands, active)
+            elif opcode.startswith("ld.acquire"):
+                yield from self.wait_for_count(opcode, operands, active, self.code[here + 1])
             elif opcode.startswith(("bar.sync", "barrier.sync")):
                 yield from self.sync(operands, active)
             else:
@@ -226,6 +230,19 @@ class Warpgroup(Cta):
         while barrier.phase % 2 == parity:
             yield f"mbarrier {address} of CTA {self.block}, parity {parity}, {barrier}"
         self.learn(barrier)
+
+    def wait_for_count(self, opcode: str, operands: list[str], active: np.ndarray, test: tuple) -> Iterator[str]:
+        """A loop around a load from global memory, which ends when `test` of what it has found is true."""
+        _, comparison, (_, found, count) = test
+        if not comparison.startswith("setp.eq"):
+            raise NotImplementedError(f"a wait with {comparison}")
+        wanted = self.get(count, np.int32)[active]
+        while True:
+            self.execute(opcode, operands, active)
+            counts = self.get(found, np.int32)[active]
+            if (counts == wanted).all():
+                return
+            yield f"CTA {self.block}: {counts[0]} of {wanted[0]} in global memory"
 
     def sync(self, operands: list[str], active: np.ndarray) -> Iterator[str]:
         name = int(self.get(operands[0], np.int32)[active][0])
@@ -536,6 +553,7 @@ class Warpgroup(Cta):
             place = self.memory.indices(addresses[lane : lane + 1], 4)[0]
             found[lane] = self.memory.data[place].view(np.int32)[0]
             self.memory.data[place] = (found[lane : lane + 1] + terms[lane]).astype(np.int32).view(np.uint8)
+        self.common.additions += 1
         self.put(operands[0], found, active)
 
     def change(self, function: np.ufunc, addresses: np.ndarray, terms: np.ndarray) -> None:
@@ -572,4 +590,4 @@ def _take_turns(parts: list[Iterator[str]], common: Shared) -> None:
 
 def _progress(common: Shared) -> tuple:
     phases = tuple((x.count, x.phase, x.arrivals, x.nbytes) for x in common.mbarriers.values())
-    return phases, tuple((x.arrived, x.rounds) for x in common.named.values())
+    return phases, common.additions, tuple((x.arrived, x.rounds) for x in common.named.values())

@@ -91,7 +91,7 @@ def parse(ptx: str) -> tuple[list[tuple[Any, ...]], dict[str, int], list[str], i
         if (label := re.match(r"^(\$\w+):", line)) is not None:
             labels[label[1]] = len(code)
             continue
-        # A loop around mbarrier.try_wait, whose labels are local: the emulator waits by itself.
+        # A loop that waits for an mbarrier or a count, whose labels are local: the emulator waits by itself.
         if not line or line.startswith((".", "@done", "bra again")) or line in "{}" or re.match(r"\w+:$", line):
             continue
         guard = re.match(r"^@(!?)(%p\d+)\s+", line)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `hopper_emulator` makes of a ring of one slot: PTX written by hand, and its mutations.
+"""What `hopper_emulator` makes of a ring of one slot, and of a count: PTX written by hand, and its mutations.
 
 A mutation drops the lines with one remark. Each breaks the kernel on a GPU, most of them only now and then.
 """
@@ -133,3 +133,60 @@ def test_a_copy_outlives_its_cta() -> None:
 def test_accesses_past_the_end() -> None:
     with pytest.raises(IndexError, match="shared access out of range"):
         _sum(_SUM.replace("ld.shared.b32 %r14, [%r13]", "ld.shared.b32 %r14, [%r13+512]"))
+
+
+# A warpgroup waits until two threads of another have counted what they have stored.
+_COUNT = """
+.version 8.4
+.target sm_90a
+.address_size 64
+.visible .entry count(.param .u64 count_param_0)
+.reqntid 256, 1, 1
+{
+.reg .pred %p<4>;
+.reg .b32 %r<8>;
+.reg .b64 %rd<4>;
+ld.param.b64 %rd1, [count_param_0];
+mov.u32 %r1, %tid.x;
+mov.b32 %r2, 1;
+setp.lt.s32 %p1, %r1, 128;
+@%p1 bra $L_wait;
+setp.gt.s32 %p2, %r1, 129;
+@%p2 bra $L_end;
+st.global.b32 [%rd1+4], %r2;
+atom.release.gpu.global.add.s32 %r3, [%rd1], %r2;
+bra $L_end;
+$L_wait:
+mov.b32 %r4, 2;
+{
+.reg .pred done;
+.reg .s32 found;
+again:
+ld.acquire.gpu.global.s32 found, [%rd1];
+setp.eq.s32 done, found, %r4;
+@done bra over;
+bra again;
+over:
+}
+ld.global.b32 %r5, [%rd1+4];
+st.global.b32 [%rd1+8], %r5;
+$L_end:
+ret;
+}
+"""
+
+
+def _count(ptx: str) -> None:
+    memory = Memory()
+    words = memory.add(np.zeros(3, np.int32))
+    launch(ptx, [words], memory, 1)
+    np.testing.assert_array_equal(memory.read(words, (3,), np.int32), [2, 1, 1])
+
+
+def test_count() -> None:
+    _count(_COUNT)
+
+
+def test_too_few_counted() -> None:
+    with pytest.raises(RuntimeError, match="2 of 3 in global memory"):
+        _count(_COUNT.replace("mov.b32 %r4, 2;", "mov.b32 %r4, 3;"))
