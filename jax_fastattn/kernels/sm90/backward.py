@@ -113,7 +113,7 @@ class BackwardKernel:
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
         integers = cutlass.const_expr(self.spec.integers)
         kv_heads = batch * (num_heads // self.spec.group)
-        section, ahead, first = self.main.sections(key_length, kv_heads, multiprocessors)
+        section, ahead, first = self.main.key_tiles.sections(key_length, kv_heads, multiprocessors)
         prepared = self.statistics.prepared(key_length, window_left, window_right, first, kv_heads)
         residuals = (out, lse, dout, dlse, dq if fused else None, stats)
         keys = (magnitudes, key if integers else None, value if integers else None)
@@ -140,6 +140,7 @@ class BackwardKernel:
             self.statistics.later(*operands, *residuals, arrivals, resolutions, *scalars, prepared, scale).launch(
                 grid=(self.statistics.later_blocks(kv_heads, prepared), 1, 1),
                 block=(LATER_THREADS, 1, 1),
+                cluster=(self.main.config.cluster_size, 1, 1),
                 stream=stream,
                 min_blocks_per_mp=1,
                 use_pdl=True,

@@ -11,12 +11,12 @@ Per tile, everything transposed so that keys are rows:
 P^T and dS^T go from accumulator to A operand inside registers. The warpgroups never wait for each other. For dq the
 consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); then there is a CTA per
 SM, which takes one tile of keys after the other. Else dq has a kernel of its own, `dq.py`, and a tile of keys a CTA.
+In a cluster two CTAs work on neighbouring tiles of keys and share the rings' copies (`producer.py`).
 
 Query tiles are visited from the last one down: masked ones (left window edge, end of the queries), full ones without
 mask code, masked ones (right window edge). Reads the statistics that are described in `gradient.py`.
 """
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
@@ -37,6 +36,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_integers import DqIntegers
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
+from jax_fastattn.kernels.sm90.key_tiles import KeyTiles
 from jax_fastattn.kernels.sm90.magnitudes import Magnitudes, Rows
 from jax_fastattn.kernels.sm90.producer import Producer
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
@@ -65,29 +65,9 @@ class FusedKernel:
     def __init__(self, spec: KernelSpec, config: BackwardConfig):
         self.spec, self.config = spec, config
         self.memory = BackwardMemory.of(spec, config)
+        self.key_tiles = KeyTiles(spec, self.memory)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
-
-    def _key_tiles(self, key_length: Int32) -> Int32:
-        """CTAs that share a key/value head."""
-        return (key_length + (self.config.keys - 1)) // self.config.keys
-
-    def blocks(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> Int32:
-        """CTAs: one for each tile of keys of `heads` heads; where dq is computed one per SM, which takes many tiles."""
-        count = self._key_tiles(key_length) * heads
-        return Int32(cutlass.min(count, multiprocessors)) if self.config.adds_dq else count
-
-    def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32, Int32]:
-        """Of `heads` key/value heads, those begun together; how many heads ahead sums are zeroed, magnitudes found.
-
-        Last, those begun before statistics of others can be there.
-        """
-        key_tiles = self._key_tiles(key_length)
-        section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(self.spec.uneven)))
-        filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
-        # Of integers, measured: nearer, and tiles wait; farther, and L2 has probably lost the keys read for magnitudes.
-        ahead = section + filling // 2 + 1 if self.spec.integers else Int32(cutlass.max(section, filling))
-        return section, ahead, Int32(cutlass.max(ahead, filling))
 
     def launch(
         self,
@@ -158,10 +138,11 @@ class FusedKernel:
         kv_heads = num_heads // spec.group
         keys, queries = (batch, key_length, kv_heads), (batch, query_length, num_heads)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        query_tma = wgmma.tma_operand(load, query, queries, spec.head_dim, (config.queries, memory.head_dim))
+        share = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster_size > 1 else load
+        query_tma = wgmma.tma_operand(share, query, queries, spec.head_dim, (config.queries, memory.head_dim))
         key_tma = wgmma.tma_operand(load, key, keys, spec.head_dim, (WARPGROUP_ROWS, memory.head_dim))
         value_tma = wgmma.tma_operand(load, value, keys, spec.v_head_dim, (WARPGROUP_ROWS, memory.v_head_dim))
-        dout_tma = wgmma.tma_operand(load, dout, queries, spec.v_head_dim, (config.queries, memory.v_head_dim))
+        dout_tma = wgmma.tma_operand(share, dout, queries, spec.v_head_dim, (config.queries, memory.v_head_dim))
         self.kernel(
             *query_tma,
             *key_tma,
@@ -190,8 +171,9 @@ class FusedKernel:
             scale,
             logits_soft_cap,
         ).launch(
-            grid=(self.blocks(key_length, batch * kv_heads, multiprocessors), 1, 1),
+            grid=(self.key_tiles.blocks(key_length, batch * kv_heads, multiprocessors), 1, 1),
             block=(config.threads, 1, 1),
+            cluster=(config.cluster_size, 1, 1),
             smem=memory.nbytes,
             stream=stream,
             min_blocks_per_mp=1,
@@ -252,6 +234,7 @@ class FusedKernel:
         self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
         # For the kernel before it, beside which it runs: what is launched next relies on both.
         cute.arch.griddepcontrol_wait()
+        self._meet()
 
     def _divide(
         self,
@@ -280,7 +263,7 @@ class FusedKernel:
             emit = Producer(spec.group, self.memory)
             load = emit.start(shared, operands, stats, lambda work: adder.prepare(shared, work, sums))
             if not config.adds_dq:
-                cutlass.if_generate(warp_index == producer, lambda: self._each_tile(shared, problem, load))
+                cutlass.if_generate(warp_index == producer, lambda: self.key_tiles.each(shared, problem, load))
                 return
             slot, at = warp_index - (producer + 1), wgmma.Uniform(Int32(0), Int32(0))
 
@@ -291,14 +274,14 @@ class FusedKernel:
             # The first head's counter of zeros and statistics, which nobody waits for, is that of the tiles taken.
             cutlass.if_generate(
                 slot >= 0,
-                lambda: self._each_tile(shared, problem, zero_and_count),
-                lambda: self._each_tile(shared, problem, load, arrivals),
+                lambda: self.key_tiles.each(shared, problem, zero_and_count),
+                lambda: self.key_tiles.each(shared, problem, load, arrivals),
             )
 
         def add_dq() -> None:
             cute.arch.setmaxregister_decrease(config.registers[1])
             state = adder.start(shared, sums, thread - config.consumer_threads, scale)
-            self._each_tile(shared, problem, lambda work, phase: adder.run(state, work, phase))
+            self.key_tiles.each(shared, problem, lambda work, phase: adder.run(state, work, phase))
 
         def others() -> None:
             if config.adds_dq:
@@ -317,7 +300,7 @@ class FusedKernel:
                     self._find_magnitudes(shared, work, sums[-1], phase)
                 self._consume(state, work, phase, outputs, scale)
 
-            self._each_tile(shared, problem, visit)
+            self.key_tiles.each(shared, problem, visit)
 
         cutlass.if_generate(warp_index >= consumers, others, consume)
 
@@ -345,6 +328,9 @@ class FusedKernel:
             dout_full=barriers + (2 + 2 * stages),
             dout_empty=barriers + (2 + 3 * stages),
         )
+        if config.cluster_size > 1:
+            peer = ptx.cluster_address(shared.address, cute.arch.block_idx()[0] % 2 ^ 1)
+            shared.to_peer = peer - shared.address
         if config.adds_dq:
             count = 2 * config.keys * config.queries // (BLOCK * BLOCK)
             shared.dscore = staged(memory.dscore_start, BLOCK, BLOCK, count)
@@ -378,6 +364,8 @@ class FusedKernel:
         # Of a warp one lane, or in `_leave` several.
         arrivals = config.consumer_threads // 32 * (1 if config.adds_dq or config.wide else _COLUMN_LANES)
 
+        size = config.cluster_size
+
         def initialize() -> None:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
@@ -387,7 +375,7 @@ class FusedKernel:
                 for stage in range(config.stages):
                     for full, empty in ((shared.query_full, shared.query_empty), (shared.dout_full, shared.dout_empty)):
                         cute.arch.mbarrier_init(full + stage, 1)
-                        cute.arch.mbarrier_init(empty + stage, arrivals)
+                        cute.arch.mbarrier_init(empty + stage, arrivals * size)
                 if config.adds_dq:
                     for buffer in range(2):
                         cute.arch.mbarrier_init(shared.dscore_full + buffer, config.consumer_threads // 32)
@@ -397,7 +385,7 @@ class FusedKernel:
                         cute.arch.mbarrier_init(shared.counted + slot, 1)
                     cute.arch.mbarrier_init(shared.keys_empty, config.consumer_threads // 32 + 4)
                     cute.arch.mbarrier_init(shared.index_full, 1)
-                    cute.arch.mbarrier_init(shared.index_empty, config.threads // 32)
+                    cute.arch.mbarrier_init(shared.index_empty, config.threads // 32 * size)
                 if self.spec.integers:
                     # As many lanes empty it as warps fill it.
                     for barrier in (shared.found_full, shared.found_empty):
@@ -406,6 +394,13 @@ class FusedKernel:
 
         cutlass.if_generate(warp_index == 0, initialize)
         cute.arch.sync_threads()
+        self._meet()
+
+    def _meet(self) -> None:
+        """Waits for the other CTAs of the cluster, whose shared memory is used from then on, or until then."""
+        if self.config.cluster_size > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     def _write_ones(self, thread: Int32, shared: SimpleNamespace) -> None:
         """Writes the left factor of `gradient.thirds`, and the columns of zeros that follow the right ones."""
@@ -418,75 +413,6 @@ class FusedKernel:
             zeros = shared.address + memory.stats_start + i * memory.stats_pitch + memory.stats_nbytes
             gradient.zero_rows(zeros, (self.config.queries, 8), 16, Int32(0), thread=thread, threads=threads)
         cute.arch.fence_proxy("async.shared", space="cta")
-
-    def _each_tile(
-        self,
-        shared: SimpleNamespace,
-        problem: tuple,
-        visit: Callable[[SimpleNamespace, Int32], None],
-        taken: cute.Pointer | None = None,
-    ) -> None:
-        """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
-
-        Then the producer, which alone passes the counter of tiles that have been `taken`, takes the next one for all of
-        the CTA. Tiles are taken in order, so that who waits for an earlier one waits for a CTA that works on it.
-        """
-        if not self.config.adds_dq:
-            visit(self._work(cute.arch.block_idx()[0], *problem), Int32(0))
-            return
-        key_length, all_heads = problem[0][1], problem[0][3]
-        address, phase = shared.address + self.memory.index_start, wgmma.Uniform(Int32(0))
-
-        def take() -> Int32:
-            if taken is not None:
-                wgmma.wait(shared.index_empty, phase[0] ^ 1)
-                with cute.arch.elect_one():
-                    ptx.store_shared(address, ptx.fetch_add_global(taken.toint(), Int32(1), "relaxed"))
-                    cute.arch.mbarrier_arrive(shared.index_full)
-            wgmma.wait(shared.index_full, phase[0])
-            index = cute.arch.make_warp_uniform(ptx.load_shared(address))
-            wgmma.release(shared.index_empty, ptx.thread_index() % 32 == 31)
-            return index
-
-        with while_generate([take()], lambda index: index < self._key_tiles(key_length) * all_heads) as (index,):
-            visit(self._work(index, *problem), phase[0])
-            phase[0] = phase[0] ^ 1
-            yield_out([take()])
-
-    def _work(self, index: Int32, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
-        """The keys of a tile and the query tiles that see them; under a causal mask the first keys have most."""
-        spec, config = self.spec, self.config
-        query_length, key_length, num_heads, all_heads, section, ahead = sizes
-        kv_heads = num_heads // spec.group
-        key_tiles = self._key_tiles(key_length)
-        tile, head_index = tiles.place_in_sections(index, section, key_tiles, all_heads)
-        batch = head_index // kv_heads
-        row = tile * config.keys
-        bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
-        visit = tiles.query_tiles(row, config.keys, config.queries, **bounds)
-        if config.adds_dq:
-            # Keys past the end would add to dq: where there are some, every tile is masked.
-            full_begin = ptx.where(row + config.keys > bounds["key_end"], visit.end, visit.full_begin)
-            visit = visit._replace(full_begin=full_begin, full_end=Int32(cutlass.max(visit.full_end, full_begin)))
-        visit = gradient.uniform(visit)
-        return SimpleNamespace(
-            tile=tile,
-            key_tiles=key_tiles,
-            ahead=ahead,
-            head_index=head_index,
-            all_heads=all_heads,
-            row=row,
-            batch=batch,
-            kv_head=head_index % kv_heads,
-            kv_heads=kv_heads,
-            first_head=head_index % kv_heads * spec.group,
-            num_heads=num_heads,
-            query_length=query_length,
-            key_length=key_length,
-            bounds=bounds,
-            visit=visit,
-            steps=(visit.end - visit.begin) * spec.group,
-        )
 
     # Consumers.
 
@@ -568,11 +494,13 @@ class FusedKernel:
             visit_tiles(ptx.where(upper, full_end, visit.begin), ptx.where(upper, visit.end, visit.full_begin), masked)
 
         def visit_head(_: Int32) -> None:
+            self._pass_by(state, work.loads.end - visit.end)
             if checks_high:
                 wgmma.loop(Int32(2), visit_end)
             else:
                 visit_tiles(visit.full_begin, visit.end, None)
                 visit_tiles(visit.begin, visit.full_begin, masked)
+            self._pass_by(state, visit.begin - work.loads.begin)
 
         wgmma.loop(Int32(spec.group), visit_head)
         if config.adds_dq:
@@ -652,10 +580,31 @@ class FusedKernel:
         warpgroup.wait_group(1)
         # Statistics that are no factors are loaded by lanes; those of each column last by one of these.
         arrives = None if self.config.adds_dq else state.thread % 32 >= 32 - _COLUMN_LANES
-        wgmma.release(state.shared.dout_empty + stage, arrives)
+        self._give_back(state.shared, state.shared.dout_empty + stage, arrives)
         wgmma.advance(state.stage, self.config.stages)
         warpgroup.wait_group(0)
-        wgmma.release(state.shared.query_empty + stage, arrives)
+        self._give_back(state.shared, state.shared.query_empty + stage, arrives)
+
+    def _give_back(self, shared: SimpleNamespace, empty: cute.Pointer, arrives: Boolean | None = None) -> None:
+        """Gives a stage back to all who fill it."""
+        peer = empty.toint() + shared.to_peer if self.config.cluster_size > 1 else None
+        wgmma.release(empty, arrives, peer)
+
+    def _pass_by(self, state: SimpleNamespace, count: Int32) -> None:
+        """Gives back query tiles that the other CTA of the cluster alone visits."""
+        shared = state.shared
+
+        def pass_one(_: Int32) -> None:
+            stage, phase = state.stage[0], state.stage[1]
+            wgmma.wait(shared.query_full + stage, phase)
+            wgmma.wait(shared.dout_full + stage, phase)
+            wgmma.advance(state.stage, self.config.stages)
+            self._give_back(shared, shared.dout_empty + stage)
+            self._give_back(shared, shared.query_empty + stage)
+
+        if self.config.cluster_size > 1:
+            state.stage.settle()
+            wgmma.loop(count, pass_one)
 
     def _lane(self) -> tuple[Int32, Int32, Int32]:
         """A consumer thread's index and the first row and column of its accumulators, read anew."""
