@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -95,36 +94,9 @@ def test_hopper_backward_fits_for_every_head_dim(deterministic: bool, cap: bool)
         assert dq.slots >= (5 if dq.overlap else 3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "clusters"),
-    [
-        ({"query_length": 3072, "key_length": 3072}, True),
-        ({"query_length": 3071, "key_length": 9000}, False),
-        ({"query_length": 9000, "key_length": 3071}, False),
-        ({"query_length": 4096, "key_length": 4096, "is_causal": True}, False),
-        ({"query_length": 8192, "key_length": 8192, "is_causal": True}, True),
-        ({"query_length": 32768, "key_length": 32768, "window": (4096, 0)}, True),
-        ({"query_length": 32768, "key_length": 32768, "window": (127, 0)}, False),
-        ({"query_length": 0, "key_length": 4096}, False),
-    ],
-    ids=str,
-)
-def test_long_calls_have_clusters(changes: dict[str, Any], clusters: bool) -> None:
-    case = dataclasses.replace(BASE, **changes)
-    backward = kernel_spec(case.problem(), "backward", "sm_90a")
-    assert backward.clusters is clusters
-    assert backward_config(backward).cluster_size == 1 + clusters
-    others = ((case, "forward", "sm_90a"), (case, "backward", "sm_80"))
-    others += ((dataclasses.replace(case, head_dim=FUSED_HEAD_DIM + 8), "backward", "sm_90a"),)
-    assert not any(kernel_spec(case.problem(), op, arch).clusters for case, op, arch in others)
-
-
 def test_wide_kernels_compute_no_dq() -> None:
     with pytest.raises(ValueError, match="a kernel of its own"):
         BackwardConfig(64, 2, dq_registers=72, wide=True)
-    for config in ({}, {"dq_registers": 72, "cluster_size": 4}):
-        with pytest.raises(ValueError, match="clusters have two CTAs, which add dq"):
-            BackwardConfig(64, 3, **{"cluster_size": 2, **config})
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

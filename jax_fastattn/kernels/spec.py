@@ -19,10 +19,6 @@ UNBOUNDED = 1 << 29
 # The largest of what `short_length` returns.
 SHORT_LENGTH = 2048
 
-# From which `visible_length` on CTAs of Hopper's fused backward kernel share loads: faster in long runs, where power
-# sets the clock. For fewer visible queries the CTAs wait for each other too often.
-CLUSTER_LENGTH = 3072
-
 # Up to which head dims Hopper has one kernel for all three gradients.
 FUSED_HEAD_DIM = 128
 
@@ -49,7 +45,6 @@ class KernelSpec:
         deterministic: whether gradients must have the same bits in every run; set where a kernel exists that cannot.
         short: T and S are at most `short_length`: few tiles per row, which wants other variants. False where there is
             one variant for all lengths, so that a new length compiles nothing.
-        clusters: `visible_length` is at least `CLUSTER_LENGTH`: CTAs of a fused kernel work in clusters of two.
     """
 
     op: Literal["forward", "backward"]
@@ -69,7 +64,6 @@ class KernelSpec:
     family: Literal["sm80", "sm90"] = "sm80"
     deterministic: bool = False
     short: bool = False
-    clusters: bool = False
 
     @property
     def fused(self) -> bool:
@@ -120,13 +114,6 @@ def short_length(
     return 512 if head_dim > (64 if masked else 96) else 0
 
 
-def visible_length(problem: Problem) -> int:
-    """About how many queries see a key, if T and S are what the smaller of them is: all but what bounds hide."""
-    length = min(problem.query_length, problem.key_length)
-    hidden = sum(max(length - bound, 0) ** 2 for bound in problem.spec.bounds if bound is not None)
-    return length - hidden // max(2 * length, 1)
-
-
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
     """The compile key for a problem that `unsupported_reasons` lets through."""
     spec = problem.spec
@@ -155,8 +142,7 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     short = short_length(op, largest, masked=masked, capped=key.logits_soft_cap, deterministic=deterministic)
     varies = family == "sm90" and (op == "forward" or key.fused)
     key = replace(key, short=varies and max(problem.query_length, problem.key_length) <= short)
-    clusters = key.fused and visible_length(problem) >= CLUSTER_LENGTH
-    return replace(key, deterministic=deterministic and key.fused, clusters=clusters)
+    return replace(key, deterministic=deterministic and key.fused)
 
 
 def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:

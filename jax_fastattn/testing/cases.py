@@ -479,26 +479,4 @@ GPU_CASES = [
         {"sinks": "n"},
         {"sinks": "n", "deterministic": True},
     ),
-    # From `CLUSTER_LENGTH` visible queries on: pairs of CTAs, with an even and an odd number of tiles of keys.
-    *_vary(
-        _on(_MHA, batch=1),
-        *_lengths((3073, 3200), (3200, 3073), (3073, 3457)),
-        {"query_length": 3111, "key_length": 3073, "num_kv_heads": 10, "deterministic": True},
-    ),
-    *_vary(
-        _on(_MHA, batch=1, num_kv_heads=1, group=3, head_dim=128, is_causal=True),
-        *_lengths((6145, 6300), (6273, 6145)),
-        {"query_length": 6145, "key_length": 6145, "deterministic": True},
-    ),
-    *_vary(
-        _on(_MHA, num_kv_heads=5, head_dim=128, dlse=True),
-        *_lengths((3201, 3110)),
-        {"query_length": 3110, "key_length": 3201, "deterministic": True},
-    ),
-    *_vary(
-        _on(_GQA, head_dim=96, dtype="float16", window=(4000, 2000), query_length=4097, key_length=4300),
-        {"query_seq_lengths": (4097, 3000), "key_value_seq_lengths": (4000, 4300), "query_offset": (300, -500)},
-        {"query_seq_lengths": (65, 0), "key_value_seq_lengths": (4300, 129), "query_offset": (3, 4000)},
-    ),
-    *_vary(_on(_MHA, num_kv_heads=2, head_dim=128, logits_soft_cap=5.0, sinks="n"), *_lengths((3110, 3201))),
 ]

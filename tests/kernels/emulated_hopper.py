@@ -155,8 +155,7 @@ def run_backward(
     optional = [address[x] for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
     lengths = optional if spec.fused else [address["query_seq_lengths"]] if spec.query_seq_lengths else []
     residuals = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []))]
-    size = config.cluster_size
-    key_tiles = -(-sizes.keys // config.cluster_keys) * size
+    key_tiles = -(-sizes.keys // config.keys)
     kv_heads = sizes.batch * sizes.kv_heads
     ahead = heads_together(key_tiles, kv_heads)
     prepared = min(ahead, kv_heads) if spec.fused else kv_heads
@@ -177,7 +176,6 @@ def run_backward(
             [*written, *sums[1:], *integers[:1], *scalars, prepared, sizes.scale],
             memory,
             kernel.statistics.later_blocks(kv_heads, prepared),
-            cluster=size,
         )
 
     def run(text: str, rows: tuple[int, int], columns: DqMemory | BackwardMemory, grid: tuple[int, int]) -> None:
@@ -198,8 +196,7 @@ def run_backward(
         parameters += [] if isinstance(columns, DqMemory) else [together]
         parameters += [sizes.left, sizes.right, sizes.scale, sizes.cap]
         tiles = grid[0] * grid[1]
-        ctas = min(tiles, MULTIPROCESSORS // size * size) if spec.fused else tiles
-        launch(text, parameters, memory, ctas, columns.nbytes, cluster=size)
+        launch(text, parameters, memory, min(tiles, MULTIPROCESSORS) if spec.fused else tiles, columns.nbytes)
 
     if not spec.fused:
         own = kernel.dq

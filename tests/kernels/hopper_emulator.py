@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""`ptx_emulator` for Hopper kernels: TMA, mbarriers, named barriers, wgmma and clusters of CTAs along x.
+"""`ptx_emulator` for Hopper kernels: TMA, mbarriers, named barriers and wgmma.
 
-The threads of a warpgroup advance together. The warpgroups of a cluster take turns: each runs until it has to wait or
-arrives somewhere, and when all of them wait the kernel hangs, which is an error. Clusters run one after another: none
-may wait for a later one. Copies and products take effect when they are issued. To other CTAs of its cluster a CTA may
-send copies (multicast), single words (st.async) and arrivals; loads and stores of threads there are not known.
+The threads of a warpgroup advance together. The warpgroups of a CTA take turns: each runs until it has to wait or
+arrives somewhere, and when all of them wait the kernel hangs, which is an error. CTAs run one after another: none may
+wait for a later one. Copies and products take effect when they are issued.
 
 What it catches beyond wrong results: deadlocks, barriers that count wrong, accesses outside of the buffers, reads of
 shared memory that nothing has filled (it starts as NaN); registers of a product in flight that are touched, shared
@@ -15,11 +14,10 @@ copies without a proxy fence.
 It also catches races in shared memory, whatever the turns were. Every warpgroup and every mbarrier is an agent with a
 time; an arrival hands on the times that a warpgroup knows, a wait learns them. Who uses a byte has to know of the
 accesses before it, those of copies included, and who uses an mbarrier of its initialisation; a CTA may exit when it
-knows of the end of all copies to it and of the arrivals that others make there.
+knows of the end of all copies to it.
 
 What it cannot catch: a missing barrier between the warps of a warpgroup (and a wait of one warp counts for all), races
-in global memory, that a relaxed arrival orders no accesses (it is taken for a release), a missing proxy fence after an
-st.async.
+in global memory.
 """
 
 from __future__ import annotations
@@ -35,9 +33,7 @@ import numpy as np
 from ptx_emulator import _TYPES, Cta, Memory, parse
 
 _WARPGROUP = 128
-# Addresses of shared::cluster: the CTA's own shared memory is at 0, that of rank r (its own too) at (r + 1) * _WINDOW.
-_WINDOW = 1 << 24
-# Warpgroups and mbarriers that a cluster may have.
+# Warpgroups and mbarriers that a CTA may have.
 _AGENTS = 256
 
 
@@ -79,7 +75,7 @@ class Handover:
 
 @dataclass
 class Barrier(Handover):
-    """A named barrier or that of a cluster: threads that have arrived, and rounds that have ended."""
+    """A named barrier: threads that have arrived, and rounds that have ended."""
 
     arrived: int = 0
     rounds: int = 0
@@ -124,33 +120,23 @@ class Shared:
 
     Args:
         nbytes: of shared memory.
-        agents: which of the cluster's agents they are.
+        groups: their number; mbarriers are the agents after them.
     """
 
-    def __init__(self, nbytes: int, agents: slice):
-        self.agents, self.running = agents, agents.stop - agents.start
+    def __init__(self, nbytes: int, groups: int):
         self.memory = np.full(nbytes, 0xFF, np.uint8)
         # By byte: products in flight that read it, and whether a thread has stored it without a proxy fence since.
         self.reads, self.unfenced = np.zeros(nbytes, np.int16), np.zeros(nbytes, bool)
         # By byte: agent and time of the last write, and the time of every warpgroup's last read.
         self.writer, self.written = np.zeros(nbytes, np.int16), np.zeros(nbytes, np.int32)
-        self.read = np.zeros((self.running, nbytes), np.int32)
+        self.read = np.zeros((groups, nbytes), np.int32)
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, Barrier] = defaultdict(Barrier)
+        self.agents = self.running = groups
         # What has to be over when the CTA exits, and what is known to be by the warpgroups that have.
         self.touched, self.known = _times(), _times()
         # Additions to global memory that others may wait for.
         self.additions = 0
-
-
-@dataclass
-class Cluster:
-    """CTAs that run together, their barrier and its threads; agents that have a number."""
-
-    ctas: list[Shared]
-    threads: int
-    agents: int
-    barrier: Barrier = field(default_factory=Barrier)
 
 
 @dataclass(frozen=True)
@@ -179,19 +165,10 @@ def _parts(threads: int) -> list[tuple[int, int]]:
 class Warpgroup(Cta):
     """Up to 128 threads of a CTA."""
 
-    def __init__(self, program: tuple, parameters: list[Any], memory: Memory, place: tuple, cluster: Cluster):
+    def __init__(self, program: tuple, parameters: list[Any], memory: Memory, place: tuple, common: Shared):
         self.code, self.labels, self.parameter_types, threads = program
         self.block, self.grid, index = place
-        self.parameters, self.memory, self.cluster = parameters, memory, cluster
-        size = len(cluster.ctas)
-        self.rank = self.block % size
-        self.common = cluster.ctas[self.rank]
-        self.special = {
-            "%nctaid.x": self.grid,
-            "%clusterid.x": self.block // size, "%nclusterid.x": self.grid // size,
-            "%cluster_ctaid.x": self.rank, "%cluster_nctaid.x": size,
-            "%cluster_ctarank": self.rank, "%cluster_nctarank": size,
-        }  # fmt: skip
+        self.parameters, self.memory, self.common = parameters, memory, common
         self.shared, self.all_threads = self.common.memory, threads
         first, self.threads = _parts(threads)[index]
         self.tid = np.arange(first, first + self.threads)
@@ -201,12 +178,10 @@ class Warpgroup(Cta):
         self.flying: list[list[Product]] = [[]]
         self.busy: dict[str, int] = {}
         self.stored: list[np.ndarray] = []
-        self.index, self.agent = index, self.common.agents.start + index
+        self.agent = index
         self.clock = _times()
         self.clock[self.agent] = 1
         self.waited = np.zeros(self.threads, bool)
-        # The round of the cluster's barrier at which a thread has arrived, until it has waited; else -1.
-        self.round = np.full(self.threads, -1)
 
     def steps(self) -> Iterator[str]:
         """Runs to the end; yields what it waits for, as often as it is asked in vain."""
@@ -230,8 +205,6 @@ class Warpgroup(Cta):
                 yield from self.wait_for_count(opcode, operands, active, self.code[here + 1])
             elif opcode.startswith(("bar.sync", "barrier.sync")):
                 yield from self.sync(operands, active)
-            elif opcode.startswith("barrier.cluster.wait"):
-                yield from self.wait_for_cluster(active)
             else:
                 self.execute(opcode, operands, active)
                 if opcode.startswith("mbarrier.arrive") and "expect_tx" not in opcode:
@@ -253,7 +226,7 @@ class Warpgroup(Cta):
     def wait(self, operands: list[str], active: np.ndarray) -> Iterator[str]:
         address = int(self.address(operands[1], np.uint32)[active][0])
         parity = int(self.get(operands[2], np.uint32)[active][0])
-        barrier = self.mbarrier(self.common, address)
+        barrier = self.mbarrier(address)
         while barrier.phase % 2 == parity:
             yield f"mbarrier {address} of CTA {self.block}, parity {parity}, {barrier}"
         self.learn(barrier)
@@ -281,15 +254,6 @@ class Warpgroup(Cta):
             yield f"named barrier {name} of CTA {self.block}: {barrier.arrived} of {expected}"
         self.learn(barrier)
 
-    def wait_for_cluster(self, active: np.ndarray) -> Iterator[str]:
-        barrier = self.cluster.barrier
-        if (self.round[active] < 0).any():
-            raise RuntimeError("a wait for the barrier of the cluster without an arrival")
-        while (self.round[active] == barrier.rounds).any():
-            yield f"barrier of the cluster of CTA {self.block}: {barrier.arrived} of {self.cluster.threads}"
-        self.round[active] = -1
-        self.learn(barrier)
-
     def arrive(self, barrier: Barrier | Mbarrier, **update: int) -> None:
         """Hands on what the warpgroup knows; what it does after that is later."""
         np.maximum(barrier.gathered, self.clock, out=barrier.gathered)
@@ -300,12 +264,7 @@ class Warpgroup(Cta):
         np.maximum(self.clock, barrier.released, out=self.clock)
 
     def do_bar(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        if parts[:2] == ["cluster", "arrive"]:
-            if (self.round[active] >= 0).any():
-                raise RuntimeError("two arrivals at the barrier of the cluster without a wait between them")
-            self.round[active] = self.cluster.barrier.rounds
-            self.arrive(self.cluster.barrier, threads=int(active.sum()), expected=self.cluster.threads)
-        elif parts[0] == "arrive":
+        if parts[0] == "arrive":
             name, expected = (int(self.get(x, np.int32)[active][0]) for x in operands)
             self.arrive(self.common.named[name], threads=int(active.sum()), expected=expected)
         elif parts[0] != "warp":
@@ -313,8 +272,8 @@ class Warpgroup(Cta):
 
     do_barrier = do_bar
 
-    def mbarrier(self, shared: Shared, offset: int) -> Mbarrier:
-        barrier = shared.mbarriers.get(offset)
+    def mbarrier(self, offset: int) -> Mbarrier:
+        barrier = self.common.mbarriers.get(offset)
         if barrier is None or self.clock[barrier.made[0]] < barrier.made[1]:
             raise RuntimeError(f"CTA {self.block} uses an mbarrier at {offset:#x} that is not known to be initialised")
         return barrier
@@ -324,19 +283,17 @@ class Warpgroup(Cta):
             address = int(self.address(operands[0], np.uint32)[active][0])
             count = int(self.get(operands[1], np.uint32)[active][0])
             made = self.agent, int(self.clock[self.agent])
-            self.common.mbarriers[address] = Mbarrier(count, self.cluster.agents, made)
-            self.cluster.agents += 1
+            self.common.mbarriers[address] = Mbarrier(count, self.common.agents, made)
+            self.common.agents += 1
             return
-        arrives, remote = parts[0] == "arrive", "shared::cluster" in parts
+        arrives = parts[0] == "arrive"
         if not arrives and parts[0] != "expect_tx":
             raise NotImplementedError(f"mbarrier.{parts}")
         target, *operand = operands[1:] if arrives else operands
         addresses = self.address(target, np.uint32)[active]
         values = self.get(operand[0] if operand else "1", np.uint32)[active].astype(int)
         for address in np.unique(addresses):
-            shared, offset = (self.cta(address), address % _WINDOW) if remote else (self.common, address)
-            barrier, theirs = self.mbarrier(shared, int(offset)), values[addresses == address]
-            shared.touched[self.agent] = self.clock[self.agent]
+            barrier, theirs = self.mbarrier(int(address)), values[addresses == address]
             if not arrives:
                 barrier.update(nbytes=int(theirs.sum()))
             elif "expect_tx" in parts:
@@ -344,39 +301,14 @@ class Warpgroup(Cta):
             else:
                 self.arrive(barrier, arrivals=int(theirs.sum()))
 
-    # The cluster.
-
-    def cta(self, address: int) -> Shared:
-        """The CTA in whose shared memory an address of shared::cluster lies; it has to run."""
-        rank = int(address) // _WINDOW - 1
-        if rank in (-1, self.rank):
-            return self.common
-        if rank >= len(self.cluster.ctas):
-            raise IndexError(f"CTA {self.block} uses shared memory of rank {rank} of {len(self.cluster.ctas)}")
-        other = self.cluster.ctas[rank]
-        if not other.running:
-            raise RuntimeError(f"CTA {self.block} uses shared memory of rank {rank}, which has exited")
-        if not self.clock[other.agents].any():
-            raise RuntimeError(f"CTA {self.block} uses shared memory of rank {rank}, not known to have started")
-        return other
-
-    def do_mapa(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        if parts != ["shared::cluster", "u32"]:
-            raise NotImplementedError(f"mapa.{parts}")
-        ranks = self.get(operands[2], np.uint32).astype(np.int64)
-        if (ranks[active] >= len(self.cluster.ctas)).any():
-            raise IndexError(f"mapa to rank {ranks[active].max()} of {len(self.cluster.ctas)}")
-        addresses = self.address(operands[1], np.uint32) % _WINDOW + (ranks + 1) * _WINDOW
-        self.put(operands[0], addresses.astype(np.uint32), active)
-
-    def order(self, shared: Shared, places: np.ndarray, *, writes: bool) -> None:
+    def order(self, places: np.ndarray, *, writes: bool) -> None:
         """An access, which has to know of all writes of the bytes and, if it writes, of all reads."""
-        places = places.reshape(-1)
+        places, shared = places.reshape(-1), self.common
         if (self.clock[shared.writer[places]] < shared.written[places]).any():
             raise RuntimeError(f"CTA {self.block} uses shared memory without waiting for what is written there")
         if not writes:
-            shared.read[self.index, places] = self.clock[self.agent]
-        elif (shared.read[:, places] > self.clock[shared.agents, None]).any():
+            shared.read[self.agent, places] = self.clock[self.agent]
+        elif (shared.read[:, places] > self.clock[: len(shared.read), None]).any():
             raise RuntimeError(f"CTA {self.block} writes shared memory without waiting for those who read it")
 
     # What has no effect here.
@@ -401,8 +333,8 @@ class Warpgroup(Cta):
     def get(self, name: str, kind: Any) -> np.ndarray:
         if (parameter := re.search(r"_param_(\d+)$", name)) is not None:
             return np.full(self.threads, int(parameter[1]), kind)  # where it is: which descriptor
-        if name in self.special:
-            return np.full(self.threads, self.special[name], kind)
+        if name == "%nctaid.x":
+            return np.full(self.threads, self.grid, kind)
         if name.startswith("__dynamic_shmem__"):
             return np.zeros(self.threads, kind)
         if kind is bool and name not in self.registers:
@@ -435,7 +367,7 @@ class Warpgroup(Cta):
     def do_ldmatrix(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         addresses = np.where(active, self.address(operands[1], np.uint32), 0)
         places = self.shared_indices(addresses, 16)
-        self.order(self.common, places[active], writes=False)
+        self.order(places[active], writes=False)
         rows = self.shared[places].view(np.uint16)
         matrices = rows.reshape(-1, 4, 8, 8)
         if "trans" in parts:
@@ -453,31 +385,31 @@ class Warpgroup(Cta):
         if "trans" in parts:
             matrices = matrices.swapaxes(2, 3)
         rows = np.ascontiguousarray(matrices.reshape(-1, 8)).view(np.uint8)
-        self.fill(self.common, self.shared_indices(addresses, 16), rows)
+        self.fill(self.shared_indices(addresses, 16), rows)
 
     def load_shared(self, space: str, addresses: np.ndarray, size: int) -> np.ndarray:
         places = self.shared_indices(addresses, size)
-        self.order(self.common, places, writes=False)
+        self.order(places, writes=False)
         return self.shared[places]
 
     def do_st(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        if parts[0] == "async":
-            return self.send(parts, operands, active)
+        if "async" in parts:
+            raise NotImplementedError(f"st.{parts}")
         if not any(x.startswith("shared") for x in parts):
             return super().do_st(parts, operands, active)
         values = np.stack([self.get(x, _TYPES[parts[-1]])[active] for x in self.names(operands[1])], 1)
         raw = np.ascontiguousarray(values).view(np.uint8)
-        self.fill(self.common, self.shared_indices(self.address(operands[0], np.uint32)[active], raw.shape[1]), raw)
+        self.fill(self.shared_indices(self.address(operands[0], np.uint32)[active], raw.shape[1]), raw)
 
-    def fill(self, shared: Shared, places: np.ndarray, data: np.ndarray, copy: tuple | None = None) -> None:
+    def fill(self, places: np.ndarray, data: np.ndarray, copy: tuple | None = None) -> None:
         """Writes shared memory, by threads or by a copy that is over at the time of an mbarrier, (agent, time).
 
         Zeros that threads write count as a read: every warpgroup clears padding, whose scores are masked, for itself.
         """
-        writes = copy is not None or data.any()
+        writes, shared = copy is not None or data.any(), self.common
         if writes and shared.reads[places].any():
             raise RuntimeError("shared memory is written while a product in flight reads it")
-        self.order(shared, places, writes=writes)
+        self.order(places, writes=writes)
         shared.memory[places] = data
         shared.unfenced[places] = copy is None
         if copy is None:
@@ -489,7 +421,7 @@ class Warpgroup(Cta):
         """Places that the asynchronous proxy reads."""
         if self.common.unfenced[places].any():
             raise RuntimeError("shared memory is read by the asynchronous proxy without a fence after the stores")
-        self.order(self.common, places, writes=False)
+        self.order(places, writes=False)
         return places
 
     def do_wgmma(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
@@ -512,7 +444,7 @@ class Warpgroup(Cta):
                 del self.busy[name]
         for places in product.places:
             np.subtract.at(self.common.reads, places, 1)
-            self.common.read[self.index, places] = self.clock[self.agent]
+            self.common.read[self.agent, places] = self.clock[self.agent]
 
     def multiply(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         dtype = ml_dtypes.bfloat16 if "bf16" in parts else np.float16
@@ -581,25 +513,15 @@ class Warpgroup(Cta):
         operand: Operand = self.parameters[int(self.get(descriptor, np.uint64)[active][0])]
         where = [int(self.get(x, np.int32)[active][0]) for x in self.names(coordinates)]
         box = operand.box(self.memory, *where)
-        mask = int(self.get(operands[3], np.uint16)[active][0]) if "multicast::cluster" in parts else None
-        self.deliver(swizzle(target + np.arange(box.size).reshape(box.shape), operand.atom), box, barrier, mask)
+        self.deliver(swizzle(target + np.arange(box.size).reshape(box.shape), operand.atom), box, barrier)
 
-    def deliver(self, places: np.ndarray, data: np.ndarray, address: int, mask: int | None = None) -> None:
-        """Writes a copy and counts its bytes on an mbarrier, with whose phase it will be over.
-
-        Both lie in the CTA of their addresses; if there is a mask, at the same offsets in each CTA of it.
-        """
-        ctas = [self.cta(places.flat[0])]
-        if self.cta(address) is not ctas[0]:
-            raise RuntimeError("a copy to one CTA for the mbarrier of another")
-        if mask is not None:
-            ctas = [self.cta((rank + 1) * _WINDOW) for rank in range(16) if mask >> rank & 1]
-        for shared in ctas:
-            barrier = self.mbarrier(shared, address % _WINDOW)
-            time = barrier.phase + 1
-            self.fill(shared, places % _WINDOW, data, (barrier.agent, time))
-            shared.touched[barrier.agent] = time
-            barrier.update(nbytes=-data.size)
+    def deliver(self, places: np.ndarray, data: np.ndarray, address: int) -> None:
+        """Writes a copy and counts its bytes on an mbarrier, with whose phase it will be over."""
+        barrier = self.mbarrier(address)
+        time = barrier.phase + 1
+        self.fill(places, data, (barrier.agent, time))
+        self.common.touched[barrier.agent] = time
+        barrier.update(nbytes=-data.size)
 
     def copy_bytes(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         """Copies of the active threads from global memory."""
@@ -608,25 +530,13 @@ class Warpgroup(Cta):
         targets, barriers = (self.address(x, np.uint32)[active] for x in (operands[0], operands[3]))
         sources = self.address(operands[1], np.uint64)[active]
         sizes = self.get(operands[2], np.uint32)[active].astype(int)
-        mask = int(self.get(operands[4], np.uint16)[active][0]) if "multicast::cluster" in parts else None
         for copy in zip(targets, sources, sizes, barriers, strict=True):
             target, source, size, address = map(int, copy)
             if (target | source | size) % 16:
                 raise IndexError("misaligned bulk copy")
             self.memory.indices(np.arange(source, source + size), 1)
             start = source - self.memory.base
-            self.deliver(target + np.arange(size), self.memory.data[start : start + size], address, mask)
-
-    def send(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        """Words of the active threads for the CTAs of their addresses."""
-        if [x for x in parts if x != "weak"] != ["async", "shared::cluster", "mbarrier::complete_tx::bytes", "b32"]:
-            raise NotImplementedError(f"st.{parts}")
-        targets, barriers = (self.address(x, np.uint32)[active] for x in (operands[0], operands[2]))
-        words = self.get(operands[1], np.uint32)[active, None].view(np.uint8)
-        for target, word, address in zip(targets, words, barriers, strict=True):
-            if target % 4:
-                raise IndexError("misaligned st.async")
-            self.deliver(target + np.arange(4), word, int(address))
+            self.deliver(target + np.arange(size), self.memory.data[start : start + size], address)
 
     def do_red(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         addresses = self.address(operands[0], np.uint64)[active]
@@ -651,42 +561,33 @@ class Warpgroup(Cta):
         function.at(self.memory.data.view(terms.dtype), (addresses - self.memory.base) // 4, terms)
 
 
-def launch(ptx: str, parameters: list[Any], memory: Memory, grid: int, shared_bytes: int = 0, cluster: int = 1) -> None:
-    """Runs the only kernel of a PTX text, one cluster of CTAs after another."""
-    if grid % cluster:
-        raise ValueError(f"a grid of {grid} CTAs is not made of clusters of {cluster}")
+def launch(ptx: str, parameters: list[Any], memory: Memory, grid: int, shared_bytes: int = 0) -> None:
+    """Runs the only kernel of a PTX text, one CTA after another."""
     program = parse(ptx)
     groups = len(_parts(program[3]))
-    for first in range(0, grid, cluster):
-        ctas = [Shared(shared_bytes, slice(x, x + groups)) for x in range(0, cluster * groups, groups)]
-        together = Cluster(ctas, cluster * program[3], cluster * groups)
-        running = [
-            [Warpgroup(program, parameters, memory, (block, grid, part), together).steps() for part in range(groups)]
-            for block in range(first, first + cluster)
-        ]
+    for block in range(grid):
+        common = Shared(shared_bytes, groups)
+        places = [(block, grid, part) for part in range(groups)]
         with np.errstate(all="ignore"):
-            _take_turns(running, together)
+            _take_turns([Warpgroup(program, parameters, memory, place, common).steps() for place in places], common)
 
 
-def _take_turns(ctas: list[list[Iterator[str]]], cluster: Cluster) -> None:
-    """Runs all parts; the fourth and later of a CTA, or its last, go on as soon as another has released something."""
-    running = [part for parts in ctas for part in parts]
-    loaders = [part for parts in ctas for part in (parts[3:] or parts[-1:])]
-    others = [part for part in running if part not in loaders]
+def _take_turns(parts: list[Iterator[str]], common: Shared) -> None:
+    """Runs all parts; those from the fourth on, or the last, go on as soon as another has released something."""
+    running = list(parts)
+    loaders, others = (parts[3:], parts[:3]) if parts[3:] else (parts[-1:], parts[:-1])
     while running:
-        before, waits = _progress(cluster), {}
+        before, waits = _progress(common), {}
         for steps in [x for group in others for x in (group, *loaders)] or loaders:
             if steps in running:
                 waits[steps] = next(steps, None)
                 if waits[steps] is None:
                     running.remove(steps)
         waiting = [wait for wait in waits.values() if wait is not None]
-        if running and len(waiting) == len(waits) and _progress(cluster) == before:
+        if running and len(waiting) == len(waits) and _progress(common) == before:
             raise RuntimeError("all warpgroups wait: " + "; ".join(waiting))
 
 
-def _progress(cluster: Cluster) -> tuple:
-    mbarriers = [x for shared in cluster.ctas for x in shared.mbarriers.values()]
-    barriers = [cluster.barrier, *(x for shared in cluster.ctas for x in shared.named.values())]
-    phases = tuple((x.count, x.phase, x.arrivals, x.nbytes) for x in mbarriers)
-    return phases, [x.additions for x in cluster.ctas], tuple((x.arrived, x.rounds) for x in barriers)
+def _progress(common: Shared) -> tuple:
+    phases = tuple((x.count, x.phase, x.arrivals, x.nbytes) for x in common.mbarriers.values())
+    return phases, common.additions, tuple((x.arrived, x.rounds) for x in common.named.values())

@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `hopper_emulator` makes of a ring of one slot, of one that two CTAs share, and of a count.
+"""What `hopper_emulator` makes of a ring of one slot, and of a count: PTX written by hand, and its mutations.
 
-PTX written by hand, and its mutations. A mutation drops the lines with one remark. Each breaks the kernel on a GPU,
-most of them only now and then.
+A mutation drops the lines with one remark. Each breaks the kernel on a GPU, most of them only now and then.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hopper_emulator import Mbarrier, Operand, launch
+from hopper_emulator import launch
 from ptx_emulator import Memory
 
 _NBYTES = 4 * 128
@@ -134,185 +133,6 @@ def test_a_copy_outlives_its_cta() -> None:
 def test_accesses_past_the_end() -> None:
     with pytest.raises(IndexError, match="shared access out of range"):
         _sum(_SUM.replace("ld.shared.b32 %r14, [%r13]", "ld.shared.b32 %r14, [%r13+512]"))
-
-
-# As `_SUM` in both CTAs of a cluster: a thread of the first loads rows for both (from row c on in cluster c), after two
-# have sent their number. mbarriers: 512 "full", 520 "empty" (of both), 528 "told" of the number at 536.
-_SHARE = f"""
-.version 8.4
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 __dynamic_shmem__0[];
-.visible .entry share(.param .u64 share_param_0, .param .u64 share_param_1, .param .u32 share_param_2,
-.param .align 64 .b8 share_param_3[128])
-.reqntid 256, 1, 1
-{{
-.reg .pred %p<4>;
-.reg .b16 %rs<4>;
-.reg .b32 %r<24>;
-.reg .b64 %rd<8>;
-ld.param.b64 %rd1, [share_param_0];
-ld.param.b64 %rd2, [share_param_1];
-mov.u32 %r2, %tid.x;
-mov.u32 %r3, %cluster_ctarank;
-mov.u32 %r4, %clusterid.x;
-mov.u32 %r5, %ctaid.x;
-mov.b32 %r6, __dynamic_shmem__0;
-setp.ne.s32 %p1, %r2, 0;
-@%p1 bra $L_ready;
-mov.b32 %r7, 1;
-mbarrier.init.shared.b64 [__dynamic_shmem__0+512], %r7;
-mbarrier.init.shared.b64 [__dynamic_shmem__0+528], %r7;
-mov.b32 %r8, 256;
-mbarrier.init.shared.b64 [__dynamic_shmem__0+520], %r8;
-fence.mbarrier_init.release.cluster;
-mov.b32 %r9, 4;
-mbarrier.arrive.expect_tx.shared.b64 %rd3, [__dynamic_shmem__0+528], %r9; // expect number
-$L_ready:
-barrier.cluster.arrive.relaxed.aligned; // first sync
-barrier.cluster.wait.acquire.aligned; // first sync
-mov.b32 %r9, 0;
-setp.lt.s32 %p2, %r2, 128;
-@%p2 bra $L_add;
-sub.s32 %r7, %r2, 128;
-setp.gt.s32 %p3, %r7, 1;
-@%p3 bra $L_end;
-setp.ne.s32 %p3, %r3, 0;
-@%p3 bra $L_end;
-ld.param.b32 %r1, [share_param_2];
-mapa.shared::cluster.u32 %r8, %r6, %r7;
-st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r8+536], %r1, [%r8+528]; // send
-setp.eq.s32 %p3, %r7, 1;
-@%p3 bra $L_end;
-mul.wide.u32 %rd3, %r4, {_NBYTES};
-add.s64 %rd1, %rd1, %rd3;
-mov.b64 %rd4, share_param_3;
-mov.b16 %rs1, 3;
-mov.b32 %r16, 0;
-shl.b32 %r17, %r4, 5;
-$L_load:
-and.b32 %r10, %r9, 1;
-xor.b32 %r10, %r10, 1;
-{_wait(520, "%r10", "wait for empty")}
-add.s32 %r11, %r6, 512;
-cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster \
-[%r6], [%rd1], {_NBYTES}, [%r11], %rs1;
-add.s64 %rd1, %rd1, {_NBYTES};
-add.s32 %r17, %r17, 32;
-add.s32 %r9, %r9, 1;
-setp.lt.s32 %p3, %r9, %r1;
-@%p3 bra $L_load;
-bra $L_end;
-$L_add:
-{_wait(528, "0", "wait for number")}
-ld.shared.b32 %r1, [__dynamic_shmem__0+536];
-mapa.shared::cluster.u32 %r8, %r6, 0;
-mov.b32 %r12, 0;
-shl.b32 %r13, %r2, 2;
-add.s32 %r13, %r6, %r13;
-$L_step:
-and.b32 %r10, %r9, 1;
-@%p1 bra $L_expected;
-mov.b32 %r11, {_NBYTES};
-mbarrier.arrive.expect_tx.shared.b64 %rd3, [__dynamic_shmem__0+512], %r11; // expect
-$L_expected:
-{_wait(512, "%r10", "wait for full")}
-ld.shared.b32 %r14, [%r13];
-add.s32 %r12, %r12, %r14;
-mov.b32 %r15, 1;
-mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r8+520], %r15; // arrive
-add.s32 %r9, %r9, 1;
-setp.lt.s32 %p3, %r9, %r1;
-@%p3 bra $L_step;
-mad.lo.s32 %r15, %r5, 128, %r2;
-mul.wide.u32 %rd5, %r15, 4;
-add.s64 %rd5, %rd2, %rd5;
-st.global.b32 [%rd5], %r12;
-$L_end:
-barrier.cluster.arrive; // last sync
-barrier.cluster.wait; // last sync
-ret;
-}}
-"""
-
-
-def _share(ptx: str, grid: int = 4) -> None:
-    rows = np.arange(4 * 128, dtype=np.uint32).reshape(4, 128)
-    memory = Memory()
-    source, out = memory.add(rows), memory.add(np.zeros(grid * 128, np.uint32))
-    boxes = Operand(source, (1, 4 * 32, 1, 8), 32, 8)  # a row of words is 32 rows of eight halves
-    launch(ptx, [source, out, len(rows) - 1, boxes], memory, grid, 544, cluster=2)
-    wanted = np.stack([rows[:-1].sum(0)] * 2 + [rows[1:].sum(0)] * 2)
-    np.testing.assert_array_equal(memory.read(out, (4, 128), np.uint32), wanted)
-
-
-def test_cluster() -> None:
-    _share(_SHARE)
-
-
-def test_multicast_of_a_box() -> None:
-    start = _SHARE.index("cp.async.bulk.shared")
-    box = "[%r6], [%rd4, {%r16, %r17, %r16, %r16}], [%r11], %rs1, %rd7;"
-    tile = f"cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster {box}"
-    _share(_SHARE[:start] + tile + _SHARE[_SHARE.index("\n", start) :])
-
-
-@pytest.mark.parametrize(
-    ("remark", "error"),
-    {
-        "first sync": "not known to be initialised",
-        "wait for empty": "without waiting",
-        "wait for full": "without waiting",
-        "wait for number": "without waiting",
-        "expect": "all warpgroups wait",
-        "expect number": "all warpgroups wait",
-        "send": "all warpgroups wait",
-        "arrive": "all warpgroups wait",
-        "last sync": "exit",
-    }.items(),
-)
-def test_cluster_without(remark: str, error: str) -> None:
-    with pytest.raises(RuntimeError, match=error):
-        _share(_without(_SHARE, remark))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "kind", "error"),
-    [
-        ("barrier.cluster.arrive.relaxed.aligned;", "barrier.sync 0;", RuntimeError, "without an arrival"),
-        ("%rs1, 3;", "%rs1, 1;", RuntimeError, "all warpgroups wait"),
-        ("%rs1, 3;", "%rs1, 7;", IndexError, "rank 2 of 2"),
-        ("%r6, 0;", "%r6, 2;", IndexError, "rank 2 of 2"),
-        ("+536], %r1, [%r8+528]", "+536], %r1, [%r6+528]", RuntimeError, "the mbarrier of another"),
-        ("b64 _, [%r8+520]", "b64 _, [%r6+520]", RuntimeError, "all warpgroups wait"),
-        ("release.cluster.shared::cluster.b64", "shared.b64", RuntimeError, "not known to be initialised"),
-        ("ld.shared.b32 %r14, [%r13]", "ld.shared::cluster.b32 %r14, [%r8]", IndexError, "out of range"),
-        ("ld.shared.b32 %r14, [%r13]", "st.shared::cluster.b32 [%r8], %r9", IndexError, "out of range"),
-    ],
-)
-def test_cluster_with(old: str, new: str, kind: type, error: str) -> None:
-    with pytest.raises(kind, match=error):
-        _share(_SHARE.replace(old, new))
-
-
-def test_a_peer_that_is_not_known_to_run() -> None:
-    """Threads of a CTA wait for each other only."""
-    ptx = _without(_SHARE, "first sync").replace("$L_ready:", "$L_ready:\nbarrier.sync 0;")
-    with pytest.raises(RuntimeError, match="not known to have started"):
-        _share(ptx)
-
-
-def test_grid_of_clusters() -> None:
-    with pytest.raises(ValueError, match="a grid of 3 CTAs"):
-        _share(_SHARE, grid=3)
-
-
-def test_bytes_before_they_are_expected() -> None:
-    barrier = Mbarrier(1, 0, (0, 1))
-    barrier.update(nbytes=-4)
-    assert barrier.phase == 0
-    barrier.update(arrivals=1, nbytes=4)
-    assert barrier.phase == 1
 
 
 # A warpgroup waits until two threads of another have counted what they have stored.

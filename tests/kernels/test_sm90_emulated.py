@@ -101,22 +101,11 @@ def test_backward(name: str) -> None:
     emulated_hopper.check_backward(_spec("backward", *kernel), sizes)
 
 
-FUSED = [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).fused]
-
-
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).fused])
 def test_deterministic_backward(name: str) -> None:
     """Integer sums."""
     *kernel, sizes = BACKWARD[name]
     emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), deterministic=True), sizes)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", FUSED)
-def test_backward_in_clusters(name: str, deterministic: bool) -> None:
-    *kernel, sizes = BACKWARD[name]
-    spec = dataclasses.replace(_spec("backward", *kernel), clusters=True, deterministic=deterministic)
-    emulated_hopper.check_backward(spec, sizes)
 
 
 def test_large_integers(monkeypatch: pytest.MonkeyPatch) -> None:

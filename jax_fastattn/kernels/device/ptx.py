@@ -319,41 +319,6 @@ def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32, *, loc:
 
 
 @dsl_user_op
-def copy_bulk_to_cluster(
-    shared: Int32, source: Int64, nbytes: int, barrier: Int32, size: int, *, loc: Any = None, ip: Any = None
-) -> None:
-    """`copy_bulk` to the same place in each of the `size` CTAs of the cluster, where the mbarrier counts the bytes."""
-    text = (
-        f"{{\n.reg .b16 ctas;\nmov.b16 ctas, {(1 << size) - 1};\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        f"[$0], [$1], {nbytes}, [$2], ctas;\n}}"
-    )
-    _asm(text, "", "rlr", [shared, source, barrier], True, loc, ip)
-
-
-@dsl_user_op
-def cluster_address(address: Int32, rank: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The address, in the cluster, of what the CTA of a rank has at a shared-memory address."""
-    return _asm("mapa.shared::cluster.u32 $0, $1, $2;", "r", "rr", [address, rank], False, loc, ip)
-
-
-@dsl_user_op
-def arrive_in_cluster(barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Arrives on an mbarrier of the cluster, for what has been read: it is no release to the other CTA.
-
-    Such a release waits, like a fence, for all that the SM has written: it cost a third of the kernel.
-    """
-    _asm("mbarrier.arrive.shared::cluster.b64 _, [$0];", "", "r", [barrier], True, loc, ip)
-
-
-@dsl_user_op
-def store_async(address: Int32, value: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Stores 4 bytes in shared memory of a CTA of the cluster, whose mbarrier counts them."""
-    text = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $1, [$2];"
-    _asm(text, "", "rrr", [address, value, barrier], True, loc, ip)
-
-
-@dsl_user_op
 def store_matrices_transposed(address: Int32, values: Registers, *, loc: Any = None, ip: Any = None) -> None:
     """Stores four 8 x 8 matrices of fragments, transposed; lanes 8 i .. 8 i + 7 give the row addresses of matrix i."""
     text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"

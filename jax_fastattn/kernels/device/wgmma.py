@@ -10,7 +10,7 @@ bits are one A fragment of 16 columns.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from cutlass import Boolean, Float32, Int8, Int16, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int8, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import LoopUnroll, for_generate, if_generate, yield_out
 
@@ -85,11 +85,7 @@ def tma_operand(
 
 
 def tma_copy(
-    atom: cute.CopyAtom,
-    coordinates: cute.Tensor,
-    shared: cute.Tensor,
-    head: tuple[Int32, Int32],
-    cluster_size: int = 1,
+    atom: cute.CopyAtom, coordinates: cute.Tensor, shared: cute.Tensor, head: tuple[Int32, Int32]
 ) -> Callable[..., None]:
     """A function `(tile, stage, barrier)` by which one warp loads a tile of rows; TMA completes the barrier.
 
@@ -98,17 +94,15 @@ def tma_copy(
         coordinates: of the operand.
         shared: `[rows, columns, stage]`.
         head: (head, batch entry).
-        cluster_size: CTAs of the cluster, to all of which the warp loads; the atom then has to be a multicast one.
     """
     shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
     tiles = cute.local_tile(coordinates[None, None, head[0], head[1]], shape, (None, 0))
     inner, outer = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     )
-    ctas = {"mcast_mask": Int16((1 << cluster_size) - 1)} if cluster_size > 1 else {}
 
     def copy(tile: Int32, stage: Any, barrier: cute.Pointer) -> None:
-        cute.copy(atom, outer[None, tile], inner[None, stage], tma_bar_ptr=barrier, **ctas)
+        cute.copy(atom, outer[None, tile], inner[None, stage], tma_bar_ptr=barrier)
 
     return copy
 
@@ -124,7 +118,7 @@ def wait(barrier: cute.Pointer, phase: Int32) -> None:
     ptx.wait_barrier(barrier.toint(), phase)
 
 
-def release(barrier: cute.Pointer, arrives: Boolean | None = None, peer: Int32 | None = None) -> None:
+def release(barrier: cute.Pointer, arrives: Boolean | None = None) -> None:
     """Gives a stage back; every warp that used it calls it.
 
     Args:
@@ -132,16 +126,12 @@ def release(barrier: cute.Pointer, arrives: Boolean | None = None, peer: Int32 |
         arrives: whether this lane does so for the others; by default one of them does. Where lanes have loaded from
             the stage themselves, it has to be the last one of those that load an address: racecheck remembers no
             other, and does not see that the lanes meet here.
-        peer: address of that of another CTA of the cluster, to which the stage is given back too; beside the default
-            of `arrives` alone.
     """
     # What lanes have loaded themselves, they all have.
     cute.arch.sync_warp()
     if arrives is None:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
-            if peer is not None:
-                ptx.arrive_in_cluster(peer)
     else:
         if_generate(arrives, lambda: cute.arch.mbarrier_arrive(barrier))
 

@@ -140,7 +140,6 @@ class BackwardKernel:
             self.statistics.later(*operands, *residuals, arrivals, resolutions, *scalars, prepared, scale).launch(
                 grid=(self.statistics.later_blocks(kv_heads, prepared), 1, 1),
                 block=(LATER_THREADS, 1, 1),
-                cluster=(self.main.config.cluster_size, 1, 1),
                 stream=stream,
                 min_blocks_per_mp=1,
                 use_pdl=True,

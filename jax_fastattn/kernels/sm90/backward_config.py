@@ -52,7 +52,6 @@ class BackwardConfig:
             keys each.
         held: how many fragments of 16 columns of K, or of V, a warpgroup of the wide kernel holds in registers. Of
             the others its product reads both factors from shared memory, whose bytes are the limit there.
-        cluster_size: CTAs of a cluster, which share what they load of Q and dO; at most 2, 1 without dq.
     """
 
     queries: int
@@ -60,13 +59,10 @@ class BackwardConfig:
     dq_registers: int = 0
     wide: bool = False
     held: int = 0
-    cluster_size: int = 1
 
     def __post_init__(self) -> None:
         if self.adds_dq and self.wide:
             raise ValueError(f"{self}: beside a wide kernel dq has a kernel of its own")
-        if self.cluster_size > 2 or (self.cluster_size > 1 and not self.adds_dq):
-            raise ValueError(f"{self}: clusters have two CTAs, which add dq")
 
     @property
     def adds_dq(self) -> bool:
@@ -82,11 +78,6 @@ class BackwardConfig:
     def keys(self) -> int:
         """Keys of a CTA."""
         return WARPGROUP_ROWS if self.wide else 2 * WARPGROUP_ROWS
-
-    @property
-    def cluster_keys(self) -> int:
-        """Keys of a cluster."""
-        return self.cluster_size * self.keys
 
     @property
     def consumer_threads(self) -> int:
@@ -326,10 +317,9 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
         config = BackwardConfig(64, 3, wide=True, held=6)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     dq_registers = (104 if padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
-    cluster_size = 2 if spec.clusters else 1
     if largest <= 64 and not spec.logits_soft_cap:
-        return BackwardConfig(128, 3 if spec.fused else 2, dq_registers, cluster_size=cluster_size)
-    return BackwardConfig(64, 3, dq_registers, cluster_size=cluster_size)
+        return BackwardConfig(128, 3 if spec.fused else 2, dq_registers)
+    return BackwardConfig(64, 3, dq_registers)
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:

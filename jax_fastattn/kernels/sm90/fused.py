@@ -11,7 +11,6 @@ Per tile, everything transposed so that keys are rows:
 P^T and dS^T go from accumulator to A operand inside registers. The warpgroups never wait for each other. For dq the
 consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); then there is a CTA per
 SM, which takes one tile of keys after the other. Else dq has a kernel of its own, `dq.py`, and a tile of keys a CTA.
-In a cluster two CTAs work on neighbouring tiles of keys and share the rings' copies (`producer.py`).
 
 Query tiles are visited from the last one down: masked ones (left window edge, end of the queries), full ones without
 mask code, masked ones (right window edge). Reads the statistics that are described in `gradient.py`.
@@ -138,11 +137,10 @@ class FusedKernel:
         kv_heads = num_heads // spec.group
         keys, queries = (batch, key_length, kv_heads), (batch, query_length, num_heads)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        share = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster_size > 1 else load
-        query_tma = wgmma.tma_operand(share, query, queries, spec.head_dim, (config.queries, memory.head_dim))
+        query_tma = wgmma.tma_operand(load, query, queries, spec.head_dim, (config.queries, memory.head_dim))
         key_tma = wgmma.tma_operand(load, key, keys, spec.head_dim, (WARPGROUP_ROWS, memory.head_dim))
         value_tma = wgmma.tma_operand(load, value, keys, spec.v_head_dim, (WARPGROUP_ROWS, memory.v_head_dim))
-        dout_tma = wgmma.tma_operand(share, dout, queries, spec.v_head_dim, (config.queries, memory.v_head_dim))
+        dout_tma = wgmma.tma_operand(load, dout, queries, spec.v_head_dim, (config.queries, memory.v_head_dim))
         self.kernel(
             *query_tma,
             *key_tma,
@@ -173,7 +171,6 @@ class FusedKernel:
         ).launch(
             grid=(self.key_tiles.blocks(key_length, batch * kv_heads, multiprocessors), 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.cluster_size, 1, 1),
             smem=memory.nbytes,
             stream=stream,
             min_blocks_per_mp=1,
@@ -234,7 +231,6 @@ class FusedKernel:
         self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
         # For the kernel before it, beside which it runs: what is launched next relies on both.
         cute.arch.griddepcontrol_wait()
-        self._meet()
 
     def _divide(
         self,
@@ -328,9 +324,6 @@ class FusedKernel:
             dout_full=barriers + (2 + 2 * stages),
             dout_empty=barriers + (2 + 3 * stages),
         )
-        if config.cluster_size > 1:
-            peer = ptx.cluster_address(shared.address, cute.arch.block_idx()[0] % 2 ^ 1)
-            shared.to_peer = peer - shared.address
         if config.adds_dq:
             count = 2 * config.keys * config.queries // (BLOCK * BLOCK)
             shared.dscore = staged(memory.dscore_start, BLOCK, BLOCK, count)
@@ -364,8 +357,6 @@ class FusedKernel:
         # Of a warp one lane, or in `_leave` several.
         arrivals = config.consumer_threads // 32 * (1 if config.adds_dq or config.wide else _COLUMN_LANES)
 
-        size = config.cluster_size
-
         def initialize() -> None:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
@@ -375,7 +366,7 @@ class FusedKernel:
                 for stage in range(config.stages):
                     for full, empty in ((shared.query_full, shared.query_empty), (shared.dout_full, shared.dout_empty)):
                         cute.arch.mbarrier_init(full + stage, 1)
-                        cute.arch.mbarrier_init(empty + stage, arrivals * size)
+                        cute.arch.mbarrier_init(empty + stage, arrivals)
                 if config.adds_dq:
                     for buffer in range(2):
                         cute.arch.mbarrier_init(shared.dscore_full + buffer, config.consumer_threads // 32)
@@ -385,7 +376,7 @@ class FusedKernel:
                         cute.arch.mbarrier_init(shared.counted + slot, 1)
                     cute.arch.mbarrier_init(shared.keys_empty, config.consumer_threads // 32 + 4)
                     cute.arch.mbarrier_init(shared.index_full, 1)
-                    cute.arch.mbarrier_init(shared.index_empty, config.threads // 32 * size)
+                    cute.arch.mbarrier_init(shared.index_empty, config.threads // 32)
                 if self.spec.integers:
                     # As many lanes empty it as warps fill it.
                     for barrier in (shared.found_full, shared.found_empty):
@@ -394,13 +385,6 @@ class FusedKernel:
 
         cutlass.if_generate(warp_index == 0, initialize)
         cute.arch.sync_threads()
-        self._meet()
-
-    def _meet(self) -> None:
-        """Waits for the other CTAs of the cluster, whose shared memory is used from then on, or until then."""
-        if self.config.cluster_size > 1:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     def _write_ones(self, thread: Int32, shared: SimpleNamespace) -> None:
         """Writes the left factor of `gradient.thirds`, and the columns of zeros that follow the right ones."""
@@ -494,13 +478,11 @@ class FusedKernel:
             visit_tiles(ptx.where(upper, full_end, visit.begin), ptx.where(upper, visit.end, visit.full_begin), masked)
 
         def visit_head(_: Int32) -> None:
-            self._pass_by(state, work.loads.end - visit.end)
             if checks_high:
                 wgmma.loop(Int32(2), visit_end)
             else:
                 visit_tiles(visit.full_begin, visit.end, None)
                 visit_tiles(visit.begin, visit.full_begin, masked)
-            self._pass_by(state, visit.begin - work.loads.begin)
 
         wgmma.loop(Int32(spec.group), visit_head)
         if config.adds_dq:
@@ -580,31 +562,10 @@ class FusedKernel:
         warpgroup.wait_group(1)
         # Statistics that are no factors are loaded by lanes; those of each column last by one of these.
         arrives = None if self.config.adds_dq else state.thread % 32 >= 32 - _COLUMN_LANES
-        self._give_back(state.shared, state.shared.dout_empty + stage, arrives)
+        wgmma.release(state.shared.dout_empty + stage, arrives)
         wgmma.advance(state.stage, self.config.stages)
         warpgroup.wait_group(0)
-        self._give_back(state.shared, state.shared.query_empty + stage, arrives)
-
-    def _give_back(self, shared: SimpleNamespace, empty: cute.Pointer, arrives: Boolean | None = None) -> None:
-        """Gives a stage back to all who fill it."""
-        peer = empty.toint() + shared.to_peer if self.config.cluster_size > 1 else None
-        wgmma.release(empty, arrives, peer)
-
-    def _pass_by(self, state: SimpleNamespace, count: Int32) -> None:
-        """Gives back query tiles that the other CTA of the cluster alone visits."""
-        shared = state.shared
-
-        def pass_one(_: Int32) -> None:
-            stage, phase = state.stage[0], state.stage[1]
-            wgmma.wait(shared.query_full + stage, phase)
-            wgmma.wait(shared.dout_full + stage, phase)
-            wgmma.advance(state.stage, self.config.stages)
-            self._give_back(shared, shared.dout_empty + stage)
-            self._give_back(shared, shared.query_empty + stage)
-
-        if self.config.cluster_size > 1:
-            state.stage.settle()
-            wgmma.loop(count, pass_one)
+        wgmma.release(state.shared.query_empty + stage, arrives)
 
     def _lane(self) -> tuple[Int32, Int32, Int32]:
         """A consumer thread's index and the first row and column of its accumulators, read anew."""

@@ -1,17 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The warp of a key-stationary kernel that loads: K and V of a tile of keys, and all tiles of Q and dO that see it.
+"""The warp of a key-stationary kernel that loads: K and V of a tile of keys, and all tiles of Q and dO that see it."""
 
-In a cluster of two CTAs one of them loads the tiles of Q for both, the other one those of dO (multicast): L2 is read
-half as often. A stage is loaded over when both have given it back.
-"""
-
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
-import cutlass
 from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
@@ -45,9 +38,8 @@ class Producer:
             stats: see `gradient.py`.
             prepare: where dq is computed comes before all, see `DqSum.prepare`.
         """
-        config, memory, size = self.config, self.memory, self.config.cluster_size
+        config, memory = self.config, self.memory
         query, key, value, dout = operands
-        rank = cute.arch.block_idx()[0] % size
         queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
         douts = wgmma.Ring(shared.dout_full, shared.dout_empty, config.stages)
         groups = config.keys // WARPGROUP_ROWS
@@ -60,18 +52,10 @@ class Producer:
             for group in range(groups):
                 copy(groups * work.tile + group, group, barrier)
 
-        def share(copy: Callable[..., None], by: int) -> Callable[..., None]:
-            """A copy that the CTA of rank `by` starts for all of the cluster."""
-
-            def copy_to_all(*where: Any) -> None:
-                cutlass.if_generate(rank == by, lambda: copy(*where))
-
-            return copy_to_all if size > 1 else copy
-
         def load_head(work: SimpleNamespace, member: Int32) -> None:
             head = work.first_head + member
-            copy_query = wgmma.tma_copy(*query, shared.query, (head, work.batch), size)
-            copy_dout = wgmma.tma_copy(*dout, shared.dout, (head, work.batch), size)
+            copy_query = wgmma.tma_copy(*query, shared.query, (head, work.batch))
+            copy_dout = wgmma.tma_copy(*dout, shared.dout, (head, work.batch))
             head_row = (Int64(work.batch) * work.num_heads + head) * padded_rows(work.query_length)
 
             def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
@@ -80,17 +64,18 @@ class Producer:
                 row_nbytes = stats_row_nbytes(config.adds_dq)
                 source = stats.toint() + (2 * head_row + tile * config.queries) * row_nbytes
                 target = shared.address + memory.stats_start + stage * (2 * memory.stats_pitch)
-                copy = functools.partial(ptx.copy_bulk_to_cluster, size=size) if size > 1 else ptx.copy_bulk
                 with cute.arch.elect_one():
-                    copy(target, source, nbytes, barrier.toint())
-                    copy(target + memory.stats_pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint())
+                    ptx.copy_bulk(target, source, nbytes, barrier.toint())
+                    ptx.copy_bulk(
+                        target + memory.stats_pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint()
+                    )
 
             def load(i: Int32) -> None:
-                tile = config.tile_index(work.loads.begin, work.loads.end, i)
-                queries.fill(share(copy_both, 0), tile, memory.query_nbytes + 2 * memory.stats_nbytes)
-                douts.fill(share(copy_dout, size - 1), tile, memory.dout_nbytes)
+                tile = config.tile_index(work.visit.begin, work.visit.end, i)
+                queries.fill(copy_both, tile, memory.query_nbytes + 2 * memory.stats_nbytes)
+                douts.fill(copy_dout, tile, memory.dout_nbytes)
 
-            wgmma.loop(work.loads.end - work.loads.begin, load)
+            wgmma.loop(work.visit.end - work.visit.begin, load)
 
         def load_all(work: SimpleNamespace, phase: Int32) -> None:
             if config.adds_dq:

@@ -99,11 +99,8 @@ class StatisticsKernel:
         return rows + self._counter_blocks(all_heads, query_length) + self._magnitude_blocks(all_heads, ahead)
 
     def later_blocks(self, kv_heads: Int32, prepared: Int32) -> Int32:
-        """CTAs of `later`: some that have nothing to do where there is nothing; whole clusters, as `later` has those
-        of the fused kernel, lest it keep single SMs of many of them.
-        """
-        size = self.config.cluster_size
-        return (Int32(cutlass.max(cutlass.min(kv_heads - prepared, _LATER_CTAS), 1)) + (size - 1)) // size * size
+        """CTAs of `later`; one that has nothing to do where there is nothing."""
+        return Int32(cutlass.max(cutlass.min(kv_heads - prepared, _LATER_CTAS), 1))
 
     def _units(self, query_length: Int32) -> Int32:
         """Of `_ROWS` rows, in a query head."""
