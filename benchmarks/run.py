@@ -55,6 +55,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="after which no case is begun")
     parser.add_argument("--repeats", type=int, default=9, help="measurements of each time (default: 9)")
     parser.add_argument("--measurement-ms", type=float, default=20.0, help="the least length of one (default: 20)")
+    parser.add_argument(
+        "--warm-up-seconds", type=float, default=1.0, help="of calls before, until power has set the clock (default: 1)"
+    )
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/<date>-<gpu>.jsonl")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     return parser.parse_args(argv)
@@ -96,7 +99,7 @@ def measure_case(name: str, case: Case, options: argparse.Namespace) -> Iterator
                     raise Unsupported("not installed")
                 call, arrays = compiled(attend, case, operands, dout, mode)
                 record["error"] = checked.failure(call(*arrays), mode)
-                record |= timing(call, arrays, options.repeats, options.measurement_ms)
+                record |= timing(call, arrays, options)
                 record["tflops"] = record["flops"] / record["ms"]["p50"] / 1e9
                 record["tb_per_s"] = moved_bytes(arrays, call(*arrays)) / record["ms"]["p50"] / 1e9
                 if implementation.startswith("jax_fastattn"):
@@ -123,8 +126,9 @@ def compiled(
     return jax.jit(lambda pullback, dout: dict(zip(names, pullback(dout), strict=True))), (pullback, dout)
 
 
-def timing(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int, measurement_ms: float) -> dict[str, Any]:
+def timing(call: Callable[..., Any], arrays: tuple[Any, ...], options: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds per call, from measurements of many asynchronous calls each."""
+    repeats, measurement_ms, warm_up = options.repeats, options.measurement_ms, options.warm_up_seconds
 
     def measure(count: int) -> float:
         started = time.perf_counter()
@@ -138,10 +142,14 @@ def timing(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int, meas
     while (elapsed := measure(calls)) < measurement_ms:
         calls = max(calls + 1, min(int(calls * 1.2 * measurement_ms / elapsed), calls * 10))
     before = clocks()
+    started = time.monotonic()
+    while time.monotonic() - started < warm_up:
+        measure(calls)
     times = [measure(calls) / calls for _ in range(repeats)]
     quantiles = statistics.quantiles(times, n=10, method="inclusive") if repeats > 1 else times * 9
     ms = {"p20": quantiles[1], "p50": quantiles[4], "p80": quantiles[7]}
-    return {"ms": ms, "calls": calls, "repeats": repeats, "clocks": {"before": before, "after": clocks()}}
+    counts = {"calls": calls, "repeats": repeats, "warm_up_seconds": warm_up}
+    return {"ms": ms, **counts, "clocks": {"before": before, "after": clocks()}}
 
 
 class Checked:

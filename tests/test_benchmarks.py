@@ -24,7 +24,7 @@ import report
 import run
 
 TINY_PACKED = "tiny-packed-window-softcap-sinks"
-QUICK = ["--repeats", "2", "--measurement-ms", "0.1"]
+QUICK = ["--repeats", "2", "--measurement-ms", "0.1", "--warm-up-seconds", "0"]
 
 
 @pytest.fixture(scope="module", autouse=True)
