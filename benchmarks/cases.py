@@ -49,8 +49,13 @@ OTHERS = {
     "sinks-window-128-gqa-64-8-d64-4k": _case(4096, 64, 64, kv_heads=8, is_causal=True, window=(127, None), sinks="n"),
     "deterministic-d128-causal-4k": _case(4096, 16, 128, is_causal=True, deterministic=True),
     "deterministic-d64-causal-4k": _case(4096, 32, 64, is_causal=True, deterministic=True),
+    "softcap-50-d64-causal-512": _case(512, 32, 64, is_causal=True, logits_soft_cap=50.0),
+    "deterministic-softcap-50-d64-causal-512": _case(
+        512, 32, 64, is_causal=True, logits_soft_cap=50.0, deterministic=True
+    ),
     "mla-192-128-causal-4k": _case(4096, 16, 192, v_head_dim=128, is_causal=True),
     "odd-length-1000-d96-causal": _case(1000, 21, 96, is_causal=True),
+    "odd-length-1000-d96-full": _case(1000, 21, 96),
     "short-512-d128-causal": _case(512, 16, 128, is_causal=True),
     "packed-16k-d128-causal": _case(16384, 16, 128, is_causal=True, packed=(_DOCUMENTS, _DOCUMENTS)),
     "bias-d64-2k": _case(2048, 32, 64, bias="nts"),
