@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,13 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, st
     names = ["jax_fastattn", "jax.nn-xla", "tokamax"]
     output = tmp_path_factory.mktemp("benchmarks") / "records.jsonl"
     return measure(output, "--set", "tiny", "--implementations", *names, "--commit", "0" * 40)
+
+
+def test_calls_run_before_they_are_measured() -> None:
+    times: list[float] = []
+    options = run.parse_arguments([*QUICK, "--warm-up-seconds", "0.2"])
+    record = run.timing(lambda: times.append(time.monotonic()), (), options)
+    assert record["warm_up_seconds"] == 0.2 < times[-1] - times[0]
 
 
 @pytest.mark.parametrize("mode", run.MODES)

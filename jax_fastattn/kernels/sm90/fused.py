@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key-stationary Hopper backward kernel for head dims up to 128: dk and dv, and dq where the config says so.
 
-A CTA works on 128 keys of one key/value head: two consumer warpgroups of 64 keys each, and a warp that loads. K and V
-stay in shared memory, tiles of Q (with statistics) and of dO pass through two rings, for all query heads of the group.
-Per tile, everything transposed so that keys are rows:
+A CTA works on 128 keys of one key/value head: two consumer warpgroups of 64 keys each, and a warp that loads
+(`producer.py`). K and V stay in shared memory, tiles of Q (with statistics) and of dO pass through two rings, for all
+query heads of the group. Per tile, everything transposed so that keys are rows:
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
 P^T and dS^T go from accumulator to A operand inside registers. The warpgroups never wait for each other. For dq the
 consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); then there is a CTA per
-SM, which takes one tile of keys after the other. Else dq has a kernel of its own, `dq.py`, and a tile of keys a CTA.
+SM, which takes one tile of keys after the other (`key_tiles.py`). Else dq has a kernel of its own, `dq.py`, and a tile
+of keys a CTA.
 
 Query tiles are visited from the last one down: masked ones (left window edge, end of the queries), full ones without
 mask code, masked ones (right window edge). Reads the statistics that are described in `gradient.py`.
@@ -27,11 +28,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import (
-    SLOTS,
-    BackwardConfig,
-    BackwardMemory,
-)
+from jax_fastattn.kernels.sm90.backward_config import SLOTS, BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_integers import DqIntegers
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum

@@ -58,6 +58,7 @@ class KeyTiles:
 
         Then the producer, which alone passes the counter of tiles that have been `taken`, takes the next one for all of
         the CTA. Tiles are taken in order, so that who waits for an earlier one waits for a CTA that works on it.
+        `problem` has the last three arguments of `_work`.
         """
         if not self.config.adds_dq:
             visit(self._work(cute.arch.block_idx()[0], *problem), Int32(0))
