@@ -41,6 +41,9 @@ CASES = (
     "gqa2-causal-deterministic-d128-bf16-q2113-kv2305",
     "gqa5-window40.0-cap5-sinks_n-dlse-offset64.-30-qlen193.100-kvlen257.129-d128-bf16-q193-kv257",
     "gqa2-cap30-d96-f16-q257-kv127",
+    "mha-causal-scale-0.2-d64-bf16-b60-q193-kv257",
+    "mha-causal-d128-bf16-b66-q256-kv256",
+    "gqa2-window200.0-cap5-sinks_n-dlse-offset200.-30.0.64-qlen257.193.0.65-kvlen512.129.300.0-d96-bf16-b4-q257-kv512",
 )
 
 

@@ -159,6 +159,7 @@ CHANGES = {
     "family": "sm90",
     "deterministic": True,
     "short": True,
+    "ordered": True,
 }
 
 

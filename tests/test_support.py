@@ -137,3 +137,45 @@ def test_short_problems_take_the_pair(
     assert same.integers == deterministic
     # The pair always has the same bits, and is compiled once.
     assert (same == spec) == (not fused)
+
+
+@pytest.mark.parametrize(("heads", "ordered", "deterministic"), [
+    (118, False, True),
+    (119, True, True),
+    (132, True, True),
+    (133, False, False),
+    (185, False, True),
+    (237, False, True),
+    (238, True, True),
+    (1188, True, True),
+    (1189, True, True),
+    (60, False, False),
+])  # fmt: skip
+def test_a_cta_takes_whole_heads_where_they_fill_the_gpu(heads: int, ordered: bool, deterministic: bool) -> None:
+    case = dataclasses.replace(BASE, batch=1, num_kv_heads=heads, group=1, is_causal=True, head_dim=64, v_head_dim=64)
+    case = dataclasses.replace(case, query_length=500, key_length=512)
+    spec, same = (
+        kernel_spec(dataclasses.replace(case, deterministic=x).problem(), "backward", "sm_90a") for x in (False, True)
+    )
+    assert (spec.ordered, same.ordered) == (ordered, deterministic)
+    # Sums that have one order need no integers, and no kernel of their own.
+    assert not (same.ordered and same.deterministic)
+    assert not (ordered and same != spec)
+    assert not kernel_spec(case.problem(), "forward", "sm_90a").ordered
+    assert not kernel_spec(case.problem(), "backward", "sm_80").ordered
+
+
+@pytest.mark.parametrize(("head_dim", "is_causal", "longest"), [
+    (64, True, 512),
+    (96, True, 512),
+    (128, True, 256),
+    (64, False, 384),
+    (96, False, 256),
+    (128, False, 128),
+    (192, True, 0),
+])  # fmt: skip
+def test_whole_heads_are_short(head_dim: int, is_causal: bool, longest: int) -> None:
+    case = dataclasses.replace(BASE, batch=33, num_kv_heads=4, is_causal=is_causal, head_dim=head_dim, v_head_dim=None)
+    for lengths in ((longest, 1), (1, longest), (longest + 1, 1), (1, longest + 1)):
+        problem = dataclasses.replace(case, query_length=lengths[0], key_length=lengths[1]).problem()
+        assert kernel_spec(problem, "backward", "sm_90a").ordered == (0 < max(lengths) <= longest)

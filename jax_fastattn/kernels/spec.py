@@ -22,6 +22,9 @@ SHORT_LENGTH = 2048
 # Up to which head dims Hopper has one kernel for all three gradients.
 FUSED_HEAD_DIM = 128
 
+# Of a Hopper GPU; decides about speed alone.
+_MULTIPROCESSORS = 132
+
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 8
 NUM_FLOATS = 2
@@ -45,6 +48,7 @@ class KernelSpec:
         deterministic: whether gradients must have the same bits in every run; set where a kernel exists that cannot.
         short: T and S are at most `short_length`: few tiles per row, which wants other variants. False where there is
             one variant for all lengths, so that a new length compiles nothing.
+        ordered: `takes_heads`: a CTA takes all keys of a head, so that sums of dq have one order.
     """
 
     op: Literal["forward", "backward"]
@@ -64,6 +68,7 @@ class KernelSpec:
     family: Literal["sm80", "sm90"] = "sm80"
     deterministic: bool = False
     short: bool = False
+    ordered: bool = False
 
     @property
     def fused(self) -> bool:
@@ -114,6 +119,25 @@ def short_length(
     return 512 if head_dim > (64 if masked else 96) else 0
 
 
+def takes_heads(problem: Problem, *, masked: bool) -> bool:
+    """Whether a CTA of the fused kernel takes all keys of a head where that is faster, see `KernelSpec.ordered`.
+
+    It saves zeros, counters and, where gradients must have the same bits, integers. But what heads in flight read, one
+    on each SM, has to stay in L2 from one tile of keys to the next; and heads have to fill the GPU evenly.
+
+    Args:
+        problem: what is computed.
+        masked: whether a window hides keys.
+    """
+    largest, longest = max(problem.head_dim, problem.v_head_dim), max(problem.query_length, problem.key_length)
+    # Largest H and D, and up to which T and S. Measured at these lengths; 0 behind the last.
+    lengths = ((96, 512), (128, 256)) if masked else ((64, 384), (96, 256), (128, 128))
+    length = next((length for head_dim, length in lengths if largest <= head_dim), 0)
+    heads = problem.batch * problem.num_kv_heads
+    at_a_time = -(-heads // _MULTIPROCESSORS) * _MULTIPROCESSORS
+    return longest <= length and heads >= (0.7 if problem.spec.deterministic else 0.9) * at_a_time
+
+
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
     """The compile key for a problem that `unsupported_reasons` lets through."""
     spec = problem.spec
@@ -141,8 +165,9 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     masked = (left, right) != (None, None)
     short = short_length(op, largest, masked=masked, capped=key.logits_soft_cap, deterministic=deterministic)
     varies = family == "sm90" and (op == "forward" or key.fused)
-    key = replace(key, short=varies and max(problem.query_length, problem.key_length) <= short)
-    return replace(key, deterministic=deterministic and key.fused)
+    ordered = varies and op == "backward" and takes_heads(problem, masked=masked)
+    key = replace(key, short=varies and not ordered and max(problem.query_length, problem.key_length) <= short)
+    return replace(key, ordered=ordered, deterministic=deterministic and key.fused and not ordered)
 
 
 def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:

@@ -392,6 +392,40 @@ GPU_CASES = [
         {"num_kv_heads": 30, "group": 3, "deterministic": True, "key_value_seq_lengths": (577, 1, 0)},
         {"head_dim": 96, "is_causal": True, "query_offset": (500, -100, 3), "dlse": True, "deterministic": True},
     ),
+    # So many short heads that a CTA takes all keys of one.
+    *_vary(
+        _on(_MHA, batch=32, num_kv_heads=4, is_causal=True),
+        *_lengths((512, 512), (257, 127), (129, 193), (1, 300), (300, 1)),
+        {"batch": 60, "query_length": 193, "scale": -0.2},
+        {"query_length": 512, "key_length": 512, "deterministic": True},
+    ),
+    *_vary(_on(_MHA, batch=66, num_kv_heads=4, dtype="float16"), *_lengths((384, 257), (65, 384), (128, 128), (1, 1))),
+    *_vary(_on(_MHA, batch=66, num_kv_heads=2, head_dim=128, is_causal=True), *_lengths((256, 256), (129, 65))),
+    *_vary(_on(_MHA, batch=66, num_kv_heads=2, head_dim=128), *_lengths((128, 65), (65, 128))),
+    *_vary(_on(_MHA, batch=66, num_kv_heads=2, head_dim=40, v_head_dim=72), *_lengths((193, 256), (256, 129))),
+    *_vary(
+        _on(_MHA, batch=44, num_kv_heads=3, group=3, head_dim=96, query_length=193, key_length=500, window=(300, 7)),
+        {},
+        {"deterministic": True, "query_length": 500, "key_length": 193},
+    ),
+    *_vary(
+        _on(_MHA, batch=4, num_kv_heads=33, group=2, head_dim=96, logits_soft_cap=5.0, sinks="n", dlse=True),
+        *(
+            {
+                "query_length": 257,
+                "key_length": 512,
+                "window": window,
+                "query_offset": (200, -30, 0, 64),
+                "query_seq_lengths": (257, 193, 0, 65),
+                "key_value_seq_lengths": (512, 129, 300, 0),
+            }
+            for window in ((200, 0), (0, 64))
+        ),
+    ),
+    *_vary(
+        _on(_MHA, batch=32, num_kv_heads=4, logits_soft_cap=50.0, is_causal=True, deterministic=True),
+        *_lengths((512, 512), (193, 500)),
+    ),
     # Equal bits in every run. Of so many heads the last ones are prepared beside the first ones. Short ones take a pair
     # of kernels.
     *_vary(

@@ -158,19 +158,19 @@ def run_backward(
     key_tiles = -(-sizes.keys // config.keys)
     kv_heads = sizes.batch * sizes.kv_heads
     ahead = heads_together(key_tiles, kv_heads)
-    prepared = min(ahead, kv_heads) if spec.fused else kv_heads
+    prepared = min(ahead, kv_heads) if kernel.statistics.leaves else kv_heads
     scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right
     integers = [address[name] for name in ("resolutions", "magnitudes") if spec.integers]
     keys = [address[name] for name in ("key", "value") if spec.integers]
     written = [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"]]
     launch(
         ptx.pop("statisticsStatisticsKernel.kernel"),
-        [*written, *sums, *integers, *keys, *scalars, ahead, prepared, sizes.scale],
+        [*written, *sums[spec.ordered :], *integers, *keys, *scalars, ahead, prepared, sizes.scale],
         memory,
         kernel.statistics.blocks(sizes.batch, sizes.queries, heads, ahead, prepared),
         kernel.statistics.shared_nbytes,
     )
-    if spec.fused:
+    if kernel.statistics.leaves:
         launch(
             ptx.pop("statisticsStatisticsKernel.later"),
             [*written, *sums[1:], *integers[:1], *scalars, prepared, sizes.scale],

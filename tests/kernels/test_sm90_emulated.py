@@ -108,6 +108,12 @@ def test_deterministic_backward(name: str) -> None:
     emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), deterministic=True), sizes)
 
 
+@pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).fused])
+def test_ordered_backward(name: str) -> None:
+    *kernel, sizes = BACKWARD[name]
+    emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), ordered=True), sizes)
+
+
 def test_large_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few keys and columns that dq is near its bound: what is added does not fit the last bits of a float32."""
     converted = []

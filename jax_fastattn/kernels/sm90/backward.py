@@ -4,8 +4,9 @@
 
 Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once: dq is added up by
 all CTAs, in no fixed order, and rounded by who adds last. Sums are float32, whose last bits differ from run to run, or
-with `spec.integers` integers, whose bits do not: they have a unit, for which K and V are read once more. Else dq has a
-query-stationary kernel: seven products, no sums in memory, the same bits in every run.
+with `spec.integers` integers, whose bits do not: they have a unit, for which K and V are read once more. With
+`spec.ordered` a CTA adds all of a head, in one order. Else dq has a query-stationary kernel: seven products, no sums in
+memory, the same bits in every run.
 
 Each kernel lets the next one begin before it ends (programmatic dependent launch), as soon as what that one cannot wait
 for by itself is written: CTAs of the next one take the SMs that have nothing left to do. The last kernel ends after the
@@ -93,7 +94,8 @@ class BackwardKernel:
             stats: float32 `[B, N, 2, padded_rows(T)]`, see `gradient.py`.
             dq_sum: float32, with `spec.integers` int32, `[B, N, padded_rows(T), padded H]` in an order of its own;
                 None unless `spec.fused`.
-            arrivals: int32 `[B, N, 1 + query tiles]`, see `dq_sum.py`; None unless `spec.fused`.
+            arrivals: int32 `[B, N, 1 + query tiles]`, see `dq_sum.py`, with `spec.ordered` `[1]`; None unless
+                `spec.fused`.
             magnitudes: int32 `[B, K, 2, MAGNITUDE_PARTS]`, see `magnitudes.py`; None unless sums are integers.
             resolutions: pairs of 16 bits `[B, N, padded_rows(T) / 2]`: row parts, see `gradient.py`.
             batch: B.
@@ -121,7 +123,7 @@ class BackwardKernel:
         self.statistics.kernel(
             *(operands if fused else (query_seq_lengths, None, None)),
             *residuals,
-            dq_sum,
+            None if cutlass.const_expr(self.spec.ordered) else dq_sum,
             arrivals,
             resolutions,
             *keys,
@@ -136,7 +138,7 @@ class BackwardKernel:
             stream=stream,
             min_blocks_per_mp=1,
         )
-        if cutlass.const_expr(self.spec.fused):
+        if cutlass.const_expr(self.statistics.leaves):
             self.statistics.later(*operands, *residuals, arrivals, resolutions, *scalars, prepared, scale).launch(
                 grid=(self.statistics.later_blocks(kv_heads, prepared), 1, 1),
                 block=(LATER_THREADS, 1, 1),

@@ -336,13 +336,15 @@ def backward_scratch(
     """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters, magnitudes, resolutions.
 
     Statistics are float32, or where dq is added eight bfloat16 in the place of four. Counters are of zeros and of
-    tiles; magnitudes, of K and then of V, and resolutions, two in a word, there are where sums are integers.
+    tiles, with `spec.ordered` one of heads; magnitudes, of K and then of V, and resolutions, two in a word, there are
+    where sums are integers.
     """
     heads, rows = (batch, num_heads), padded_rows(query_length)
-    scratch = [((*heads, 2, rows * stats_row_nbytes(spec.fused) // 4), "float32")]
+    scratch: list[tuple[tuple[int, ...], str]] = [((*heads, 2, rows * stats_row_nbytes(spec.fused) // 4), "float32")]
     if spec.fused:
         scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "int32" if spec.integers else "float32")]
-        scratch += [((*heads, head_counters(query_length, backward_config(spec).queries)), "int32")]
+        counters = (1,) if spec.ordered else (*heads, head_counters(query_length, backward_config(spec).queries))
+        scratch += [(counters, "int32")]
     if spec.integers:
         scratch += [((batch, num_heads // spec.group, 2, MAGNITUDE_PARTS), "int32")]
         scratch += [((*heads, rows // 2), "int32")]

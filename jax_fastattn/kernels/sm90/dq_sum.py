@@ -175,14 +175,16 @@ class DqSum:
         rows, columns = self.config.queries // BLOCK, self.memory.head_dim
         return [(row, column) for row in range(rows) for column in range(0, columns, self.columns)]
 
-    def _start(self, state: SimpleNamespace, buffer: Int32, row_block: int, column: int) -> None:
+    def _start(
+        self, state: SimpleNamespace, buffer: Int32, row_block: int, column: int, accumulate: bool = False
+    ) -> None:
         """Starts dS K of a part of a tile."""
         tall, wide = self.config.queries // BLOCK, self.memory.head_dim // self.columns
         warpgroup.fence()
         for half in range(2):
             for k in range(BLOCK // 16):
                 mma = cute.make_mma_atom(state.mma.op)
-                mma.set(warpgroup.Field.ACCUMULATE, half + k > 0)
+                mma.set(warpgroup.Field.ACCUMULATE, accumulate or half + k > 0)
                 a = state.dscore[None, None, k, (buffer * 2 + half) * tall + row_block]
                 b = state.key[None, None, k, half * wide + column // self.columns]
                 cute.gemm(mma, state.dq, a, b, state.dq)
@@ -286,24 +288,32 @@ class DqSum:
 
     def _store(self, state: SimpleNamespace, at: Position) -> None:
         """Stores dq of a tile from its sums."""
-        work, spec = state.work, self.spec
-        row = at[1] * self.config.queries
-        first = (Int64(work.batch) * work.query_length + row) * work.num_heads + at[0]
-        for chunk, (row_block, column) in enumerate(self._chunks()):
+        rows = self._rows(state, at)
+        for chunk in range(len(self._chunks())):
             for j, x in enumerate(self._totals(state, at, chunk)):
                 state.dq[j] = x
-            gradient.store_rows(
-                state.dq,
-                min(self.columns, spec.head_dim - column),
-                state.dq_address + first * (2 * spec.head_dim) + 2 * column,
-                Int64(work.num_heads) * (2 * spec.head_dim),
-                row=state.row + row_block * BLOCK,
-                quad_lane=state.thread % 4,
-                live_rows=work.bounds["query_end"] - row,
-                stored_rows=work.query_length - row,
-                mma_dtype=ptx.MMA_DTYPE[spec.dtype],
-                factor=state.scale,
-            )
+            self._store_part(state, rows, chunk)
+
+    def _rows(self, state: SimpleNamespace, at: Position) -> tuple[Int32, Int64]:
+        """The first row of a tile, and its index among all rows of all heads."""
+        work, row = state.work, at[1] * self.config.queries
+        return row, (Int64(work.batch) * work.query_length + row) * work.num_heads + at[0]
+
+    def _store_part(self, state: SimpleNamespace, rows: tuple[Int32, Int64], chunk: int) -> None:
+        """Stores dq of a part of a tile, whose `_rows` these are, from the accumulator."""
+        work, spec, (row, first), (row_block, column) = state.work, self.spec, rows, self._chunks()[chunk]
+        gradient.store_rows(
+            state.dq,
+            min(self.columns, spec.head_dim - column),
+            state.dq_address + first * (2 * spec.head_dim) + 2 * column,
+            Int64(work.num_heads) * (2 * spec.head_dim),
+            row=state.row + row_block * BLOCK,
+            quad_lane=state.thread % 4,
+            live_rows=work.bounds["query_end"] - row,
+            stored_rows=work.query_length - row,
+            mma_dtype=ptx.MMA_DTYPE[spec.dtype],
+            factor=state.scale,
+        )
 
     def _totals(self, state: SimpleNamespace, at: Position, chunk: int) -> list[Float32]:
         """The sums of a part of a tile, in the accumulator's order."""

@@ -10,8 +10,8 @@ query heads of the group. Per tile, everything transposed so that keys are rows:
 
 P^T and dS^T go from accumulator to A operand inside registers. The warpgroups never wait for each other. For dq the
 consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); then there is a CTA per
-SM, which takes one tile of keys after the other (`key_tiles.py`). Else dq has a kernel of its own, `dq.py`, and a tile
-of keys a CTA.
+SM, which takes one tile of keys, or one head, after the other (`key_tiles.py`). Else dq has a kernel of its own,
+`dq.py`, and a tile of keys a CTA.
 
 Query tiles are visited from the last one down: masked ones (left window edge, end of the queries), full ones without
 mask code, masked ones (right window edge). Reads the statistics that are described in `gradient.py`.
@@ -31,6 +31,7 @@ from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import SLOTS, BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_integers import DqIntegers
+from jax_fastattn.kernels.sm90.dq_ordered import DqOrdered
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
 from jax_fastattn.kernels.sm90.key_tiles import KeyTiles
 from jax_fastattn.kernels.sm90.magnitudes import Magnitudes, Rows
@@ -112,9 +113,10 @@ class FusedKernel:
             dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
                 they are.
             dq_sum: float32 or int32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead`
-                heads.
+                heads; with `spec.ordered` anything.
             arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: one for zeros and statistics of a head, or
-                of the first head for tiles taken; then how many key tiles see each query tile.
+                of the first head for tiles taken; then how many key tiles see each query tile. With `spec.ordered`
+                `[1]`: heads taken.
             resolutions: pairs of 16 bits `[B, N, padded_rows(T) / 2]`; None unless sums are integers, like the next.
             magnitudes: int32 `[B, K, 2, MAGNITUDE_PARTS]`, see `magnitudes.py`.
             batch: B.
@@ -217,6 +219,9 @@ class FusedKernel:
         if config.adds_dq:
             self._write_ones(thread, shared)
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
+        if cutlass.const_expr(spec.ordered):
+            # For all statistics: else the producer waits for those of a head.
+            cute.arch.griddepcontrol_wait()
         problem = (
             (query_length, key_length, num_heads, all_heads, section, ahead),
             (query_seq_lengths, key_value_seq_lengths, query_offset),
@@ -242,13 +247,13 @@ class FusedKernel:
     ) -> None:
         """Warpgroups: two consumers, the one that computes dq if the kernel does, and the producer's.
 
-        The producer's other warps zero sums of dq and count their tiles.
+        The producer's other warps zero sums of dq and count their tiles, unless those have one order.
         """
         spec, config = self.spec, self.config
         thread, warp_index = who
         _, _, arrivals, *_ = sums
         scale, logits_soft_cap = factors
-        adder = (DqIntegers if spec.integers else DqSum)(spec, self.memory, self.dtype)
+        adder = (DqOrdered if spec.ordered else DqIntegers if spec.integers else DqSum)(spec, self.memory, self.dtype)
         consumers, producer = config.consumer_threads // 32, config.threads // 32 - 4
 
         def produce() -> None:
@@ -257,6 +262,11 @@ class FusedKernel:
             load = emit.start(shared, operands, stats, lambda work: adder.prepare(shared, work, sums))
             if not config.adds_dq:
                 cutlass.if_generate(warp_index == producer, lambda: self.key_tiles.each(shared, problem, load))
+                return
+            if spec.ordered:
+                cutlass.if_generate(
+                    warp_index == producer, lambda: self.key_tiles.each(shared, problem, load, arrivals)
+                )
                 return
             slot, at = warp_index - (producer + 1), wgmma.Uniform(Int32(0), Int32(0))
 
@@ -373,7 +383,9 @@ class FusedKernel:
                         cute.arch.mbarrier_init(shared.counted + slot, 1)
                     cute.arch.mbarrier_init(shared.keys_empty, config.consumer_threads // 32 + 4)
                     cute.arch.mbarrier_init(shared.index_full, 1)
-                    cute.arch.mbarrier_init(shared.index_empty, config.threads // 32)
+                    cute.arch.mbarrier_init(
+                        shared.index_empty, config.threads // 32 - (SLOTS if self.spec.ordered else 0)
+                    )
                 if self.spec.integers:
                     # As many lanes empty it as warps fill it.
                     for barrier in (shared.found_full, shared.found_empty):

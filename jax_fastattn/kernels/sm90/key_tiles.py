@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
@@ -32,7 +32,7 @@ class KeyTiles:
 
     def blocks(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> Int32:
         """CTAs: one for each tile of `heads` heads; where dq is computed one per SM, which takes many tiles."""
-        count = self.count(key_length) * heads
+        count = heads if self.spec.ordered else self.count(key_length) * heads
         return Int32(cutlass.min(count, multiprocessors)) if self.config.adds_dq else count
 
     def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32, Int32]:
@@ -57,14 +57,16 @@ class KeyTiles:
         """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
 
         Then the producer, which alone passes the counter of tiles that have been `taken`, takes the next one for all of
-        the CTA. Tiles are taken in order, so that who waits for an earlier one waits for a CTA that works on it.
-        `problem` has the last three arguments of `_work`.
+        the CTA, with `spec.ordered` a whole head. Tiles are taken in order, so that who waits for an earlier one waits
+        for a CTA that works on it. `problem` has the last three arguments of `_work`.
         """
         if not self.config.adds_dq:
             visit(self._work(cute.arch.block_idx()[0], *problem), Int32(0))
             return
         key_length, all_heads = problem[0][1], problem[0][3]
         address, phase = shared.address + self.memory.index_start, wgmma.Uniform(Int32(0))
+        # Where heads are taken tiles have a parity of their own.
+        tile_phase = wgmma.Uniform(Int32(0))
 
         def take() -> Int32:
             if taken is not None:
@@ -77,18 +79,38 @@ class KeyTiles:
             wgmma.release(shared.index_empty, ptx.thread_index() % 32 == 31)
             return index
 
-        with while_generate([take()], lambda index: index < self.count(key_length) * all_heads) as (index,):
-            visit(self._work(index, *problem), phase[0])
+        def available(index: Int32) -> Boolean:
+            return Boolean(index < (all_heads if self.spec.ordered else self.count(key_length) * all_heads))
+
+        def visit_head(head_index: Int32) -> None:
+            def visit_tile(tile: Int32) -> None:
+                visit(self._work(head_index, *problem, tile), tile_phase[0])
+                tile_phase[0] = tile_phase[0] ^ 1
+
+            wgmma.loop(self.count(key_length), visit_tile)
+
+        with while_generate([take()], available) as (index,):
+            if self.spec.ordered:
+                visit_head(index)
+            else:
+                visit(self._work(index, *problem), phase[0])
             phase[0] = phase[0] ^ 1
             yield_out([take()])
 
-    def _work(self, index: Int32, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
-        """The keys of a tile and the query tiles that see them; under a causal mask the first keys have most."""
+    def _work(
+        self, index: Int32, sizes: tuple[Int32, ...], operands: tuple, window: tuple, tile: Int32 | None = None
+    ) -> SimpleNamespace:
+        """The keys of a tile and the query tiles that see them; under a causal mask the first keys have most.
+
+        The index is that of a tile in the order in which they are taken; with `tile`, of a head.
+        """
         spec, config = self.spec, self.config
         query_length, key_length, num_heads, all_heads, section, ahead = sizes
         kv_heads = num_heads // spec.group
         key_tiles = self.count(key_length)
-        tile, head_index = tiles.place_in_sections(index, section, key_tiles, all_heads)
+        head_index = index
+        if tile is None:
+            tile, head_index = tiles.place_in_sections(index, section, key_tiles, all_heads)
         batch = head_index // kv_heads
         row = tile * config.keys
         bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)

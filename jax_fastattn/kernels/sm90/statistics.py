@@ -80,11 +80,16 @@ class StatisticsKernel:
         self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
         self.magnitudes = Magnitudes(spec)
 
+    @property
+    def leaves(self) -> bool:
+        """Whether heads are left to `later`. A CTA that takes whole heads would begin late where that runs."""
+        return self.spec.fused and not self.spec.ordered
+
     def prepared(
         self, key_length: Int32, window_left: Int32, window_right: Int32, first: Int32, kv_heads: Int32
     ) -> Int32:
         """Key/value heads, of `kv_heads`, whose statistics are not left to `later`: the `first` ones, or all."""
-        if not self.spec.fused:
+        if not self.leaves:
             return kv_heads
         few = cutlass.min(key_length, window_left + window_right + 1) < _FEW_KEYS
         return ptx.where(few, kv_heads, Int32(cutlass.min(first, kv_heads)))
@@ -112,6 +117,8 @@ class StatisticsKernel:
 
     def _counter_blocks(self, all_heads: Int32, query_length: Int32) -> Int32:
         """CTAs that set counters."""
+        if self.spec.ordered:
+            return Int32(1)
         return (all_heads * self._counters(query_length) + (THREADS - 1)) // THREADS
 
     def _first_heads(self, all_heads: Int32, ahead: Int32) -> Int32:
@@ -179,7 +186,10 @@ class StatisticsKernel:
                 self._write_counter(arrivals, index, place, problem, prepared)
                 self._clear_magnitudes(magnitudes, place, ahead)
 
-            cutlass.if_generate(place[0] < all_heads, write)
+            if cutlass.const_expr(self.spec.ordered):
+                cutlass.if_generate(thread == 0, lambda: self._clear_taken(arrivals))
+            else:
+                cutlass.if_generate(place[0] < all_heads, write)
 
         def write_magnitudes(block: Int32) -> None:
             # CTAs that run together read what lies together.
@@ -410,6 +420,10 @@ class StatisticsKernel:
         written = Boolean((head_index > 0) & (head_index < prepared * self.spec.group))
         value = ptx.where(number > 0, visit.end - visit.begin, ptx.where(written, Int32(1), Int32(0)))
         ptx.store_global_int(arrivals.toint() + Int64(index) * 4, value)
+
+    def _clear_taken(self, arrivals: cute.Pointer) -> None:
+        """Zeroes the counter of heads that have been taken."""
+        ptx.store_global_int(arrivals.toint(), Int32(0))
 
     def _clear_magnitudes(self, magnitudes: cute.Pointer | None, place: tuple[Int32, Int32], ahead: Int32) -> None:
         """Behind the first heads magnitudes are 0 as yet: zeroes those that go with the first counter of a head."""
