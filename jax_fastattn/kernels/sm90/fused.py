@@ -660,12 +660,14 @@ class FusedKernel:
         for block in range(self.config.queries // 8):
             for i in range(2):
                 first = 4 * block + 2 * i
+                factors = ptx.unpack(weights[2 * block + i], dtype=self.mma_dtype)
                 terms = [state.dscore[first + e] for e in range(2)]
                 if delta is not None:
                     terms = [terms[e] - delta[2 * block + e] for e in range(2)]
+                values = [factors[e] * terms[e] for e in range(2)]
                 if visibilities is not None:
-                    terms = [visibilities[i].select(x, 8 * block + e) for e, x in enumerate(terms)]
-                pairs[2 * block + i] = gradient.differentiate(weights[2 * block + i], terms, self.mma_dtype)
+                    values = [visibilities[i].select(x, 8 * block + e) for e, x in enumerate(values)]
+                pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
     # What dQ needs.
 

@@ -227,18 +227,6 @@ def weigh_pairs(
     return list(probabilities), list(weights)
 
 
-def differentiate(weights: Int32, terms: list[Float32], mma_dtype: str) -> Int32:
-    """dS of a pair of weights, in 16 bits, and of dP - delta.
-
-    bfloat16 has the range of float32: terms are rounded first, and one instruction has both products. Those of float16
-    might be infinite where the weight is 0.
-    """
-    if mma_dtype == "bf16":
-        return ptx.multiply_pair(weights, ptx.pack(*terms, dtype=mma_dtype))
-    factors = ptx.unpack(weights, dtype=mma_dtype)
-    return ptx.pack(*[factor * term for factor, term in zip(factors, terms, strict=True)], dtype=mma_dtype)
-
-
 def uniform(visit: plan.TileRange) -> plan.TileRange:
     """The compiler has to know that all lanes take the same turns through loops around wgmma."""
     return plan.TileRange(*[cute.arch.make_warp_uniform(Int32(end)) for end in visit])

@@ -190,8 +190,9 @@ class WideKernel(FusedKernel):
         pairs = []
         for i in range(0, 2 * blocks, 4):
             for j, chunk in enumerate(ptx.load_shared_chunk(self._weights(state, stage, i)), i):
-                terms = [state.product[2 * j + e] - delta[j // 2 * 2 + e] for e in range(2)]
-                pairs.append(gradient.differentiate(chunk, terms, self.mma_dtype))
+                weights = ptx.unpack(chunk, dtype=self.mma_dtype)
+                values = [weights[e] * (state.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
+                pairs.append(ptx.pack(*values, dtype=self.mma_dtype))
         return pairs
 
     def _weights(self, state: SimpleNamespace, stage: Int32, pair: int) -> Int32:
