@@ -135,7 +135,9 @@ def takes_heads(problem: Problem, *, masked: bool) -> bool:
     length = next((length for head_dim, length in lengths if largest <= head_dim), 0)
     heads = problem.batch * problem.num_kv_heads
     at_a_time = -(-heads // _MULTIPROCESSORS) * _MULTIPROCESSORS
-    return longest <= length and heads >= (0.7 if problem.spec.deterministic else 0.9) * at_a_time
+    # With a tenth of the SMs idle it is still as fast as the default, with three tenths as integers.
+    least = 0.7 if problem.spec.deterministic else 0.9
+    return longest <= length and heads >= least * at_a_time
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
