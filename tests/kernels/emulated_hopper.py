@@ -165,7 +165,7 @@ def run_backward(
     written = [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"]]
     launch(
         ptx.pop("statisticsStatisticsKernel.kernel"),
-        [*written, *sums[spec.ordered :], *integers, *keys, *scalars, ahead, prepared, sizes.scale],
+        [*written, *(sums[1:] if spec.ordered else sums), *integers, *keys, *scalars, ahead, prepared, sizes.scale],
         memory,
         kernel.statistics.blocks(sizes.batch, sizes.queries, heads, ahead, prepared),
         kernel.statistics.shared_nbytes,

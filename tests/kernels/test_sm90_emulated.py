@@ -110,6 +110,7 @@ def test_deterministic_backward(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).fused])
 def test_ordered_backward(name: str) -> None:
+    """A CTA takes whole heads, one after the other."""
     *kernel, sizes = BACKWARD[name]
     emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), ordered=True), sizes)
 

@@ -260,10 +260,7 @@ class FusedKernel:
             cute.arch.setmaxregister_decrease(config.registers[2])
             emit = Producer(spec.group, self.memory)
             load = emit.start(shared, operands, stats, lambda work: adder.prepare(shared, work, sums))
-            if not config.adds_dq:
-                cutlass.if_generate(warp_index == producer, lambda: self.key_tiles.each(shared, problem, load))
-                return
-            if spec.ordered:
+            if spec.ordered or not config.adds_dq:
                 cutlass.if_generate(
                     warp_index == producer, lambda: self.key_tiles.each(shared, problem, load, arrivals)
                 )
