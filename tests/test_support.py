@@ -110,18 +110,22 @@ def test_both_passes_have_the_same_tanh(arch: str, sinks: str | None) -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "window", "cap", "length", "fused", "deterministic"), [
-    (128, True, None, 500, False, False),
-    (128, True, None, 1000, True, False),
+    (128, True, None, 640, False, False),
+    (128, True, None, 641, True, False),
+    (128, True, None, 1024, True, False),
     (128, True, None, 1100, True, True),
     (128, True, 50.0, 500, False, False),
     (128, True, 50.0, 600, True, True),
     (128, False, None, 500, False, False),
     (128, False, None, 600, True, True),
-    (96, True, None, 500, False, False),
-    (72, True, None, 600, True, True),
+    (96, True, None, 640, False, False),
+    (72, True, None, 641, True, False),
+    (96, True, None, 768, True, False),
+    (96, True, None, 769, True, True),
+    (96, True, 50.0, 513, True, True),
     (96, False, None, 500, True, True),
-    (64, True, None, 500, True, False),
-    (64, True, None, 1000, True, True),
+    (64, True, None, 640, True, False),
+    (64, True, None, 641, True, True),
     (64, True, 50.0, 500, True, True),
     (64, False, None, 500, True, True),
 ])  # fmt: skip
@@ -140,16 +144,17 @@ def test_short_problems_take_the_pair(
 
 
 @pytest.mark.parametrize(("heads", "ordered", "deterministic"), [
-    (118, False, True),
-    (119, True, True),
+    (92, False, False),
+    (93, False, True),
+    (105, False, True),
+    (106, True, True),
     (132, True, True),
     (133, False, False),
     (185, False, True),
-    (237, False, True),
-    (238, True, True),
+    (211, False, True),
+    (212, True, True),
     (1188, True, True),
     (1189, True, True),
-    (60, False, False),
 ])  # fmt: skip
 def test_a_cta_takes_whole_heads_where_they_fill_the_gpu(heads: int, ordered: bool, deterministic: bool) -> None:
     case = dataclasses.replace(BASE, batch=1, num_kv_heads=heads, group=1, is_causal=True, head_dim=64, v_head_dim=64)
@@ -165,17 +170,24 @@ def test_a_cta_takes_whole_heads_where_they_fill_the_gpu(heads: int, ordered: bo
     assert not kernel_spec(case.problem(), "backward", "sm_80").ordered
 
 
-@pytest.mark.parametrize(("head_dim", "is_causal", "longest"), [
-    (64, True, 512),
-    (96, True, 512),
-    (128, True, 256),
-    (64, False, 384),
-    (96, False, 256),
-    (128, False, 128),
-    (192, True, 0),
+@pytest.mark.parametrize(("head_dim", "is_causal", "cap", "longest", "deterministic"), [
+    (64, True, None, 512, 640),
+    (64, True, 50.0, 512, 640),
+    (96, True, None, 512, 512),
+    (96, True, 50.0, 512, 640),
+    (128, True, 50.0, 256, 256),
+    (64, False, None, 384, 384),
+    (96, False, 50.0, 256, 256),
+    (128, False, None, 128, 128),
+    (192, True, None, 0, 0),
 ])  # fmt: skip
-def test_whole_heads_are_short(head_dim: int, is_causal: bool, longest: int) -> None:
-    case = dataclasses.replace(BASE, batch=33, num_kv_heads=4, is_causal=is_causal, head_dim=head_dim, v_head_dim=None)
-    for lengths in ((longest, 1), (1, longest), (longest + 1, 1), (1, longest + 1)):
-        problem = dataclasses.replace(case, query_length=lengths[0], key_length=lengths[1]).problem()
-        assert kernel_spec(problem, "backward", "sm_90a").ordered == (0 < max(lengths) <= longest)
+def test_whole_heads_are_short(
+    head_dim: int, is_causal: bool, cap: float | None, longest: int, deterministic: int
+) -> None:
+    """Up to which length a CTA takes them, and where gradients are to be deterministic."""
+    case = dataclasses.replace(BASE, batch=33, num_kv_heads=4, is_causal=is_causal, logits_soft_cap=cap)
+    case = dataclasses.replace(case, head_dim=head_dim, v_head_dim=None)
+    for same, limit in ((False, longest), (True, deterministic)):
+        for lengths in ((limit, 1), (1, limit), (limit + 1, 1), (1, limit + 1)):
+            longer = dataclasses.replace(case, deterministic=same, query_length=lengths[0], key_length=lengths[1])
+            assert kernel_spec(longer.problem(), "backward", "sm_90a").ordered == (0 < max(lengths) <= limit)

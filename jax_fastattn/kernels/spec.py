@@ -103,7 +103,8 @@ def short_length(
     """Up to which T and S a problem on Hopper has the variant for short ones; 0 where that is never faster.
 
     In the backward pass, where that variant is a pair of kernels, sums of dq then move more bytes than they save
-    products; where they are integers up to a greater length, unless there is a soft cap: the pair computes that twice.
+    products; up to a greater length where they are integers, and up to a smaller one with a soft cap, which the pair
+    computes twice.
 
     Args:
         op: which pass.
@@ -114,9 +115,13 @@ def short_length(
     """
     if op == "forward":
         return SHORT_LENGTH if head_dim <= 96 else 0
-    if masked and deterministic and not capped:
-        return 1024 if head_dim > 96 else 512
-    return 512 if head_dim > (64 if masked else 96) else 0
+    if not masked:
+        return 512 if head_dim > 96 else 0
+    if capped:
+        return 512 if head_dim > 64 else 0
+    # Up to head dims 64, 96 and 128.
+    lengths = (640, 768, 1024) if deterministic else (0, 640, 640)
+    return lengths[(head_dim > 64) + (head_dim > 96)]
 
 
 def takes_heads(problem: Problem, *, masked: bool) -> bool:
@@ -130,13 +135,17 @@ def takes_heads(problem: Problem, *, masked: bool) -> bool:
         masked: whether a window hides keys.
     """
     largest, longest = max(problem.head_dim, problem.v_head_dim), max(problem.query_length, problem.key_length)
-    # Largest H and D, and up to which T and S. Measured at these lengths; 0 behind the last.
-    lengths = ((96, 512), (128, 256)) if masked else ((64, 384), (96, 256), (128, 128))
+    deterministic, capped = problem.spec.deterministic, problem.spec.logits_soft_cap is not None
+    # Largest H and D, and up to which T and S. Measured at these lengths; 0 behind the last. Some are greater where
+    # there would be integers.
+    lengths = ((64, 384), (96, 256), (128, 128))
+    if masked:
+        lengths = ((64, 640 if deterministic else 512), (96, 640 if deterministic and capped else 512), (128, 256))
     length = next((length for head_dim, length in lengths if largest <= head_dim), 0)
     heads = problem.batch * problem.num_kv_heads
     at_a_time = -(-heads // _MULTIPROCESSORS) * _MULTIPROCESSORS
-    # With a tenth of the SMs idle it is still as fast as the default, with three tenths as integers.
-    least = 0.7 if problem.spec.deterministic else 0.9
+    # With a fifth of the SMs idle it is still as fast as the default, with three tenths as integers.
+    least = 0.7 if deterministic else 0.8
     return longest <= length and heads >= least * at_a_time
 
 

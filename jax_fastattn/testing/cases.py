@@ -390,7 +390,15 @@ GPU_CASES = [
         {"num_kv_heads": 30, "group": 2, "head_dim": 128, "v_head_dim": 40},
         {"head_dim": 128, "deterministic": True},
         {"num_kv_heads": 30, "group": 3, "deterministic": True, "key_value_seq_lengths": (577, 1, 0)},
-        {"head_dim": 96, "is_causal": True, "query_offset": (500, -100, 3), "dlse": True, "deterministic": True},
+        {
+            "num_kv_heads": 55,
+            "head_dim": 96,
+            "is_causal": True,
+            "query_length": 800,
+            "query_offset": (500, -100, 3),
+            "dlse": True,
+            "deterministic": True,
+        },
     ),
     # So many short heads that a CTA takes all keys of one.
     *_vary(
@@ -424,7 +432,9 @@ GPU_CASES = [
     ),
     *_vary(
         _on(_MHA, batch=32, num_kv_heads=4, logits_soft_cap=50.0, is_causal=True, deterministic=True),
-        *_lengths((512, 512), (193, 500)),
+        *_lengths((512, 512), (193, 500), (640, 577)),
+        {"head_dim": 96, "query_length": 577, "key_length": 640, "dlse": True},
+        {"logits_soft_cap": None, "query_length": 577, "key_length": 640},
     ),
     # Equal bits in every run. Of so many heads the last ones are prepared beside the first ones. Short ones take a pair
     # of kernels.
@@ -449,14 +459,14 @@ GPU_CASES = [
         *_LONG[:2],
     ),
     *_vary(
-        _on(_GQA, is_causal=True, deterministic=True, key_length=577),
+        _on(_GQA, is_causal=True, deterministic=True, key_length=665),
         *_BOTH_LENGTHS,
-        *_lengths((65, 577), (193, 257)),
+        *_lengths((65, 665), (193, 257)),
         {
             "batch": 4,
             "num_kv_heads": 50,
             "query_seq_lengths": (193, 100, 64, 1),
-            "key_value_seq_lengths": (257, 577, 0, 64),
+            "key_value_seq_lengths": (257, 665, 0, 64),
         },
     ),
     *_vary(_on(_MHA, batch=1, num_kv_heads=20, window=(300, 0), deterministic=True), *_lengths((1100, 1100))),

@@ -52,6 +52,8 @@ class BackwardConfig:
             keys each.
         held: how many fragments of 16 columns of K, or of V, a warpgroup of the wide kernel holds in registers. Of
             the others its product reads both factors from shared memory, whose bytes are the limit there.
+        shared_ones: whether the factor of ones that adds statistics to products lies in shared memory, for want of
+            registers. Else those products read one factor less from there.
     """
 
     queries: int
@@ -59,6 +61,7 @@ class BackwardConfig:
     dq_registers: int = 0
     wide: bool = False
     held: int = 0
+    shared_ones: bool = False
 
     def __post_init__(self) -> None:
         if self.adds_dq and self.wide:
@@ -180,13 +183,13 @@ class BackwardMemory:
 
     @property
     def ones_start(self) -> int:
-        """Offset of the factor that adds a statistic to a product, `[64 keys, 16]`."""
+        """Offset of the factor that adds a statistic to a product, `[64 keys, 16]`, with `shared_ones`."""
         return self.stats_start + self.config.stages * 2 * self.stats_pitch
 
     @property
     def barrier_start(self) -> int:
         """Offset of the mbarriers: of K and V, both of each stage of Q, dO, dS and of each slot, of the next tile."""
-        return self.ones_start + (WARPGROUP_ROWS * 32 if self.config.adds_dq else 0)
+        return self.ones_start + (WARPGROUP_ROWS * 32 if self.config.shared_ones else 0)
 
     @property
     def flag_start(self) -> int:
@@ -319,7 +322,8 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     dq_registers = (104 if padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
     if largest <= 64 and not spec.logits_soft_cap:
         return BackwardConfig(128, 3 if spec.fused else 2, dq_registers)
-    return BackwardConfig(64, 3, dq_registers)
+    # A soft cap's slopes wait in registers; with those of ones over head dim 96 some would spill.
+    return BackwardConfig(64, 3, dq_registers, shared_ones=bool(dq_registers and spec.logits_soft_cap and largest > 96))
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:

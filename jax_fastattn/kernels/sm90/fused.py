@@ -18,7 +18,7 @@ mask code, masked ones (right window edge). Reads the statistics that are descri
 """
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -42,6 +42,8 @@ from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 _STEP = 16
 # Lanes of an accumulator's row: each has columns of its own.
 _COLUMN_LANES = 4
+# 1 in bfloat16.
+_ONE = 0x3F80
 
 
 class Edges(NamedTuple):
@@ -217,7 +219,7 @@ class FusedKernel:
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
         if config.adds_dq:
-            self._write_ones(thread, shared)
+            self._write_constants(thread, shared)
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
         if cutlass.const_expr(spec.ordered):
             # For all statistics: else the producer waits for those of a head.
@@ -336,9 +338,10 @@ class FusedKernel:
             shared.stats = wgmma.staged_tile(
                 base + memory.stats_start, cutlass.BFloat16, statistics, 2 * stages, config.queries * _STEP
             )
-            shared.ones = wgmma.staged_tile(
-                base + memory.ones_start, cutlass.BFloat16, (WARPGROUP_ROWS, _STEP), 1, WARPGROUP_ROWS * _STEP
-            )
+            if config.shared_ones:
+                shared.ones = wgmma.staged_tile(
+                    base + memory.ones_start, cutlass.BFloat16, (WARPGROUP_ROWS, _STEP), 1, WARPGROUP_ROWS * _STEP
+                )
             shared.dscore_full = barriers + (2 + 4 * stages)
             shared.dscore_empty = barriers + (4 + 4 * stages)
             shared.added = barriers + (6 + 4 * stages)
@@ -392,13 +395,14 @@ class FusedKernel:
         cutlass.if_generate(warp_index == 0, initialize)
         cute.arch.sync_threads()
 
-    def _write_ones(self, thread: Int32, shared: SimpleNamespace) -> None:
-        """Writes the left factor of `gradient.thirds`, and the columns of zeros that follow the right ones."""
-        memory, threads, one = self.memory, self.config.threads, Int32(0x3F80)
-        chunk = ptx.where(thread < WARPGROUP_ROWS, one, Int32(0))
-        target = shared.address + memory.ones_start + thread * 16
-        values = [chunk << 16 | chunk, chunk, Int32(0), Int32(0)]
-        cutlass.if_generate(thread < 2 * WARPGROUP_ROWS, lambda: ptx.store_shared_chunk(target, values))
+    def _write_constants(self, thread: Int32, shared: SimpleNamespace) -> None:
+        """Writes the zeros that follow statistics as factors of products, and, if it is shared, the factor of ones."""
+        memory, threads, one = self.memory, self.config.threads, Int32(_ONE)
+        if self.config.shared_ones:
+            chunk = ptx.where(thread < WARPGROUP_ROWS, one, Int32(0))
+            target = shared.address + memory.ones_start + thread * 16
+            values = [chunk << 16 | chunk, chunk, Int32(0), Int32(0)]
+            cutlass.if_generate(thread < 2 * WARPGROUP_ROWS, lambda: ptx.store_shared_chunk(target, values))
         for i in range(2 * self.config.stages):
             zeros = shared.address + memory.stats_start + i * memory.stats_pitch + memory.stats_nbytes
             gradient.zero_rows(zeros, (self.config.queries, 8), 16, Int32(0), thread=thread, threads=threads)
@@ -445,8 +449,10 @@ class FusedKernel:
         state.dscore = state.score if config.adds_dq else wgmma.accumulator(score_mma, scores)
         if config.adds_dq:
             state.buffer = wgmma.Uniform(Int32(0), Int32(0))
-            state.stats_mma = wgmma.product(cutlass.BFloat16, config.queries, a_in_registers=False, b_transposed=False)
-            state.ones = wgmma.operand_a(state.stats_mma, shared.ones)
+            state.stats_mma = wgmma.product(
+                cutlass.BFloat16, config.queries, a_in_registers=not config.shared_ones, b_transposed=False
+            )
+            state.ones = self._ones(state)
             state.stats = wgmma.operand_b(state.stats_mma, shared.stats)
         return state
 
@@ -613,7 +619,19 @@ class FusedKernel:
 
     def _minus(self, state: SimpleNamespace, stage: Int32, which: int) -> wgmma.Step:
         """A step of a product that adds minus the log-sum-exps (0) or delta (1) of its queries."""
-        return state.stats_mma, state.ones[None, None, 0, 0], state.stats[None, None, 0, 2 * stage + which]
+        return state.stats_mma, state.ones, state.stats[None, None, 0, 2 * stage + which]
+
+    def _ones(self, state: SimpleNamespace) -> Any:
+        """The left factor of those steps, the same in all rows: [1, 1, 1, 0, ...], see `gradient.thirds`."""
+        if self.config.shared_ones:
+            return wgmma.operand_a(state.stats_mma, state.shared.ones)[None, None, 0, 0]
+        fragment = wgmma.fragment_a(state.stats_mma, (WARPGROUP_ROWS, _STEP), cutlass.BFloat16)
+        pairs, pair = cute.recast_tensor(fragment, Int32), state.thread % _COLUMN_LANES
+        ones = ptx.where(pair == 0, Int32(_ONE << 16 | _ONE), ptx.where(pair == 1, Int32(_ONE), Int32(0)))
+        # Of both rows of a lane; then their columns from 8 on.
+        for i in range(4):
+            pairs[i] = ones if i < 2 else Int32(0)
+        return fragment[None, None, 0]
 
     def _cap(self, state: SimpleNamespace) -> list[Int32]:
         """S to capped scores in base 2; pairs of slopes in 16 bits."""
