@@ -143,21 +143,28 @@ def test_short_problems_take_the_pair(
     assert (same == spec) == (not fused)
 
 
-@pytest.mark.parametrize(("heads", "ordered", "deterministic"), [
-    (92, False, False),
-    (93, False, True),
-    (105, False, True),
-    (106, True, True),
-    (132, True, True),
-    (133, False, False),
-    (185, False, True),
-    (211, False, True),
-    (212, True, True),
-    (1188, True, True),
-    (1189, True, True),
+@pytest.mark.parametrize(("heads", "ordered", "deterministic", "longer"), [
+    (92, False, False, False),
+    (93, False, True, False),
+    (98, False, True, False),
+    (99, False, True, True),
+    (105, False, True, True),
+    (106, True, True, True),
+    (132, True, True, True),
+    (133, False, False, False),
+    (185, False, True, False),
+    (211, False, True, True),
+    (212, True, True, True),
+    (1188, True, True, True),
+    (1189, True, True, True),
 ])  # fmt: skip
-def test_a_cta_takes_whole_heads_where_they_fill_the_gpu(heads: int, ordered: bool, deterministic: bool) -> None:
+def test_a_cta_takes_whole_heads_where_they_fill_the_gpu(
+    heads: int, ordered: bool, deterministic: bool, longer: bool
+) -> None:
+    """Whether it does at length 512; where gradients are to be deterministic, there and at length 640."""
     case = dataclasses.replace(BASE, batch=1, num_kv_heads=heads, group=1, is_causal=True, head_dim=64, v_head_dim=64)
+    long = dataclasses.replace(case, query_length=600, key_length=640, deterministic=True)
+    assert kernel_spec(long.problem(), "backward", "sm_90a").ordered == longer
     case = dataclasses.replace(case, query_length=500, key_length=512)
     spec, same = (
         kernel_spec(dataclasses.replace(case, deterministic=x).problem(), "backward", "sm_90a") for x in (False, True)

@@ -144,8 +144,9 @@ def takes_heads(problem: Problem, *, masked: bool) -> bool:
     length = next((length for head_dim, length in lengths if largest <= head_dim), 0)
     heads = problem.batch * problem.num_kv_heads
     at_a_time = -(-heads // _MULTIPROCESSORS) * _MULTIPROCESSORS
-    # With a fifth of the SMs idle it is still as fast as the default, with three tenths as integers.
-    least = 0.7 if deterministic else 0.8
+    # With a fifth of the SMs idle it is still as fast as the default, with three tenths (of longer heads a quarter) as
+    # integers.
+    least = 0.8 if not deterministic else 0.7 if longest <= 512 else 0.75
     return longest <= length and heads >= least * at_a_time
 
 
