@@ -116,12 +116,17 @@ def short_length(
     if op == "forward":
         return SHORT_LENGTH if head_dim <= 96 else 0
     if not masked:
-        return 512 if head_dim > 96 else 0
+        return _length_of(head_dim, (96, 0), (128, 512))
     if capped:
-        return 512 if head_dim > 64 else 0
-    # Up to head dims 64, 96 and 128.
-    lengths = (640, 768, 1024) if deterministic else (0, 640, 640)
-    return lengths[(head_dim > 64) + (head_dim > 96)]
+        return _length_of(head_dim, (64, 0), (128, 512))
+    if deterministic:
+        return _length_of(head_dim, (64, 640), (96, 768), (128, 1024))
+    return _length_of(head_dim, (64, 0), (128, 640))
+
+
+def _length_of(head_dim: int, *lengths: tuple[int, int]) -> int:
+    """The length beside the first head dim that is not exceeded; 0 behind the last."""
+    return next((length for limit, length in lengths if head_dim <= limit), 0)
 
 
 def takes_heads(problem: Problem, *, masked: bool) -> bool:
@@ -136,12 +141,12 @@ def takes_heads(problem: Problem, *, masked: bool) -> bool:
     """
     largest, longest = max(problem.head_dim, problem.v_head_dim), max(problem.query_length, problem.key_length)
     deterministic, capped = problem.spec.deterministic, problem.spec.logits_soft_cap is not None
-    # Largest H and D, and up to which T and S. Measured at these lengths; 0 behind the last. Some are greater where
-    # there would be integers.
-    lengths = ((64, 384), (96, 256), (128, 128))
+    # Measured at these lengths; some are greater where there would be integers.
     if masked:
-        lengths = ((64, 640 if deterministic else 512), (96, 640 if deterministic and capped else 512), (128, 256))
-    length = next((length for head_dim, length in lengths if largest <= head_dim), 0)
+        longer = 640 if deterministic else 512
+        length = _length_of(largest, (64, longer), (96, longer if capped else 512), (128, 256))
+    else:
+        length = _length_of(largest, (64, 384), (96, 256), (128, 128))
     heads = problem.batch * problem.num_kv_heads
     at_a_time = -(-heads // _MULTIPROCESSORS) * _MULTIPROCESSORS
     # With a fifth of the SMs idle it is still as fast as the default, with three tenths (of longer heads a quarter) as

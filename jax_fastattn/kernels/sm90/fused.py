@@ -397,9 +397,9 @@ class FusedKernel:
 
     def _write_constants(self, thread: Int32, shared: SimpleNamespace) -> None:
         """Writes the zeros that follow statistics as factors of products, and, if it is shared, the factor of ones."""
-        memory, threads, one = self.memory, self.config.threads, Int32(_ONE)
+        memory, threads = self.memory, self.config.threads
         if self.config.shared_ones:
-            chunk = ptx.where(thread < WARPGROUP_ROWS, one, Int32(0))
+            chunk = ptx.where(thread < WARPGROUP_ROWS, Int32(_ONE), Int32(0))
             target = shared.address + memory.ones_start + thread * 16
             values = [chunk << 16 | chunk, chunk, Int32(0), Int32(0)]
             cutlass.if_generate(thread < 2 * WARPGROUP_ROWS, lambda: ptx.store_shared_chunk(target, values))
