@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jax_fastattn.kernels.plan import TileRange, key_tiles, query_tiles, section
+from jax_fastattn.kernels.plan import TileRange, alike_section, key_tiles, query_tiles, section
 from jax_fastattn.kernels.spec import UNBOUNDED
 
 LENGTHS = range(6)
@@ -114,3 +114,11 @@ def test_sections_of_any_size() -> None:
     for multiprocessors, count, heads in itertools.product((1, 3, 132), (0, 1, 2, 5, 131, 1000), (0, 1, 2, 7, 600)):
         assert section(multiprocessors, count, heads, 0) == 1
         assert 1 <= section(multiprocessors, count, heads, 1) <= max(heads, 1)
+
+
+@pytest.mark.parametrize(("rows", "heads", "together"), [
+    (512, 160, 54), (512, 1024, 64), (640, 64, 32), (1024, 16, 16), (1024, 17, 17), (1024, 40, 20), (50000, 7, 1),
+    (0, 5, 5), (1, 0, 1),
+])  # fmt: skip
+def test_sections_of_few_rows_are_alike(rows: int, heads: int, together: int) -> None:
+    assert alike_section(32768, rows, heads) == together

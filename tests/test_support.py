@@ -109,92 +109,45 @@ def test_both_passes_have_the_same_tanh(arch: str, sinks: str | None) -> None:
     assert not kernel_spec(dataclasses.replace(BASE, sinks=sinks).problem(), "backward", arch).sinks
 
 
-@pytest.mark.parametrize(("head_dim", "window", "cap", "length", "fused", "deterministic"), [
-    (128, True, None, 640, False, False),
-    (128, True, None, 641, True, False),
-    (128, True, None, 1024, True, False),
-    (128, True, None, 1100, True, True),
-    (128, True, 50.0, 500, False, False),
-    (128, True, 50.0, 600, True, True),
-    (128, False, None, 500, False, False),
-    (128, False, None, 600, True, True),
-    (96, True, None, 640, False, False),
-    (72, True, None, 641, True, False),
-    (96, True, None, 768, True, False),
-    (96, True, None, 769, True, True),
-    (96, True, 50.0, 513, True, True),
-    (96, False, None, 500, True, True),
-    (64, True, None, 640, True, False),
-    (64, True, None, 641, True, True),
-    (64, True, 50.0, 500, True, True),
-    (64, False, None, 500, True, True),
+@pytest.mark.parametrize("cap", [None, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+@pytest.mark.parametrize(("window", "heads", "longest", "deterministic"), [
+    ((None, 0), 1, 1024, 1024),
+    ((40, None), 1, 1024, 1024),
+    ((None, 0), 600, 1024, 1024),
+    ((None, None), 264, 512, 1024),
+    ((40, 5), 264, 512, 1024),
+    ((None, None), 131, 512, 1024),
 ])  # fmt: skip
-def test_short_problems_take_the_pair(
-    head_dim: int, window: bool, cap: float | None, length: int, fused: bool, deterministic: bool
+def test_ctas_add_in_turn(
+    window: tuple[int | None, int | None],
+    heads: int,
+    longest: int,
+    deterministic: int,
+    head_dim: int,
+    cap: float | None,
 ) -> None:
-    """Whether a problem has the fused kernel, and where gradients are to be deterministic that with integers."""
-    case = dataclasses.replace(BASE, head_dim=head_dim, v_head_dim=head_dim, is_causal=window, logits_soft_cap=cap)
-    case = dataclasses.replace(case, query_length=length, key_length=length)
-    spec = kernel_spec(case.problem(), "backward", "sm_90a")
-    assert spec.fused == fused
-    same = kernel_spec(dataclasses.replace(case, deterministic=True).problem(), "backward", "sm_90a")
-    assert same.integers == deterministic
-    # The pair always has the same bits, and is compiled once.
-    assert (same == spec) == (not fused)
-
-
-@pytest.mark.parametrize(("heads", "ordered", "deterministic", "longer"), [
-    (92, False, False, False),
-    (93, False, True, False),
-    (98, False, True, False),
-    (99, False, True, True),
-    (105, False, True, True),
-    (106, True, True, True),
-    (132, True, True, True),
-    (133, False, False, False),
-    (185, False, True, False),
-    (211, False, True, True),
-    (212, True, True, True),
-    (1188, True, True, True),
-    (1189, True, True, True),
-])  # fmt: skip
-def test_a_cta_takes_whole_heads_where_they_fill_the_gpu(
-    heads: int, ordered: bool, deterministic: bool, longer: bool
-) -> None:
-    """Whether it does at length 512; where gradients are to be deterministic, there and at length 640."""
-    case = dataclasses.replace(BASE, batch=1, num_kv_heads=heads, group=1, is_causal=True, head_dim=64, v_head_dim=64)
-    long = dataclasses.replace(case, query_length=600, key_length=640, deterministic=True)
-    assert kernel_spec(long.problem(), "backward", "sm_90a").ordered == longer
-    case = dataclasses.replace(case, query_length=500, key_length=512)
-    spec, same = (
-        kernel_spec(dataclasses.replace(case, deterministic=x).problem(), "backward", "sm_90a") for x in (False, True)
-    )
-    assert (spec.ordered, same.ordered) == (ordered, deterministic)
-    # Sums that have one order need no integers, and no kernel of their own.
-    assert not (same.ordered and same.deterministic)
-    assert not (ordered and same != spec)
-    assert not kernel_spec(case.problem(), "forward", "sm_90a").ordered
-    assert not kernel_spec(case.problem(), "backward", "sm_80").ordered
-
-
-@pytest.mark.parametrize(("head_dim", "is_causal", "cap", "longest", "deterministic"), [
-    (64, True, None, 512, 640),
-    (64, True, 50.0, 512, 640),
-    (96, True, None, 512, 512),
-    (96, True, 50.0, 512, 640),
-    (128, True, 50.0, 256, 256),
-    (64, False, None, 384, 384),
-    (96, False, 50.0, 256, 256),
-    (128, False, None, 128, 128),
-    (192, True, None, 0, 0),
-])  # fmt: skip
-def test_whole_heads_are_short(
-    head_dim: int, is_causal: bool, cap: float | None, longest: int, deterministic: int
-) -> None:
-    """Up to which length a CTA takes them, and where gradients are to be deterministic."""
-    case = dataclasses.replace(BASE, batch=33, num_kv_heads=4, is_causal=is_causal, logits_soft_cap=cap)
+    """Up to which length they do, of so many heads, and where gradients are to be deterministic."""
+    case = dataclasses.replace(BASE, batch=1, num_kv_heads=heads, group=1, window=window, logits_soft_cap=cap)
     case = dataclasses.replace(case, head_dim=head_dim, v_head_dim=None)
     for same, limit in ((False, longest), (True, deterministic)):
-        for lengths in ((limit, 1), (1, limit), (limit + 1, 1), (1, limit + 1)):
-            longer = dataclasses.replace(case, deterministic=same, query_length=lengths[0], key_length=lengths[1])
-            assert kernel_spec(longer.problem(), "backward", "sm_90a").ordered == (0 < max(lengths) <= limit)
+        for length in (1, 500, 512, 513, 1024, 1025):
+            for lengths in ((length, 130), (1, length)):
+                longer = dataclasses.replace(case, deterministic=same, query_length=lengths[0], key_length=lengths[1])
+                spec = kernel_spec(longer.problem(), "backward", "sm_90a")
+                few = window in ((None, None), (40, 5)) and heads * -(-lengths[1] // 128) < 264
+                assert spec.ordered == (head_dim <= 128 and max(lengths) <= limit and not few)
+                # Sums that have one order need no integers, and no kernel of their own.
+                assert spec.integers == (head_dim <= 128 and same and not spec.ordered)
+                assert not kernel_spec(longer.problem(), "forward", "sm_90a").ordered
+                assert not kernel_spec(longer.problem(), "backward", "sm_80").ordered
+
+
+def test_few_heads_do_not_add_in_turn_without_a_mask() -> None:
+    """Where all CTAs begin together they would wait for each other; 264 tiles of keys are two for each SM."""
+    case = dataclasses.replace(BASE, batch=1, num_kv_heads=66, query_length=100)
+    found = [
+        kernel_spec(dataclasses.replace(case, key_length=length).problem(), "backward", "sm_90a").ordered
+        for length in (384, 385)
+    ]
+    assert found == [False, True]

@@ -97,3 +97,16 @@ def section(multiprocessors: Int, count: Int, heads: Int, uneven: int) -> Int:
     sections = max(heads // most, 1)
     alike = (heads + sections - 1) // sections
     return 1 + uneven * (filling + differs * (alike - filling) - 1)
+
+
+def alike_section(most_rows: Int, rows: Int, heads: Int) -> Int:
+    """Heads of sections that are alike and have `most_rows` rows at most, or one head.
+
+    Args:
+        most_rows: rows of a section.
+        rows: of a head.
+        heads: all heads of all batch entries.
+    """
+    most = max(most_rows // max(rows, 1), 1)
+    sections = max((heads + most - 1) // most, 1)
+    return max((heads + sections - 1) // sections, 1)

@@ -16,8 +16,8 @@ from jax_fastattn.spec import Problem
 # Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
 UNBOUNDED = 1 << 29
 
-# The largest of what `short_length` returns.
-SHORT_LENGTH = 2048
+# Up to which T and S, and up to which head dims, the Hopper forward has a variant for short problems.
+SHORT_LENGTH, SHORT_HEAD_DIM = 2048, 96
 
 # Up to which head dims Hopper has one kernel for all three gradients.
 FUSED_HEAD_DIM = 128
@@ -46,9 +46,9 @@ class KernelSpec:
         sinks: whether the forward pass has that operand. In the backward pass it decides about `exact_cap` alone.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
         deterministic: whether gradients must have the same bits in every run; set where a kernel exists that cannot.
-        short: T and S are at most `short_length`: few tiles per row, which wants other variants. False where there is
-            one variant for all lengths, so that a new length compiles nothing.
-        ordered: `takes_heads`: a CTA takes all keys of a head, so that sums of dq have one order.
+        short: in the forward pass, T and S are at most SHORT_LENGTH: few tiles per row, which wants other variants.
+            False where there is one variant for all lengths, so that a new length compiles nothing.
+        ordered: `adds_in_turn`: CTAs that take keys of a head add to sums of dq in turn, so that these have one order.
     """
 
     op: Literal["forward", "backward"]
@@ -74,7 +74,7 @@ class KernelSpec:
     def fused(self) -> bool:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
         fusible = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
-        return self.family == "sm90" and self.op == "backward" and fusible and not self.short
+        return self.family == "sm90" and self.op == "backward" and fusible
 
     @property
     def integers(self) -> bool:
@@ -97,62 +97,22 @@ class KernelSpec:
         return self.window_left != self.window_right
 
 
-def short_length(
-    op: Literal["forward", "backward"], head_dim: int, *, masked: bool, capped: bool, deterministic: bool
-) -> int:
-    """Up to which T and S a problem on Hopper has the variant for short ones; 0 where that is never faster.
+def adds_in_turn(problem: Problem, *, uneven: bool) -> bool:
+    """Whether CTAs add to sums of dq in turn where that is faster, see `KernelSpec.ordered`.
 
-    In the backward pass, where that variant is a pair of kernels, sums of dq then move more bytes than they save
-    products; up to a greater length where they are integers, and up to a smaller one with a soft cap, which the pair
-    computes twice.
-
-    Args:
-        op: which pass.
-        head_dim: the larger one of H and D.
-        masked: whether a window hides keys.
-        capped: whether logits have a soft cap.
-        deterministic: whether gradients must have the same bits in every run.
-    """
-    if op == "forward":
-        return SHORT_LENGTH if head_dim <= 96 else 0
-    if not masked:
-        return _length_of(head_dim, (96, 0), (128, 512))
-    if capped:
-        return _length_of(head_dim, (64, 0), (128, 512))
-    if deterministic:
-        return _length_of(head_dim, (64, 640), (96, 768), (128, 1024))
-    return _length_of(head_dim, (64, 0), (128, 640))
-
-
-def _length_of(head_dim: int, *lengths: tuple[int, int]) -> int:
-    """The length beside the first head dim that is not exceeded; 0 behind the last."""
-    return next((length for limit, length in lengths if head_dim <= limit), 0)
-
-
-def takes_heads(problem: Problem, *, masked: bool) -> bool:
-    """Whether a CTA of the fused kernel takes all keys of a head where that is faster, see `KernelSpec.ordered`.
-
-    It saves zeros, counters and, where gradients must have the same bits, integers. But what heads in flight read, one
-    on each SM, has to stay in L2 from one tile of keys to the next; and heads have to fill the GPU evenly.
+    It saves zeros, many additions and, where gradients must have the same bits, integers. But what heads in flight read
+    has to stay in L2 from one tile of keys to the next, so heads have to be short. And CTAs that begin together wait
+    for each other: where later keys have fewer queries they have time, else each SM should have some tiles of keys.
 
     Args:
         problem: what is computed.
-        masked: whether a window hides keys.
+        uneven: see `KernelSpec.uneven`.
     """
-    largest, longest = max(problem.head_dim, problem.v_head_dim), max(problem.query_length, problem.key_length)
-    deterministic, capped = problem.spec.deterministic, problem.spec.logits_soft_cap is not None
-    # Measured at these lengths; some are greater where there would be integers.
-    if masked:
-        longer = 640 if deterministic else 512
-        length = _length_of(largest, (64, longer), (96, longer if capped else 512), (128, 256))
-    else:
-        length = _length_of(largest, (64, 384), (96, 256), (128, 128))
-    heads = problem.batch * problem.num_kv_heads
-    at_a_time = -(-heads // _MULTIPROCESSORS) * _MULTIPROCESSORS
-    # With a fifth of the SMs idle it is still as fast as the default, with three tenths (of longer heads a quarter) as
-    # integers.
-    least = 0.8 if not deterministic else 0.7 if longest <= 512 else 0.75
-    return longest <= length and heads >= least * at_a_time
+    longest = max(problem.query_length, problem.key_length)
+    if uneven:
+        return longest <= 1024
+    key_tiles = problem.batch * problem.num_kv_heads * -(-problem.key_length // 128)
+    return longest <= (1024 if problem.spec.deterministic else 512) and key_tiles >= 2 * _MULTIPROCESSORS
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
@@ -178,13 +138,14 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         dlse=dlse,
         family=family,
     )
-    deterministic = op == "backward" and spec.deterministic
-    masked = (left, right) != (None, None)
-    short = short_length(op, largest, masked=masked, capped=key.logits_soft_cap, deterministic=deterministic)
-    varies = family == "sm90" and (op == "forward" or key.fused)
-    ordered = varies and op == "backward" and takes_heads(problem, masked=masked)
-    key = replace(key, short=varies and not ordered and max(problem.query_length, problem.key_length) <= short)
-    return replace(key, ordered=ordered, deterministic=deterministic and key.fused and not ordered)
+    short = largest <= SHORT_HEAD_DIM and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
+    ordered = key.fused and adds_in_turn(problem, uneven=key.uneven)
+    return replace(
+        key,
+        short=short and family == "sm90" and op == "forward",
+        ordered=ordered,
+        deterministic=spec.deterministic and key.fused and not ordered,
+    )
 
 
 def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:

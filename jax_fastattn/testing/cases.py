@@ -303,7 +303,7 @@ def _on(base: Case, **more: Any) -> Case:
 
 # A line is one kernel forward and one backward (dtype, dims, group, what is present), two with and without `dlse`;
 # its variations compile nothing.
-GPU_CASES = [
+_SHORTER = [
     # Lengths.
     *_vary(_MHA, {}, *_MANY, {"scale": -0.2}, {"scale": 0.0}, {"batch": 5}, *_LONG, *_LONG_EDGES),
     *_vary(_on(_MHA, dtype="float16", is_causal=True), {}, *_MANY, {"scale": -0.2}, *_LONG),
@@ -400,7 +400,7 @@ GPU_CASES = [
             "deterministic": True,
         },
     ),
-    # So many short heads that a CTA takes all keys of one.
+    # Many short heads, of which CTAs add to dq in turn.
     *_vary(
         _on(_MHA, batch=32, num_kv_heads=4, is_causal=True),
         *_lengths((512, 512), (257, 127), (129, 193), (1, 300), (300, 1)),
@@ -522,5 +522,22 @@ GPU_CASES = [
         {},
         {"sinks": "n"},
         {"sinks": "n", "deterministic": True},
+    ),
+]
+
+
+def _in_turn(case: Case) -> bool:
+    """Whether there is a mask by which CTAs add to dq in turn on Hopper."""
+    spec = kernel_spec(case.problem(), "backward", "sm_90a")
+    return spec.ordered and spec.uneven
+
+
+GPU_CASES = [
+    *_SHORTER,
+    # The same masks where CTAs add in any order, since queries are more.
+    *(
+        dataclasses.replace(case, query_length=case.query_length + 1024, deterministic=i % 3 == 2)
+        for i, case in enumerate(filter(_in_turn, _SHORTER))
+        if i % 2 == 0 and case.batch * case.num_kv_heads <= 16
     ),
 ]

@@ -33,7 +33,7 @@ EVERYTHING = {
     "logits_soft_cap": True,
 }
 # What chooses between kernels where one can compute all gradients.
-BACKWARD_VARIANTS = [{}, {"deterministic": True}, {"short": True}, {"ordered": True}]
+BACKWARD_VARIANTS = [{}, {"deterministic": True}, {"ordered": True}]
 # Local memory of the kernels with every feature at once, bytes per thread: values kept across the loop, at most 88
 # (sm80 dkdv on sm_90a, head dim 128).
 EVERYTHING_LOCAL_BYTES = 88
@@ -60,8 +60,7 @@ def test_kernels_fit(family: str, arch: str, op: str, dims: tuple[int, int], fea
     spec = _spec(family, op, arch, dims, features)
     for variant in BACKWARD_VARIANTS if spec.fused else [{}]:
         kernels = inspect_kernel(dataclasses.replace(spec, **variant))
-        two = family == "sm80" or "ordered" in variant
-        assert len(kernels) == {"forward": 1, "backward": 2 if two else 3}[op]
+        assert len(kernels) == {"forward": 1, "backward": 2 if family == "sm80" else 3}[op]
         allowed = EVERYTHING_LOCAL_BYTES if features is EVERYTHING else 0
         for kernel in kernels:
             print(f"{kernel.registers} registers, {kernel.local_bytes} B local, {kernel.shared_bytes} B shared")

@@ -32,6 +32,7 @@ _device_plan = _with_device_min_max(plan)
 key_tiles = _device_plan["key_tiles"]  # plan.key_tiles on device integers
 query_tiles = _device_plan["query_tiles"]  # plan.query_tiles on device integers
 section = _device_plan["section"]  # plan.section on device integers
+alike_section = _device_plan["alike_section"]  # plan.alike_section on device integers
 
 
 def clamp(x: Int32, low: Any, high: Any) -> Int32:

@@ -3,10 +3,10 @@
 """Backward attention with TMA and WGMMA, behind a pass over memory for the statistics of the rows.
 
 Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once: dq is added up by
-all CTAs, in no fixed order, and rounded by who adds last. Sums are float32, whose last bits differ from run to run, or
-with `spec.integers` integers, whose bits do not: they have a unit, for which K and V are read once more. With
-`spec.ordered` a CTA adds all of a head, in one order. Else dq has a query-stationary kernel: seven products, no sums in
-memory, the same bits in every run.
+all CTAs, and rounded by who adds last: with `spec.ordered` in turn; else in no fixed order, to float32 sums, whose last
+bits differ from run to run, or with `spec.integers` to integers, whose bits do not: they have a unit, for which K and V
+are read once more. Over head dim 128 dq has a query-stationary kernel: seven products, no sums in memory, the same bits
+in every run.
 
 Each kernel lets the next one begin before it ends (programmatic dependent launch), as soon as what that one cannot wait
 for by itself is written: CTAs of the next one take the SMs that have nothing left to do. The last kernel ends after the
@@ -94,8 +94,7 @@ class BackwardKernel:
             stats: float32 `[B, N, 2, padded_rows(T)]`, see `gradient.py`.
             dq_sum: float32, with `spec.integers` int32, `[B, N, padded_rows(T), padded H]` in an order of its own;
                 None unless `spec.fused`.
-            arrivals: int32 `[B, N, 1 + query tiles]`, see `dq_sum.py`, with `spec.ordered` `[1]`; None unless
-                `spec.fused`.
+            arrivals: int32 `[B, N, 1 + query tiles]`, see `dq_sum.py`; None unless `spec.fused`.
             magnitudes: int32 `[B, K, 2, MAGNITUDE_PARTS]`, see `magnitudes.py`; None unless sums are integers.
             resolutions: pairs of 16 bits `[B, N, padded_rows(T) / 2]`: row parts, see `gradient.py`.
             batch: B.
@@ -115,7 +114,7 @@ class BackwardKernel:
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
         integers = cutlass.const_expr(self.spec.integers)
         kv_heads = batch * (num_heads // self.spec.group)
-        section, ahead, first = self.main.key_tiles.sections(key_length, kv_heads, multiprocessors)
+        section, ahead, first = self.main.key_tiles.sections(query_length, key_length, kv_heads, multiprocessors)
         prepared = self.statistics.prepared(key_length, window_left, window_right, first, kv_heads)
         residuals = (out, lse, dout, dlse, dq if fused else None, stats)
         keys = (magnitudes, key if integers else None, value if integers else None)

@@ -42,14 +42,14 @@ def stats_row_nbytes(fused: bool) -> int:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """One variant of the key-stationary kernels: two consumer warpgroups, one that loads, perhaps one that computes dq.
+    """One variant of the key-stationary kernels: two consumer warpgroups, one that loads, and one that computes dq.
 
     Attributes:
         queries: query rows of a tile: 128 up to head dim 64 without a soft cap, else 64.
         stages: tiles of Q and of dO in shared memory.
-        dq_registers: registers of a thread of the warpgroup that computes dq; 0 where `dq.py` does.
-        wide: for head dims over 128, without dq: both warpgroups work on the same 64 keys, see `wide.py`. Else on 64
-            keys each.
+        dq_registers: registers of a thread of the warpgroup that computes dq; 0 where the kernel is wide.
+        wide: for head dims over 128, without dq, which `dq.py` computes: both warpgroups work on the same 64 keys, see
+            `wide.py`. Else on 64 keys each.
         held: how many fragments of 16 columns of K, or of V, a warpgroup of the wide kernel holds in registers. Of
             the others its product reads both factors from shared memory, whose bytes are the limit there.
         shared_ones: whether the factor of ones that adds statistics to products lies in shared memory, for want of
@@ -319,18 +319,17 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     if largest > 128:
         config = BackwardConfig(64, 3, wide=True, held=6)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
-    dq_registers = (104 if padded_head_dim(spec.head_dim) == 96 else 72) if spec.fused else 0
+    dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72
     if largest <= 64 and not spec.logits_soft_cap:
-        return BackwardConfig(128, 3 if spec.fused else 2, dq_registers)
+        return BackwardConfig(128, 3, dq_registers)
     # A soft cap's slopes wait in registers; with those of ones over head dim 96 some would spill.
-    return BackwardConfig(64, 3, dq_registers, shared_ones=bool(dq_registers and spec.logits_soft_cap and largest > 96))
+    return BackwardConfig(64, 3, dq_registers, shared_ones=spec.logits_soft_cap and largest > 96)
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:
     """The variant of the dq kernel for a compile key: as many slots as fit, but for more than are of use."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
-    keys = 64 if columns > 64 else 128
-    configs = (DqConfig(keys, slots, overlap=columns <= 192) for slots in range(8, 2, -1))
+    configs = (DqConfig(64, slots, overlap=columns <= 192) for slots in range(8, 2, -1))
     return next(config for config in configs if DqMemory.of(spec, config).fits)
 
 
@@ -340,14 +339,14 @@ def backward_scratch(
     """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters, magnitudes, resolutions.
 
     Statistics are float32, or where dq is added eight bfloat16 in the place of four. Counters are of zeros and of
-    tiles, with `spec.ordered` one of heads; magnitudes, of K and then of V, and resolutions, two in a word, there are
+    tiles; magnitudes, of K and then of V, and resolutions, two in a word, there are
     where sums are integers.
     """
     heads, rows = (batch, num_heads), padded_rows(query_length)
     scratch: list[tuple[tuple[int, ...], str]] = [((*heads, 2, rows * stats_row_nbytes(spec.fused) // 4), "float32")]
     if spec.fused:
         scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "int32" if spec.integers else "float32")]
-        counters = (1,) if spec.ordered else (*heads, head_counters(query_length, backward_config(spec).queries))
+        counters = (*heads, head_counters(query_length, backward_config(spec).queries))
         scratch += [(counters, "int32")]
     if spec.integers:
         scratch += [((batch, num_heads // spec.group, 2, MAGNITUDE_PARTS), "int32")]

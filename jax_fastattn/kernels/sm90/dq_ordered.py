@@ -1,30 +1,41 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""`DqSum` where a CTA takes all keys of a head, tile by tile: sums have one order, and gradients the same bits always.
+"""`DqSum` where CTAs add in turn: sums have one order, and gradients the same bits always.
 
-A sum belongs to one thread. The first tile of keys that a query tile sees stores it, others add to it, and the last one
-loads it into the product's accumulator, and stores dq from there. So there are no zeros and no counters, nor any sums
-of query tiles that see one tile of keys.
+The counter of a tile of dq says how many tiles of keys have added to it. The first one that the tile sees stores sums,
+others add to them, and the last one loads them into the product's accumulator, and stores dq from there. So there are
+no zeros, nor any sums of query tiles that see one tile of keys. Warps that do nothing else wait for their CTA's turns,
+ahead of the third warpgroup, and count what it has added once that is visible. Tiles of keys are taken in order, so
+that who waits for an earlier one waits for a CTA that works on it.
+
+A CTA should hardly ever wait: the tiles of a head begin one after the other, as far apart as others of a section lie
+between them (`KeyTiles.sections`), and all of them begin with the same tile of dq.
 """
 
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import cutlass
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
+from jax_fastattn.kernels.sm90.backward_config import SLOTS
 from jax_fastattn.kernels.sm90.dq_sum import DqSum
 
 
 class DqOrdered(DqSum):
     """Emits the warpgroup's code; see `DqSum`."""
 
-    def prepare(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple) -> Callable[[], None]:
-        """Nothing: there are no zeros, and all statistics were there before."""
-        del shared, work, sums
-        return lambda: None
+    def _zeroing_warps(self, work: SimpleNamespace) -> Int32:
+        """None."""
+        del work
+        return Int32(0)
+
+    def zero(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple, who: tuple[Int32, Int32]) -> None:
+        """Nothing: who adds first stores."""
+        del shared, work, sums, who
 
     def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
         """The same."""
@@ -32,17 +43,22 @@ class DqOrdered(DqSum):
         state.added[0], state.added[1] = work.first_head, work.visit.end - 1
         # As in `DqSum.run`.
         wgmma.wait(state.shared.key_full, phase)
-        for uniform in (state.added, state.turn):
+        for uniform in (state.added, state.slot, state.turn):
             uniform.settle()
         wgmma.loop(work.steps, lambda i: self._add(state, i))
         wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
 
+    def _seen(self, work: SimpleNamespace, tile: Int32) -> plan.TileRange:
+        """Tiles of keys that a query tile sees."""
+        queries = self.config.queries
+        return tiles.key_tiles(tile * queries, queries, self.config.keys, **work.bounds)
+
     def _add(self, state: SimpleNamespace, i: Int32) -> None:
         del i  # who added before is told by the tile of keys
         work, shared, turn, at = state.work, state.shared, state.turn[0], state.added
-        buffer, chunks, queries = turn % 2, self._chunks(), self.config.queries
-        seen = tiles.key_tiles(at[1] * queries, queries, self.config.keys, **work.bounds)
+        buffer, chunks, seen = turn % 2, self._chunks(), self._seen(work, at[1])
         is_first, is_last = Boolean(seen.begin == work.tile), Boolean(seen.end == work.tile + 1)
+        wgmma.wait(shared.counted + state.slot[0], state.slot[1])
         for chunk, (row_block, column) in enumerate(chunks):
             address = self._sums(state, at, chunk) + state.thread % 32 * 16
             places = [address + 512 * n for n in range(self.columns // 8)]
@@ -62,6 +78,8 @@ class DqOrdered(DqSum):
                 lambda chunk=chunk: self._store_part(state, self._rows(state, at), chunk),
                 lambda places=places: self._keep(state, places, is_first),
             )
+        wgmma.release(shared.added + state.slot[0], state.thread % 32 == 31)
+        wgmma.advance(state.slot, SLOTS)
         self._advance(work, at)
         state.turn[0] = turn + 1
 
@@ -83,3 +101,25 @@ class DqOrdered(DqSum):
                 ptx.add_global_chunk(place, [state.dq[4 * n + k] for k in range(4)])
 
         cutlass.if_generate(is_first, store, add)
+
+    def _count(
+        self,
+        shared: SimpleNamespace,
+        work: SimpleNamespace,
+        place: tuple[Int64, Int32],
+        slot: Int32,
+        added: Callable[[], None],
+    ) -> None:
+        """Waits for the CTA's turn, tells the third warpgroup, and counts what that has added."""
+        counter, tile = place
+        seen = self._seen(work, tile)
+        before = work.tile - seen.begin
+        cutlass.if_generate(before > 0, lambda: ptx.wait_global(counter, before))
+        wgmma.release(shared.counted + slot)
+        added()
+
+        def count() -> None:
+            with cute.arch.elect_one():
+                ptx.fetch_add_global(counter, Int32(1), "release")
+
+        cutlass.if_generate(work.tile + 1 < seen.end, count)

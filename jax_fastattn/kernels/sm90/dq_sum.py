@@ -243,27 +243,52 @@ class DqSum:
     def count(
         self, shared: SimpleNamespace, work: SimpleNamespace, arrivals: cute.Pointer, slot: Int32, at: wgmma.Uniform
     ) -> None:
-        """Counts the tiles of one slot, and tells the third warpgroup what the counters were. Runs in one warp.
+        """Counts the tiles of one slot. Runs in one warp.
 
-        The third warpgroup has arrived since it added; the fence makes what it did visible before the count. `at` is
-        the slot of the first tile of these keys, and the parity of what this warp has counted.
+        `at` is the slot of the first tile of these keys, and the parity of what this warp has counted.
         """
         visited = work.visit.end - work.visit.begin
         first = (slot - at[0] + SLOTS) % SLOTS
 
         def step(lap: Int32) -> None:
             i = first + SLOTS * lap
+            head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
+            tile = work.visit.end - 1 - i % visited
+            self._count(shared, work, (self._counter(work, arrivals, head, tile), tile), slot, added)
+
+        def added() -> None:
             wgmma.wait(shared.added + slot, at[1])
             at[1] = at[1] ^ 1
-            head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
-            counter = self._counter(work, arrivals, head, work.visit.end - 1 - i % visited)
-            with cute.arch.elect_one():
-                left = ptx.fetch_add_global(counter, Int32(-1), "acq_rel")
-                ptx.store_shared(self._flag(shared, slot), left)
-                cute.arch.mbarrier_arrive(shared.counted + slot)
 
         wgmma.loop((work.steps - first + (SLOTS - 1)) // SLOTS, step)
         at[0] = (at[0] + work.steps) % SLOTS
+
+    def _count(
+        self,
+        shared: SimpleNamespace,
+        work: SimpleNamespace,
+        place: tuple[Int64, Int32],
+        slot: Int32,
+        added: Callable[[], None],
+    ) -> None:
+        """Counts a tile, and tells the third warpgroup what the counter was.
+
+        The third warpgroup has arrived since it added; the fence makes what it did visible before the count.
+
+        Args:
+            shared: tiles and barriers.
+            work: the tile of keys.
+            place: address of the tile's counter, and the tile.
+            slot: its slot.
+            added: waits until the third warpgroup has added to it.
+        """
+        del work
+        counter, _ = place
+        added()
+        with cute.arch.elect_one():
+            left = ptx.fetch_add_global(counter, Int32(-1), "acq_rel")
+            ptx.store_shared(self._flag(shared, slot), left)
+            cute.arch.mbarrier_arrive(shared.counted + slot)
 
     def _flag(self, shared: SimpleNamespace, slot: Int32) -> Int32:
         """Where a slot's counter is put."""

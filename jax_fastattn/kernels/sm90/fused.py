@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The key-stationary Hopper backward kernel for head dims up to 128: dk and dv, and dq where the config says so.
+"""The Hopper backward kernel for head dims up to 128: dk, dv and dq.
 
 A CTA works on 128 keys of one key/value head: two consumer warpgroups of 64 keys each, and a warp that loads
 (`producer.py`). K and V stay in shared memory, tiles of Q (with statistics) and of dO pass through two rings, for all
@@ -9,9 +9,9 @@ query heads of the group. Per tile, everything transposed so that keys are rows:
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
 P^T and dS^T go from accumulator to A operand inside registers. The warpgroups never wait for each other. For dq the
-consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`); then there is a CTA per
-SM, which takes one tile of keys, or one head, after the other (`key_tiles.py`). Else dq has a kernel of its own,
-`dq.py`, and a tile of keys a CTA.
+consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_sum.py`). There is a CTA per SM,
+which takes one tile of keys after the other (`key_tiles.py`). `wide.py`, over head dim 128, has the launch and the
+producer from here, but a tile of keys a CTA; there dq has a kernel of its own, `dq.py`.
 
 Query tiles are visited from the last one down: masked ones (left window edge, end of the queries), full ones without
 mask code, masked ones (right window edge). Reads the statistics that are described in `gradient.py`.
@@ -54,7 +54,7 @@ class Edges(NamedTuple):
 
 
 class FusedKernel:
-    """Writes dk and dv, and adds dq to `dq_sum` where the config says so.
+    """Writes dk and dv, and adds dq to `dq_sum` unless the config is wide.
 
     Args:
         spec: the compile key.
@@ -117,8 +117,8 @@ class FusedKernel:
             dq_sum: float32 or int32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead`
                 heads; with `spec.ordered` anything.
             arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: one for zeros and statistics of a head, or
-                of the first head for tiles taken; then how many key tiles see each query tile. With `spec.ordered`
-                `[1]`: heads taken.
+                of the first head for tiles taken; then how many key tiles see each query tile, or with `spec.ordered`
+                zeros.
             resolutions: pairs of 16 bits `[B, N, padded_rows(T) / 2]`; None unless sums are integers, like the next.
             magnitudes: int32 `[B, K, 2, MAGNITUDE_PARTS]`, see `magnitudes.py`.
             batch: B.
@@ -221,9 +221,6 @@ class FusedKernel:
         if config.adds_dq:
             self._write_constants(thread, shared)
         self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
-        if cutlass.const_expr(spec.ordered):
-            # For all statistics: else the producer waits for those of a head.
-            cute.arch.griddepcontrol_wait()
         problem = (
             (query_length, key_length, num_heads, all_heads, section, ahead),
             (query_seq_lengths, key_value_seq_lengths, query_offset),
@@ -249,7 +246,7 @@ class FusedKernel:
     ) -> None:
         """Warpgroups: two consumers, the one that computes dq if the kernel does, and the producer's.
 
-        The producer's other warps zero sums of dq and count their tiles, unless those have one order.
+        The producer's other warps zero sums of dq and count their tiles.
         """
         spec, config = self.spec, self.config
         thread, warp_index = who
@@ -262,7 +259,7 @@ class FusedKernel:
             cute.arch.setmaxregister_decrease(config.registers[2])
             emit = Producer(spec.group, self.memory)
             load = emit.start(shared, operands, stats, lambda work: adder.prepare(shared, work, sums))
-            if spec.ordered or not config.adds_dq:
+            if not config.adds_dq:
                 cutlass.if_generate(
                     warp_index == producer, lambda: self.key_tiles.each(shared, problem, load, arrivals)
                 )
@@ -361,8 +358,7 @@ class FusedKernel:
     def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
         """Initialises the barriers, and makes them visible to all threads and to TMA."""
         config = self.config
-        # Of a warp one lane, or in `_leave` several.
-        arrivals = config.consumer_threads // 32 * (1 if config.adds_dq or config.wide else _COLUMN_LANES)
+        arrivals = config.consumer_threads // 32
 
         def initialize() -> None:
             for atom in atoms:
@@ -383,9 +379,7 @@ class FusedKernel:
                         cute.arch.mbarrier_init(shared.counted + slot, 1)
                     cute.arch.mbarrier_init(shared.keys_empty, config.consumer_threads // 32 + 4)
                     cute.arch.mbarrier_init(shared.index_full, 1)
-                    cute.arch.mbarrier_init(
-                        shared.index_empty, config.threads // 32 - (SLOTS if self.spec.ordered else 0)
-                    )
+                    cute.arch.mbarrier_init(shared.index_empty, config.threads // 32)
                 if self.spec.integers:
                     # As many lanes empty it as warps fill it.
                     for barrier in (shared.found_full, shared.found_empty):
@@ -421,6 +415,9 @@ class FusedKernel:
         score_mma = wgmma.product(self.dtype, config.queries, a_in_registers=False, b_transposed=False)
         dk_mma = wgmma.product(self.dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
         dv_mma = wgmma.product(self.dtype, memory.v_head_dim, a_in_registers=True, b_transposed=True)
+        stats_mma = wgmma.product(
+            cutlass.BFloat16, config.queries, a_in_registers=not config.shared_ones, b_transposed=False
+        )
         scores = (WARPGROUP_ROWS, config.queries)
         state = SimpleNamespace(
             shared=shared,
@@ -431,6 +428,9 @@ class FusedKernel:
             row=warp_index * 16 + lane_row,
             lane_column=lane_column,
             stage=wgmma.Uniform(Int32(0), Int32(0)),
+            buffer=wgmma.Uniform(Int32(0), Int32(0)),
+            stats_mma=stats_mma,
+            stats=wgmma.operand_b(stats_mma, shared.stats),
             score_mma=score_mma,
             dk_mma=dk_mma,
             dv_mma=dv_mma,
@@ -446,14 +446,7 @@ class FusedKernel:
             dk=wgmma.accumulator(dk_mma, (WARPGROUP_ROWS, memory.head_dim)),
             dv=wgmma.accumulator(dv_mma, (WARPGROUP_ROWS, memory.v_head_dim)),
         )
-        state.dscore = state.score if config.adds_dq else wgmma.accumulator(score_mma, scores)
-        if config.adds_dq:
-            state.buffer = wgmma.Uniform(Int32(0), Int32(0))
-            state.stats_mma = wgmma.product(
-                cutlass.BFloat16, config.queries, a_in_registers=not config.shared_ones, b_transposed=False
-            )
-            state.ones = self._ones(state)
-            state.stats = wgmma.operand_b(state.stats_mma, shared.stats)
+        state.ones = self._ones(state)
         return state
 
     def _consume(
@@ -465,16 +458,14 @@ class FusedKernel:
         state.dk.fill(0.0)
         state.dv.fill(0.0)
         wgmma.wait(shared.key_full, phase)
-        if config.adds_dq and spec.key_value_seq_lengths:
+        if spec.key_value_seq_lengths:
             self._zero_keys(state)
         wgmma.wait(shared.value_full, phase)
 
         def visit_tiles(begin: Int32, end: Int32, edges: Edges | None) -> None:
             state.stage.settle()
-            if config.adds_dq:
-                state.buffer.settle()
-            compute = self._fused_tile if config.adds_dq else self._tile
-            wgmma.loop(end - begin, lambda i: compute(state, config.tile_index(begin, end, i), edges))
+            state.buffer.settle()
+            wgmma.loop(end - begin, lambda i: self._tile(state, config.tile_index(begin, end, i), edges))
 
         # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array P is 0 by statistics.
         checks_high = spec.window_left or spec.query_seq_lengths
@@ -497,35 +488,11 @@ class FusedKernel:
                 visit_tiles(visit.begin, visit.full_begin, masked)
 
         wgmma.loop(Int32(spec.group), visit_head)
-        if config.adds_dq:
-            wgmma.release(shared.keys_empty)
+        wgmma.release(shared.keys_empty)
         self._store(state, outputs, scale)
 
     def _tile(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
-        """One query tile, from its scores to the sums."""
-        shared, stage, phase = state.shared, state.stage[0], state.stage[1]
-        wgmma.wait(shared.query_full + stage, phase)
-        blocks = range(self.config.queries // 8)
-        # Loaded before the products, which leave shared memory little time; a soft cap has no registers for that.
-        lse2 = [] if self.spec.logits_soft_cap else self._stats(state, stage, 0, blocks)
-        query = state.query[None, None, None, stage]
-        wgmma.gemm(state.score_mma, state.score, state.key, query, accumulate=False)
-        self._start_dp(state, tile, edges)
-        warpgroup.wait_group(1)
-        if self.spec.logits_soft_cap:
-            lse2 = self._stats(state, stage, 0, blocks)
-        weights = self._probabilities(state, tile, lse2, [], edges)
-        early = blocks[: len(blocks) // 2]
-        delta = self._stats(state, stage, 1, early)
-        self._add_dv(state, stage)
-        warpgroup.wait_group(1)
-        delta += self._stats(state, stage, 1, blocks[len(early) :])
-        self._dscores(state, tile, weights, delta, edges)
-        self._add_dk(state, stage)
-        self._leave(state, stage)
-
-    def _fused_tile(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
-        """One query tile where dq is computed too: scores and dP pass through the same registers, to leave enough."""
+        """One query tile: scores and dP pass through the same registers, to leave enough."""
         shared, stage, phase = state.shared, state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
         query = state.query[None, None, None, stage]
@@ -539,11 +506,11 @@ class FusedKernel:
         else:
             wgmma.gemm_steps(state.score, [minus, *steps], accumulate=False)
         warpgroup.wait_group(0)
-        weights = self._probabilities(state, tile, [], slopes, edges)
+        weights = self._probabilities(state, tile, slopes, edges)
         self._start_dp(state, tile, edges)
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
-        self._dscores(state, tile, weights, None, edges)
+        self._dscores(state, tile, weights, edges)
         dscores = copied(state.ds_fragment)
         self._add_dk(state, stage)
         self._wait_for_room(state)
@@ -551,15 +518,13 @@ class FusedKernel:
         self._leave(state, stage)
 
     def _start_dp(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
-        """Starts dP; where dq is computed, dP - delta."""
+        """Starts dP - delta, in the registers of the scores."""
         stage, phase = state.stage[0], state.stage[1]
         wgmma.wait(state.shared.dout_full + stage, phase)
         if edges is not None and self.spec.query_seq_lengths:
             self._zero_queries(state, tile, stage)
         steps = wgmma.steps_of(state.score_mma, state.value, state.dout[None, None, None, stage])
-        if self.config.adds_dq:
-            steps = [self._minus(state, stage, 1), *steps]
-        wgmma.gemm_steps(state.dscore, steps, accumulate=False)
+        wgmma.gemm_steps(state.score, [self._minus(state, stage, 1), *steps], accumulate=False)
 
     def _add_dv(self, state: SimpleNamespace, stage: Int32) -> None:
         dout_t = state.dout_t[None, None, None, stage]
@@ -572,12 +537,10 @@ class FusedKernel:
     def _leave(self, state: SimpleNamespace, stage: Int32) -> None:
         """Gives dO back when dv has it, Q when dk has it; both rings move alike."""
         warpgroup.wait_group(1)
-        # Statistics that are no factors are loaded by lanes; those of each column last by one of these.
-        arrives = None if self.config.adds_dq else state.thread % 32 >= 32 - _COLUMN_LANES
-        wgmma.release(state.shared.dout_empty + stage, arrives)
+        wgmma.release(state.shared.dout_empty + stage)
         wgmma.advance(state.stage, self.config.stages)
         warpgroup.wait_group(0)
-        wgmma.release(state.shared.query_empty + stage, arrives)
+        wgmma.release(state.shared.query_empty + stage)
 
     def _lane(self) -> tuple[Int32, Int32, Int32]:
         """A consumer thread's index and the first row and column of its accumulators, read anew."""
@@ -610,13 +573,6 @@ class FusedKernel:
             result.append(gradient.Visibility(softmax.Limits(low, high), edges.low, edges.high))
         return result
 
-    def _stats(self, state: SimpleNamespace, stage: Int32, which: int, blocks: range) -> list[Float32]:
-        """The log-sum-exps (0) or delta (1) of the queries of the lane's columns, in blocks of 8 queries."""
-        memory = self.memory
-        address = state.shared.address + memory.stats_start + (2 * stage + which) * memory.stats_pitch
-        address = address + state.lane_column * 4
-        return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
-
     def _minus(self, state: SimpleNamespace, stage: Int32, which: int) -> wgmma.Step:
         """A step of a product that adds minus the log-sum-exps (0) or delta (1) of its queries."""
         return state.stats_mma, state.ones, state.stats[None, None, 0, 2 * stage + which]
@@ -643,12 +599,12 @@ class FusedKernel:
         return [ptx.pack(*slopes[i : i + 2], dtype=self.mma_dtype) for i in range(0, len(slopes), 2)]
 
     def _probabilities(
-        self, state: SimpleNamespace, tile: Int32, lse2: list[Float32], slopes: list[Int32], edges: Edges | None
+        self, state: SimpleNamespace, tile: Int32, slopes: list[Int32], edges: Edges | None
     ) -> list[Int32]:
         """S to P in 16 bits, and weights, see `gradient.weigh_pairs`."""
         visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
         probabilities, weights = gradient.weigh_pairs(
-            state.score, lse2, slopes, state.transform, visibilities, self.mma_dtype
+            state.score, [], slopes, state.transform, visibilities, self.mma_dtype
         )
         pairs = cute.recast_tensor(state.p_fragment, Int32)
         for i, pair in enumerate(probabilities):
@@ -661,25 +617,18 @@ class FusedKernel:
         state: SimpleNamespace,
         tile: Int32,
         weights: list[Int32],
-        delta: list[Float32] | None,
         edges: Edges | None,
     ) -> None:
-        """dP to dS in 16 bits. Weights have as many, so that half as many registers wait.
-
-        `delta` is None where the product has it.
-        """
+        """dP - delta to dS in 16 bits. Weights have as many, so that half as many registers wait."""
         # V past key_value_seq_lengths holds anything, which would reach dq.
-        hides = edges is not None and self.spec.key_value_seq_lengths and self.config.adds_dq
+        hides = edges is not None and self.spec.key_value_seq_lengths
         visibilities = self._visibilities(state, tile, edges) if hides else None
         pairs = cute.recast_tensor(state.ds_fragment, Int32)
         for block in range(self.config.queries // 8):
             for i in range(2):
                 first = 4 * block + 2 * i
                 factors = ptx.unpack(weights[2 * block + i], dtype=self.mma_dtype)
-                terms = [state.dscore[first + e] for e in range(2)]
-                if delta is not None:
-                    terms = [terms[e] - delta[2 * block + e] for e in range(2)]
-                values = [factors[e] * terms[e] for e in range(2)]
+                values = [factors[e] * state.score[first + e] for e in range(2)]
                 if visibilities is not None:
                     values = [visibilities[i].select(x, 8 * block + e) for e, x in enumerate(values)]
                 pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)

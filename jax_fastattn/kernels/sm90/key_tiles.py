@@ -14,6 +14,10 @@ from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import BackwardMemory
 from jax_fastattn.kernels.spec import KernelSpec
 
+# Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in turn, for even and uneven tiles. Of
+# fewer heads CTAs wait for those before them; of more L2 does not hold the rows until the next tile of keys.
+SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
+
 
 class KeyTiles:
     """The tiles of a kernel.
@@ -32,19 +36,26 @@ class KeyTiles:
 
     def blocks(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> Int32:
         """CTAs: one for each tile of `heads` heads; where dq is computed one per SM, which takes many tiles."""
-        count = heads if self.spec.ordered else self.count(key_length) * heads
+        count = self.count(key_length) * heads
         return Int32(cutlass.min(count, multiprocessors)) if self.config.adds_dq else count
 
-    def sections(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> tuple[Int32, Int32, Int32]:
+    def sections(
+        self, query_length: Int32, key_length: Int32, heads: Int32, multiprocessors: Int32
+    ) -> tuple[Int32, Int32, Int32]:
         """Of `heads` key/value heads, those begun together; how many heads ahead sums are zeroed, magnitudes found.
 
         Last, those begun before statistics of others can be there.
         """
-        key_tiles = self.count(key_length)
-        section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(self.spec.uneven)))
+        key_tiles, spec = self.count(key_length), self.spec
+        if spec.ordered:
+            row_nbytes = 2 * (self.memory.head_dim + self.memory.v_head_dim) + 4 * self.memory.head_dim
+            rows = query_length * spec.group
+            section = Int32(tiles.alike_section(SECTION_NBYTES[spec.uneven] // row_nbytes, rows, heads))
+        else:
+            section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(spec.uneven)))
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
         # Of integers, measured: nearer, and tiles wait; farther, and L2 has probably lost the keys read for magnitudes.
-        ahead = section + filling // 2 + 1 if self.spec.integers else Int32(cutlass.max(section, filling))
+        ahead = section + filling // 2 + 1 if spec.integers else Int32(cutlass.max(section, filling))
         return section, ahead, Int32(cutlass.max(ahead, filling))
 
     def each(
@@ -57,16 +68,14 @@ class KeyTiles:
         """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
 
         Then the producer, which alone passes the counter of tiles that have been `taken`, takes the next one for all of
-        the CTA, with `spec.ordered` a whole head. Tiles are taken in order, so that who waits for an earlier one waits
-        for a CTA that works on it. `problem` has the last three arguments of `_work`.
+        the CTA. Tiles are taken in order, so that who waits for an earlier one waits for a CTA that works on it.
+        `problem` has the last three arguments of `_work`.
         """
         if not self.config.adds_dq:
             visit(self._work(cute.arch.block_idx()[0], *problem), Int32(0))
             return
         key_length, all_heads = problem[0][1], problem[0][3]
         address, phase = shared.address + self.memory.index_start, wgmma.Uniform(Int32(0))
-        # Where heads are taken tiles have a parity of their own.
-        tile_phase = wgmma.Uniform(Int32(0))
 
         def take() -> Int32:
             if taken is not None:
@@ -80,37 +89,23 @@ class KeyTiles:
             return index
 
         def available(index: Int32) -> Boolean:
-            return Boolean(index < (all_heads if self.spec.ordered else self.count(key_length) * all_heads))
-
-        def visit_head(head_index: Int32) -> None:
-            def visit_tile(tile: Int32) -> None:
-                visit(self._work(head_index, *problem, tile), tile_phase[0])
-                tile_phase[0] = tile_phase[0] ^ 1
-
-            wgmma.loop(self.count(key_length), visit_tile)
+            return Boolean(index < self.count(key_length) * all_heads)
 
         with while_generate([take()], available) as (index,):
-            if self.spec.ordered:
-                visit_head(index)
-            else:
-                visit(self._work(index, *problem), phase[0])
+            visit(self._work(index, *problem), phase[0])
             phase[0] = phase[0] ^ 1
             yield_out([take()])
 
-    def _work(
-        self, index: Int32, sizes: tuple[Int32, ...], operands: tuple, window: tuple, tile: Int32 | None = None
-    ) -> SimpleNamespace:
+    def _work(self, index: Int32, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
         """The keys of a tile and the query tiles that see them; under a causal mask the first keys have most.
 
-        The index is that of a tile in the order in which they are taken; with `tile`, of a head.
+        The index is that of a tile in the order in which they are taken.
         """
         spec, config = self.spec, self.config
         query_length, key_length, num_heads, all_heads, section, ahead = sizes
         kv_heads = num_heads // spec.group
         key_tiles = self.count(key_length)
-        head_index = index
-        if tile is None:
-            tile, head_index = tiles.place_in_sections(index, section, key_tiles, all_heads)
+        tile, head_index = tiles.place_in_sections(index, section, key_tiles, all_heads)
         batch = head_index // kv_heads
         row = tile * config.keys
         bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)

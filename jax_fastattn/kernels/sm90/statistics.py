@@ -82,8 +82,8 @@ class StatisticsKernel:
 
     @property
     def leaves(self) -> bool:
-        """Whether heads are left to `later`. A CTA that takes whole heads would begin late where that runs."""
-        return self.spec.fused and not self.spec.ordered
+        """Whether heads are left to `later`."""
+        return self.spec.fused
 
     def prepared(
         self, key_length: Int32, window_left: Int32, window_right: Int32, first: Int32, kv_heads: Int32
@@ -117,8 +117,6 @@ class StatisticsKernel:
 
     def _counter_blocks(self, all_heads: Int32, query_length: Int32) -> Int32:
         """CTAs that set counters."""
-        if self.spec.ordered:
-            return Int32(1)
         return (all_heads * self._counters(query_length) + (THREADS - 1)) // THREADS
 
     def _first_heads(self, all_heads: Int32, ahead: Int32) -> Int32:
@@ -186,10 +184,7 @@ class StatisticsKernel:
                 self._write_counter(arrivals, index, place, problem, prepared)
                 self._clear_magnitudes(magnitudes, place, ahead)
 
-            if cutlass.const_expr(self.spec.ordered):
-                cutlass.if_generate(thread == 0, lambda: self._clear_taken(arrivals))
-            else:
-                cutlass.if_generate(place[0] < all_heads, write)
+            cutlass.if_generate(place[0] < all_heads, write)
 
         def write_magnitudes(block: Int32) -> None:
             # CTAs that run together read what lies together.
@@ -407,8 +402,8 @@ class StatisticsKernel:
     ) -> None:
         """Sets counter `index`, which `place` has by query head and number.
 
-        That of a tile is of the key tiles that it sees. Before them comes that of the head's zeros, none as yet, and of
-        its statistics.
+        That of a tile is of the key tiles that it sees, or where they add in turn of those that have. Before them comes
+        that of the head's zeros, none as yet, and of its statistics.
         """
         head_index, number = place
         bounds = tiles.load_bounds(
@@ -418,12 +413,9 @@ class StatisticsKernel:
         visit = tiles.key_tiles((number - 1) * rows, rows, self.config.keys, **bounds)
         # The first head's is that of the tiles of keys that have been taken.
         written = Boolean((head_index > 0) & (head_index < prepared * self.spec.group))
-        value = ptx.where(number > 0, visit.end - visit.begin, ptx.where(written, Int32(1), Int32(0)))
+        count = Int32(0) if self.spec.ordered else visit.end - visit.begin
+        value = ptx.where(number > 0, count, ptx.where(written, Int32(1), Int32(0)))
         ptx.store_global_int(arrivals.toint() + Int64(index) * 4, value)
-
-    def _clear_taken(self, arrivals: cute.Pointer) -> None:
-        """Zeroes the counter of heads that have been taken."""
-        ptx.store_global_int(arrivals.toint(), Int32(0))
 
     def _clear_magnitudes(self, magnitudes: cute.Pointer | None, place: tuple[Int32, Int32], ahead: Int32) -> None:
         """Behind the first heads magnitudes are 0 as yet: zeroes those that go with the first counter of a head."""

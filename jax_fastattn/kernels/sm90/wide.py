@@ -195,6 +195,13 @@ class WideKernel(FusedKernel):
                 pairs.append(ptx.pack(*values, dtype=self.mma_dtype))
         return pairs
 
+    def _stats(self, state: SimpleNamespace, stage: Int32, which: int, blocks: range) -> list[Float32]:
+        """The log-sum-exps (0) or delta (1) of the queries of the lane's columns, in blocks of 8 queries."""
+        memory = self.memory
+        address = state.shared.address + memory.stats_start + (2 * stage + which) * memory.stats_pitch
+        address = address + state.lane_column * 4
+        return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
+
     def _weights(self, state: SimpleNamespace, stage: Int32, pair: int) -> Int32:
         """Address of four of the lane's pairs of weights; those of the threads follow each other."""
         start = state.shared.address + self.memory.weights_start + stage * self.memory.weights_nbytes
