@@ -60,8 +60,9 @@ def main() -> None:
         run_cases()
         return
     # Oracles are compiled once per case and run once: tuning their products would take most of the time.
-    environment = os.environ | {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    record: dict[str, Any] = {"suite": [], "sanitizer": {}, "sanitizer_cases": CASES}
+    os.environ.update({"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    environment = dict(os.environ)
+    record = describe_run(options.commit) | {"suite": [], "sanitizer": {}, "sanitizer_cases": CASES}
 
     def write() -> None:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
@@ -74,8 +75,6 @@ def main() -> None:
     for tool in options.tools:
         record["sanitizer"][tool] = sanitize(tool, environment)
         write()
-    record |= describe_run(options.commit) | {"xla_flags": environment["XLA_FLAGS"]}
-    write()
     print(json.dumps(record, indent=1))
 
 
