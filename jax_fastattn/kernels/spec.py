@@ -102,17 +102,17 @@ def adds_in_turn(problem: Problem, *, uneven: bool) -> bool:
 
     It saves zeros, many additions and, where gradients must have the same bits, integers. But what heads in flight read
     has to stay in L2 from one tile of keys to the next, so heads have to be short. And CTAs that begin together wait
-    for each other: where later keys have fewer queries they have time, else each SM should have some tiles of keys.
+    for each other, more than they save if each SM has few tiles of keys, unless later keys have fewer queries.
 
     Args:
         problem: what is computed.
         uneven: see `KernelSpec.uneven`.
     """
     longest = max(problem.query_length, problem.key_length)
-    if uneven:
+    if uneven or problem.spec.deterministic:
         return longest <= 1024
     key_tiles = problem.batch * problem.num_kv_heads * -(-problem.key_length // 128)
-    return longest <= (1024 if problem.spec.deterministic else 512) and key_tiles >= 2 * _MULTIPROCESSORS
+    return longest <= 512 and key_tiles >= 2 * _MULTIPROCESSORS
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
