@@ -56,7 +56,7 @@ def test_on_a_gpu() -> None:
 
 
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize(("head_dim", "words"), [(64, ["backward"]), (128, ["dq", "dkdv"])])
+@pytest.mark.parametrize(("head_dim", "words"), [(64, ["backward"]), (128, ["backward"]), (192, ["dq", "dkdv"])])
 def test_deterministic_gradients_of_large_head_dims_have_a_kernel_for_dq(head_dim: int, words: list[str]) -> None:
     x = jax.ShapeDtypeStruct((2, 129, 6, head_dim), jnp.bfloat16)
     found = explain(x, x, x, deterministic=True)
