@@ -81,24 +81,18 @@ def main() -> None:
 def run_suite(environment: dict[str, str], processes: int) -> dict[str, Any]:
     """Counts of one run of `pytest -m gpu` by some processes at a time, each with a part of the tests; and its seconds.
 
-    They share the GPU: what should not depend on load is tested under load. What wants its memory follows, alone.
+    They share the GPU: what should not depend on load is tested under load.
     """
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        started, reports = time.monotonic(), [Path(folder) / f"{part}.xml" for part in range(processes + 1)]
-
-        def run(report: Path, mine: list[int], *tests: str) -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-            command = ["taskset", "-c", ",".join(map(str, mine)), *command, "-m", *tests, "tests"]
-            return subprocess.Popen(command, cwd=ROOT, env=environment)
-
-        running = [
-            run(reports[part], cores[part::processes], "gpu and not whole_gpu", f"--part={part}/{processes}")
-            for part in range(processes)
-        ]
-        exits = [process.wait() for process in running]
-        exits.append(run(reports[-1], cores, "gpu and whole_gpu").wait())
-        crashed = sum(code not in (0, 1) for code in exits)
+        started, running, reports = time.monotonic(), [], []
+        for part in range(processes):
+            reports.append(Path(folder) / f"{part}.xml")
+            command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
+            command += [f"--part={part}/{processes}", f"--junitxml={reports[-1]}"]
+            mine = ",".join(map(str, cores[part::processes]))
+            running.append(subprocess.Popen(["taskset", "-c", mine, *command], cwd=ROOT, env=environment))
+        crashed = sum(process.wait() not in (0, 1) for process in running)
         seconds = round(time.monotonic() - started)
         suites = [ElementTree.parse(report).getroot()[0] for report in reports if report.exists()]
     names = ("tests", "failures", "errors", "skipped")

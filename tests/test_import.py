@@ -46,6 +46,16 @@ def test_import_and_a_call_load_neither_compiler_nor_extension_nor_start_a_backe
     assert python(code).splitlines() == ["False", "(2, 5, 3, 8)", "[]", "[]"]
 
 
+def test_a_list_of_cases_starts_no_backend() -> None:
+    """What imports it may start processes that share a GPU, of which a client takes three quarters."""
+    code = """
+        from jax_fastattn.testing import cases
+        from jax._src import xla_bridge
+        print(len(cases.GPU_CASES) > 100, bool(xla_bridge._backends))
+    """
+    assert python(code) == "True False"
+
+
 def test_without_the_compiler_everything_but_kernels_works() -> None:
     code = """
         import warnings

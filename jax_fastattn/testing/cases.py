@@ -129,11 +129,15 @@ class Case:
             window=self.window,
             logits_soft_cap=self.logits_soft_cap,
             deterministic=self.deterministic,
-            present=jax.eval_shape(self.operands, jax.random.key(0)).present(),
+            present=self._avals().present(),
         )
 
     def problem(self) -> Problem:
-        return Problem.of(self.spec(), jax.eval_shape(self.operands, jax.random.key(0)))
+        return Problem.of(self.spec(), self._avals())
+
+    def _avals(self) -> Operands:
+        """Shapes and dtypes of the operands; no device is needed for them, so that a list of cases starts no client."""
+        return jax.eval_shape(lambda: self.operands(jax.random.key(0)))
 
     def operands(self, key: jax.Array) -> Operands:
         """Random canonical operands, standard normal where they are floats."""
