@@ -12,7 +12,16 @@ from collections.abc import Callable
 
 import pytest
 
-from jax_fastattn.kernels.plan import TileRange, alike_section, key_tiles, query_tiles, section
+from jax_fastattn.kernels.plan import (
+    LiveRange,
+    TileRange,
+    alike_section,
+    key_tiles,
+    live_keys,
+    live_queries,
+    query_tiles,
+    section,
+)
 from jax_fastattn.kernels.spec import UNBOUNDED
 
 LENGTHS = range(6)
@@ -50,12 +59,21 @@ def check(found: TileRange, lines: list[int], length: int, tile: int) -> None:
         assert full == list(range(found.full_begin, found.full_end)), "a full tile is masked"
 
 
+def check_live(found: LiveRange, lines: list[int]) -> None:
+    """Checks a live range against the lines, each with the bits of its visible partners."""
+    live = [i for i, line in enumerate(lines) if line]
+    assert 0 <= found.begin <= found.end <= len(lines)
+    assert list(range(*found)) == live
+
+
 @pytest.mark.parametrize("query_end", LENGTHS)
 def test_tiles_match_brute_force(query_end: int) -> None:
     for key_end, offset, left, right in itertools.product(LENGTHS, OFFSETS, BOUNDS, BOUNDS):
         bounds = {"offset": offset, "left": left, "right": right, "query_end": query_end, "key_end": key_end}
         rows = visible_bits(query_end, key_end, offset, left, right)
         columns = transpose(rows, key_end)
+        check_live(live_keys(**bounds), columns)
+        check_live(live_queries(**bounds), rows)
         for size, tile in itertools.product(TILES, TILES):
             # One tile past the end: a grid covers the padded length.
             for start in range(0, query_end + size, size):
@@ -88,8 +106,10 @@ def test_no_sum_leaves_int32(tiles) -> None:
     widths, offsets = (0, 1000, UNBOUNDED), (-UNBOUNDED, -1000, 0, 1000, UNBOUNDED)
     for query_end, key_end, offset, left, right in itertools.product(lengths, lengths, offsets, widths, widths):
         bounds = {"offset": offset, "left": left, "right": right, "query_end": query_end, "key_end": key_end}
+        int32_bounds = {name: Int32(value) for name, value in bounds.items()}
+        live_keys(**int32_bounds), live_queries(**int32_bounds)
         for start in (0, 128, UNBOUNDED - 128):
-            tiles(Int32(start), 128, 64, **{name: Int32(value) for name, value in bounds.items()})
+            tiles(Int32(start), 128, 64, **int32_bounds)
 
 
 def _busy(count: int, heads: int, together: int, multiprocessors: int = 132) -> float:

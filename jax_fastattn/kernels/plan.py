@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles a kernel visits, which of them need a mask, and what runs together: the one plan of forward, dq and dkdv.
+"""Which tiles a kernel visits, which of them need a mask, which rows are live, and what runs together.
+
+One plan serves forward, dq and dkdv.
 
 Key j is visible to query i when
 
@@ -28,6 +30,13 @@ class TileRange(NamedTuple):
     end: Int
     full_begin: Int
     full_end: Int
+
+
+class LiveRange(NamedTuple):
+    """A half-open range of rows, [begin, end) with begin <= end; empty where they are equal."""
+
+    begin: Int
+    end: Int
 
 
 def _clamp(x: Int, low: Int, high: Int) -> Int:
@@ -75,6 +84,22 @@ def query_tiles(
     full_first = _clamp(last_column - offset - right, 0, query_end)
     full_last = _clamp(column - offset + left + 1, 0, query_end)
     return _tiles(first, last, full_first, full_last, tile)
+
+
+def live_keys(*, offset: Int, left: Int, right: Int, query_end: Int, key_end: Int) -> LiveRange:
+    """The keys that some query of the batch entry sees. A kernel multiplies no other row of K and V by anything."""
+    return _live(offset - left, query_end + offset + right, key_end, query_end)
+
+
+def live_queries(*, offset: Int, left: Int, right: Int, query_end: Int, key_end: Int) -> LiveRange:
+    """The queries that see some key of the batch entry: the transpose of `live_keys`."""
+    return _live(-offset - right, key_end - offset + left, query_end, key_end)
+
+
+def _live(first: Int, last: Int, end: Int, others: Int) -> LiveRange:
+    """Elements [first, last) of [0, end), none where there are no `others` to see or be seen by."""
+    begin = _clamp(first, 0, end)
+    return LiveRange(begin, begin + (_clamp(last, begin, end) - begin) * _clamp(others, 0, 1))
 
 
 def section(multiprocessors: Int, count: Int, heads: Int, uneven: int) -> Int:

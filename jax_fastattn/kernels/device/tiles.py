@@ -31,6 +31,8 @@ def _with_device_min_max(module: ModuleType) -> dict[str, Any]:
 _device_plan = _with_device_min_max(plan)
 key_tiles = _device_plan["key_tiles"]  # plan.key_tiles on device integers
 query_tiles = _device_plan["query_tiles"]  # plan.query_tiles on device integers
+live_keys = _device_plan["live_keys"]  # plan.live_keys on device integers
+live_queries = _device_plan["live_queries"]  # plan.live_queries on device integers
 section = _device_plan["section"]  # plan.section on device integers
 alike_section = _device_plan["alike_section"]  # plan.alike_section on device integers
 
