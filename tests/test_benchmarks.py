@@ -20,6 +20,7 @@ from jax_fastattn.reference import visible_pairs as visible_array
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import cases
+import compare
 import peers
 import report
 import run
@@ -149,3 +150,24 @@ def test_readme_holds_the_tables_of_the_committed_records() -> None:
     """Else: python benchmarks/report.py."""
     text = (report.ROOT / "README.md").read_text()
     assert text.partition(report.BEGIN)[2].partition(report.END)[0].strip() == report.section()
+
+
+def test_trees_are_compared_in_alternating_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "compare.json"
+    arguments = ["compare.py", "--cases", "tiny-causal", "--modes", "forward", "--rounds", "3", "--repeats", "1"]
+    arguments += ["--measurement-ms", "0.1", "--warm-up-seconds", "0", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    times, steps = iter([10.0, 1.0, 4.0, 2.0, 5.0, 3.0]), []
+
+    def run_side(side: str, options: Any, cache: str, step: str) -> dict[str, Any]:
+        steps.append((side, step))
+        found = compare.prepare(options) if step == "prepare" else compare.measure(options)
+        return found if step == "prepare" else {cell: next(times) for cell in found}
+
+    monkeypatch.setattr(compare, "run_side", run_side)
+    compare.main()
+    assert steps == [(side, "prepare") for side in compare.SIDES] + [(side, "measure") for side in compare.SIDES] * 3
+    record = json.loads(output.read_text())
+    cell = "tiny-causal forward"
+    assert record["ms"] == {cell: {"before": [10.0, 4.0, 5.0], "after": [1.0, 2.0, 3.0]}}
+    assert (record["ratios"], record["worst"], record["rounds"]) == ({cell: 0.4}, {cell: 0.4}, 3)
