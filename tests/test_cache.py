@@ -157,7 +157,6 @@ CHANGES = {
     "sinks": True,
     "dlse": True,
     "family": "sm90",
-    "deterministic": True,
     "short": True,
     "ordered": True,
 }

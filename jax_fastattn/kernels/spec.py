@@ -45,10 +45,10 @@ class KernelSpec:
         query_seq_lengths, key_value_seq_lengths, query_offset, dlse: whether that operand is passed.
         sinks: whether the forward pass has that operand. In the backward pass it decides about `exact_cap` alone.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
-        deterministic: whether gradients must have the same bits in every run; set where a kernel exists that cannot.
         short: in the forward pass, T and S are at most SHORT_LENGTH: few tiles per row, which wants other variants.
             False where there is one variant for all lengths, so that a new length compiles nothing.
-        ordered: `adds_in_turn`: CTAs that take keys of a head add to sums of dq in turn, so that these have one order.
+        ordered: `adds_in_order`: CTAs that take keys of a head add to sums of dq in one order, so that dq has the same
+            bits in every run.
     """
 
     op: Literal["forward", "backward"]
@@ -66,7 +66,6 @@ class KernelSpec:
     sinks: bool = False
     dlse: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
-    deterministic: bool = False
     short: bool = False
     ordered: bool = False
 
@@ -75,11 +74,6 @@ class KernelSpec:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
         fusible = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
         return self.family == "sm90" and self.op == "backward" and fusible
-
-    @property
-    def integers(self) -> bool:
-        """Whether that buffer holds integers, of which every order of additions makes the same."""
-        return self.fused and self.deterministic
 
     @property
     def divides_lse(self) -> bool:
@@ -97,19 +91,21 @@ class KernelSpec:
         return self.window_left != self.window_right
 
 
-def adds_in_turn(problem: Problem, *, uneven: bool) -> bool:
-    """Whether CTAs add to sums of dq in turn where that is faster, see `KernelSpec.ordered`.
+def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
+    """Whether CTAs add to sums of dq in one order: if gradients are to have the same bits, or if that is faster.
 
-    It saves zeros, many additions and, where gradients must have the same bits, integers. But what heads in flight read
-    has to stay in L2 from one tile of keys to the next, so heads have to be short. And CTAs that begin together wait
-    for each other, more than they save if each SM has few tiles of keys, unless later keys have fewer queries.
+    It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
+    to the next, which takes short heads; and if CTAs that begin together wait for each other less than that saves,
+    which takes many tiles of keys for each SM, or later keys that fewer queries see.
 
     Args:
         problem: what is computed.
         uneven: see `KernelSpec.uneven`.
     """
+    if problem.spec.deterministic:
+        return True
     longest = max(problem.query_length, problem.key_length)
-    if uneven or problem.spec.deterministic:
+    if uneven:
         return longest <= 1024
     key_tiles = problem.batch * problem.num_kv_heads * -(-problem.key_length // 128)
     return longest <= 512 and key_tiles >= 2 * _MULTIPROCESSORS
@@ -139,12 +135,10 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         family=family,
     )
     short = largest <= SHORT_HEAD_DIM and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
-    ordered = key.fused and adds_in_turn(problem, uneven=key.uneven)
     return replace(
         key,
         short=short and family == "sm90" and op == "forward",
-        ordered=ordered,
-        deterministic=spec.deterministic and key.fused and not ordered,
+        ordered=key.fused and adds_in_order(problem, uneven=key.uneven),
     )
 
 
@@ -171,10 +165,8 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
     residuals = {"out": spec.dtype, "lse": "float32", "dout": spec.dtype, "dlse": optional(spec.dlse, "float32")}
     gradients = {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
     sums = {
-        "dq_sum": optional(spec.fused, "int32" if spec.integers else "float32"),
+        "dq_sum": optional(spec.fused, "float32"),
         "arrivals": optional(spec.fused, "int32"),
-        "magnitudes": optional(spec.integers, "int32"),
-        "resolutions": optional(spec.integers, "int32"),
     }
     return operands | residuals | gradients | (sums if spec.family == "sm90" else {})
 

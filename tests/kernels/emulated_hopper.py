@@ -145,9 +145,7 @@ def run_backward(
     operands = {"dq": "query", "dk": "key", "dv": "value"}
     arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
     scratch = backward_scratch(spec, sizes.batch, sizes.queries, heads)
-    for name, (shape, dtype) in zip(
-        ("stats", "dq_sum", "arrivals", "magnitudes", "resolutions"), scratch, strict=False
-    ):
+    for name, (shape, dtype) in zip(("stats", "dq_sum", "arrivals"), scratch, strict=False):
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
     memory, address = place(spec, arrays)
     ptx = compile_kernel(kernel, spec)
@@ -160,20 +158,18 @@ def run_backward(
     ahead = heads_together(key_tiles, kv_heads)
     prepared = min(ahead, kv_heads) if kernel.statistics.leaves else kv_heads
     scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right
-    integers = [address[name] for name in ("resolutions", "magnitudes") if spec.integers]
-    keys = [address[name] for name in ("key", "value") if spec.integers]
     written = [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"]]
     launch(
         ptx.pop("statisticsStatisticsKernel.kernel"),
-        [*written, *(sums[1:] if spec.ordered else sums), *integers, *keys, *scalars, ahead, prepared, sizes.scale],
+        [*written, *(sums[1:] if spec.ordered else sums), *scalars, ahead, prepared, sizes.scale],
         memory,
-        kernel.statistics.blocks(sizes.batch, sizes.queries, heads, ahead, prepared),
-        kernel.statistics.shared_nbytes,
+        kernel.statistics.blocks(sizes.batch, sizes.queries, heads, prepared),
+        0,
     )
     if kernel.statistics.leaves:
         launch(
             ptx.pop("statisticsStatisticsKernel.later"),
-            [*written, *sums[1:], *integers[:1], *scalars, prepared, sizes.scale],
+            [*written, *sums[1:], *scalars, prepared, sizes.scale],
             memory,
             kernel.statistics.later_blocks(kv_heads, prepared),
         )
@@ -190,7 +186,7 @@ def run_backward(
             parameters += [describe(memory, address[name], arrays[name], box_rows, box_columns), None]
         results = ["dq"] if isinstance(columns, DqMemory) else ["dk", "dv", *(["dq"] if spec.fused else [])]
         parameters += [*optional, *(address[name] for name in ("stats", *results))]
-        parameters += [] if results == ["dq"] else sums + integers + keys
+        parameters += [] if results == ["dq"] else sums
         together = heads_together(*grid)
         parameters += [sizes.queries, sizes.keys, heads, grid[1], together]
         parameters += [] if isinstance(columns, DqMemory) else [together]

@@ -541,8 +541,7 @@ class Warpgroup(Cta):
     def do_red(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         addresses = self.address(operands[0], np.uint64)[active]
         for i, name in enumerate(self.names(operands[1])):
-            terms = self.get(name, _TYPES[parts[-1]])[active]
-            self.change(np.maximum if "max" in parts else np.add, addresses + 4 * i, terms)
+            self.add(addresses + 4 * i, self.get(name, np.float32)[active])
 
     def do_atom(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[-2:] != ["add", "s32"] or "global" not in parts:
@@ -556,9 +555,9 @@ class Warpgroup(Cta):
         self.common.additions += 1
         self.put(operands[0], found, active)
 
-    def change(self, function: np.ufunc, addresses: np.ndarray, terms: np.ndarray) -> None:
+    def add(self, addresses: np.ndarray, terms: np.ndarray) -> None:
         self.memory.indices(addresses, 4)
-        function.at(self.memory.data.view(terms.dtype), (addresses - self.memory.base) // 4, terms)
+        np.add.at(self.memory.data.view(np.float32), (addresses - self.memory.base) // 4, terms)
 
 
 def launch(ptx: str, parameters: list[Any], memory: Memory, grid: int, shared_bytes: int = 0) -> None:

@@ -208,15 +208,6 @@ class Cta:
         values = [self.get(x, kind) for x in operands[1:]]
         self.put(operands[0], np.asarray(function(*values)).astype(kind), active)
 
-    def _pairs(self, function: Any, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        """The same for both halves of registers, if the type says so."""
-        kind = {"u16x2": np.uint16, "bf16x2": ml_dtypes.bfloat16}.get(parts[-1])
-        if kind is None:
-            self._simple(function, parts, operands, active)
-            return
-        halves = [self.get(x, np.uint32)[:, None].view(kind) for x in operands[1:]]
-        self.put(operands[0], function(*halves).view(np.uint32)[:, 0], active)
-
     def do_add(self, *a: Any) -> None:
         self._simple(np.add, *a)
 
@@ -232,21 +223,6 @@ class Cta:
     def do_xor(self, *a: Any) -> None:
         self._simple(np.bitwise_xor, *a)
 
-    def do_lop3(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        a, b, c = (self.get(x, np.uint32) for x in operands[1:4])
-        result = np.zeros(self.threads, np.uint32)
-        for i in range(8):
-            if int(operands[4], 0) >> i & 1:
-                result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        self.put(operands[0], result, active)
-
-    def do_prmt(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        source = np.stack([self.get(x, np.uint32) for x in operands[1:3]], axis=1).view(np.uint8)
-        digits = [int(operands[3], 0) >> 4 * i & 0xF for i in range(4)]
-        if max(digits) > 7:
-            raise NotImplementedError("a byte's sign")
-        self.put(operands[0], np.ascontiguousarray(source[:, digits]).view(np.uint32)[:, 0], active)
-
     def do_not(self, *a: Any) -> None:
         self._simple(np.invert, *a)
 
@@ -257,10 +233,10 @@ class Cta:
         self._simple(np.abs, *a)
 
     def do_min(self, *a: Any) -> None:
-        self._pairs(np.fmin, *a)
+        self._simple(np.fmin, *a)
 
     def do_max(self, *a: Any) -> None:
-        self._pairs(np.fmax, *a)
+        self._simple(np.fmax, *a)
 
     def do_ex2(self, *a: Any) -> None:
         self._simple(np.exp2, *a)
@@ -309,9 +285,6 @@ class Cta:
         self.put(operands[0], (both << count >> np.uint64(32)).astype(np.uint32), active)
 
     def do_mul(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        if parts[-1] == "bf16x2":
-            self._pairs(np.multiply, parts, operands, active)
-            return
         kind = _TYPES[parts[-1]]
         a, b = (self.get(x, kind) for x in operands[1:])
         if "wide" in parts:
@@ -368,11 +341,7 @@ class Cta:
             self.put(operands[0], low | (high << np.uint32(16)), active)
         else:
             target, source = (_TYPES[x] for x in parts[-2:])
-            value = self.get(operands[1], source)
-            if "rni" in parts:  # what is too large becomes the last number, NaN becomes 0
-                ends = np.iinfo(target)
-                value = np.clip(np.rint(np.nan_to_num(value.astype(np.float64))), ends.min, ends.max)
-            self.put(operands[0], value.astype(target), active)
+            self.put(operands[0], self.get(operands[1], source).astype(target), active)
 
     def do_shfl(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         value = self.get(operands[1], np.uint32)

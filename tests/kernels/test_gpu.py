@@ -96,9 +96,8 @@ def test_results_and_gradients(case: Case, expectations: dict[Case, Future[Any]]
 @pytest.mark.parametrize("case", GPU_CASES[::-1], ids=str)
 def test_same_bits_in_another_order(case: Case) -> None:
     first = _first_results.get(case) or _results(case)
-    # CTAs of the fused kernel add dq up in any order, of which integers make the same, or in turn.
     kernel = kernel_spec(case.problem(), "backward", ffi.arch() or "")
-    any_order = {"dquery"} if kernel.fused and not (kernel.integers or kernel.ordered) else set()
+    any_order = {"dquery"} if kernel.fused and not kernel.ordered else set()
     for name, x, y in zip(compare.Results._fields, first, _results(case), strict=True):
         if x is not None and name not in any_order:
             np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), err_msg=name)

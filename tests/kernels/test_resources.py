@@ -32,8 +32,8 @@ EVERYTHING = {
     "query_offset": True,
     "logits_soft_cap": True,
 }
-# What chooses between kernels where one can compute all gradients.
-BACKWARD_VARIANTS = [{}, {"deterministic": True}, {"ordered": True}]
+# How dq is added up where one kernel computes all gradients.
+BACKWARD_VARIANTS = [{}, {"ordered": True}]
 # Local memory of the kernels with every feature at once, bytes per thread: values kept across the loop, at most 88
 # (sm80 dkdv on sm_90a, head dim 128).
 EVERYTHING_LOCAL_BYTES = 88

@@ -128,12 +128,6 @@ def maximum(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float
 
 
 @dsl_user_op
-def absolute(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """|x|, which most instructions take for nothing."""
-    return _asm("abs.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
-
-
-@dsl_user_op
 def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """2^x, one MUFU (relative error 2^-22); exp2(-inf) = 0."""
     return _asm("ex2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
@@ -184,26 +178,6 @@ def store_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
-def store_global_half(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Stores the lower 2 bytes."""
-    _asm(
-        "{\n.reg .b16 half;\ncvt.u16.u32 half, $1;\nst.global.b16 [$0], half;\n}",
-        "",
-        "lr",
-        [address, value],
-        True,
-        loc,
-        ip,
-    )
-
-
-@dsl_user_op
-def load_global_int(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Loads 4 bytes that other CTAs may have written, behind a fence."""
-    return _asm("ld.relaxed.gpu.global.b32 $0, [$1];", "r", "l", [address], True, loc, ip)
-
-
-@dsl_user_op
 def bits(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
     """The bits of a float32. Those of numbers of the same sign are ordered like their magnitudes, NaN the last."""
     return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
@@ -213,18 +187,6 @@ def bits(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
 def from_bits(x: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
     """The float32 that has these bits."""
     return Float32(llvm.bitcast(T.f32(), Int32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def round_to_int(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The nearest integer, of two the even one; 0 for NaN."""
-    return _asm("cvt.rni.s32.f32 $0, $1;", "r", "f", [Float32(x)], False, loc, ip)
-
-
-@dsl_user_op
-def lop3(a: Int32, b: Int32, c: Int32, table: int, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Any bitwise function of three values: `table` is that of 0xF0, 0xCC and 0xAA."""
-    return _asm(f"lop3.b32 $0, $1, $2, $3, {table};", "r", "rrr", [a, b, c], False, loc, ip)
 
 
 def where(condition: Boolean, a: Any, b: Any) -> Any:
@@ -329,49 +291,6 @@ def store_matrices_transposed(address: Int32, values: Registers, *, loc: Any = N
 def add_global_chunk(address: Int64, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
     """Adds four float32 atomically to 16 bytes of global memory."""
     _asm("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", [address, *values], True, loc, ip)
-
-
-@dsl_user_op
-def add_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Adds to 4 bytes of global memory atomically."""
-    _asm("red.relaxed.gpu.global.add.s32 [$0], $1;", "", "lr", [address, value], True, loc, ip)
-
-
-@dsl_user_op
-def max_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Puts the larger one of 4 bytes of global memory and `value` there atomically."""
-    _asm("red.relaxed.gpu.global.max.s32 [$0], $1;", "", "lr", [address, value], True, loc, ip)
-
-
-@dsl_user_op
-def max_halves(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The larger ones of the upper and of the lower halves of two registers, without signs; from sm_90 on."""
-    return _asm("max.u16x2 $0, $1, $2;", "r", "rr", [a, b], False, loc, ip)
-
-
-@dsl_user_op
-def multiply_pair(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The products of two pairs of bfloat16; from sm_90 on."""
-    return _asm("mul.rn.bf16x2 $0, $1, $2;", "r", "rr", [a, b], False, loc, ip)
-
-
-@dsl_user_op
-def minimum_pair(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The smaller ones of two pairs of bfloat16; a number where the other is none."""
-    return _asm("min.bf16x2 $0, $1, $2;", "r", "rr", [a, Int32(b)], False, loc, ip)
-
-
-@dsl_user_op
-def permute(a: Int32, b: Int32, selector: int, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Four of the eight bytes of a (0 to 3) and b (4 to 7), the lowest by the last digit of `selector`."""
-    return _asm(f"prmt.b32 $0, $1, $2, {selector};", "r", "rr", [a, b], False, loc, ip)
-
-
-@dsl_user_op
-def offset(address: Int64, nbytes: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
-    """address + nbytes, which are not negative; a sum that the compiler does not take apart to keep half of it."""
-    text = "{\n.reg .b64 wide;\ncvt.u64.u32 wide, $2;\nadd.s64 $0, $1, wide;\n}"
-    return _asm(text, "l", "lr", [address, nbytes], False, loc, ip)
 
 
 @dsl_user_op

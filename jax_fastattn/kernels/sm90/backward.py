@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward attention with TMA and WGMMA, behind a pass over memory for the statistics of the rows.
 
-Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once: dq is added up by
-all CTAs, and rounded by who adds last: with `spec.ordered` in turn; else in no fixed order, to float32 sums, whose last
-bits differ from run to run, or with `spec.integers` to integers, whose bits do not: they have a unit, for which K and V
-are read once more. Over head dim 128 dq has a query-stationary kernel: seven products, no sums in memory, the same bits
-in every run.
+Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once. All CTAs add to
+float32 sums of dq, and the last CTA to add rounds them. With `spec.ordered` they add in one order; without it in any,
+so that the last bits differ from run to run. Over head dim 128 dq has a query-stationary kernel: seven products, no
+sums in memory, the same bits in every run.
 
 Each kernel lets the next one begin before it ends (programmatic dependent launch), as soon as what that one cannot wait
 for by itself is written: CTAs of the next one take the SMs that have nothing left to do. The last kernel ends after the
@@ -61,8 +60,6 @@ class BackwardKernel:
         stats: cute.Pointer,
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
-        magnitudes: cute.Pointer | None,
-        resolutions: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -92,11 +89,8 @@ class BackwardKernel:
             dk: `[B, S, K, H]`.
             dv: `[B, S, K, D]`.
             stats: float32 `[B, N, 2, padded_rows(T)]`, see `gradient.py`.
-            dq_sum: float32, with `spec.integers` int32, `[B, N, padded_rows(T), padded H]` in an order of its own;
-                None unless `spec.fused`.
+            dq_sum: float32 `[B, N, padded_rows(T), padded H]` in an order of its own; None unless `spec.fused`.
             arrivals: int32 `[B, N, 1 + query tiles]`, see `dq_sum.py`; None unless `spec.fused`.
-            magnitudes: int32 `[B, K, 2, MAGNITUDE_PARTS]`, see `magnitudes.py`; None unless sums are integers.
-            resolutions: pairs of 16 bits `[B, N, padded_rows(T) / 2]`: row parts, see `gradient.py`.
             batch: B.
             query_length: T.
             key_length: S.
@@ -112,33 +106,28 @@ class BackwardKernel:
         fused = cutlass.const_expr(self.spec.fused)
         operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
-        integers = cutlass.const_expr(self.spec.integers)
         kv_heads = batch * (num_heads // self.spec.group)
         section, ahead, first = self.main.key_tiles.sections(query_length, key_length, kv_heads, multiprocessors)
         prepared = self.statistics.prepared(key_length, window_left, window_right, first, kv_heads)
         residuals = (out, lse, dout, dlse, dq if fused else None, stats)
-        keys = (magnitudes, key if integers else None, value if integers else None)
         # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
         self.statistics.kernel(
             *(operands if fused else (query_seq_lengths, None, None)),
             *residuals,
             None if cutlass.const_expr(self.spec.ordered) else dq_sum,
             arrivals,
-            resolutions,
-            *keys,
             *scalars,
             ahead,
             prepared,
             scale,
         ).launch(
-            grid=(self.statistics.blocks(batch, query_length, num_heads, ahead, prepared), 1, 1),
+            grid=(self.statistics.blocks(batch, query_length, num_heads, prepared), 1, 1),
             block=(THREADS, 1, 1),
-            smem=self.statistics.shared_nbytes,
             stream=stream,
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(self.statistics.leaves):
-            self.statistics.later(*operands, *residuals, arrivals, resolutions, *scalars, prepared, scale).launch(
+            self.statistics.later(*operands, *residuals, arrivals, *scalars, prepared, scale).launch(
                 grid=(self.statistics.later_blocks(kv_heads, prepared), 1, 1),
                 block=(LATER_THREADS, 1, 1),
                 stream=stream,
@@ -150,5 +139,5 @@ class BackwardKernel:
         if cutlass.const_expr(not self.spec.fused):
             self.dq.launch(*products, dq, *scalars, multiprocessors, *rest)
         order = (section, ahead, multiprocessors)
-        sums = (dq if fused else None, dq_sum, arrivals, resolutions, magnitudes)
+        sums = (dq if fused else None, dq_sum, arrivals)
         self.main.launch(*products, dk, dv, *sums, *scalars, *order, *rest)

@@ -18,9 +18,6 @@ from jax_fastattn.kernels.spec import KernelSpec
 # Query rows to a multiple of which statistics and sums of dq are padded.
 ROW_ALIGNMENT = 128
 
-# Parts of a head whose magnitudes `StatisticsKernel` finds apart: of K and V together one for each lane of a warp.
-MAGNITUDE_PARTS = 16
-
 # Tiles of dq that are added to and not yet counted; each has a warp of its own, beside the one that loads, to count it.
 SLOTS = 3
 
@@ -202,14 +199,9 @@ class BackwardMemory:
         return self.flag_start + 4 * SLOTS
 
     @property
-    def found_start(self) -> int:
-        """Offset of what `dq_integers.py` is handed: two mbarriers, four bytes of a consumer warp, eight of a head."""
-        return padded(self.index_start + 4, 8)
-
-    @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.found_start + 16 + 4 * (self.config.consumer_threads // 32) + 8
+        return self.index_start + 4
 
     @property
     def fits(self) -> bool:
@@ -336,19 +328,15 @@ def dq_config(spec: KernelSpec) -> DqConfig:
 def backward_scratch(
     spec: KernelSpec, batch: int, query_length: int, num_heads: int
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the scratch arrays of a launch: statistics, sums of dq, counters, magnitudes, resolutions.
+    """Shapes and dtypes of the scratch arrays of a launch: statistics and, if dq is added up, its sums and counters.
 
-    Statistics are float32, or where dq is added eight bfloat16 in the place of four. Counters are of zeros and of
-    tiles; magnitudes, of K and then of V, and resolutions, two in a word, there are
-    where sums are integers.
+    Statistics are float32, or if dq is added up eight bfloat16 in the place of four. Counters are of zeros and of
+    tiles.
     """
     heads, rows = (batch, num_heads), padded_rows(query_length)
     scratch: list[tuple[tuple[int, ...], str]] = [((*heads, 2, rows * stats_row_nbytes(spec.fused) // 4), "float32")]
     if spec.fused:
-        scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "int32" if spec.integers else "float32")]
+        scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "float32")]
         counters = (*heads, head_counters(query_length, backward_config(spec).queries))
         scratch += [(counters, "int32")]
-    if spec.integers:
-        scratch += [((batch, num_heads // spec.group, 2, MAGNITUDE_PARTS), "int32")]
-        scratch += [((*heads, rows // 2), "int32")]
     return scratch

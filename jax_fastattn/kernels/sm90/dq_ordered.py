@@ -1,12 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""`DqSum` where CTAs add in turn: sums have one order, and gradients the same bits always.
+"""`DqSum` where CTAs add in semaphore order: sums have one order, and dq has the same bits in every run.
 
 The counter of a tile of dq says how many tiles of keys have added to it. The first one that the tile sees stores sums,
 others add to them, and the last one loads them into the product's accumulator, and stores dq from there. So there are
 no zeros, nor any sums of query tiles that see one tile of keys. Warps that do nothing else wait for their CTA's turns,
-ahead of the third warpgroup, and count what it has added once that is visible. Tiles of keys are taken in order, so
-that who waits for an earlier one waits for a CTA that works on it.
+ahead of the third warpgroup, and count what it has added once that is visible.
+
+No length or number of heads makes them wait for ever: a CTA waits for tiles of keys of the same head that come before
+its own, tiles are taken from one counter in that order, and a CTA that has taken a tile runs until it is done with it.
+The first tile of a head waits for none.
 
 A CTA should hardly ever wait: the tiles of a head begin one after the other, as far apart as others of a section lie
 between them (`KeyTiles.sections`), and all of them begin with the same tile of dq.
@@ -33,9 +36,9 @@ class DqOrdered(DqSum):
         del work
         return Int32(0)
 
-    def zero(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple, who: tuple[Int32, Int32]) -> None:
-        """Nothing: who adds first stores."""
-        del shared, work, sums, who
+    def zero(self, work: SimpleNamespace, sums: tuple, slot: Int32) -> None:
+        """Does nothing: the first CTA to add to a tile stores its sums."""
+        del work, sums, slot
 
     def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
         """The same."""

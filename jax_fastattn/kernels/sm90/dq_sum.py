@@ -10,7 +10,7 @@ as a product. The CTA that was the last one reads the sums back, scales and roun
 kernel passes over them. The same warps have zeroed sums before, for heads that are added to later: CTAs take tiles of
 keys in order, so that who waits for zeros waits for CTAs that run, as do those of `StatisticsKernel.later`.
 
-Sums of float32 have the last bits of some order; `dq_integers.py` has some that do not, `dq_ordered.py` has one order.
+The last bits of these sums depend on the order of the additions, which varies; `dq_ordered.py` has one order.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,16 +91,8 @@ class DqSum:
             turn=wgmma.Uniform(Int32(0)),
         )
 
-    def prepare(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple) -> Callable[[], None]:
-        """What the producer does before it loads a tile of keys: waits for the head's zeros and statistics.
-
-        Runs in one warp.
-
-        Returns:
-            what it does once the third warpgroup is done with the K before.
-        """
-        del shared  # only `DqIntegers` has something to hand over
-        _, _, arrivals, *_ = sums
+    def prepare(self, work: SimpleNamespace, arrivals: cute.Pointer) -> None:
+        """Waits for a head's zeros and statistics, before the producer loads a tile of its keys. Runs in one warp."""
         counter = self._zeroed(work, arrivals, work.head_index)
 
         def wait() -> None:
@@ -109,31 +101,25 @@ class DqSum:
             cute.arch.fence_proxy("async.global")
 
         cutlass.if_generate(work.head_index >= work.ahead, wait)
-        return lambda: None
 
     def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
         """Everything that the third warpgroup does for a tile of keys."""
         state.work = work
-        for at in self._positions(state):
+        for at in (state.added, state.counted):
             at[0], at[1] = work.first_head, work.visit.end - 1
         # Whoever gives K back has seen it: else a tile that nobody sees would be given back before the one before it.
         wgmma.wait(state.shared.key_full, phase)
-        for uniform in (*self._positions(state), state.slot, state.done, state.turn):
+        for uniform in (state.added, state.counted, state.slot, state.done, state.turn):
             uniform.settle()
         self._add_all(state)
         wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
-        last = Int32(cutlass.min(work.steps, SLOTS))
-        wgmma.loop(last, lambda i: self._finish(state, last - i))
-
-    def _positions(self, state: SimpleNamespace) -> tuple[wgmma.Uniform, ...]:
-        """Query heads and tiles."""
-        return state.added, state.counted
+        wgmma.loop(Int32(cutlass.min(work.steps, SLOTS)), lambda _: self._finish(state))
 
     def _add_all(self, state: SimpleNamespace) -> None:
         """Adds dQ of all tiles that see the keys to their sums, and finishes all but the last ones."""
 
         def step(i: Int32) -> None:
-            cutlass.if_generate(i >= SLOTS, lambda: self._finish(state, Int32(SLOTS)))
+            cutlass.if_generate(i >= SLOTS, lambda: self._finish(state))
             self._add(state, i)
             wgmma.advance(state.slot, SLOTS)
 
@@ -211,14 +197,12 @@ class DqSum:
         """
         return self._counter(work, arrivals, Int64(head_index) * self.spec.group, Int32(-1))
 
-    def zero(self, shared: SimpleNamespace, work: SimpleNamespace, sums: tuple, who: tuple[Int32, Int32]) -> None:
+    def zero(self, work: SimpleNamespace, sums: tuple, slot: Int32) -> None:
         """Zeroes a share of the sums of a head that other CTAs add to later. Runs in one warp.
 
         Those of the first heads are zeroed by `StatisticsKernel`; the others here, where nothing waits for memory.
-        `who` has the warp's slot, and the parity of the CTA's tile of keys.
         """
-        del shared  # only `DqIntegers` has something to hand over
-        (_, dq_sum, arrivals, *_), (slot, _), nbytes = sums, who, 512
+        (_, dq_sum, arrivals), nbytes = sums, 512
         target = work.head_index + work.ahead
         warps = self._zeroing_warps(work)
         index = work.tile * SLOTS + slot
@@ -294,22 +278,14 @@ class DqSum:
         """Where a slot's counter is put."""
         return shared.address + self.memory.flag_start + slot * 4
 
-    def _finish(self, state: SimpleNamespace, behind: Int32) -> None:
-        """Empties the longest filled slot: stores dq of its tile, if no other CTA has still to add there.
-
-        That is so many tiles behind the next one to add.
-        """
+    def _finish(self, state: SimpleNamespace) -> None:
+        """Empties the longest filled slot: stores dq of its tile, if no other CTA has still to add there."""
         work, slot = state.work, state.done[0]
         wgmma.wait(state.shared.counted + slot, state.done[1])
         left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
-        cutlass.if_generate(left == 1, lambda: self._store(state, self._ended(state, behind)))
+        cutlass.if_generate(left == 1, lambda: self._store(state, state.counted))
         self._advance(work, state.counted)
         wgmma.advance(state.done, SLOTS)
-
-    def _ended(self, state: SimpleNamespace, behind: Int32) -> Position:
-        """The tile that is so many behind the next one to add."""
-        del behind  # it has been counted
-        return state.counted
 
     def _store(self, state: SimpleNamespace, at: Position) -> None:
         """Stores dq of a tile from its sums."""

@@ -30,11 +30,9 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import SLOTS, BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
-from jax_fastattn.kernels.sm90.dq_integers import DqIntegers
 from jax_fastattn.kernels.sm90.dq_ordered import DqOrdered
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
 from jax_fastattn.kernels.sm90.key_tiles import KeyTiles
-from jax_fastattn.kernels.sm90.magnitudes import Magnitudes, Rows
 from jax_fastattn.kernels.sm90.producer import Producer
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
@@ -83,8 +81,6 @@ class FusedKernel:
         dq: cute.Pointer | None,
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
-        resolutions: cute.Pointer | None,
-        magnitudes: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -114,13 +110,11 @@ class FusedKernel:
             dv: `[B, S, K, D]`.
             dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
                 they are.
-            dq_sum: float32 or int32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead`
+            dq_sum: float32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead`
                 heads; with `spec.ordered` anything.
             arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: one for zeros and statistics of a head, or
                 of the first head for tiles taken; then how many key tiles see each query tile, or with `spec.ordered`
                 zeros.
-            resolutions: pairs of 16 bits `[B, N, padded_rows(T) / 2]`; None unless sums are integers, like the next.
-            magnitudes: int32 `[B, K, 2, MAGNITUDE_PARTS]`, see `magnitudes.py`.
             batch: B.
             query_length: T.
             key_length: S.
@@ -156,9 +150,6 @@ class FusedKernel:
             dq,
             dq_sum,
             arrivals,
-            resolutions,
-            magnitudes,
-            *((key, value) if spec.integers else (None, None)),
             query_length,
             key_length,
             num_heads,
@@ -199,10 +190,6 @@ class FusedKernel:
         dq: cute.Pointer | None,
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
-        resolutions: cute.Pointer | None,
-        magnitudes: cute.Pointer | None,
-        key_rows: cute.Pointer | None,
-        value_rows: cute.Pointer | None,
         query_length: Int32,
         key_length: Int32,
         num_heads: Int32,
@@ -227,9 +214,8 @@ class FusedKernel:
             (window_left, window_right),
         )
         operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
-        rows = Rows(key_rows, value_rows, key_value_seq_lengths, key_length, num_heads // spec.group)
-        sums = (dq, dq_sum, arrivals, *((resolutions, magnitudes, rows) if spec.integers else ()))
-        self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, (scale, logits_soft_cap))
+        sums, factors = (dq, dq_sum, arrivals), (scale, logits_soft_cap)
+        self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, factors)
         # For the kernel before it, beside which it runs: what is launched next relies on both.
         cute.arch.griddepcontrol_wait()
 
@@ -250,15 +236,15 @@ class FusedKernel:
         """
         spec, config = self.spec, self.config
         thread, warp_index = who
-        _, _, arrivals, *_ = sums
+        _, _, arrivals = sums
         scale, logits_soft_cap = factors
-        adder = (DqOrdered if spec.ordered else DqIntegers if spec.integers else DqSum)(spec, self.memory, self.dtype)
+        adder = (DqOrdered if spec.ordered else DqSum)(spec, self.memory, self.dtype)
         consumers, producer = config.consumer_threads // 32, config.threads // 32 - 4
 
         def produce() -> None:
             cute.arch.setmaxregister_decrease(config.registers[2])
             emit = Producer(spec.group, self.memory)
-            load = emit.start(shared, operands, stats, lambda work: adder.prepare(shared, work, sums))
+            load = emit.start(shared, operands, stats, lambda work: adder.prepare(work, arrivals))
             if not config.adds_dq:
                 cutlass.if_generate(
                     warp_index == producer, lambda: self.key_tiles.each(shared, problem, load, arrivals)
@@ -266,8 +252,8 @@ class FusedKernel:
                 return
             slot, at = warp_index - (producer + 1), wgmma.Uniform(Int32(0), Int32(0))
 
-            def zero_and_count(work: SimpleNamespace, phase: Int32) -> None:
-                adder.zero(shared, work, sums, (slot, phase))
+            def zero_and_count(work: SimpleNamespace, _: Int32) -> None:
+                adder.zero(work, sums, slot)
                 adder.count(shared, work, arrivals, slot, at)
 
             # The first head's counter of zeros and statistics, which nobody waits for, is that of the tiles taken.
@@ -293,13 +279,7 @@ class FusedKernel:
             factor = gradient.nonzero(scale) if spec.divides_lse else scale
             transform = softmax.Transform.of(spec, factor, logits_soft_cap)
             state = self._consumer(shared, transform, who)
-
-            def visit(work: SimpleNamespace, phase: Int32) -> None:
-                if spec.integers:
-                    self._find_magnitudes(shared, work, sums[-1], phase)
-                self._consume(state, work, phase, outputs, scale)
-
-            self.key_tiles.each(shared, problem, visit)
+            self.key_tiles.each(shared, problem, lambda work, phase: self._consume(state, work, phase, outputs, scale))
 
         cutlass.if_generate(warp_index >= consumers, others, consume)
 
@@ -346,10 +326,6 @@ class FusedKernel:
             shared.keys_empty = barriers + (6 + 4 * stages + 2 * SLOTS)
             shared.index_full = barriers + (7 + 4 * stages + 2 * SLOTS)
             shared.index_empty = barriers + (8 + 4 * stages + 2 * SLOTS)
-            found = cute.recast_ptr(base + memory.found_start, dtype=Int64)
-            shared.found_full, shared.found_empty = found, found + 1
-            shared.found = shared.address + (memory.found_start + 16)
-            shared.head = shared.found + 4 * (config.consumer_threads // 32)
             # K once more, of as many columns as dq is computed of at a time: atoms of 64 columns follow each other.
             columns = DqSum(self.spec, memory, self.dtype).columns
             shared.key_columns = staged(0, WARPGROUP_ROWS, columns, 2 * memory.head_dim // columns)
@@ -380,10 +356,6 @@ class FusedKernel:
                     cute.arch.mbarrier_init(shared.keys_empty, config.consumer_threads // 32 + 4)
                     cute.arch.mbarrier_init(shared.index_full, 1)
                     cute.arch.mbarrier_init(shared.index_empty, config.threads // 32)
-                if self.spec.integers:
-                    # As many lanes empty it as warps fill it.
-                    for barrier in (shared.found_full, shared.found_empty):
-                        cute.arch.mbarrier_init(barrier, config.consumer_threads // 32)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
@@ -634,26 +606,6 @@ class FusedKernel:
                 pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
 
     # What dQ needs.
-
-    def _find_magnitudes(self, shared: SimpleNamespace, work: SimpleNamespace, rows: Rows, phase: Int32) -> None:
-        """Finds those of the same keys of a head that is worked on later, while K and V are loaded.
-
-        A warp that counts tiles passes them on.
-        """
-        magnitudes, threads, found = Magnitudes(self.spec), self.config.consumer_threads, wgmma.Uniform(Int32(0))
-        thread = ptx.thread_index() % threads
-
-        def find() -> None:
-            target = work.head_index + work.ahead
-            span = (work.row, Int32(cutlass.min(work.row + self.config.keys, rows.end(target))))
-            unroll = self.config.keys * magnitudes.lanes // threads
-            found[0] = magnitudes.of_rows(rows, target, span, (thread, threads), unroll)
-
-        cutlass.if_generate(work.head_index + work.ahead < work.all_heads, find)
-        wgmma.wait(shared.found_empty, phase ^ 1)
-        word = shared.found + thread // 32 * 4
-        cutlass.if_generate(thread % 32 == 0, lambda: ptx.store_shared(word, found[0]))
-        wgmma.release(shared.found_full)
 
     def _wait_for_room(self, state: SimpleNamespace) -> None:
         """Waits until the next buffer of dS is free."""

@@ -21,16 +21,6 @@ Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them s
 fused kernel computes dq they are bfloat16 `[B, N, 2, padded_rows(T), 8]`: minus the statistic in three parts, then
 zeros. A product of [1, 1, 1, 0, ...] with them is as exact as float32, and no thread loads them: shared memory would
 let it wait, behind the additions to dq.
-
-Where dq is added up in integers, every row has a `resolution`: what its sums are counted in is 2^-22 / resolution.
-Without the factor `scale` a row of dq, and every sum on the way to it, is at most
-
-    |sum_k dS_jk K_k| <= max |K| sum_k P_jk (|dP_jk| + |delta_j|)
-                      <= max |K| max |V| (rowsum |dout_j| + |delta_j| / max |out_j|)
-
-as no row of out is larger than those of V; here delta lacks the cotangent of lse, which adds max |K| |dlse_j|. So a
-resolution, a power of two, is the product of a part of its row and one of its head, which are found side by side. Row
-parts lie as one lane of an accumulator needs them: those of two rows 8 apart in one word.
 """
 
 from typing import NamedTuple
@@ -42,87 +32,11 @@ from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import Limits, Transform
 
-# Exponents of a head's part of resolutions and of its bound; a row's are 255 together. Parts are 2^(exponent - 127),
-# bounds below 2^(exponent - 126): the product of both parts and bounds is below 2^7.
-_HEAD_EXPONENTS = 258
-# The finest resolutions: units are the smallest normal number.
-_FINEST = ((254 - 22 - 1) << 7) * 0x10001
-
 
 def nonzero(scale: Float32) -> Float32:
     """The scale, or one as good as 0 that a log-sum-exp can be divided by."""
     tiny = Float32(1e-30)
     return ptx.where(cutlass.max(scale, -scale) < tiny, tiny, scale)
-
-
-def row_part(dscores: Float32, dlse: Float32 | None) -> Int32:
-    """What a row's resolution has of the row, 16 bits: of bfloat16 powers of two, or with dlse of two, the exponents.
-
-    The second one is that of what the cotangent of the log-sum-exp adds. 0 where there is no resolution.
-
-    Args:
-        dscores: a bound of the row's sum of |dS| per largest |V|, but for what that cotangent adds.
-        dlse: this cotangent.
-    """
-    part = 255 - _exponent(dscores)
-    if dlse is None:
-        return part << 7
-    other = 255 - _exponent(dlse)
-    return ptx.where(Boolean((part == 0) | (other == 0)), Int32(0), part | other << 8)
-
-
-def sees_none(dlse: bool) -> Int32:
-    """The row part of a row without a visible key, of which what keys hold says nothing: an infinity."""
-    return Int32(0xFFFF if dlse else 0xFF << 7)
-
-
-def head_part(key: Float32, value: Float32, dlse: bool) -> list[Int32]:
-    """What the resolutions of a head's rows have of the head: pairs of equal powers of two, 0 where there are none.
-
-    Args:
-        key: the largest |K|.
-        value: the largest |V|.
-        dlse: whether the log-sum-exp has a cotangent: two terms then, either at most half of the range.
-    """
-    parts = []
-    for bound in (key * value, key)[: 1 + dlse]:
-        exponent = _exponent(bound)
-        # 2^(127 - exponent of a row) is the row's: the product leaves 2^7 / bound.
-        field = Int32(cutlass.min(cutlass.max(_HEAD_EXPONENTS - dlse - exponent, Int32(1)), Int32(254)))
-        pair = ptx.where(exponent == 255, Int32(0), field << 7)
-        parts.append(pair | pair << 16)
-    return parts
-
-
-def resolutions(rows: Int32, head: list[Int32]) -> Int32:
-    """The resolutions of two rows, bfloat16 powers of two, from their row parts and `head_part`; 0 where there is none.
-
-    Whatever is added to a sum, and every sum on the way, stays below 2^29 units: a quarter of the range of int32, for
-    roundings.
-    """
-    if len(head) == 1:
-        return ptx.minimum_pair(ptx.multiply_pair(rows, head[0]), _FINEST)
-    terms = [
-        ptx.multiply_pair((half & 0x00FF00FF) << 7, part) for half, part in zip((rows, rows >> 8), head, strict=True)
-    ]
-    return ptx.minimum_pair(ptx.minimum_pair(*terms), _FINEST)
-
-
-def resolution_offset(row: Int32) -> Int32:
-    """Bytes from a head's first row part to that of a row."""
-    return (row // 16 * 8 + row % 8) * 4 + row // 8 % 2 * 2
-
-
-def unit(resolution: Float32) -> Float32:
-    """2^-22 / `resolution`, exactly; NaN where that is 0."""
-    bits = Int32((254 - 22) << 23) - ptx.bits(resolution)
-    return ptx.from_bits(ptx.where(ptx.bits(resolution) < 1 << 23, Int32(0x7FFFFFFF), bits))
-
-
-def _exponent(x: Float32) -> Int32:
-    """Of |x|, as float32 have it: |x| < 2^(exponent - 126). 255 where x is no number; of small numbers 1."""
-    # The smallest normal number, for what products flush to 0.
-    return Int32(cutlass.max(ptx.bits(x) & Int32(0x7FFFFFFF), Int32(1 << 23))) >> 23
 
 
 def thirds(x: Float32) -> list[Int32]:

@@ -14,8 +14,8 @@ from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import BackwardMemory
 from jax_fastattn.kernels.spec import KernelSpec
 
-# Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in turn, for even and uneven tiles. Of
-# fewer heads CTAs wait for those before them; of more L2 does not hold the rows until the next tile of keys.
+# Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, for even and uneven tiles.
+# With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the next tile of keys.
 SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
 
 
@@ -42,7 +42,7 @@ class KeyTiles:
     def sections(
         self, query_length: Int32, key_length: Int32, heads: Int32, multiprocessors: Int32
     ) -> tuple[Int32, Int32, Int32]:
-        """Of `heads` key/value heads, those begun together; how many heads ahead sums are zeroed, magnitudes found.
+        """Of `heads` key/value heads, those begun together; how many heads ahead sums are zeroed.
 
         Last, those begun before statistics of others can be there.
         """
@@ -54,8 +54,7 @@ class KeyTiles:
         else:
             section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(spec.uneven)))
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
-        # Of integers, measured: nearer, and tiles wait; farther, and L2 has probably lost the keys read for magnitudes.
-        ahead = section + filling // 2 + 1 if spec.integers else Int32(cutlass.max(section, filling))
+        ahead = Int32(cutlass.max(section, filling))
         return section, ahead, Int32(cutlass.max(ahead, filling))
 
     def each(

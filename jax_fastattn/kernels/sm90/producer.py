@@ -28,7 +28,7 @@ class Producer:
         shared: SimpleNamespace,
         operands: tuple,
         stats: cute.Pointer,
-        prepare: Callable[[SimpleNamespace], Callable[[], None]],
+        prepare: Callable[[SimpleNamespace], None],
     ) -> Callable[[SimpleNamespace, Int32], None]:
         """A function that loads everything for a tile of keys.
 
@@ -79,9 +79,8 @@ class Producer:
 
         def load_all(work: SimpleNamespace, phase: Int32) -> None:
             if config.adds_dq:
-                hand_over = prepare(work)
+                prepare(work)
                 wgmma.wait(shared.keys_empty, phase ^ 1)
-                hand_over()
             load_keys(work, key, shared.key, shared.key_full, memory.head_dim)
             load_keys(work, value, shared.value, shared.value_full, memory.v_head_dim)
             wgmma.loop(Int32(self.group), lambda member: load_head(work, member))

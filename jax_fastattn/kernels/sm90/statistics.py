@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs before the other backward kernels: statistics of the rows; for sums of dq, zeros, counters, magnitudes.
+"""What runs before the other backward kernels: statistics of the rows; for sums of dq, zeros and counters.
 
 Memory is its limit if enough is on its way, and little is computed: lanes that share rows load all of them, 16 bytes at
 a time, and each does for one row what there is to do once for a row. The fused kernel does not wait for all rows:
@@ -8,8 +8,7 @@ a time, and each does for one row what there is to do once for a row. The fused 
 heads, for which who works on it waits.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -18,15 +17,8 @@ from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import (
-    MAGNITUDE_PARTS,
-    BackwardConfig,
-    head_counters,
-    padded_rows,
-    stats_row_nbytes,
-)
+from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, head_counters, padded_rows, stats_row_nbytes
 from jax_fastattn.kernels.sm90.config import padded_head_dim
-from jax_fastattn.kernels.sm90.magnitudes import UNSIGNED, Magnitudes, Rows
 from jax_fastattn.kernels.spec import KernelSpec
 
 THREADS = 256
@@ -63,7 +55,6 @@ class _Arrays(NamedTuple):
     dlse: cute.Pointer | None
     dq: cute.Pointer | None
     stats: cute.Pointer
-    resolutions: cute.Pointer | None
 
 
 class StatisticsKernel:
@@ -78,7 +69,6 @@ class StatisticsKernel:
         self.spec, self.config = spec, config
         # Lanes that share a row.
         self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
-        self.magnitudes = Magnitudes(spec)
 
     @property
     def leaves(self) -> bool:
@@ -94,14 +84,13 @@ class StatisticsKernel:
         few = cutlass.min(key_length, window_left + window_right + 1) < _FEW_KEYS
         return ptx.where(few, kv_heads, Int32(cutlass.min(first, kv_heads)))
 
-    def blocks(self, batch: Int32, query_length: Int32, num_heads: Int32, ahead: Int32, prepared: Int32) -> Int32:
-        """CTAs of `kernel`: where dq is added up in integers the first ones find magnitudes; some set counters."""
+    def blocks(self, batch: Int32, query_length: Int32, num_heads: Int32, prepared: Int32) -> Int32:
+        """CTAs of `kernel`: if dq is added up, the first ones set counters."""
         lanes = prepared * self.spec.group * self._units(query_length) * self.lanes
         rows = (lanes + (THREADS - 1)) // THREADS
         if not self.spec.fused:
             return rows
-        all_heads = batch * num_heads
-        return rows + self._counter_blocks(all_heads, query_length) + self._magnitude_blocks(all_heads, ahead)
+        return rows + self._counter_blocks(batch * num_heads, query_length)
 
     def later_blocks(self, kv_heads: Int32, prepared: Int32) -> Int32:
         """CTAs of `later`; one that has nothing to do where there is nothing."""
@@ -119,19 +108,6 @@ class StatisticsKernel:
         """CTAs that set counters."""
         return (all_heads * self._counters(query_length) + (THREADS - 1)) // THREADS
 
-    def _first_heads(self, all_heads: Int32, ahead: Int32) -> Int32:
-        """Key/value heads that nobody works before."""
-        return Int32(cutlass.min(ahead, all_heads // self.spec.group))
-
-    def _magnitude_blocks(self, all_heads: Int32, ahead: Int32) -> Int32:
-        """CTAs that find magnitudes."""
-        return self._first_heads(all_heads, ahead) * MAGNITUDE_PARTS if self.spec.integers else Int32(0)
-
-    @property
-    def shared_nbytes(self) -> int:
-        """Bytes of shared memory to ask for at the launch of `kernel`."""
-        return THREADS // 32 * 4 if self.spec.integers else 0
-
     @cute.kernel
     def kernel(
         self,
@@ -146,10 +122,6 @@ class StatisticsKernel:
         stats: cute.Pointer,
         dq_sum: cute.Pointer | None,
         arrivals: cute.Pointer | None,
-        resolutions: cute.Pointer | None,
-        magnitudes: cute.Pointer | None,
-        key: cute.Pointer | None,
-        value: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -166,7 +138,7 @@ class StatisticsKernel:
         cute.arch.griddepcontrol_launch_dependents()
         lengths = (query_seq_lengths, key_value_seq_lengths, query_offset)
         problem = _Problem((query_length, key_length), lengths, (window_left, window_right), num_heads, scale)
-        arrays = _Arrays(out, lse, dout, dlse, dq, stats, resolutions)
+        arrays = _Arrays(out, lse, dout, dlse, dq, stats)
         all_heads, group = batch * num_heads, self.spec.group
 
         def write_rows(block: Int32) -> None:
@@ -182,33 +154,14 @@ class StatisticsKernel:
 
             def write() -> None:
                 self._write_counter(arrivals, index, place, problem, prepared)
-                self._clear_magnitudes(magnitudes, place, ahead)
 
             cutlass.if_generate(place[0] < all_heads, write)
-
-        def write_magnitudes(block: Int32) -> None:
-            # CTAs that run together read what lies together.
-            heads, kv_heads = self._first_heads(all_heads, ahead), num_heads // self.spec.group
-            rows = Rows(key, value, key_value_seq_lengths, key_length, kv_heads)
-            self.magnitudes.write_part(rows, magnitudes, (block % heads, block // heads), thread, THREADS)
 
         if cutlass.const_expr(not self.spec.fused):
             write_rows(block)
         else:
-            first = self._magnitude_blocks(all_heads, ahead)
             counters = self._counter_blocks(all_heads, query_length)
-
-            def write_rest() -> None:
-                cutlass.if_generate(
-                    block < first + counters,
-                    lambda: write_counter(block - first),
-                    lambda: write_rows(block - first - counters),
-                )
-
-            if cutlass.const_expr(self.spec.integers):
-                cutlass.if_generate(block < first, lambda: write_magnitudes(block), write_rest)
-            else:
-                write_rest()
+            cutlass.if_generate(block < counters, lambda: write_counter(block), lambda: write_rows(block - counters))
 
     @cute.kernel
     def later(
@@ -223,7 +176,6 @@ class StatisticsKernel:
         dq: cute.Pointer,
         stats: cute.Pointer,
         arrivals: cute.Pointer,
-        resolutions: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -242,7 +194,7 @@ class StatisticsKernel:
         cute.arch.griddepcontrol_launch_dependents()
         lengths = (query_seq_lengths, key_value_seq_lengths, query_offset)
         problem = _Problem((query_length, key_length), lengths, (window_left, window_right), num_heads, scale)
-        arrays = _Arrays(out, lse, dout, dlse, dq, stats, resolutions)
+        arrays = _Arrays(out, lse, dout, dlse, dq, stats)
         group, units, step = self.spec.group, self._units(query_length), LATER_THREADS // self.lanes
         kv_heads = batch * num_heads // group
 
@@ -278,11 +230,11 @@ class StatisticsKernel:
         # Past the end the last row is read once more, or the first one, which always exists, and dropped.
         last = Int32(cutlass.max(bounds["query_end"] - 1, 0))
         before = Int64(entry) * query_length * problem.num_heads + head
-        sums = self._row_sums(arrays, problem, (before, first, last), lane)
+        delta = self._row_delta(arrays, problem, (before, first, last), lane)
         row = first + lane % _ROWS
         source = before + Int64(cutlass.min(row, last)) * problem.num_heads
         live = Boolean(row < bounds["query_end"])
-        row_lse, delta, row_part = self._statistics(arrays, source * 4, sums, live, problem.scale)
+        row_lse, delta = self._statistics(arrays, source * 4, delta, live, problem.scale)
 
         def write() -> None:
             nbytes, first_row = stats_row_nbytes(self.spec.fused), Int64(head_index) * problem.padded
@@ -293,9 +245,6 @@ class StatisticsKernel:
                     ptx.store_global_chunk(target, gradient.thirds(-value))
                 else:
                     ptx.store_global(target, value)
-            if arrays.resolutions is not None:
-                target = arrays.resolutions.toint() + first_row * 2 + gradient.resolution_offset(row)
-                ptx.store_global_half(target, row_part)
 
         cutlass.if_generate(lane < _ROWS, write)
         dq = arrays.dq
@@ -319,40 +268,27 @@ class StatisticsKernel:
         self,
         arrays: _Arrays,
         offset: Int64,
-        sums: tuple[Float32, Float32, Float32],
+        delta: Float32,
         live: Boolean,
         scale: Float32,
-    ) -> tuple[Float32, Float32, Int32]:
-        """(lse times a factor, delta, row part of the resolution), given `_row_sums` and the byte offset of a float32.
-
-        The last one is of no use where sums are no integers.
-        """
-        delta, dout_sum, out_max = sums
+    ) -> tuple[Float32, Float32]:
+        """Returns (lse times a factor, delta - dlse), given `_row_delta` and the byte offset of a float32."""
         row_lse = ptx.load_global(arrays.lse.toint() + offset)
         row_dlse = None if arrays.dlse is None else ptx.load_global(arrays.dlse.toint() + offset)
         live = Boolean(live & (row_lse != Float32(float("-inf"))))
-        row_part = Int32(0)
-        if self.spec.integers:
-            # Where out is 0, so is delta.
-            share = ptx.absolute(delta) * ptx.reciprocal(cutlass.max(out_max, Float32(1e-30)))
-            row_part = ptx.where(
-                live, gradient.row_part(dout_sum + share, row_dlse), gradient.sees_none(self.spec.dlse)
-            )
         if row_dlse is not None:
             delta = delta - row_dlse
         # Rows without keys: +inf, or where that has the sign of the scale, an infinity of this sign.
         row_lse = ptx.where(live, row_lse, Float32(float("inf"))) * self._factor(scale)
-        return row_lse, ptx.where(live, delta, Float32(0.0)), row_part
+        return row_lse, ptx.where(live, delta, Float32(0.0))
 
-    def _row_sums(
-        self, arrays: _Arrays, problem: _Problem, place: tuple[Int64, Int32, Int32], lane: Int32
-    ) -> tuple[Float32, Float32, Float32]:
-        """rowsum(out * dout) and, for integer sums, rowsum(|dout|) and the largest |out|, of the lane's own row.
+    def _row_delta(self, arrays: _Arrays, problem: _Problem, place: tuple[Int64, Int32, Int32], lane: Int32) -> Float32:
+        """Returns rowsum(out * dout) of the lane's own row.
 
         `place` has the index of the head's first row among all rows, the first row, and the last one that is read.
         """
         (before, first, last), columns = place, self.spec.v_head_dim
-        deltas, dout_sums, largest = [Float32(0.0)] * _ROWS, [Float32(0.0)] * _ROWS, [Int32(0)] * _ROWS
+        deltas = [Float32(0.0)] * _ROWS
         for column in range(0, columns // CHUNK, self.lanes):
             # Lanes past the end read the last chunk once more.
             valid = Boolean(lane + column < columns // CHUNK)
@@ -369,27 +305,17 @@ class StatisticsKernel:
                     left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]) for pair in pairs)
                     for x, y in zip(left, right, strict=True):
                         deltas[i] = ptx.fma(x, y, deltas[i])
-                        if self.spec.integers:
-                            dout_sums[i] = dout_sums[i] + ptx.absolute(y)
-                    if self.spec.integers:
-                        largest[i] = ptx.max_halves(largest[i], pairs[0] & UNSIGNED)
-        delta = self._own(deltas, lane, lambda x, y: x + y)
-        if not self.spec.integers:
-            return delta, Float32(0.0), Float32(0.0)
-        own = self._own(largest, lane, ptx.max_halves)
-        own = ptx.max_halves(own, ptx.permute(own, own, 0x1032))
-        out_max = ptx.unpack(own, dtype=ptx.MMA_DTYPE[self.spec.dtype])[0]
-        return delta, self._own(dout_sums, lane, lambda x, y: x + y), out_max
+        return self._own(deltas, lane)
 
-    def _own(self, values: list, lane: Int32, add: Callable) -> Any:
-        """What lanes that share `_ROWS` rows have of the lane's own row, `lane % _ROWS`, together."""
+    def _own(self, values: list[Float32], lane: Int32) -> Float32:
+        """Adds up, over the lanes that share `_ROWS` rows, their values of the lane's own row, `lane % _ROWS`."""
         for offset in range(_ROWS, self.lanes, _ROWS):
-            values = [add(x, cute.arch.shuffle_sync_bfly(x, offset=offset)) for x in values]
+            values = [x + cute.arch.shuffle_sync_bfly(x, offset=offset) for x in values]
         while len(values) > 1:
             offset = len(values) // 2
             upper, pairs = Boolean(lane & offset != 0), list(zip(values[:offset], values[offset:], strict=True))
             given = [cute.arch.shuffle_sync_bfly(ptx.where(upper, x, y), offset=offset) for x, y in pairs]
-            values = [add(ptx.where(upper, y, x), z) for (x, y), z in zip(pairs, given, strict=True)]
+            values = [ptx.where(upper, y, x) + z for (x, y), z in zip(pairs, given, strict=True)]
         return values[0]
 
     def _write_counter(
@@ -402,8 +328,9 @@ class StatisticsKernel:
     ) -> None:
         """Sets counter `index`, which `place` has by query head and number.
 
-        That of a tile is of the key tiles that it sees, or where they add in turn of those that have. Before them comes
-        that of the head's zeros, none as yet, and of its statistics.
+        A query tile's counter starts at the number of key tiles that will add to it; in semaphore order it starts at 0
+        and counts those that have. The counter before a head's tiles is that of its zeros, none as yet, and of its
+        statistics.
         """
         head_index, number = place
         bounds = tiles.load_bounds(
@@ -416,21 +343,6 @@ class StatisticsKernel:
         count = Int32(0) if self.spec.ordered else visit.end - visit.begin
         value = ptx.where(number > 0, count, ptx.where(written, Int32(1), Int32(0)))
         ptx.store_global_int(arrivals.toint() + Int64(index) * 4, value)
-
-    def _clear_magnitudes(self, magnitudes: cute.Pointer | None, place: tuple[Int32, Int32], ahead: Int32) -> None:
-        """Behind the first heads magnitudes are 0 as yet: zeroes those that go with the first counter of a head."""
-        if magnitudes is None:
-            return
-        (head_index, number), nbytes = place, 2 * MAGNITUDE_PARTS * 4
-        kv_head = head_index // self.spec.group
-        address = magnitudes.toint() + Int64(kv_head) * nbytes
-
-        def clear() -> None:
-            for i in range(0, nbytes, 16):
-                ptx.store_global_chunk(address + i, [Int32(0)] * 4)
-
-        first = kv_head * self.spec.group == head_index
-        cutlass.if_generate(Boolean((number == 0) & first & (kv_head >= ahead)), clear)
 
     def _zero_sums(self, dq_sum: cute.Pointer | None, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
         """Zeroes `_ROWS` rows of the sums, if there are any."""
