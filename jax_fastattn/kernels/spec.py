@@ -76,6 +76,26 @@ class KernelSpec:
         return self.family == "sm90" and self.op == "backward" and fusible
 
     @property
+    def hides_first_keys(self) -> bool:
+        """Whether there may be keys before those that some query sees; see `plan.live_keys`."""
+        return self.window_left and self.query_offset
+
+    @property
+    def hides_last_keys(self) -> bool:
+        """Whether there may be keys after those that some query sees."""
+        return self.window_right or self.key_value_seq_lengths
+
+    @property
+    def hides_first_queries(self) -> bool:
+        """Whether there may be queries before those that see some key; see `plan.live_queries`."""
+        return self.window_right and self.query_offset
+
+    @property
+    def hides_last_queries(self) -> bool:
+        """Whether there may be queries after those that see some key."""
+        return self.window_left or self.query_seq_lengths
+
+    @property
     def divides_lse(self) -> bool:
         """Whether that kernel takes log-sum-exps, over the scale, off products; with a soft cap off capped logits."""
         return self.fused and not self.logits_soft_cap

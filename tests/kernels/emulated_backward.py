@@ -66,7 +66,7 @@ def compile_backward(spec: KernelSpec, config: BackwardConfig | None = None) -> 
 
 
 def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """out, lse, delta and the gradients in float64, from the visibility rule of `plan.py`; padding must be zero."""
+    """Computes out, lse, delta and the gradients in float64."""
     query, key, value, dout = (arrays[name].astype(np.float64) for name in ("query", "key", "value", "dout"))
     batch, queries, heads, _ = query.shape
     result = {
@@ -77,19 +77,9 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
         "dk": np.zeros(key.shape),
         "dv": np.zeros(value.shape),
     }
-    i, j = np.arange(queries)[:, None], np.arange(key.shape[1])
+    visible = visible_pairs(spec, sizes)
     for b, n in np.ndindex(batch, heads):
-        position = i + (sizes.offsets[b] if spec.query_offset else 0)
-        seen = np.ones((queries, key.shape[1]), bool)
-        if spec.query_seq_lengths:
-            seen &= i < sizes.query_lengths[b]
-        if spec.key_value_seq_lengths:
-            seen &= j < sizes.key_lengths[b]
-        if spec.window_left:
-            seen &= j >= position - sizes.left
-        if spec.window_right:
-            seen &= j <= position + sizes.right
-        kv = n // spec.group
+        seen, kv = visible[b], n // spec.group
         logits, slope = sizes.scale * query[b, :, n] @ key[b, :, kv].T, 1.0
         if spec.logits_soft_cap:
             tanh = np.tanh(logits / sizes.cap)
@@ -108,8 +98,25 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
     return result
 
 
+def visible_pairs(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
+    """Returns which query sees which key, bool `[batch, queries, keys]`, by the rule of `plan.py`."""
+    b, i, j = np.ogrid[: sizes.batch, : sizes.queries, : sizes.keys]
+    lengths, key_lengths, offsets = (np.array(x) for x in (sizes.query_lengths, sizes.key_lengths, sizes.offsets))
+    position = i + (offsets[b] if spec.query_offset else 0)
+    seen = np.ones((sizes.batch, sizes.queries, sizes.keys), bool)
+    if spec.query_seq_lengths:
+        seen &= i < lengths[b]
+    if spec.key_value_seq_lengths:
+        seen &= j < key_lengths[b]
+    if spec.window_left:
+        seen &= j >= position - sizes.left
+    if spec.window_right:
+        seen &= j <= position + sizes.right
+    return seen
+
+
 def draw_operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Operands whose padding is NaN, and what they should give."""
+    """Draws operands, with NaN and Inf by turns in the rows that see nothing or are seen by none, and their results."""
     random = np.random.default_rng(0)
     heads = sizes.kv_heads * spec.group
     shapes = {
@@ -120,21 +127,20 @@ def draw_operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray]
         "dlse": (sizes.batch, sizes.queries, heads),
     }
     dtypes = {name: np.dtype(DTYPES[spec.dtype if name != "dlse" else "float32"]) for name in shapes}
-    drawn = {name: random.standard_normal(shape) for name, shape in shapes.items()}
-    arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
-    padding = []
-    for given, lengths, names in (
-        (spec.query_seq_lengths, sizes.query_lengths, ("query", "dout", "dlse", "out", "lse")),
-        (spec.key_value_seq_lengths, sizes.key_lengths, ("key", "value")),
-    ):
-        padding += [(name, b, max(lengths[b], 0)) for name in names for b in range(sizes.batch) if given]
-    for name, b, first in padding:
-        if name in arrays:
-            arrays[name][b, first:] = 0
+    arrays = {name: random.standard_normal(shape).astype(dtypes[name]) for name, shape in shapes.items()}
     wanted = reference(spec, sizes, arrays)
     arrays |= {"out": wanted["out"].astype(dtypes["dout"]), "lse": wanted["lse"].astype(np.float32)}
-    for name, b, first in padding:
-        arrays[name][b, first:] = np.nan
+    visible = visible_pairs(spec, sizes)
+    for names, live in (
+        (("query", "dout", "dlse", "out", "lse"), visible.any(2)),
+        (("key", "value"), visible.any(1)),
+    ):
+        for name in names:
+            poison = np.where(np.arange(live.shape[1]) % 2, np.inf, np.nan)[
+                (None, slice(None), *[None] * (arrays[name].ndim - 2))
+            ]
+            hidden = ~live[(..., *[None] * (arrays[name].ndim - 2))]
+            arrays[name] = np.where(hidden, poison.astype(arrays[name].dtype), arrays[name])
     arrays |= {
         "query_seq_lengths": np.array(sizes.query_lengths, np.int32),
         "key_value_seq_lengths": np.array(sizes.key_lengths, np.int32),
@@ -143,8 +149,19 @@ def draw_operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray]
     return arrays, wanted
 
 
+def with_sinks(spec: KernelSpec, sizes: Sizes, wanted: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Draws sinks, float32 `[batch, heads]`, and returns them with the output and the log-sum-exp that they give."""
+    heads = sizes.kv_heads * spec.group
+    sinks = np.random.default_rng(1).standard_normal((sizes.batch, heads)).astype(np.float32)
+    lengths = np.array(sizes.query_lengths)[:, None] if spec.query_seq_lengths else sizes.queries
+    inside = np.broadcast_to(np.arange(sizes.queries) < lengths, (sizes.batch, sizes.queries))
+    lse = np.logaddexp(wanted["lse"], np.where(inside[..., None], sinks[:, None], -np.inf))
+    share = np.exp(wanted["lse"] - np.where(np.isneginf(lse), 0, lse))
+    return sinks, wanted["out"] * share[..., None], lse
+
+
 def check(spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig | None = None) -> None:
-    """Runs both kernels on operands with NaN in the padding, into buffers of NaN, and compares every gradient."""
+    """Runs both kernels on poisoned operands, into buffers of NaN, and compares every gradient."""
     sizes = sizes or Sizes()
     kernel, ptx = compile_backward(spec, config)
     arrays, wanted = draw_operands(spec, sizes)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
-from emulated_backward import DEVICE_DTYPES, Sizes, draw_operands
+from emulated_backward import DEVICE_DTYPES, Sizes, draw_operands, with_sinks
 from hopper_emulator import Operand, launch
 from ptx_emulator import Memory
 
@@ -68,7 +68,7 @@ def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, dict
 
 
 def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardConfig | None = None) -> None:
-    """Runs the kernel on operands with NaN in the padding, into buffers of NaN, and compares output and lse."""
+    """Runs the kernel on poisoned operands, into buffers of NaN, and compares output and lse."""
     sizes = sizes or Sizes()
     kernel = ForwardKernel(spec, config)
     config, shared = kernel.config, kernel.memory
@@ -76,14 +76,7 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardC
     heads = sizes.kv_heads * spec.group
     out, lse = wanted["out"], wanted["lse"]
     if spec.sinks:
-        arrays["sinks"] = np.random.default_rng(1).standard_normal((sizes.batch, heads)).astype(np.float32)
-        inside = np.arange(sizes.queries) < (
-            np.array(sizes.query_lengths)[:, None] if spec.query_seq_lengths else sizes.queries
-        )
-        sinks = np.where(np.broadcast_to(inside, lse.shape[:2])[..., None], arrays["sinks"][:, None], -np.inf)
-        with_sinks = np.logaddexp(lse, sinks)
-        share = np.exp(lse - np.where(np.isneginf(with_sinks), 0, with_sinks))
-        out, lse = out * share[..., None], with_sinks
+        arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
     memory, address = place(spec, arrays)
@@ -114,7 +107,7 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardC
 def check_backward(
     spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig | None = None, dq: DqConfig | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs the kernels on operands with NaN in the padding, into buffers of NaN, and compares every gradient.
+    """Runs the kernels on poisoned operands, into buffers of NaN, and compares every gradient.
 
     Returns:
         dq, and what it should be, in float64.
@@ -151,14 +144,13 @@ def run_backward(
     ptx = compile_kernel(kernel, spec)
     sums = [address[name] for name in ("dq_sum", "arrivals") if spec.fused]
     optional = [address[x] for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
-    lengths = optional if spec.fused else [address["query_seq_lengths"]] if spec.query_seq_lengths else []
     residuals = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []))]
     key_tiles = -(-sizes.keys // config.keys)
     kv_heads = sizes.batch * sizes.kv_heads
     ahead = heads_together(key_tiles, kv_heads)
     prepared = min(ahead, kv_heads) if kernel.statistics.leaves else kv_heads
     scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right
-    written = [*lengths, *residuals, *([address["dq"]] if spec.fused else []), address["stats"]]
+    written = [*optional, *residuals, *([address["dq"]] if spec.fused else []), address["stats"]]
     launch(
         ptx.pop("statisticsStatisticsKernel.kernel"),
         [*written, *(sums[1:] if spec.ordered else sums), *scalars, ahead, prepared, sizes.scale],

@@ -121,10 +121,15 @@ def test_every_forward_tiling_fits(head_dim, arch):
 
 
 EMULATED = {
-    "causal-mla-gqa3": (dict(head_dim=192, v_head_dim=128, window_right=True, group=3), 0.1),
+    "causal-mla-gqa3": (dict(head_dim=192, v_head_dim=128, window_right=True, group=3), {"scale": 0.1, "right": 0}),
     "negative-scale-window-offset-odd-dims": (
         dict(head_dim=72, v_head_dim=40, window_left=True, window_right=True, query_offset=True),
-        -0.3,
+        {"scale": -0.3, "kv_heads": 2},
+    ),
+    # The tile of values holds rows that no query sees at its end, or at its beginning.
+    "causal-fewer-queries-than-keys": (
+        dict(head_dim=64, v_head_dim=64, window_right=True),
+        {"batch": 1, "queries": 33, "keys": 127, "right": 0},
     ),
     "lengths-sinks-cap-wide-value": (
         dict(
@@ -136,16 +141,20 @@ EMULATED = {
             logits_soft_cap=True,
             window_right=True,
         ),
-        -0.4,
+        {"scale": -0.4},
     ),
-    "zero-scale-float16": (dict(head_dim=64, v_head_dim=64, dtype="float16", key_value_seq_lengths=True), 0.0),
+    "zero-scale-float16": (
+        dict(head_dim=64, v_head_dim=64, dtype="float16", key_value_seq_lengths=True),
+        {"scale": 0.0},
+    ),
 }
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl to compile")
 @pytest.mark.parametrize("case", EMULATED)
 def test_emulated_forward_matches_reference(case):
+    from emulated_backward import Sizes
     from emulated_forward import check
 
-    fields, scale = EMULATED[case]
-    check(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields}), scale)
+    fields, sizes = EMULATED[case]
+    check(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields}), Sizes(**sizes))

@@ -6,7 +6,7 @@ Plain Python functions that emit code when they are traced; call them from a `@c
 """
 
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
@@ -42,8 +42,34 @@ def clamp(x: Int32, low: Any, high: Any) -> Int32:
     return Int32(cutlass.min(cutlass.max(x, Int32(low)), Int32(high)))
 
 
+class Rows(NamedTuple):
+    """The rows of a tile, counted from its first one, that may be read: [begin, end), or up to end if begin is None."""
+
+    begin: Int32 | None
+    end: Int32
+
+    @classmethod
+    def live(cls, live: plan.LiveRange, first: Int32, *, hides_first: bool, length: Int32 | None = None) -> "Rows":
+        """Returns the live rows of a tile; they may lie in part or altogether outside of it.
+
+        Args:
+            live: from `live_keys` or `live_queries`.
+            first: first row of the tile.
+            hides_first: whether rows before the live ones may exist.
+            length: rows of the array, if TMA loads the tile. Rows past the end are zeros then, and count as live.
+        """
+        end = live.end if length is None else ptx.where(live.end < length, live.end, first + UNBOUNDED)
+        return cls(live.begin - first if hides_first else None, end - first)
+
+
 def load_tile(
-    tile: SharedTile, threads: int, thread: Int32, shared: Int32, source: Int64, stride: Int64, rows: Any = None
+    tile: SharedTile,
+    threads: int,
+    thread: Int32,
+    shared: Int32,
+    source: Int64,
+    stride: Int64,
+    rows: Rows | None = None,
 ) -> None:
     """Starts this thread's part of a cp.async copy of a tile; the caller commits the group.
 
@@ -54,7 +80,7 @@ def load_tile(
         shared: byte address of the tile.
         source: byte address of the tile's first row in global memory.
         stride: bytes from one row to the next there.
-        rows: Int32, rows from there on are zero-filled without a read; None when the whole tile exists.
+        rows: other rows are zero-filled without a read; None to read the whole tile. The first row must exist.
     """
     shape = CopyShape(tile, threads)
     row, chunk = shape.thread_chunk(thread)
@@ -65,7 +91,9 @@ def load_tile(
         address = thread_source + (stride * first_row + first_chunk * (2 * CHUNK))
         valid = None
         if rows is not None:
-            valid = row + first_row < rows
+            valid = row + first_row < rows.end
+            if rows.begin is not None:
+                valid = Boolean(valid & (row + first_row >= rows.begin))
         if columns_end:
             has_data = chunk + first_chunk < tile.columns // CHUNK
             valid = has_data if valid is None else Boolean(valid & has_data)

@@ -7,14 +7,15 @@ with `m_blocks = 1`, holds element e of column block n at flat index `4 n + e`; 
 bits are one A fragment of 16 columns.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import cutlass
 from cutlass import Boolean, Float32, Int8, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import LoopUnroll, for_generate, if_generate, yield_out
 
-from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device import ptx, tiles
 
 # What special registers say
 
@@ -333,3 +334,63 @@ def loop(count: Int32, body: Callable[[Int32], None]) -> None:
     for i in for_generate(0, count, unroll=LoopUnroll(count=1)):
         body(i)
         yield_out()
+
+
+# Rows in shared memory
+
+
+def zero_hidden_rows(
+    rows: int,
+    operands: Callable[[], Sequence[tuple[Int32, int]]],
+    live: tiles.Rows,
+    *,
+    thread: Int32,
+    threads: int,
+    barrier: Int32 | int,
+) -> None:
+    """Zeroes the rows of tiles that are not live, for products that read them next: 0 * NaN would be NaN.
+
+    Args:
+        rows: of each tile.
+        operands: returns the address and the columns of each tile; called if there is something to zero.
+        live: the other rows; they may lie in part or altogether outside of the tiles.
+        thread: index of this thread among those that call.
+        threads: their number.
+        barrier: number of a named barrier of those threads.
+    """
+    begin = Int32(0) if live.begin is None else tiles.clamp(live.begin, 0, rows)
+    end = tiles.clamp(live.end, begin, rows)
+    spans = [] if live.begin is None else [(Int32(0), begin)]
+
+    def zero() -> None:
+        for address, columns in operands():
+            for span in [*spans, (end, Int32(rows))]:
+                zero_rows(address, (rows, columns), span, thread=thread, threads=threads)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+
+    cutlass.if_generate(end - begin < rows, zero)
+
+
+def zero_rows(tile: Int32, shape: tuple[int, int], span: tuple[Int32, Int32], *, thread: Int32, threads: int) -> None:
+    """Zeroes the rows [first, last) of a swizzled tile; the caller fences and synchronizes.
+
+    Args:
+        tile: address of the tile.
+        shape: its (rows, columns).
+        span: first and last.
+        thread: index of this thread among those that call.
+        threads: their number.
+    """
+    rows, columns = shape
+    # Rows of the columns of a swizzle atom follow each other.
+    row_nbytes = 2 * atom_columns(columns)
+    block_nbytes, start, end = rows * row_nbytes, span[0] * row_nbytes + thread * 16, span[1] * row_nbytes
+    for block in range(2 * columns // row_nbytes):
+        for offset in range(0, block_nbytes, 16 * threads):
+            position = start + offset
+
+            def clear(address: Int32 = tile + block * block_nbytes + position) -> None:
+                ptx.store_shared_chunk(address, [Int32(0)] * 4)
+
+            cutlass.if_generate(position < end, clear)

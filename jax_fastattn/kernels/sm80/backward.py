@@ -76,7 +76,7 @@ class BackwardKernel:
             dk: `[B, S, K, H]`.
             dv: `[B, S, K, D]`.
             stats: float32 `[B, N, T, 2]`, written for every row: log2(e) * lse and delta = rowsum(out * dout) - dlse;
-                inf and 0 for rows that are padding or see no key.
+                inf and 0 for rows that see no key.
             batch: B; it and the lengths are positive.
             query_length: T.
             key_length: S.

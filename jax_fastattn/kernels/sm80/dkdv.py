@@ -81,6 +81,7 @@ class DkdvKernel:
         state = SimpleNamespace(
             at=at,
             bounds=bounds,
+            live_queries=tiles.live_queries(**bounds),
             visit=visit,
             key=key.toint() + key_row * (2 * spec.head_dim),
             value=value.toint() + key_row * (2 * spec.v_head_dim),
@@ -162,13 +163,14 @@ class DkdvKernel:
         ):
             stride = gradient.row_stride(state.kv_heads, tile.columns)
             shared = at.shared + start
-            tiles.load_tile(tile, self.config.threads, at.thread, shared, source, stride, state.valid_rows)
+            rows = tiles.Rows(None, state.valid_rows)
+            tiles.load_tile(tile, self.config.threads, at.thread, shared, source, stride, rows)
 
     def _load_queries(self, state: SimpleNamespace, member: Int32, index: Int32, stage: Int32) -> None:
         """Starts the copy of query tile `index` of a head, Q, dO and row statistics, into a stage."""
         at, first = state.at, index * self.config.queries
         shared = at.shared + self.ring_start + stage * self.stage_nbytes
-        rows = state.bounds["query_end"] - first
+        rows = tiles.Rows.live(state.live_queries, first, hides_first=self.spec.hides_first_queries)
         for tile, start, source in (
             (self.query_tile, 0, state.query),
             (self.dout_tile, self.query_tile.nbytes, state.dout),
@@ -180,7 +182,7 @@ class DkdvKernel:
         def load_statistics() -> None:
             target = shared + self.query_tile.nbytes + self.dout_tile.nbytes + at.thread * 8
             row = Int64(member) * state.query_length + first
-            valid = at.thread < rows
+            valid = at.thread < rows.end
             address = state.stats + (row + ptx.where(valid, at.thread, Int32(0))) * 8
             ptx.copy_async_pair_or_zero(target, address, ptx.where(valid, Int32(8), Int32(0)))
 

@@ -96,6 +96,8 @@ class DqKernel:
             heads=num_heads,
             kv_heads=kv_heads,
             valid_rows=bounds["query_end"] - at.row,
+            live_rows=tiles.Rows.live(tiles.live_queries(**bounds), at.row, hides_first=spec.hides_first_queries),
+            live_keys=tiles.live_keys(**bounds),
             stored_rows=query_length - at.row,
             transform=softmax.Transform.of(spec, scale, logits_soft_cap),
             acc=cute.make_rmem_tensor((self.dq_blocks[0] * self.dq_blocks[1] * 4,), Float32),
@@ -146,7 +148,8 @@ class DqKernel:
         ):
             stride = gradient.row_stride(state.heads, tile.columns)
             shared = at.shared + start
-            tiles.load_tile(tile, self.config.threads, at.thread, shared, source, stride, state.valid_rows)
+            rows = tiles.Rows(None, state.valid_rows)
+            tiles.load_tile(tile, self.config.threads, at.thread, shared, source, stride, rows)
         cute.arch.cp_async_commit_group()
         if not in_registers:
             self._prefetch_first(state)
@@ -192,7 +195,7 @@ class DqKernel:
             (self.value_tile, self.key_tile.nbytes, state.value),
         ):
             stride = gradient.row_stride(state.kv_heads, tile.columns)
-            rows = state.bounds["key_end"] - first
+            rows = tiles.Rows.live(state.live_keys, first, hides_first=self.spec.hides_first_keys)
             first_row = source + Int64(first) * stride
             tiles.load_tile(tile, self.config.threads, at.thread, stage + start, first_row, stride, rows)
 
@@ -205,7 +208,9 @@ class DqKernel:
         for first in range(0, self.config.rows, shape.rows_per_pass):
             index = row + first
             inside = index < self.config.rows
-            live = Boolean(inside & (index < state.valid_rows))
+            live = Boolean(inside & (index < state.live_rows.end))
+            if state.live_rows.begin is not None:
+                live = Boolean(live & (index >= state.live_rows.begin))
             lse2, delta = self._row_statistics(state, shape, index, chunk, live)
             writes = Boolean(inside & (chunk == 0))
             for condition, store, address in (

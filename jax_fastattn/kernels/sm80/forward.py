@@ -9,7 +9,8 @@ registers, only K and V pass through shared memory. Key tiles are visited from t
     [full_begin, full_end)    no mask code at all
     [begin, full_begin)       masked: left window edge
 
-so rows past the end of the keys can only be in the first tile visited, and only its copies are predicated.
+Keys and values that no query of the batch entry sees may hold anything. A tile that holds some of them at its end is
+the first one visited, whose copies are predicated. If such keys may come first, every copy is predicated.
 
 The maximum that shifts the exponentials is allowed to lag behind the true one by a factor of 2^8: the accumulator is
 rescaled only when a row outgrows that, which after the first tiles is almost never.
@@ -184,7 +185,7 @@ class ForwardKernel:
             limits=limits,
             column=column,
             begin=visit.begin,
-            key_end=key_end,
+            live_keys=tiles.live_keys(**bounds),
             out=cute.make_rmem_tensor((self.m_blocks * self.out_blocks * 4,), Float32),
             maxima=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
             sums=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
@@ -287,7 +288,8 @@ class ForwardKernel:
         stage: Any,
         partial: bool,
     ) -> None:
-        first = tile * self.config.keys
+        first, hides_first = tile * self.config.keys, self.spec.hides_first_keys
+        live = tiles.Rows.live(state.live_keys, first, hides_first=hides_first)
         tiles.load_tile(
             shape,
             self.config.threads,
@@ -295,7 +297,7 @@ class ForwardKernel:
             state.at.shared + start + stage * shape.nbytes,
             source + Int64(first) * stride,
             stride,
-            state.key_end - first if partial else None,
+            live if partial or hides_first else None,
         )
 
     def _start(self, state: SimpleNamespace, visit: Any, query_end: Int32) -> None:
@@ -305,7 +307,7 @@ class ForwardKernel:
 
         def load() -> None:
             threads = self.config.threads
-            rows = query_end - at.row
+            rows = tiles.Rows(None, query_end - at.row)
             tiles.load_tile(self.query_tile, threads, at.thread, at.shared, source.query, source.query_stride, rows)
             self._load_key(state, last, 0, partial=True)
             if self.config.stages == 2:

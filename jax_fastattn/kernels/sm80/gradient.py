@@ -6,8 +6,8 @@ With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a que
 
     P = 2^(log2(e) s - lse2)        dS = P (dP - delta) [(1 - tanh^2)]        dP = dout . v
 
-dS is the gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row without a
-visible key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask.
+dS is the gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row that
+sees no key has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask.
 """
 
 from cutlass import Float32, Int32, Int64

@@ -112,7 +112,7 @@ class BackwardKernel:
         residuals = (out, lse, dout, dlse, dq if fused else None, stats)
         # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
         self.statistics.kernel(
-            *(operands if fused else (query_seq_lengths, None, None)),
+            *operands,
             *residuals,
             None if cutlass.const_expr(self.spec.ordered) else dq_sum,
             arrivals,

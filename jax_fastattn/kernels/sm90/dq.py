@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from jax_fastattn.kernels import plan
@@ -397,7 +397,7 @@ class DqKernel:
         state.ring.release(value_slot)
         self._dscores(state, tile, masked)
         state.key_slot[0] = key_slot
-        if first and self.spec.key_value_seq_lengths:
+        if (first and self.spec.hides_last_keys) or (masked and self.spec.hides_first_keys):
             self._zero_keys(state, tile, key_slot)
         if not overlap:
             self._start_dq(state)
@@ -438,24 +438,17 @@ class DqKernel:
         state.ring.release(state.key_slot[0])
 
     def _zero_keys(self, state: SimpleNamespace, tile: Int32, slot: Int32) -> None:
-        """Zeroes the rows of K past the end of the keys. Every warpgroup does it for itself."""
-        config, memory, work = self.config, self.memory, state.work
-        valid = work.bounds["key_end"] - tile * config.keys
-
-        def zero() -> None:
-            gradient.zero_rows(
-                state.shared.address + memory.ring_start + slot * memory.slot_nbytes,
-                (config.keys, memory.head_dim),
-                2 * wgmma.atom_columns(memory.head_dim),
-                valid,
-                thread=state.thread,
-                threads=128,
-            )
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=1 + state.group, number_of_threads=128)
-
-        straddles = Boolean((valid < config.keys) & (work.bounds["key_end"] < work.key_length))
-        cutlass.if_generate(straddles, zero)
+        """Zeroes the rows of K that no query sees. Each warpgroup does so for itself."""
+        config, memory, spec, work = self.config, self.memory, self.spec, state.work
+        live, first = tiles.live_keys(**work.bounds), tile * config.keys
+        wgmma.zero_hidden_rows(
+            config.keys,
+            lambda: [(state.shared.address + memory.ring_start + slot * memory.slot_nbytes, memory.head_dim)],
+            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.key_length),
+            thread=state.thread,
+            threads=128,
+            barrier=1 + state.group,
+        )
 
     def _store(self, state: SimpleNamespace, dq: cute.Pointer, scale: Float32) -> None:
         """Stores dq from registers."""
@@ -468,7 +461,7 @@ class DqKernel:
             Int64(work.num_heads) * nbytes,
             row=state.row,
             quad_lane=state.thread % 4,
-            live_rows=work.bounds["query_end"] - work.row,
+            live=tiles.Rows(None, work.bounds["query_end"] - work.row),
             stored_rows=work.query_length - work.row,
             mma_dtype=self.mma_dtype,
             factor=scale,

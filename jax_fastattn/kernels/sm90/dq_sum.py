@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, SLOTS, BackwardMemory, head_counters, padded_rows
@@ -310,7 +310,7 @@ class DqSum:
             Int64(work.num_heads) * (2 * spec.head_dim),
             row=state.row + row_block * BLOCK,
             quad_lane=state.thread % 4,
-            live_rows=work.bounds["query_end"] - row,
+            live=tiles.Rows(None, work.bounds["query_end"] - row),
             stored_rows=work.query_length - row,
             mma_dtype=ptx.MMA_DTYPE[spec.dtype],
             factor=state.scale,

@@ -12,8 +12,9 @@ Key tiles are visited from the right edge to the left:
     [full_begin, full_end)    no mask code at all
     [begin, full_begin)       masked: left window edge
 
-Keys past the end of the array are zeros by TMA. Keys past key_value_seq_lengths hold anything; they can only be in the
-first tile visited, where the consumers zero those rows of V (0 * NaN is NaN) and mask the scores.
+Keys past the end of the array are zeros by TMA. Keys that no query of the batch entry sees may hold anything: scores of
+them are masked, and the consumers zero those rows of V (0 * NaN is NaN). They lie at the end of the first tile that is
+visited, or at the beginning of the last one.
 
 Masked tiles take part in the running maximum. Full tiles assume that their scores do not lie far above it: no maximum,
 no shuffles, no rescaling. Where that turns out wrong, the warp computes the scores of the tile again, by mma.sync.
@@ -496,7 +497,7 @@ class ForwardKernel:
             visit_tiles(visit.begin, full_begin, masked=True)
         self._release_query(state)
         if overlap:
-            self._last_values(state, behind)
+            self._last_values(state, visit.begin, behind)
         self._skip(state, behind, slots=2 * behind - int(overlap), turns=behind)
 
     def _skip(self, state: SimpleNamespace, tiles: Any, *, slots: Any, turns: Any) -> None:
@@ -537,16 +538,20 @@ class ForwardKernel:
         state.ring.release(slot)
         self._softmax(state, scores, tile, masked=True)
         self._round(state, scores)
-        if self.spec.key_value_seq_lengths:
-            self._zero_values(state, tile)
+        if self.spec.hides_last_keys:
+            # With overlap V of this tile follows K of the next one, which exists unless this tile is the only one.
+            ahead = ptx.where(tile > state.work.visit.begin, Int32(1), Int32(0)) if self.config.overlap else Int32(0)
+            self._zero_values(state, tile, lambda: state.ring.peek(ahead))
         if not self.config.overlap:
-            self._last_values(state)
+            self._last_values(state, tile)
 
-    def _last_values(self, state: SimpleNamespace, behind: Any = None) -> None:
+    def _last_values(self, state: SimpleNamespace, tile: Int32, behind: Any = None) -> None:
         """Adds the values of a tile with nothing else to do meanwhile; `behind` tiles follow that others see."""
         if behind is not None:
             self._skip_slot(state, behind)
         slot = state.ring.wait()
+        if self.spec.hides_first_keys:
+            self._zero_values(state, tile, lambda: slot)
         self._add_values(state, slot)
         warpgroup.wait_group(0)
         state.ring.release(slot)
@@ -571,7 +576,7 @@ class ForwardKernel:
         self._pass_turn(state)
         warpgroup.wait_group(0)
         self._probabilities(state, scores, tile, slot, masked)
-        self._last_values(state)
+        self._last_values(state, tile)
 
     def _score(self, state: SimpleNamespace, slot: Int32) -> cute.Tensor:
         """Starts S = Q K^T and returns where it will be."""
@@ -626,31 +631,22 @@ class ForwardKernel:
         cute.arch.fence_proxy("async.shared", space="cta")
         self._sync_warpgroup(state)
 
-    def _zero_values(self, state: SimpleNamespace, tile: Int32) -> None:
-        """Zeroes the rows of V past the end of the keys in the first tile. Every warpgroup does it for itself."""
-        config, work = self.config, state.work
-        valid = work.bounds["key_end"] - tile * config.keys
+    def _zero_values(self, state: SimpleNamespace, tile: Int32, slot: Callable[[], Int32]) -> None:
+        """Zeroes the rows of V that no query sees; `slot` waits for it. Every warpgroup does so for itself."""
+        spec, config, memory, work = self.spec, self.config, self.memory, state.work
+        live = tiles.live_keys(**work.bounds)
+        rows = tiles.Rows.live(
+            live, tile * config.keys, hides_first=spec.hides_first_keys, length=state.call.key_length
+        )
 
-        def zero() -> None:
-            # With overlap V of this tile follows K of the next one, which exists unless this tile is the only one.
-            ahead = ptx.where(tile > work.visit.begin, Int32(1), Int32(0)) if config.overlap else Int32(0)
-            slot = state.ring.peek(ahead)
-            first = state.shared.address + self.memory.ring_start + slot * self.memory.slot_nbytes
-            row_nbytes = 2 * wgmma.atom_columns(self.memory.v_head_dim)
-            block_nbytes = config.keys * row_nbytes
-            start = valid * row_nbytes + state.thread * 16
-            for block in range(2 * self.memory.v_head_dim // row_nbytes):
-                for offset in range(0, block_nbytes, 16 * 128):
-                    position = start + offset
-
-                    def clear(address: Int32 = first + block * block_nbytes + position) -> None:
-                        ptx.store_shared_chunk(address, [Int32(0)] * 4)
-
-                    cutlass.if_generate(position < block_nbytes, clear)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self._sync_warpgroup(state)
-
-        cutlass.if_generate(Boolean((valid < config.keys) & (work.bounds["key_end"] < state.call.key_length)), zero)
+        wgmma.zero_hidden_rows(
+            config.keys,
+            lambda: [(state.shared.address + memory.ring_start + slot() * memory.slot_nbytes, memory.v_head_dim)],
+            rows,
+            thread=state.thread,
+            threads=128,
+            barrier=1 + state.group,
+        )
 
     # Softmax.
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
@@ -371,7 +371,8 @@ class FusedKernel:
             cutlass.if_generate(thread < 2 * WARPGROUP_ROWS, lambda: ptx.store_shared_chunk(target, values))
         for i in range(2 * self.config.stages):
             zeros = shared.address + memory.stats_start + i * memory.stats_pitch + memory.stats_nbytes
-            gradient.zero_rows(zeros, (self.config.queries, 8), 16, Int32(0), thread=thread, threads=threads)
+            all_rows = Int32(0), Int32(self.config.queries)
+            wgmma.zero_rows(zeros, (self.config.queries, 8), all_rows, thread=thread, threads=threads)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     # Consumers.
@@ -430,9 +431,9 @@ class FusedKernel:
         state.dk.fill(0.0)
         state.dv.fill(0.0)
         wgmma.wait(shared.key_full, phase)
-        if spec.key_value_seq_lengths:
-            self._zero_keys(state)
         wgmma.wait(shared.value_full, phase)
+        if spec.hides_first_keys or spec.hides_last_keys:
+            self._zero_keys(state)
 
         def visit_tiles(begin: Int32, end: Int32, edges: Edges | None) -> None:
             state.stage.settle()
@@ -482,7 +483,7 @@ class FusedKernel:
         self._start_dp(state, tile, edges)
         self._add_dv(state, stage)
         warpgroup.wait_group(1)
-        self._dscores(state, tile, weights, edges)
+        self._dscores(state, weights)
         dscores = copied(state.ds_fragment)
         self._add_dk(state, stage)
         self._wait_for_room(state)
@@ -493,7 +494,7 @@ class FusedKernel:
         """Starts dP - delta, in the registers of the scores."""
         stage, phase = state.stage[0], state.stage[1]
         wgmma.wait(state.shared.dout_full + stage, phase)
-        if edges is not None and self.spec.query_seq_lengths:
+        if edges is not None:
             self._zero_queries(state, tile, stage)
         steps = wgmma.steps_of(state.score_mma, state.value, state.dout[None, None, None, stage])
         wgmma.gemm_steps(state.score, [self._minus(state, stage, 1), *steps], accumulate=False)
@@ -584,26 +585,13 @@ class FusedKernel:
         # Without a cap weights are P. No register that a product in flight reads may be read by others.
         return weights if self.spec.logits_soft_cap else copied(state.p_fragment)
 
-    def _dscores(
-        self,
-        state: SimpleNamespace,
-        tile: Int32,
-        weights: list[Int32],
-        edges: Edges | None,
-    ) -> None:
+    def _dscores(self, state: SimpleNamespace, weights: list[Int32]) -> None:
         """dP - delta to dS in 16 bits. Weights have as many, so that half as many registers wait."""
-        # V past key_value_seq_lengths holds anything, which would reach dq.
-        hides = edges is not None and self.spec.key_value_seq_lengths
-        visibilities = self._visibilities(state, tile, edges) if hides else None
         pairs = cute.recast_tensor(state.ds_fragment, Int32)
-        for block in range(self.config.queries // 8):
-            for i in range(2):
-                first = 4 * block + 2 * i
-                factors = ptx.unpack(weights[2 * block + i], dtype=self.mma_dtype)
-                values = [factors[e] * state.score[first + e] for e in range(2)]
-                if visibilities is not None:
-                    values = [visibilities[i].select(x, 8 * block + e) for e, x in enumerate(values)]
-                pairs[2 * block + i] = ptx.pack(*values, dtype=self.mma_dtype)
+        for i, pair in enumerate(weights):
+            factors = ptx.unpack(pair, dtype=self.mma_dtype)
+            values = [factors[e] * state.score[2 * i + e] for e in range(2)]
+            pairs[i] = ptx.pack(*values, dtype=self.mma_dtype)
 
     # What dQ needs.
 
@@ -627,49 +615,47 @@ class FusedKernel:
         state.buffer[1] = phase ^ buffer
         state.buffer[0] = buffer ^ 1
 
-    def _zero_keys(self, state: SimpleNamespace) -> None:
-        """Zeroes the rows of K past the end of the keys: their dS is 0, but 0 * NaN is NaN. Each warpgroup its own."""
-        memory, work = self.memory, state.work
-        valid = tiles.clamp(work.bounds["key_end"] - work.row - state.group * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
-
-        def zero() -> None:
-            gradient.zero_rows(
-                state.shared.address + state.group * (WARPGROUP_ROWS * memory.head_dim * 2),
-                (WARPGROUP_ROWS, memory.head_dim),
-                2 * wgmma.atom_columns(memory.head_dim),
-                valid,
-                thread=state.thread % 128,
-                threads=128,
-            )
-            cute.arch.fence_proxy("async.shared", space="cta")
-
-        cutlass.if_generate(valid < WARPGROUP_ROWS, zero)
-
     # Operands in shared memory that TMA cannot prepare.
 
+    def _zero_keys(self, state: SimpleNamespace) -> None:
+        """Zeroes the rows of K and V that no query sees. Each warpgroup does so for its own keys.
+
+        P of such a key is 0. But its dP would be NaN if V were, and NaN * 0 would enter dS; so would 0 * NaN dQ.
+        """
+        spec, memory, work = self.spec, self.memory, state.work
+        live, first = tiles.live_keys(**work.bounds), work.row + state.group * WARPGROUP_ROWS
+        wgmma.zero_hidden_rows(
+            WARPGROUP_ROWS,
+            lambda: [
+                (state.shared.address + start + state.group * (WARPGROUP_ROWS * columns * 2), columns)
+                for start, columns in ((0, memory.head_dim), (memory.value_start, memory.v_head_dim))
+            ],
+            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.key_length),
+            thread=state.thread % 128,
+            threads=128,
+            barrier=2 + state.group,
+        )
+
     def _zero_queries(self, state: SimpleNamespace, tile: Int32, stage: Int32) -> None:
-        """Zeroes the rows of Q and dO past the end of the queries, for both warpgroups."""
-        config, memory, work = self.config, self.memory, state.work
-        valid = work.bounds["query_end"] - tile * config.queries
-
-        def zero() -> None:
-            for start, nbytes, columns in (
-                (memory.query_start, memory.query_nbytes, memory.head_dim),
-                (memory.dout_start, memory.dout_nbytes, memory.v_head_dim),
-            ):
-                gradient.zero_rows(
-                    state.shared.address + start + stage * nbytes,
-                    (config.queries, columns),
-                    2 * wgmma.atom_columns(columns),
-                    valid,
-                    thread=state.thread,
-                    threads=config.consumer_threads,
+        """Zeroes the rows of Q and dO that see no key, for both warpgroups."""
+        spec, config, memory, work = self.spec, self.config, self.memory, state.work
+        if not (spec.hides_first_queries or spec.hides_last_queries):
+            return
+        live, first = tiles.live_queries(**work.bounds), tile * config.queries
+        wgmma.zero_hidden_rows(
+            config.queries,
+            lambda: [
+                (state.shared.address + start + stage * nbytes, columns)
+                for start, nbytes, columns in (
+                    (memory.query_start, memory.query_nbytes, memory.head_dim),
+                    (memory.dout_start, memory.dout_nbytes, memory.v_head_dim),
                 )
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=1, number_of_threads=config.consumer_threads)
-
-        straddles = Boolean((valid < config.queries) & (work.bounds["query_end"] < work.query_length))
-        cutlass.if_generate(straddles, zero)
+            ],
+            tiles.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.query_length),
+            thread=state.thread,
+            threads=config.consumer_threads,
+            barrier=1,
+        )
 
     # Results.
 
@@ -689,7 +675,7 @@ class FusedKernel:
                 Int64(work.kv_heads) * (2 * head_dim),
                 row=row,
                 quad_lane=thread % 4,
-                live_rows=work.bounds["key_end"] - work.row,
+                live=tiles.Rows(None, work.bounds["key_end"] - work.row),
                 stored_rows=work.key_length - work.row,
                 mma_dtype=self.mma_dtype,
                 factor=factor,

@@ -7,9 +7,8 @@ With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a que
     P = 2^(log2(e) s - lse2)        dS = P (dP - delta) [(1 - tanh^2)]        dP = dout . v
 
 with the tanh of the forward pass (`KernelSpec.exact_cap`), so that every row of P adds up to 1 at most. dS is the
-gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row without a visible
-key, or past its sequence, has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as its
-scores are numbers.
+gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row that sees no key has
+lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as its scores are numbers.
 
 Where a fused kernel computes dq products start from minus the statistics, and lse / scale takes the place of lse2,
 
@@ -29,7 +28,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device import ptx, tiles
 from jax_fastattn.kernels.device.softmax import Limits, Transform
 
 
@@ -154,7 +153,7 @@ def store_rows(
     *,
     row: Int32,
     quad_lane: Int32,
-    live_rows: Int32,
+    live: tiles.Rows,
     stored_rows: Int32,
     mma_dtype: str,
     factor: Float32 | None = None,
@@ -168,7 +167,7 @@ def store_rows(
         stride: bytes from one row to the next.
         row: the lane's first row; its other one is 8 below.
         quad_lane: lane % 4.
-        live_rows: rows from there on are stored as 0, whatever the accumulator holds.
+        live: other rows are stored as 0, whatever the accumulator holds.
         stored_rows: rows from there on are not stored.
         mma_dtype: "bf16" or "f16".
         factor: multiplies what is stored.
@@ -176,14 +175,16 @@ def store_rows(
     blocks = head_dim // 8
     for i in range(2):
         at = row + 8 * i
-        live = at < live_rows
+        is_live = at < live.end
+        if live.begin is not None:
+            is_live = Boolean(is_live & (at >= live.begin))
         address = target + Int64(at) * stride + quad_lane * 16
         for block in range(0, blocks, 4):
             chunk = []
             for j in range(block, block + 4):
                 pair = [acc[4 * j + 2 * i + e] for e in range(2)]
                 pair = pair if factor is None else [x * factor for x in pair]
-                chunk.append(ptx.pack(*[ptx.where(live, x, Float32(0.0)) for x in pair], dtype=mma_dtype))
+                chunk.append(ptx.pack(*[ptx.where(is_live, x, Float32(0.0)) for x in pair], dtype=mma_dtype))
             chunk = ptx.transpose_quad(chunk, quad_lane)
             stores = at < stored_rows
             if block + 4 > blocks:
@@ -193,29 +194,3 @@ def store_rows(
                 ptx.store_global_chunk(address, chunk)
 
             cutlass.if_generate(stores, store)
-
-
-def zero_rows(
-    tile: Int32, shape: tuple[int, int], row_nbytes: int, first: Int32, *, thread: Int32, threads: int
-) -> None:
-    """Zeroes the rows from `first` on of a swizzled tile; the caller fences and synchronises.
-
-    Args:
-        tile: address of the tile.
-        shape: its (rows, columns).
-        row_nbytes: bytes of a row of its swizzle atoms: rows of an atom's columns follow each other.
-        first: first row to zero, not negative.
-        thread: index of this thread among those that call.
-        threads: their number.
-    """
-    rows, columns = shape
-    block_nbytes = rows * row_nbytes
-    start = first * row_nbytes + thread * 16
-    for block in range(2 * columns // row_nbytes):
-        for offset in range(0, block_nbytes, 16 * threads):
-            position = start + offset
-
-            def clear(address: Int32 = tile + block * block_nbytes + position) -> None:
-                ptx.store_shared_chunk(address, [Int32(0)] * 4)
-
-            cutlass.if_generate(position < block_nbytes, clear)

@@ -232,8 +232,8 @@ class StatisticsKernel:
         before = Int64(entry) * query_length * problem.num_heads + head
         delta = self._row_delta(arrays, problem, (before, first, last), lane)
         row = first + lane % _ROWS
+        live = self._live(bounds, row)
         source = before + Int64(cutlass.min(row, last)) * problem.num_heads
-        live = Boolean(row < bounds["query_end"])
         row_lse, delta = self._statistics(arrays, source * 4, delta, live, problem.scale)
 
         def write() -> None:
@@ -259,6 +259,15 @@ class StatisticsKernel:
 
         hidden = ptx.where(Boolean(visit.end == visit.begin), query_length - first, Int32(0))
         wgmma.loop(tiles.clamp(hidden, 0, _ROWS), clear)
+
+    def _live(self, bounds: dict[str, Int32], row: Int32) -> Boolean:
+        """Returns whether a row sees some key. If a sink makes its log-sum-exp finite, only this tells."""
+        spec = self.spec
+        if not (spec.hides_first_queries or spec.hides_last_queries or spec.key_value_seq_lengths):
+            return Boolean(row < bounds["query_end"])
+        rows = tiles.live_queries(**bounds)
+        live = row < rows.end
+        return Boolean(live & (row >= rows.begin)) if spec.hides_first_queries else Boolean(live)
 
     def _factor(self, scale: Float32) -> Float32:
         """On log-sum-exps, see `gradient.py`."""

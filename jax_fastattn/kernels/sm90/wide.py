@@ -21,7 +21,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import ptx, softmax, wgmma
+from jax_fastattn.kernels.device import ptx, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
@@ -138,7 +138,7 @@ class WideKernel(FusedKernel):
         shared, stage, phase = state.shared, state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
         wgmma.wait(shared.dout_full + stage, phase)
-        if edges is not None and self.spec.query_seq_lengths:
+        if edges is not None:
             self._zero_queries(state, tile, stage)
         right = state.right[None, None, None, stage]
         steps = ((mma, left[None, None, k], right[None, None, k]) for mma, left, k in state.left)
@@ -208,8 +208,9 @@ class WideKernel(FusedKernel):
         return start + state.thread % 128 * 16 + pair // 4 * 2048
 
     def _store_sum(self, state: SimpleNamespace, target: cute.Pointer, head_dim: int, factor: Float32 | None) -> None:
-        """Stores dk or dv from registers."""
+        """Stores dk or dv from registers. Rows of keys that no query sees may hold NaN there, of their K or V."""
         work = state.work
+        live = tiles.live_keys(**work.bounds)
         first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
         gradient.store_rows(
             state.sum,
@@ -218,7 +219,7 @@ class WideKernel(FusedKernel):
             Int64(work.kv_heads) * (2 * head_dim),
             row=state.row,
             quad_lane=state.thread % 4,
-            live_rows=work.bounds["key_end"] - work.row,
+            live=tiles.Rows.live(live, work.row, hides_first=self.spec.hides_first_keys),
             stored_rows=work.key_length - work.row,
             mma_dtype=self.mma_dtype,
             factor=factor,
