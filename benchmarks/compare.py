@@ -8,7 +8,8 @@ A card's power limit sets its clock over a long run, so times of different runs 
 processes do. In each round one process of each tree measures every case, forward and backward. The record holds all
 times, the ratio of the medians of each cell (after / before, below 1 is faster), their geometric mean, and the worst.
 
-Each tree needs its C++ extension. Kernels and XLA programs are compiled before the first round.
+With `--deterministic after` and one tree on both sides it tells what deterministic gradients cost. Each tree needs its
+C++ extension. Kernels and XLA programs are compiled before the first round.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ SIDES = ("before", "after")
 def main() -> None:
     options = parse_arguments()
     if options.one_side:
-        print(json.dumps(prepare(options) if options.one_side == "prepare" else measure(options)))
+        print(json.dumps({"prepare": prepare, "measure": measure}[options.one_side[1]](options)))
         return
     record: dict[str, Any] = {"commits": {side: getattr(options, f"{side}_commit") for side in SIDES}}
+    record |= {"deterministic": options.deterministic}
     with tempfile.TemporaryDirectory() as cache:
         for side in SIDES:
             record |= run_side(side, options, cache, "prepare")
@@ -70,8 +72,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each time (default: 5)")
     parser.add_argument("--measurement-ms", type=float, default=20.0, help="the least length of one (default: 20)")
     parser.add_argument("--warm-up-seconds", type=float, default=0.2, help="of calls before (default: 0.2)")
-    parser.add_argument("--deterministic", action="store_true", help="ask for deterministic gradients in each case")
-    parser.add_argument("--one-side", choices=("prepare", "measure"), help=argparse.SUPPRESS)
+    parser.add_argument("--deterministic", nargs="*", choices=SIDES, default=[], help="who asks for such gradients")
+    parser.add_argument("--one-side", nargs=2, metavar=("SIDE", "STEP"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -85,7 +87,7 @@ def run_side(side: str, options: argparse.Namespace, cache: str, step: str) -> d
         "JAX_FASTATTN_CACHE_DIR": f"{cache}/{side}-kernels",
     }
     done = subprocess.run(
-        [sys.executable, __file__, *sys.argv[1:], "--one-side", step],
+        [sys.executable, __file__, *sys.argv[1:], "--one-side", side, step],
         env=environment,
         check=True,
         stdout=subprocess.PIPE,
@@ -121,8 +123,9 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Any]
 
 
 def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
-    """Returns the cases by name."""
-    return {name: dataclasses.replace(CASES[name], deterministic=options.deterministic) for name in options.cases}
+    """Returns the cases of the side that this process measures, by name."""
+    deterministic = options.one_side[0] in options.deterministic
+    return {name: dataclasses.replace(CASES[name], deterministic=deterministic) for name in options.cases}
 
 
 def summary(times: dict[str, dict[str, list[float]]]) -> dict[str, Any]:

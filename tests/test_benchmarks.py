@@ -161,6 +161,7 @@ def test_trees_are_compared_in_alternating_processes(tmp_path: Path, monkeypatch
 
     def run_side(side: str, options: Any, cache: str, step: str) -> dict[str, Any]:
         steps.append((side, step))
+        options.one_side = (side, step)
         found = compare.prepare(options) if step == "prepare" else compare.measure(options)
         return found if step == "prepare" else {cell: next(times) for cell in found}
 
