@@ -101,17 +101,30 @@ def test_ordered_backward(name: str) -> None:
     emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), ordered=True), sizes)
 
 
-@pytest.mark.parametrize(("head_dim", "short"), [(64, True), (64, False), (128, False), (256, False)])
-def test_scores_far_above_the_maxima(head_dim: int, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that differ by hundreds: some warps have to compute a full tile again, by mma.sync."""
-    seen = []
-    again = hopper_emulator.Warpgroup.do_mma
+@pytest.fixture
+def computed_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts lanes of the forward kernels' mma.sync, which computes the scores of a full tile again."""
+    lanes = []
+    compute = hopper_emulator.Warpgroup.do_mma
 
     def count(group: hopper_emulator.Warpgroup, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        seen.append(active.sum())
-        again(group, parts, operands, active)
+        lanes.append(active.sum())
+        compute(group, parts, operands, active)
 
     monkeypatch.setattr(hopper_emulator.Warpgroup, "do_mma", count)
+    return lanes
+
+
+@pytest.mark.parametrize(("head_dim", "short"), [(64, True), (64, False), (128, False), (256, False)])
+def test_scores_far_above_the_maxima(head_dim: int, short: bool, computed_again: list[int]) -> None:
+    """If scores differ by hundreds, some warps have to compute a full tile again."""
     sizes = Sizes(batch=1, kv_heads=2, queries=133, keys=520, scale=2.0)
     emulated_hopper.check_forward(_spec("forward", head_dim, head_dim, "bfloat16", {"short": short}), sizes)
-    assert seen
+    assert computed_again
+
+
+def test_nan_in_padding_queries_computes_no_tile_again(computed_again: list[int]) -> None:
+    """Other rows of the warp would be rounded in another way, and every full tile would take twice as long."""
+    sizes = Sizes(batch=1, queries=133, keys=520, query_lengths=(70,))
+    emulated_hopper.check_forward(_spec("forward", 128, 128, "bfloat16", {"query_seq_lengths": True}), sizes)
+    assert not computed_again

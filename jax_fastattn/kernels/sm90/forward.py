@@ -451,6 +451,8 @@ class ForwardKernel:
         state.sums.fill(0.0)
         wgmma.wait(state.shared.query_full + state.group, state.query_phase[0])
         state.query_phase[0] = state.query_phase[0] ^ 1
+        if self.spec.query_seq_lengths:
+            self._zero_padding(state)
         if not self.spec.logits_soft_cap:
             cutlass.if_generate(state.call.scaling.negative, lambda: self._negate_query(state))
         self._hold_query(state)
@@ -630,6 +632,19 @@ class ForwardKernel:
             ptx.store_shared_chunk(first + start, [x ^ Int32(-0x7FFF8000) for x in chunk])
         cute.arch.fence_proxy("async.shared", space="cta")
         self._sync_warpgroup(state)
+
+    def _zero_padding(self, state: SimpleNamespace) -> None:
+        """Zeroes the padding rows of this warpgroup's Q. No mask hides them: NaN there would fail full tiles."""
+        work, memory, first = state.work, self.memory, state.work.row + state.group * WARPGROUP_ROWS
+        inside = plan.LiveRange(Int32(0), work.bounds["query_end"])
+        wgmma.zero_hidden_rows(
+            WARPGROUP_ROWS,
+            lambda: [(state.shared.address + state.group * memory.query_nbytes, memory.head_dim)],
+            tiles.Rows.live(inside, first, hides_first=False, length=state.call.query_length),
+            thread=state.thread,
+            threads=128,
+            barrier=1 + state.group,
+        )
 
     def _zero_values(self, state: SimpleNamespace, tile: Int32, slot: Callable[[], Int32]) -> None:
         """Zeroes the rows of V that no query sees; `slot` waits for it. Every warpgroup does so for itself."""
