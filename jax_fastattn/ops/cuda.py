@@ -82,7 +82,7 @@ def backward(
     )
     dsinks = None
     if operands.sinks is not None:
-        dsinks = _sinks_gradient(operands.sinks, lse, row_delta(kernel, stats, query_length))
+        dsinks = sinks_gradient(operands.sinks, lse, row_delta(kernel, stats, query_length, dlse))
     return Gradients(
         query=cut_head_dim(dq, operands.query.shape[3]),
         key=cut_head_dim(dk, operands.key.shape[3]),
@@ -92,22 +92,38 @@ def backward(
     )
 
 
-def row_delta(kernel: KernelSpec, stats: jax.Array, query_length: int) -> jax.Array:
-    """rowsum(out * dout) - dlse, `[B, N, T]`, from the statistics that backward kernels leave behind."""
+def row_delta(kernel: KernelSpec, stats: jax.Array, query_length: int, dlse: jax.Array | None) -> jax.Array:
+    """rowsum(out * dout) - dlse, `[B, N, T]`, from the statistics that backward kernels leave behind.
+
+    The statistics of a row that sees no key are an infinity and 0, so that no gradient of the kernels depends on its
+    cotangents. Its log-sum-exp still depends on its sink, so its delta is -dlse here.
+    """
+    delta = _statistic(kernel, stats, 1)[:, :, :query_length]
+    if dlse is None:
+        return delta
+    sees_none = jnp.isinf(_statistic(kernel, stats, 0)[:, :, :query_length])
+    return jnp.where(sees_none, -dlse.transpose(0, 2, 1), delta)
+
+
+def _statistic(kernel: KernelSpec, stats: jax.Array, which: int) -> jax.Array:
+    """The scaled log-sum-exp (0) or delta (1) of each row, `[B, N, T or more]`."""
     if kernel.family == "sm80":
-        return stats[..., 1]
-    delta = stats[:, :, 1]
+        return stats[..., which]
+    values = stats[:, :, which]
     if kernel.fused:  # minus its parts in bfloat16, eight per row, see `kernels/sm90/gradient.py`
-        parts = jax.lax.bitcast_convert_type(delta.reshape(*delta.shape[:2], -1, 4), jnp.bfloat16)
-        delta = -parts.astype(jnp.float32).sum((-2, -1))
-    return delta[:, :, :query_length]
+        parts = jax.lax.bitcast_convert_type(values.reshape(*values.shape[:2], -1, 4), jnp.bfloat16)
+        values = -parts.astype(jnp.float32).sum((-2, -1))
+    return values
 
 
-def _sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """`-sum(exp(sink - lse) * delta)` over the rows of a head; delta `[B, N, T]` comes from the kernels."""
-    seen = jnp.isfinite(lse)
-    weight = jnp.where(seen, jnp.exp(sinks[:, None, :] - jnp.where(seen, lse, 0.0)), 0.0)
-    per_batch = -jnp.sum(weight * delta.transpose(0, 2, 1), axis=1)
+def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """`-sum(exp(sink - lse) * delta)` over the rows of a head; delta `[B, N, T]` is that of `row_delta`.
+
+    Rows with a log-sum-exp of -inf, such as padding, do not count: their cotangents may be NaN.
+    """
+    seen = lse != -jnp.inf
+    weight = jnp.exp(sinks[:, None, :] - jnp.where(seen, lse, 0.0))
+    per_batch = -jnp.sum(jnp.where(seen, weight * delta.transpose(0, 2, 1), 0.0), axis=1)
     return per_batch if sinks.shape[0] == per_batch.shape[0] else per_batch.sum(axis=0, keepdims=True)
 
 

@@ -119,7 +119,7 @@ def check_backward(
     for name in ("dq", "dk", "dv"):
         largest = np.abs(wanted[name]).max()
         np.testing.assert_allclose(found[name], wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
-    delta = np.asarray(row_delta(spec, jnp.asarray(found["stats"]), sizes.queries)).swapaxes(1, 2)
+    delta = np.asarray(row_delta(spec, jnp.asarray(found["stats"]), sizes.queries, None)).swapaxes(1, 2)
     np.testing.assert_allclose(delta, wanted["delta"], atol=tolerance * np.abs(wanted["delta"]).max() + 1e-6)
     return found["dq"], wanted["dq"]
 

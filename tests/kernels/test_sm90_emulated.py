@@ -12,11 +12,14 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_hopper
 import hopper_emulator
+import jax.numpy as jnp
 import numpy as np
-from emulated_backward import Sizes
+from emulated_backward import Sizes, draw_operands, visible_pairs, with_sinks
 
 from jax_fastattn.ffi.compiler import _open_runtime
+from jax_fastattn.kernels.sm90.config import ForwardConfig
 from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.ops.cuda import row_delta, sinks_gradient
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +74,26 @@ BACKWARD = {
     "d40v256-full": (40, 256, "bfloat16", {}, None),
     "d256-everything": (256, 256, "bfloat16", {**ALL, "group": 2, "dlse": True}, None),
 }
+# Hidden rows without lengths, of which several tiles are full, straddle an end of a live range, or are hidden
+# altogether: chunked prefill (some queries, many keys), first queries before the first key, keys left of the window of
+# the first query, and both ends of keys and queries in one tile.
+OFFSET, BEFORE, PAST = {**CAUSAL, "query_offset": True}, (-150, -7), (190, 3)
+HIDDEN = {
+    "fewer-queries-than-keys": ({**CAUSAL, "dlse": True}, Sizes(1, 33, 290, 1, right=0)),
+    "queries-before-the-first-key": (
+        {**OFFSET, "dlse": True, "group": 2},
+        Sizes(2, 333, 270, 1, right=0, offsets=BEFORE),
+    ),
+    "keys-left-of-the-window": (
+        {"window_left": True, "query_offset": True},
+        Sizes(2, 333, 270, 1, left=50, offsets=PAST),
+    ),
+    "window-and-offsets": (
+        {**OFFSET, "window_left": True, "group": 2},
+        Sizes(3, 333, 333, 1, left=50, right=0, offsets=(190, -190, 420)),
+    ),
+    "both-ends-in-a-tile": ({**OFFSET, "window_left": True}, Sizes(2, 30, 60, 2, left=5, right=2, offsets=(20, -12))),
+}
 
 
 def _spec(op: str, head_dim: int, v_head_dim: int, dtype: str, features: dict) -> KernelSpec:
@@ -86,6 +109,52 @@ def _runtime() -> None:
 def test_forward(name: str) -> None:
     *kernel, sizes = FORWARD[name]
     emulated_hopper.check_forward(_spec("forward", *kernel), sizes)
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("config", [
+    ForwardConfig(2, 64, 6, ping_pong=True), ForwardConfig(2, 64, 5, overlap=False, walks=True), ForwardConfig(1, 48, 3)
+], ids=str)  # fmt: skip
+def test_values_that_no_query_sees(name: str, config: ForwardConfig) -> None:
+    """NaN and Inf there came out of the products."""
+    features, sizes = HIDDEN[name]
+    features = {feature: given for feature, given in features.items() if feature != "dlse"}
+    emulated_hopper.check_forward(_spec("forward", 32, 32, "bfloat16", features), sizes, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dims", "ordered"),
+    [
+        *((name, head_dims, False) for name in HIDDEN for head_dims in ((32, 32), (32, 160))),
+        ("window-and-offsets", (96, 64), True),
+    ],
+)
+def test_rows_that_see_nothing_or_that_nothing_sees(name: str, head_dims: tuple[int, int], ordered: bool) -> None:
+    """NaN and Inf there came out of the products of the fused, the wide and the dq kernel."""
+    features, sizes = HIDDEN[name]
+    emulated_hopper.check_backward(_spec("backward", *head_dims, "bfloat16", {**features, "ordered": ordered}), sizes)
+
+
+@pytest.mark.parametrize("v_head_dim", [8, 136])
+def test_sinks_gradient_of_rows_that_see_nothing(v_head_dim: int) -> None:
+    """Their log-sum-exp is the sink: its cotangent counts, unless the row is padding; that of their output never."""
+    sizes = Sizes(2, 70, 40, 2, right=0, offsets=(-30, 5), query_lengths=(70, 50))
+    spec = _spec("backward", 8, v_head_dim, "bfloat16", {**OFFSET, "query_seq_lengths": True, "dlse": True})
+    arrays, wanted = draw_operands(spec, sizes)
+    sinks, out, lse = with_sinks(spec, sizes, wanted)
+    inside = np.isfinite(lse)
+    arrays["dlse"] = np.where(inside, np.random.default_rng(2).standard_normal(lse.shape), np.nan).astype(np.float32)
+    arrays |= {"out": out.astype(arrays["dout"].dtype), "lse": lse.astype(np.float32)}
+    stats = emulated_hopper.run_backward(spec, sizes, arrays)["stats"]
+    delta = row_delta(spec, jnp.asarray(stats), sizes.queries, jnp.asarray(arrays["dlse"]))
+    found = sinks_gradient(jnp.asarray(sinks), jnp.asarray(arrays["lse"]), delta)
+
+    sees = visible_pairs(spec, sizes).any(2)[..., None]
+    terms = arrays["dlse"].astype(np.float64)
+    terms = terms - np.where(sees, (out * np.where(sees[..., None], arrays["dout"].astype(np.float64), 0)).sum(-1), 0)
+    terms = np.where(inside, np.exp(sinks[:, None] - np.where(inside, lse, 0)) * terms, 0)
+    assert (~sees & inside).any() and not inside.all()
+    np.testing.assert_allclose(found, terms.sum(1), atol=2**-7 * np.abs(terms).sum(1).max())
 
 
 @pytest.mark.parametrize("name", BACKWARD)
