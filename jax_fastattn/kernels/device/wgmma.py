@@ -344,9 +344,8 @@ def zero_hidden_rows(
     operands: Callable[[], Sequence[tuple[Int32, int]]],
     live: tiles.Rows,
     *,
-    thread: Int32,
     threads: int,
-    barrier: Int32 | int,
+    barrier: int,
 ) -> None:
     """Zeroes the rows of tiles that are not live, for products that read them next: 0 * NaN would be NaN.
 
@@ -354,20 +353,21 @@ def zero_hidden_rows(
         rows: of each tile.
         operands: returns the address and the columns of each tile; called if there is something to zero.
         live: the other rows; they may lie in part or altogether outside of the tiles.
-        thread: index of this thread among those that call.
-        threads: their number.
-        barrier: number of a named barrier of those threads.
+        threads: number of the threads that share the work, all of which call: the CTA's first ones, or the next ones.
+        barrier: number of a named barrier of the first ones; those of the next ones follow.
     """
     begin = Int32(0) if live.begin is None else tiles.clamp(live.begin, 0, rows)
     end = tiles.clamp(live.end, begin, rows)
     spans = [] if live.begin is None else [(Int32(0), begin)]
 
     def zero() -> None:
+        # Read anew: an index that lives for this rare case takes registers of loops that have none to spare.
+        thread = ptx.thread_index()
         for address, columns in operands():
             for span in [*spans, (end, Int32(rows))]:
-                zero_rows(address, (rows, columns), span, thread=thread, threads=threads)
+                zero_rows(address, (rows, columns), span, thread=thread % threads, threads=threads)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=barrier + thread // threads, number_of_threads=threads)
 
     cutlass.if_generate(end - begin < rows, zero)
 

@@ -445,9 +445,8 @@ class DqKernel:
             config.keys,
             lambda: [(state.shared.address + memory.ring_start + slot * memory.slot_nbytes, memory.head_dim)],
             tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.key_length),
-            thread=state.thread,
             threads=128,
-            barrier=1 + state.group,
+            barrier=1,
         )
 
     def _store(self, state: SimpleNamespace, dq: cute.Pointer, scale: Float32) -> None:

@@ -658,9 +658,8 @@ class ForwardKernel:
             config.keys,
             lambda: [(state.shared.address + memory.ring_start + slot() * memory.slot_nbytes, memory.v_head_dim)],
             rows,
-            thread=state.thread,
             threads=128,
-            barrier=1 + state.group,
+            barrier=1,
         )
 
     # Softmax.

@@ -624,16 +624,20 @@ class FusedKernel:
         """
         spec, memory, work = self.spec, self.memory, state.work
         live, first = tiles.live_keys(**work.bounds), work.row + state.group * WARPGROUP_ROWS
+
+        def operands() -> list[tuple[Int32, int]]:
+            group = ptx.thread_index() // 128  # read anew, as in `zero_hidden_rows`
+            return [
+                (state.shared.address + start + group * (WARPGROUP_ROWS * columns * 2), columns)
+                for start, columns in ((0, memory.head_dim), (memory.value_start, memory.v_head_dim))
+            ]
+
         wgmma.zero_hidden_rows(
             WARPGROUP_ROWS,
-            lambda: [
-                (state.shared.address + start + state.group * (WARPGROUP_ROWS * columns * 2), columns)
-                for start, columns in ((0, memory.head_dim), (memory.value_start, memory.v_head_dim))
-            ],
+            operands,
             tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.key_length),
-            thread=state.thread % 128,
             threads=128,
-            barrier=2 + state.group,
+            barrier=2,
         )
 
     def _zero_queries(self, state: SimpleNamespace, tile: Int32, stage: Int32) -> None:
@@ -652,7 +656,6 @@ class FusedKernel:
                 )
             ],
             tiles.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.query_length),
-            thread=state.thread,
             threads=config.consumer_threads,
             barrier=1,
         )
