@@ -641,9 +641,8 @@ class ForwardKernel:
             WARPGROUP_ROWS,
             lambda: [(state.shared.address + state.group * memory.query_nbytes, memory.head_dim)],
             tiles.Rows.live(inside, first, hides_first=False, length=state.call.query_length),
-            thread=state.thread,
             threads=128,
-            barrier=1 + state.group,
+            barrier=1,
         )
 
     def _zero_values(self, state: SimpleNamespace, tile: Int32, slot: Callable[[], Int32]) -> None:
