@@ -209,8 +209,12 @@ class WideKernel(FusedKernel):
 
     def _store_sum(self, state: SimpleNamespace, target: cute.Pointer, head_dim: int, factor: Float32 | None) -> None:
         """Stores dk or dv from registers. Rows of keys that no query sees may hold NaN there, of their K or V."""
-        work = state.work
-        live = tiles.live_keys(**work.bounds)
+        work, spec = state.work, self.spec
+        live = tiles.Rows(None, work.bounds["key_end"] - work.row)
+        if spec.hides_first_keys or spec.hides_last_keys:
+            # Moved: else the compiler computes parts of the live range in every step of the loops before.
+            bounds = {name: ptx.move(Int32(x)) for name, x in work.bounds.items()}
+            live = tiles.Rows.live(tiles.live_keys(**bounds), work.row, hides_first=spec.hides_first_keys)
         first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
         gradient.store_rows(
             state.sum,
@@ -219,7 +223,7 @@ class WideKernel(FusedKernel):
             Int64(work.kv_heads) * (2 * head_dim),
             row=state.row,
             quad_lane=state.thread % 4,
-            live=tiles.Rows.live(live, work.row, hides_first=self.spec.hides_first_keys),
+            live=live,
             stored_rows=work.key_length - work.row,
             mma_dtype=self.mma_dtype,
             factor=factor,
