@@ -145,7 +145,7 @@ def forward_config(spec: KernelSpec) -> ForwardConfig:
 
 
 def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
-    """Best first. docs/kernels/sm90.md has the sweeps that they come from."""
+    """Returns the variants that may fit, best first; notebook/sm90.md has the sweeps that they come from."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     if columns <= 64:
         if spec.short:
