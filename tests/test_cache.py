@@ -204,6 +204,18 @@ def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, m
     cache.sources_digest.cache_clear()
 
 
+def test_objects_of_before_are_not_taken(
+    compiler_version: None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deterministic gradients were added up in integers, by kernels that take other buffers."""
+    spec = dataclasses.replace(SPEC, op="backward", family="sm90", ordered=True)
+    with monkeypatch.context() as before:
+        before.setattr(cache, "sources_digest", lambda: "of kernels that add integers")
+        cache.store(cache.kernel_key(spec), KERNEL)
+        assert cache.load(cache.kernel_key(spec)) == KERNEL
+    assert cache.load(cache.kernel_key(spec)) is None
+
+
 def test_sources_of_the_installed_package_are_found() -> None:
     root = Path(cache.__file__).parents[1]
     assert (root / "kernels" / "spec.py").is_file()

@@ -19,6 +19,7 @@ from jax_fastattn.kernels.plan import (
     key_tiles,
     live_keys,
     live_queries,
+    place_in_sections,
     query_tiles,
     section,
 )
@@ -134,6 +135,19 @@ def test_sections_of_any_size() -> None:
     for multiprocessors, count, heads in itertools.product((1, 3, 132), (0, 1, 2, 5, 131, 1000), (0, 1, 2, 7, 600)):
         assert section(multiprocessors, count, heads, 0) == 1
         assert 1 <= section(multiprocessors, count, heads, 1) <= max(heads, 1)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5, 7, 64])
+@pytest.mark.parametrize("count", [1, 2, 8, 128])
+def test_ctas_that_add_in_order_wait_for_earlier_tiles_alone(count: int, heads: int) -> None:
+    """Every tile of keys comes once, and those of a head in order: else CTAs could wait for each other for ever."""
+    for together in {1, 2, 3, alike_section(32768, 128 * count, heads), heads}:
+        order = [place_in_sections(index, together, count, heads) for index in range(count * heads)]
+        for head in range(heads):
+            assert [tile for tile, owner in order if owner == head] == list(range(count))
+        # Zeros come with a head that is `together` heads before: all of its tiles are earlier.
+        last = {head: index for index, (_, head) in enumerate(order)}
+        assert all(last[head - together] < index for index, (_, head) in enumerate(order) if head >= together)
 
 
 @pytest.mark.parametrize(("rows", "heads", "together"), [

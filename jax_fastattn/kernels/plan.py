@@ -135,3 +135,22 @@ def alike_section(most_rows: Int, rows: Int, heads: Int) -> Int:
     most = max(most_rows // max(rows, 1), 1)
     sections = max((heads + most - 1) // most, 1)
     return max((heads + sections - 1) // sections, 1)
+
+
+def place_in_sections(index: Int, section: Int, count: Int, heads: Int) -> tuple[Int, Int]:
+    """Returns the tile and the head of an index in the order in which tiles are begun.
+
+    Heads come in sections (`section`). In a section the first tile of every head comes first, then the second: the
+    longest can start first, and those that run together read the same operands. The tiles of one head are begun in
+    ascending order, on which CTAs that add in semaphore order rely.
+
+    Args:
+        index: of the CTA, or in the order.
+        section: heads of a section.
+        count: tiles of a head.
+        heads: all heads of all batch entries.
+    """
+    first_head = index // (section * count) * section
+    together = min(section, heads - first_head)
+    index = index - first_head * count
+    return index // together, first_head + index % together

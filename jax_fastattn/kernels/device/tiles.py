@@ -35,6 +35,7 @@ live_keys = _device_plan["live_keys"]  # plan.live_keys on device integers
 live_queries = _device_plan["live_queries"]  # plan.live_queries on device integers
 section = _device_plan["section"]  # plan.section on device integers
 alike_section = _device_plan["alike_section"]  # plan.alike_section on device integers
+place_in_sections = _device_plan["place_in_sections"]  # plan.place_in_sections on device integers
 
 
 def clamp(x: Int32, low: Any, high: Any) -> Int32:
@@ -156,24 +157,6 @@ def store_rows(
             ptx.store_global_chunk(target + offset, ptx.load_shared_chunk(address))
 
         cutlass.if_generate(stored, store)
-
-
-def place_in_sections(block: Int32, section: Int32, count: Int32, heads: Int32) -> tuple[Int32, Int32]:
-    """Index of a tile and of its head, in the order in which tiles are begun.
-
-    Heads come in sections (`plan.section`). In a section the first tile of every head comes first, then the second: the
-    longest can start first, and those that run together read the same operands.
-
-    Args:
-        block: index of the CTA, or in the order.
-        section: heads of a section.
-        count: tiles of a head.
-        heads: all heads of all batch entries.
-    """
-    first_head = block // (section * count) * section
-    together = Int32(cutlass.min(section, heads - first_head))
-    index = block - first_head * count
-    return index // together, first_head + index % together
 
 
 def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any) -> Int32:

@@ -107,8 +107,8 @@ class BackwardKernel:
         operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
         kv_heads = batch * (num_heads // self.spec.group)
-        section, ahead, first = self.main.key_tiles.sections(query_length, key_length, kv_heads, multiprocessors)
-        prepared = self.statistics.prepared(key_length, window_left, window_right, first, kv_heads)
+        section, ahead = self.main.key_tiles.sections(query_length, key_length, kv_heads, multiprocessors)
+        prepared = self.statistics.prepared(key_length, window_left, window_right, ahead, kv_heads)
         residuals = (out, lse, dout, dlse, dq if fused else None, stats)
         # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
         self.statistics.kernel(

@@ -7,12 +7,13 @@ others add to them, and the last one loads them into the product's accumulator, 
 no zeros, nor any sums of query tiles that see one tile of keys. Warps that do nothing else wait for their CTA's turns,
 ahead of the third warpgroup, and count what it has added once that is visible.
 
-No length or number of heads makes them wait for ever: a CTA waits for tiles of keys of the same head that come before
-its own, tiles are taken from one counter in that order, and a CTA that has taken a tile runs until it is done with it.
-The first tile of a head waits for none.
+A turn always comes, whatever the length and the number of heads: it waits for earlier tiles of keys of the same head
+alone, see `KeyTiles.each`.
 
-A CTA should hardly ever wait: the tiles of a head begin one after the other, as far apart as others of a section lie
-between them (`KeyTiles.sections`), and all of them begin with the same tile of dq.
+The tiles of a head begin one after the other, as far apart as tiles of other heads of a section lie between them
+(`KeyTiles.sections`), and all of them begin with the same tile of dq. If heads are short, a CTA then hardly ever waits.
+A section of long heads is one head: its CTAs begin together, each waits until the one before it has had the first tile
+of dq, and then they stay one tile apart.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class DqOrdered(DqSum):
         wgmma.wait(state.shared.key_full, phase)
         for uniform in (state.added, state.slot, state.turn):
             uniform.settle()
-        wgmma.loop(work.steps, lambda i: self._add(state, i))
+        wgmma.loop(work.steps, lambda _: self._add(state))
         wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
 
     def _seen(self, work: SimpleNamespace, tile: Int32) -> plan.TileRange:
@@ -56,8 +57,7 @@ class DqOrdered(DqSum):
         queries = self.config.queries
         return tiles.key_tiles(tile * queries, queries, self.config.keys, **work.bounds)
 
-    def _add(self, state: SimpleNamespace, i: Int32) -> None:
-        del i  # who added before is told by the tile of keys
+    def _add(self, state: SimpleNamespace) -> None:
         work, shared, turn, at = state.work, state.shared, state.turn[0], state.added
         buffer, chunks, seen = turn % 2, self._chunks(), self._seen(work, at[1])
         is_first, is_last = Boolean(seen.begin == work.tile), Boolean(seen.end == work.tile + 1)
@@ -85,12 +85,6 @@ class DqOrdered(DqSum):
         wgmma.advance(state.slot, SLOTS)
         self._advance(work, at)
         state.turn[0] = turn + 1
-
-    def _load(self, state: SimpleNamespace, places: list[Int64]) -> None:
-        """Loads sums of a part of a tile into the accumulator."""
-        for n, place in enumerate(places):
-            for k, x in enumerate(ptx.load_global_ordered(place)):
-                state.dq[4 * n + k] = x
 
     def _keep(self, state: SimpleNamespace, places: list[Int64], is_first: Boolean) -> None:
         """Stores the accumulator as sums of a part of a tile, or adds it to them."""

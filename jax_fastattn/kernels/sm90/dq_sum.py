@@ -13,7 +13,7 @@ keys in order, so that who waits for zeros waits for CTAs that run, as do those 
 The last bits of these sums depend on the order of the additions, which varies; `dq_ordered.py` has one order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import cutlass
@@ -29,9 +29,6 @@ from jax_fastattn.kernels.spec import KernelSpec
 
 # Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
 BLOCK = 64
-
-# Query head and tile.
-Position = Sequence[Int32] | wgmma.Uniform
 
 
 class DqSum:
@@ -111,22 +108,18 @@ class DqSum:
         wgmma.wait(state.shared.key_full, phase)
         for uniform in (state.added, state.counted, state.slot, state.done, state.turn):
             uniform.settle()
-        self._add_all(state)
-        wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
-        wgmma.loop(Int32(cutlass.min(work.steps, SLOTS)), lambda _: self._finish(state))
-
-    def _add_all(self, state: SimpleNamespace) -> None:
-        """Adds dQ of all tiles that see the keys to their sums, and finishes all but the last ones."""
 
         def step(i: Int32) -> None:
             cutlass.if_generate(i >= SLOTS, lambda: self._finish(state))
-            self._add(state, i)
+            self._add(state)
             wgmma.advance(state.slot, SLOTS)
 
-        wgmma.loop(state.work.steps, step)
+        wgmma.loop(work.steps, step)
+        wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
+        wgmma.loop(Int32(cutlass.min(work.steps, SLOTS)), lambda _: self._finish(state))
 
-    def _add(self, state: SimpleNamespace, i: Int32) -> None:
-        """Adds dQ of the next tile to its sums, behind i others of the same keys."""
+    def _add(self, state: SimpleNamespace) -> None:
+        """Adds dQ of the next tile to its sums."""
         shared, turn = state.shared, state.turn[0]
         buffer = turn % 2
         wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
@@ -148,13 +141,9 @@ class DqSum:
         return arrivals.toint() + (head * head_counters(work.query_length, self.config.queries) + 1 + tile) * 4
 
     def _advance(self, work: SimpleNamespace, at: wgmma.Uniform) -> None:
-        """Goes to the next tile."""
-        at[0], at[1] = self._next(work, at)
-
-    def _next(self, work: SimpleNamespace, at: wgmma.Uniform) -> tuple[Int32, Int32]:
-        """The tile after this one: all visible ones of one head, the last first, then those of the next head."""
+        """Goes to the next tile: all visible ones of one head, the last first, then those of the next head."""
         ends = at[1] == work.visit.begin
-        return at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
+        at[0], at[1] = at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
 
     def _chunks(self) -> list[tuple[int, int]]:
         """(Block of 64 rows, first column) of the parts of a tile that are computed one after the other."""
@@ -176,7 +165,7 @@ class DqSum:
                 cute.gemm(mma, state.dq, a, b, state.dq)
         warpgroup.commit_group()
 
-    def _sums(self, state: SimpleNamespace, at: Position, chunk: int) -> Int64:
+    def _sums(self, state: SimpleNamespace, at: wgmma.Uniform, chunk: int) -> Int64:
         """Address of the warp's first sums of a part of a tile."""
         work, columns = state.work, self.memory.head_dim
         rows = (Int64(work.batch) * work.num_heads + at[0]) * padded_rows(work.query_length)
@@ -283,19 +272,25 @@ class DqSum:
         work, slot = state.work, state.done[0]
         wgmma.wait(state.shared.counted + slot, state.done[1])
         left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
-        cutlass.if_generate(left == 1, lambda: self._store(state, state.counted))
+        cutlass.if_generate(left == 1, lambda: self._store(state))
         self._advance(work, state.counted)
         wgmma.advance(state.done, SLOTS)
 
-    def _store(self, state: SimpleNamespace, at: Position) -> None:
-        """Stores dq of a tile from its sums."""
-        rows = self._rows(state, at)
+    def _store(self, state: SimpleNamespace) -> None:
+        """Stores dq of the tile that has been counted, from its sums."""
+        rows = self._rows(state, state.counted)
         for chunk in range(len(self._chunks())):
-            for j, x in enumerate(self._totals(state, at, chunk)):
-                state.dq[j] = x
+            address = self._sums(state, state.counted, chunk) + state.thread % 32 * 16
+            self._load(state, [address + 512 * n for n in range(self.columns // 8)])
             self._store_part(state, rows, chunk)
 
-    def _rows(self, state: SimpleNamespace, at: Position) -> tuple[Int32, Int64]:
+    def _load(self, state: SimpleNamespace, places: list[Int64]) -> None:
+        """Loads sums of a part of a tile into the accumulator."""
+        for n, place in enumerate(places):
+            for k, x in enumerate(ptx.load_global_ordered(place)):
+                state.dq[4 * n + k] = x
+
+    def _rows(self, state: SimpleNamespace, at: wgmma.Uniform) -> tuple[Int32, Int64]:
         """The first row of a tile, and its index among all rows of all heads."""
         work, row = state.work, at[1] * self.config.queries
         return row, (Int64(work.batch) * work.query_length + row) * work.num_heads + at[0]
@@ -315,8 +310,3 @@ class DqSum:
             mma_dtype=ptx.MMA_DTYPE[spec.dtype],
             factor=state.scale,
         )
-
-    def _totals(self, state: SimpleNamespace, at: Position, chunk: int) -> list[Float32]:
-        """The sums of a part of a tile, in the accumulator's order."""
-        address = self._sums(state, at, chunk) + state.thread % 32 * 16
-        return [x for n in range(self.columns // 8) for x in ptx.load_global_ordered(address + 512 * n)]

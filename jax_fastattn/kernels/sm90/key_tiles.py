@@ -41,21 +41,20 @@ class KeyTiles:
 
     def sections(
         self, query_length: Int32, key_length: Int32, heads: Int32, multiprocessors: Int32
-    ) -> tuple[Int32, Int32, Int32]:
-        """Of `heads` key/value heads, those begun together; how many heads ahead sums are zeroed.
+    ) -> tuple[Int32, Int32]:
+        """Returns how many of `heads` key/value heads are begun together, and how many heads ahead sums are zeroed.
 
-        Last, those begun before statistics of others can be there.
+        As many heads as the latter are begun before zeros and statistics of others can be there.
         """
         key_tiles, spec = self.count(key_length), self.spec
         if spec.ordered:
             row_nbytes = 2 * (self.memory.head_dim + self.memory.v_head_dim) + 4 * self.memory.head_dim
-            rows = query_length * spec.group
-            section = Int32(tiles.alike_section(SECTION_NBYTES[spec.uneven] // row_nbytes, rows, heads))
+            most_rows = SECTION_NBYTES[spec.uneven] // row_nbytes // spec.group
+            section = Int32(tiles.alike_section(most_rows, query_length, heads))
         else:
             section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(spec.uneven)))
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
-        ahead = Int32(cutlass.max(section, filling))
-        return section, ahead, Int32(cutlass.max(ahead, filling))
+        return section, Int32(cutlass.max(section, filling))
 
     def each(
         self,
@@ -67,8 +66,13 @@ class KeyTiles:
         """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
 
         Then the producer, which alone passes the counter of tiles that have been `taken`, takes the next one for all of
-        the CTA. Tiles are taken in order, so that who waits for an earlier one waits for a CTA that works on it.
-        `problem` has the last three arguments of `_work`.
+        the CTA. `problem` has the last three arguments of `_work`.
+
+        No CTA waits for ever, however few CTAs run and however many tiles there are. Work on a tile waits for work on
+        tiles that are earlier in the order: for zeros of sums, which come with an earlier section of heads, or for a
+        turn, which comes after earlier tiles of the same head (`plan.place_in_sections`). CTAs that run take the tiles
+        in order, and a CTA finishes a tile before it begins the next one that it has taken. So the earliest unfinished
+        tile waits for no other one, and its CTA is at work on it.
         """
         if not self.config.adds_dq:
             visit(self._work(cute.arch.block_idx()[0], *problem), Int32(0))

@@ -76,13 +76,13 @@ class StatisticsKernel:
         return self.spec.fused
 
     def prepared(
-        self, key_length: Int32, window_left: Int32, window_right: Int32, first: Int32, kv_heads: Int32
+        self, key_length: Int32, window_left: Int32, window_right: Int32, ahead: Int32, kv_heads: Int32
     ) -> Int32:
-        """Key/value heads, of `kv_heads`, whose statistics are not left to `later`: the `first` ones, or all."""
+        """Key/value heads, of `kv_heads`, whose statistics are not left to `later`: the first `ahead` ones, or all."""
         if not self.leaves:
             return kv_heads
         few = cutlass.min(key_length, window_left + window_right + 1) < _FEW_KEYS
-        return ptx.where(few, kv_heads, Int32(cutlass.min(first, kv_heads)))
+        return ptx.where(few, kv_heads, Int32(cutlass.min(ahead, kv_heads)))
 
     def blocks(self, batch: Int32, query_length: Int32, num_heads: Int32, prepared: Int32) -> Int32:
         """CTAs of `kernel`: if dq is added up, the first ones set counters."""
