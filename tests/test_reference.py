@@ -16,13 +16,14 @@ from jax_fastattn.reference import attention_reference, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.cases import CPU_CASES, GPU_CASES, Case
 from jax_fastattn.testing.compare import (
+    Attention,
     Results,
     assert_within_budget,
     evaluate,
     expected,
     same_dtype_attention,
 )
-from jax_fastattn.testing.poison import poison, poison_rows
+from jax_fastattn.testing.poison import poison
 
 LENGTHS = Case(query_length=5, key_length=7, head_dim=4, query_seq_lengths=(3, 5), key_value_seq_lengths=(7, 0))
 
@@ -128,12 +129,23 @@ def test_gradients_are_finite_differences(case: Case, key: jax.Array) -> None:
             np.testing.assert_allclose((up - down) / (2 * step), jnp.sum(gradient * direction), rtol=1e-7, atol=1e-8)
 
 
-def test_padding_is_not_read(key: jax.Array) -> None:
-    spec, operands = LENGTHS.spec(), LENGTHS.operands(key)
-    dout, _ = LENGTHS.cotangents(key)
-    clean = evaluate(attention_reference, spec, operands, dout)
-    poisoned = evaluate(attention_reference, spec, poison(operands), poison_rows(dout, operands.query_seq_lengths))
-    for name, x, y in zip(Results._fields, clean, poisoned, strict=True):
+@pytest.mark.parametrize("attention", [attention_reference, same_dtype_attention])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(LENGTHS, sinks="n", dlse=True),
+        Case(is_causal=True, query_length=5, key_length=11, query_offset=(-3, 2), sinks="bn", dlse=True),
+        Case(window=(1, None), query_length=11, key_length=5, mask="bnts", bias="nts", logits_soft_cap=2.0, dlse=True),
+    ],
+    ids=str,
+)
+def test_what_is_invisible_is_not_read(case: Case, attention: Attention, key: jax.Array) -> None:
+    case = dataclasses.replace(case, num_kv_heads=2, group=2, head_dim=4)
+    spec, operands = case.spec(), case.operands(key)
+    dout, dlse = case.cotangents(key)
+    clean = evaluate(attention, spec, operands, dout, dlse)
+    found = evaluate(attention, spec, *poison(spec, operands, dout, dlse))
+    for name, x, y in zip(Results._fields, clean, found, strict=True):
         if x is not None:
             np.testing.assert_array_equal(x, y, err_msg=name)
 

@@ -1,28 +1,63 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""NaN where nothing may read: whatever is multiplied by 0 instead of being left out shows up in the results."""
+"""NaN and Inf where nothing may read: what is multiplied by 0 instead of being left out shows up in the results.
+
+What is invisible comes from `visible_pairs`, pair by pair. No plan, range or tile of an implementation is in it.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.spec import Operands
+from jax_fastattn.reference import padding_rows, visible_pairs
+from jax_fastattn.spec import AttentionSpec, Operands
 
 
-def poison_rows(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """x `[B, L, ...]` with NaN in the rows from `lengths` `[B]` on."""
-    if lengths is None:
-        return x
-    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-    inside = inside.reshape(inside.shape + (1,) * (x.ndim - 2))
-    return jnp.where(inside, x, jnp.full((), jnp.nan, x.dtype))
+@functools.partial(jax.jit, static_argnums=0)
+def poison(
+    spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None
+) -> tuple[Operands, jax.Array, jax.Array | None]:
+    """Returns operands and cotangents with NaN and Inf in everything that no result depends on.
 
-
-def poison(operands: Operands) -> Operands:
-    """The operands with NaN past their sequence lengths."""
-    return operands._replace(
-        query=poison_rows(operands.query, operands.query_seq_lengths),
-        key=poison_rows(operands.key, operands.key_value_seq_lengths),
-        value=poison_rows(operands.value, operands.key_value_seq_lengths),
+    That is: queries that see no key and their `dout`; keys and values that no query sees; biases that no visible pair
+    reads; `dlse` of padding rows, and without sinks of every query that sees no key.
+    """
+    sees, seen, pairs = visible_rows(spec, operands)
+    unread = jnp.logical_not(sees)
+    if operands.sinks is not None:
+        unread = jnp.logical_and(unread, padding_rows(operands)[:, :, None])
+    bias = operands.bias
+    if bias is not None:
+        shared = tuple(axis for axis, size in enumerate(bias.shape) if size == 1)
+        bias = fill(bias, jnp.logical_not(jnp.any(pairs, axis=shared, keepdims=True)), axis=3)
+    poisoned = operands._replace(
+        query=fill(operands.query, jnp.logical_not(sees)),
+        key=fill(operands.key, jnp.logical_not(seen)),
+        value=fill(operands.value, jnp.logical_not(seen)),
+        bias=bias,
     )
+    return poisoned, fill(dout, jnp.logical_not(sees)), None if dlse is None else fill(dlse, unread)
+
+
+def visible_rows(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns which queries see a key, `[B, T, n]`; which keys a query sees, `[B, S, k]`; and the pairs `[B, n, T, S]`.
+
+    The axes n and k are those of the heads with a mask, and of size 1 without one: then all heads see the same.
+    """
+    if operands.mask is None:
+        operands = operands._replace(query=operands.query[:, :, :1], key=operands.key[:, :, :1])
+    pairs = visible_pairs(spec, operands)
+    batch, num_heads, _, key_length = pairs.shape
+    heads = operands.key.shape[2]
+    by_query = jnp.any(pairs, axis=2).reshape(batch, heads, num_heads // max(heads, 1), key_length)
+    return jnp.any(pairs, axis=3).swapaxes(1, 2), jnp.any(by_query, axis=2).swapaxes(1, 2), pairs
+
+
+def fill(x: jax.Array, hidden: jax.Array, axis: int = 1) -> jax.Array:
+    """Returns x with NaN and Inf, by turns along an axis, where `hidden` is True; it lacks trailing axes of x."""
+    is_odd = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) % 2 == 1
+    hidden = jnp.broadcast_to(hidden.reshape(hidden.shape + (1,) * (x.ndim - hidden.ndim)), x.shape)
+    return jnp.where(hidden, jnp.where(is_odd, jnp.inf, jnp.nan).astype(x.dtype), x)

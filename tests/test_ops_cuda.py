@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed in JAX around the backward kernels, from statistics in the layout of each of them. No GPU needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fastattn import ffi
+from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.ops import cuda
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.compare import evaluate
+from jax_fastattn.testing.poison import poison, visible_rows
+
+
+def stored(kernel: KernelSpec, lse: jax.Array, delta: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Statistics `[B, N, T]` as the kernels leave them; rows past the end are NaN."""
+    if kernel.family == "sm80":
+        return jnp.stack([lse, delta], axis=-1)
+    both = jnp.stack([lse, delta], axis=2)
+    rows = shape[3] // (4 if kernel.fused else 1)
+    both = jnp.pad(both, [(0, 0)] * 3 + [(0, rows - both.shape[3])], constant_values=jnp.nan)
+    if not kernel.fused:
+        return both
+    parts, rest = [], -both
+    for _ in range(3):
+        parts.append(rest.astype(jnp.bfloat16))
+        rest = jnp.where(jnp.isinf(rest), 0.0, rest - parts[-1].astype(jnp.float32))
+    parts += [jnp.zeros_like(parts[0])] * 5
+    words = jnp.stack(parts, axis=-1).reshape(*both.shape, 4, 2)
+    return jax.lax.bitcast_convert_type(words, jnp.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("sinks", ["n", "bn"])
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 64), ("sm_90a", 64), ("sm_90a", 192)])
+def test_dlse_of_rows_that_see_nothing_reaches_the_gradient_of_sinks(
+    arch: str, head_dim: int, sinks: str, monkeypatch: pytest.MonkeyPatch, key: jax.Array
+) -> None:
+    """Row statistics are 0 there. Cotangents of padding rows, and `dout` of rows that see nothing, are NaN."""
+    case = Case(
+        num_kv_heads=2,
+        group=2,
+        query_length=13,
+        key_length=11,
+        head_dim=head_dim,
+        is_causal=True,
+        query_offset=(-5, 2),
+        query_seq_lengths=(11, 13),
+        sinks=sinks,
+        dlse=True,
+    )
+    spec, operands, (dout, dlse) = case.spec(), case.operands(key), case.cotangents(key)
+    sees, _, _ = visible_rows(spec, operands)
+    found = evaluate(attention_reference, spec, operands, dout, dlse)
+
+    def launch(kernel: KernelSpec, problem: Any, arrays: Any, results: Any) -> list[jax.Array]:
+        del problem, arrays
+        delta = jnp.where(sees, (found.out * dout).sum(-1) - dlse, 0.0).swapaxes(1, 2)
+        lse = jnp.where(sees, found.lse, jnp.inf).swapaxes(1, 2)
+        gradients = [jnp.zeros(shape) for shape, _ in results[:3]]
+        return [*gradients, stored(kernel, lse, delta, results[3][0])]
+
+    monkeypatch.setattr(ffi, "arch", lambda: arch)
+    monkeypatch.setattr(cuda, "_launch", launch)
+    low = dataclasses.replace(case, dtype="bfloat16")
+    poisoned, dout_in, dlse_in = poison(spec, operands, dout, dlse)
+    half = (x.astype(jnp.bfloat16) for x in poisoned[:3])
+    poisoned = poisoned._replace(**dict(zip(("query", "key", "value"), half, strict=True)))
+    gradients = cuda.backward(low.spec(), poisoned, found.out, found.lse, dout_in, dlse_in)
+    np.testing.assert_allclose(gradients.sinks, found.dsinks, rtol=1e-5, atol=1e-5)
