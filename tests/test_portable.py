@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType

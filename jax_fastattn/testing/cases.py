@@ -528,6 +528,51 @@ _SHORTER = [
 ]
 
 
+# Rows that no query sees, and rows that see nothing. Something else than lengths hides most of them.
+_NO_KEY = _on(_GQA, is_causal=True, query_length=193, query_offset=(-70, -150))
+HIDDEN_ROWS = {
+    "more keys than queries": _on(_MHA, batch=1, num_kv_heads=1, is_causal=True, query_length=33, key_length=127),
+    "chunked prefill": _on(_GQA, is_causal=True, query_length=129, key_length=1000, query_offset=(512, 128)),
+    "chunked prefill, deterministic": _on(
+        _GQA, head_dim=128, is_causal=True, query_length=193, key_length=700, query_offset=(300, 64), deterministic=True
+    ),
+    "decoding": _on(
+        _GQA, group=4, head_dim=128, is_causal=True, query_length=1, key_length=577, query_offset=(300, 64)
+    ),
+    "keys left of a window": _on(
+        _GQA, head_dim=128, window=(20, None), query_length=65, key_length=577, query_offset=(300, 70)
+    ),
+    "keys on both sides of a window": _on(
+        _MHA, head_dim=96, window=(63, 7), query_length=129, key_length=700, query_offset=(200, 500), deterministic=True
+    ),
+    "keys on both sides of a window, d192v128": _on(
+        _GQA, head_dim=192, v_head_dim=128, window=(99, 0), query_length=65, key_length=400, query_offset=(200, 100)
+    ),
+    "queries before the keys": _NO_KEY,
+    "queries before the keys, sinks": _on(_NO_KEY, sinks="bn", dlse=True),
+    "queries before the keys, sinks, deterministic": _on(_NO_KEY, sinks="n", dlse=True, deterministic=True),
+    "queries before the keys, sinks, d256": _on(
+        _NO_KEY, head_dim=256, window=(40, 0), query_offset=(-70, 200), sinks="n", dlse=True
+    ),
+    "queries past a window": _on(_MHA, window=(30, None), query_length=257, key_length=100, dlse=True),
+    "many queries in any order": _on(
+        _GQA, group=3, head_dim=128, dtype="float16", is_causal=True, query_length=1300, query_offset=(-70, -1100)
+    ),
+    "lengths too": _on(
+        _GQA,
+        group=3,
+        head_dim=128,
+        window=(100, 0),
+        logits_soft_cap=5.0,
+        query_seq_lengths=(150, 193),
+        key_value_seq_lengths=(257, 90),
+        query_offset=(150, -40),
+        sinks="bn",
+        dlse=True,
+    ),
+}
+
+
 def _in_order(case: Case) -> bool:
     """Returns whether CTAs add to dq in one order on Hopper."""
     return kernel_spec(case.problem(), "backward", "sm_90a").ordered
@@ -541,4 +586,5 @@ GPU_CASES = [
         for i, case in enumerate(filter(_in_order, _SHORTER))
         if i % 2 == 0 and case.batch * case.num_kv_heads <= 16
     ),
+    *HIDDEN_ROWS.values(),
 ]

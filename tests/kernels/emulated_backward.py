@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass
 
 import cutlass
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from cutlass import cute
@@ -19,6 +20,8 @@ from ptx_emulator import Memory, launch
 from jax_fastattn.kernels.sm80.backward import BackwardKernel
 from jax_fastattn.kernels.sm80.config import BackwardConfig
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, launch_buffers
+from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.testing.poison import fill, poison, visible_rows
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int32": np.int32, "float32": np.float32}
 DEVICE_DTYPES = {
@@ -98,25 +101,27 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
     return result
 
 
+def as_call(spec: KernelSpec, sizes: Sizes, *arrays: np.ndarray) -> tuple[AttentionSpec, Operands]:
+    """Returns the call of `reference.py` on query, key and value that means the same."""
+    scalars = {
+        "query_seq_lengths": sizes.query_lengths,
+        "key_value_seq_lengths": sizes.key_lengths,
+        "query_offset": sizes.offsets,
+    }
+    optional = {name: jnp.asarray(x[: sizes.batch], jnp.int32) for name, x in scalars.items() if getattr(spec, name)}
+    operands = Operands(*map(jnp.asarray, arrays), **optional)
+    window = sizes.left if spec.window_left else None, sizes.right if spec.window_right else None
+    return AttentionSpec(sizes.scale, window=window, present=operands.present()), operands
+
+
 def visible_pairs(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
-    """Returns which query sees which key, bool `[batch, queries, keys]`, by the rule of `plan.py`."""
-    b, i, j = np.ogrid[: sizes.batch, : sizes.queries, : sizes.keys]
-    lengths, key_lengths, offsets = (np.array(x) for x in (sizes.query_lengths, sizes.key_lengths, sizes.offsets))
-    position = i + (offsets[b] if spec.query_offset else 0)
-    seen = np.ones((sizes.batch, sizes.queries, sizes.keys), bool)
-    if spec.query_seq_lengths:
-        seen &= i < lengths[b]
-    if spec.key_value_seq_lengths:
-        seen &= j < key_lengths[b]
-    if spec.window_left:
-        seen &= j >= position - sizes.left
-    if spec.window_right:
-        seen &= j <= position + sizes.right
-    return seen
+    """Returns which query sees which key, bool `[batch, queries, keys]`."""
+    query, key = (np.zeros((sizes.batch, length, 1, 1)) for length in (sizes.queries, sizes.keys))
+    return np.asarray(visible_rows(*as_call(spec, sizes, query, key, key))[2])[:, 0]
 
 
 def draw_operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Draws operands, with NaN and Inf by turns in the rows that see nothing or are seen by none, and their results."""
+    """Draws operands, poisoned, and their results. Residuals of rows that see nothing are poisoned as well."""
     random = np.random.default_rng(0)
     heads = sizes.kv_heads * spec.group
     shapes = {
@@ -130,17 +135,12 @@ def draw_operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray]
     arrays = {name: random.standard_normal(shape).astype(dtypes[name]) for name, shape in shapes.items()}
     wanted = reference(spec, sizes, arrays)
     arrays |= {"out": wanted["out"].astype(dtypes["dout"]), "lse": wanted["lse"].astype(np.float32)}
-    visible = visible_pairs(spec, sizes)
-    for names, live in (
-        (("query", "dout", "dlse", "out", "lse"), visible.any(2)),
-        (("key", "value"), visible.any(1)),
-    ):
-        for name in names:
-            poison = np.where(np.arange(live.shape[1]) % 2, np.inf, np.nan)[
-                (None, slice(None), *[None] * (arrays[name].ndim - 2))
-            ]
-            hidden = ~live[(..., *[None] * (arrays[name].ndim - 2))]
-            arrays[name] = np.where(hidden, poison.astype(arrays[name].dtype), arrays[name])
+    attention_spec, operands = as_call(spec, sizes, *(arrays[name] for name in ("query", "key", "value")))
+    hidden = np.logical_not(visible_rows(attention_spec, operands)[0])
+    residuals = {name: fill(jnp.asarray(arrays[name]), hidden) for name in ("out", "lse")}
+    operands, dout, dlse = poison(attention_spec, operands, *(jnp.asarray(arrays[name]) for name in ("dout", "dlse")))
+    poisoned = {"query": operands.query, "key": operands.key, "value": operands.value, "dout": dout, "dlse": dlse}
+    arrays |= {name: np.asarray(x) for name, x in (poisoned | residuals).items()}
     arrays |= {
         "query_seq_lengths": np.array(sizes.query_lengths, np.int32),
         "key_value_seq_lengths": np.array(sizes.key_lengths, np.int32),

@@ -21,12 +21,12 @@ import pytest
 
 import jax_fastattn
 from jax_fastattn import ffi
-from jax_fastattn.kernels.spec import kernel_spec
-from jax_fastattn.ops import vjp
+from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
+from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import AttentionSpec, Operands, Problem
 from jax_fastattn.testing import compare
-from jax_fastattn.testing.cases import GPU_CASES, Case, kernel_specs
+from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
 from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.gpu
@@ -37,20 +37,27 @@ _first_results: dict[Case, compare.Results] = {}
 def _inputs(case: Case) -> tuple[AttentionSpec, Operands, jax.Array, Any]:
     operands_key, cotangents_key = jax.random.split(jax.random.key(GPU_CASES.index(case)))
     spec = dataclasses.replace(case.spec(), implementation="cuda")
-    return spec, poison(case.operands(operands_key)), *case.cotangents(cotangents_key)
+    return spec, case.operands(operands_key), *case.cotangents(cotangents_key)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _kernels(spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> compare.Results:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _kernels(
+    spec: AttentionSpec, family: str | None, operands: Operands, dout: jax.Array, dlse: jax.Array | None
+) -> compare.Results:
+    del family  # part of the cache key
+
     def attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, Any]:
         return vjp.attend(spec, operands, True)
 
     return compare.evaluate(attention, spec, operands, dout, dlse)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _kernels_without_lse(spec: AttentionSpec, operands: Operands, dout: jax.Array) -> compare.Results:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _kernels_without_lse(
+    spec: AttentionSpec, family: str | None, operands: Operands, dout: jax.Array
+) -> compare.Results:
     """As in training: nobody asks for the log-sum-exp, and its cotangent is no operand of the kernel."""
+    del family  # part of the cache key
     names = [name for name in compare.DIFFERENTIABLE if name in spec.present]
 
     def attention(*arrays: jax.Array) -> jax.Array:
@@ -61,9 +68,14 @@ def _kernels_without_lse(spec: AttentionSpec, operands: Operands, dout: jax.Arra
     return compare.Results(out, vjp.attend(spec, operands, True)[1], **gradients)
 
 
-def _results(case: Case) -> compare.Results:
-    spec, operands, dout, dlse = _inputs(case)
-    found = _kernels_without_lse(spec, operands, dout) if dlse is None else _kernels(spec, operands, dout, dlse)
+def _results(case: Case, family: str | None = None) -> compare.Results:
+    """Runs the kernels with NaN and Inf in everything that is invisible."""
+    spec, *arrays = _inputs(case)
+    operands, dout, dlse = poison(spec, *arrays)
+    if dlse is None:
+        found = _kernels_without_lse(spec, family, operands, dout)
+    else:
+        found = _kernels(spec, family, operands, dout, dlse)
     return jax.tree.map(np.asarray, found)
 
 
@@ -71,12 +83,26 @@ def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
     return jax.tree.map(np.asarray, compare.expected(*_inputs(case)))
 
 
+def _portable_kernel(problem: Problem, op: Any, arch: str, *, dlse: bool = False) -> KernelSpec:
+    """Returns the compile key of the portable kernel, which any GPU can run."""
+    return dataclasses.replace(kernel_spec(problem, op, "sm_80", dlse=dlse), arch=arch)
+
+
 @pytest.fixture(scope="module")
 def expectations(request: pytest.FixtureRequest) -> Any:
     """Oracle and baseline of every selected case, as futures; all their kernels are compiled on return."""
-    selected = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    cases = dict.fromkeys(case for case in selected if isinstance(case, Case))
-    specs = kernel_specs(cases, ffi.arch() or "")
+    arch = ffi.arch() or ""
+    cases: dict[Case, None] = {}
+    specs: dict[KernelSpec, None] = {}
+    for item in request.session.items:
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        if not isinstance(case, Case):
+            continue
+        cases[case] = None
+        if item.originalname == test_portable_kernels.__name__:
+            specs |= {dataclasses.replace(spec, arch=arch): None for spec in kernel_specs([case], "sm_80")}
+        else:
+            specs |= dict.fromkeys(kernel_specs([case], arch))
     workers = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as compilers:
         list(compilers.map(ffi.prepare, specs))
@@ -101,6 +127,13 @@ def test_same_bits_in_another_order(case: Case) -> None:
     for name, x, y in zip(compare.Results._fields, first, _results(case), strict=True):
         if x is not None and name not in any_order:
             np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), err_msg=name)
+
+
+@pytest.mark.parametrize("case", HIDDEN_ROWS.values(), ids=HIDDEN_ROWS.keys())
+def test_portable_kernels(case: Case, expectations: dict[Case, Future[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a Hopper GPU runs only here."""
+    monkeypatch.setattr(cuda, "kernel_spec", _portable_kernel)
+    compare.assert_within_budget(_results(case, "sm80"), *expectations[case].result())
 
 
 # By how much each block of 32 keys shifts the scores of all queries, in nats, from the first block to the last.
