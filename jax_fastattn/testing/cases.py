@@ -457,7 +457,9 @@ _SHORTER = [
         _on(_GQA, head_dim=96, is_causal=True, sinks="bn", dlse=True, deterministic=True),
         {},
         {"batch": 16, "query_length": 129, "key_length": 1089},
-        *_lengths((257, 1089), (1100, 65), (1, 1100)),
+        *_lengths((257, 1089), (1100, 65)),
+        # Each query sees one key, so that an error is that of a few roundings: it takes many to compare.
+        {"batch": 16, "query_length": 1, "key_length": 1100},
         *_LONG[:2],
     ),
     *_vary(
