@@ -54,14 +54,17 @@ class Gradients(NamedTuple):
     sinks: jax.Array | None
 
 
-def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(spec: AttentionSpec, operands: Operands, *, barriers: bool = True) -> tuple[jax.Array, jax.Array]:
     """Attention of canonical operands.
+
+    Args:
+        barriers: whether to work around a fault of XLA:CPU, see `_Blocks.einsum`.
 
     Returns:
         out `[B, T, N, D]` in the dtype of the operands, and the log-sum-exp `[B, T, N]` in float32 (float64 for
         float64 operands).
     """
-    blocks = _Blocks.of(spec, operands)
+    blocks = _Blocks.of(spec, operands, barriers)
     batch, length, num_kv_heads, group, _ = blocks.query.shape
     v_head_dim = blocks.value.shape[-1]
 
@@ -108,6 +111,8 @@ def backward(
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
+    *,
+    barriers: bool = True,
 ) -> Gradients:
     """Gradients of `forward` from its results and their cotangents.
 
@@ -115,8 +120,9 @@ def backward(
         out, lse: what `forward` returned.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`, or None for zero.
+        barriers: as for `forward`.
     """
-    blocks = _Blocks.of(spec, operands)
+    blocks = _Blocks.of(spec, operands, barriers)
     dtype = operands.query.dtype
     # Rows without a visible key have no gradient, whatever their cotangent holds.
     empty = lse == -jnp.inf
@@ -229,6 +235,7 @@ class _Blocks:
         query: `[B, T, K, G, H]`; key `[B, S, K, H]`; value `[B, S, K, D]`.
         bias: `[b, k, g, t, s]`; mask as well.
         queries, keys: the chunks of T and of S.
+        barriers: see `einsum`.
         zero: the number 0 in the accumulation dtype. Loop states start from it, so that inside `shard_map` they vary
             over the same mesh axes as the operands.
     """
@@ -242,10 +249,11 @@ class _Blocks:
     mask: jax.Array | None
     queries: _Axis
     keys: _Axis
+    barriers: bool
     zero: jax.Array
 
     @classmethod
-    def of(cls, spec: AttentionSpec, operands: Operands) -> _Blocks:
+    def of(cls, spec: AttentionSpec, operands: Operands, barriers: bool) -> _Blocks:
         batch, query_length, num_heads, _ = operands.query.shape
         _, key_length, num_kv_heads, _ = operands.key.shape
         chunk = CHUNK
@@ -264,6 +272,7 @@ class _Blocks:
             mask=None if operands.mask is None else _split_heads(operands.mask, num_kv_heads, 1),
             queries=_Axis.cut(query_length, chunk),
             keys=_Axis.cut(key_length, chunk),
+            barriers=barriers,
             zero=functools.reduce(jnp.add, zeros),
         )
 
@@ -271,6 +280,14 @@ class _Blocks:
         return jnp.full(shape, value, self.zero.dtype) + self.zero
 
     def einsum(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Multiplies in the dtype of the operands and accumulates in that of `zero`.
+
+        XLA:CPU cannot run some bfloat16 products into which it has folded a transpose ("Unsupported element type for
+        DotThunk", jax 0.8 to 0.12). A barrier keeps transposes out of the product, and took no measurable time;
+        float32 operands took 20 to 40 % longer. On a GPU, it would prevent fusions.
+        """
+        if self.barriers and x.dtype == jnp.bfloat16:
+            x, y = lax.optimization_barrier((x, y))
         return jnp.einsum(equation, x, y, preferred_element_type=self.zero.dtype)
 
     def per_head(self, x: jax.Array) -> jax.Array:

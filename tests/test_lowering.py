@@ -143,6 +143,18 @@ def test_the_xla_path_on_request() -> None:
 
 
 @pytest.mark.usefixtures("_cuda")
+def test_the_xla_path_of_a_gpu_multiplies_bfloat16_without_barriers() -> None:
+    """The workaround for XLA:CPU stays there."""
+    x = jax.ShapeDtypeStruct((2, 129, 3, 32), jnp.bfloat16)
+    loss = lambda *qkv: attention(*qkv, implementation="xla").astype(jnp.float32).sum()
+    text = calls.cuda_text(jax.value_and_grad(loss, argnums=(0, 1, 2)), x, x, x)
+    types = re.findall(r"stablehlo\.dot_general.* : \((.*)\) -> (.*)", text)
+    found = [tuple(re.findall(r"x([a-z]+\d+)>", operands + result)) for operands, result in types]
+    assert found == [("bf16", "bf16", "f32")] * 7
+    assert "optimization_barrier" not in text
+
+
+@pytest.mark.usefixtures("_cuda")
 def test_a_fallback_warns_once_with_its_reasons() -> None:
     query, key, value = (x.astype(jnp.float32) for x in BASE.operands(jax.random.key(0))[:3])
     text = r"takes the XLA path, .*: the dtype is float32; the kernels take bfloat16 and float16\. Pass implementation"

@@ -60,7 +60,7 @@ def _portable(*arrays: jax.Array, spec: AttentionSpec, with_dlse: bool) -> list[
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, with_dlse: bool) -> Any:
     problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
-    run = cuda.backward if dispatch.takes_cuda(problem) else portable.backward
+    run = cuda.backward if dispatch.takes_cuda(problem) else functools.partial(portable.backward, barriers=False)
     return abstract.lower_on_one_device(lambda *arrays: _gradients(run, arrays, spec, with_dlse), ctx, *values)
 
 
