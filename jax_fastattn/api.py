@@ -59,8 +59,8 @@ def attention(
         mask: bool, broadcastable to `[B, N, T, S]`; True where the query may attend.
         scale: factor on the logits; default 1 / sqrt(H).
         is_causal: a query sees the keys at its own position and before; see `query_offset`.
-        query_seq_lengths: int32 `[B]`; rows from there on are padding: output 0, zero gradients.
-        key_value_seq_lengths: int32 `[B]`; keys from there on are invisible.
+        query_seq_lengths: integers `[B]`; rows from there on are padding: output 0, zero gradients.
+        key_value_seq_lengths: integers `[B]`; keys from there on are invisible.
         local_window_size: `(left, right)` keys around the query's position, None for an unlimited side; an int means
             both sides. Default: unlimited.
         implementation: None takes the CUDA kernels where they apply and the XLA path elsewhere (on a GPU with a
@@ -157,8 +157,8 @@ def attention_varlen(
             as for `attention`; positions count from the start of each sequence.
 
     Returns:
-        The output `[total_q, N, D]`; with `return_residual` also the log-sum-exp `[total_q, N]`. Padding rows and rows
-        with no visible key are 0 and -inf.
+        The output `[total_q, N, D]`; with `return_residual` also the log-sum-exp `[total_q, N]`. Padding rows are 0
+        and -inf. Rows with no visible key are 0 and -inf, or the sink where there is one.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for `attention`.

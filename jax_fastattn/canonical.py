@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import _compat, validation
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import PADDING_ID, AttentionSpec, Operands
+
+# Beyond any length. Below, offsets are clamped to it, so that no position leaves int32.
+UNBOUNDED = 1 << 29
 
 ARRAY_OPTIONS = ("query_seq_lengths", "key_value_seq_lengths", "segment_ids", "sinks", "query_offset")
 
@@ -88,9 +91,9 @@ def canonicalize_packed(
     axes.bind("cu_seqlens_k", starts_k, "C")
     if axes["C"] < 2:
         raise ValueError(f"`cu_seqlens_q` has {axes['C']} entries, expected one more than there are sequences")
-    ids_q = sequence_ids(starts_q, axes["T"], padding=-1)
-    ids_k = sequence_ids(starts_k, axes["S"], padding=-2)
-    offset = offset_per_batch(query_offset, axes["C"] - 1)
+    ids_q = sequence_ids(starts_q, axes["T"], padding=PADDING_ID)
+    ids_k = sequence_ids(starts_k, axes["S"], padding=PADDING_ID - 1)
+    offset, static = _near_offset(axes, offset_per_batch(query_offset, axes["C"] - 1), static)
     operands = Operands(
         query=q,
         key=k,
@@ -206,7 +209,7 @@ def offset_per_batch(query_offset: Any, batch: int) -> jax.Array | None:
 
 
 def sequence_ids(cu_seqlens: jax.Array, total: int, padding: int) -> jax.Array:
-    """int32 `[total]`: the sequence of each packed token; `padding` past the last sequence.
+    """int32 `[total]`: the sequence of each packed token; `padding` before the first and past the last one.
 
     Empty sequences own no token. The inverse, tokens to boundaries, is never needed.
     """

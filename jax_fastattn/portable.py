@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import PADDING_ID, AttentionSpec, Operands
 
 State = TypeVar("State")
 Index = jax.Array | int
@@ -98,10 +98,8 @@ def forward(spec: AttentionSpec, operands: Operands, *, barriers: bool = True) -
         blocks.full((batch, length, num_kv_heads, group), -jnp.inf),
     )
     out, lse = (_merge_heads(x) for x in _loop(blocks.queries, (0, blocks.queries.count), query_chunk, results))
-    if operands.query_seq_lengths is not None:
-        inside = jnp.arange(length, dtype=jnp.int32)[None, :] < operands.query_seq_lengths[:, None]
-        lse = jnp.where(inside[:, :, None], lse, -jnp.inf)
-    return out, lse
+    padding = _padding_rows(operands)
+    return out, lse if padding is None else jnp.where(padding[:, :, None], -jnp.inf, lse)
 
 
 def backward(
@@ -126,7 +124,11 @@ def backward(
     dtype = operands.query.dtype
     # Rows without a visible key have no gradient, whatever their cotangent holds.
     empty = lse == -jnp.inf
-    delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
+    products = out.astype(lse.dtype) * dout.astype(lse.dtype)
+    if operands.sinks is not None:
+        # A row whose log-sum-exp is its sink alone is not empty. Its output is 0, and its cotangent may be NaN.
+        products = jnp.where(out == 0.0, 0.0, products)
+    delta = jnp.sum(products, axis=-1)
     delta = jnp.where(empty, 0.0, delta if dlse is None else delta - dlse)
     lse = jnp.where(empty, 0.0, lse)
     dsinks = None
@@ -377,6 +379,13 @@ class _Blocks:
 def _loop(axis: _Axis, bounds: tuple[Index, Index], body: Callable[[Index, State], State], state: State) -> State:
     """`fori_loop` over chunks of an axis; a single chunk needs no loop."""
     return body(0, state) if axis.count == 1 else lax.fori_loop(*bounds, body, state)
+
+
+def _padding_rows(operands: Operands) -> jax.Array | None:
+    """bool `[B, T]`; None where there are no lengths and the input is not packed."""
+    if operands.query_seq_lengths is not None:
+        return jnp.arange(operands.query.shape[1], dtype=jnp.int32)[None, :] >= operands.query_seq_lengths[:, None]
+    return operands.query_segment_ids == PADDING_ID if operands.is_packed else None
 
 
 def _split_heads(x: jax.Array, num_kv_heads: int, axis: int) -> jax.Array:

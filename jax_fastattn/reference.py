@@ -20,7 +20,8 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
 - The log-sum-exp is log(sum of exp(logits) over visible keys + exp(sink)): natural, and the softmax's denominator.
 - A query that sees no key, or only logits of -inf, has out 0, zero gradients for its query, and a log-sum-exp of -inf,
   or of the sink where there is one.
-- Rows from query_seq_lengths on have out 0 and log-sum-exp -inf, sink or not, and their cotangents are not read.
+- Rows from query_seq_lengths on, and packed rows that belong to no sequence, are padding: they have out 0 and
+  log-sum-exp -inf, sink or not, and their cotangents are not read.
 - A key and value that no query sees is not read, nor is a query that sees no key, nor a bias at an invisible position:
   NaN there reaches neither a result nor a gradient, and its own gradient is 0.
 - Arithmetic is float32 whatever the operands are, or float64 if they are float64; so is the log-sum-exp. `out` and
@@ -38,7 +39,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import PADDING_ID, AttentionSpec, Operands
+
+# Beyond any length: no position leaves int32 when an offset or a side of a window is clamped to it.
+UNBOUNDED = 1 << 29
 
 
 def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -120,6 +124,9 @@ def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
 def padding_rows(operands: Operands) -> jax.Array:
     """Rows from query_seq_lengths on: bool `[B, T]`."""
     batch, query_length = operands.query.shape[:2]
-    if operands.query_seq_lengths is None:
-        return jnp.zeros((batch, query_length), bool)
-    return jnp.arange(query_length, dtype=jnp.int32)[None, :] >= operands.query_seq_lengths[:, None]
+    padding = jnp.zeros((batch, query_length), bool)
+    if operands.query_seq_lengths is not None:
+        padding |= jnp.arange(query_length, dtype=jnp.int32)[None, :] >= operands.query_seq_lengths[:, None]
+    if operands.is_packed:
+        padding |= operands.query_segment_ids == PADDING_ID
+    return padding

@@ -19,6 +19,9 @@ import jax
 
 Implementation = Literal["cuda", "xla"]
 
+# Segment id of the queries of packed input that belong to no sequence.
+PADDING_ID = -1
+
 
 class Operands(NamedTuple):
     """The arrays of one attention call, in the order in which primitives take them; None is absent.
@@ -32,8 +35,8 @@ class Operands(NamedTuple):
         query_seq_lengths: int32 `[B]`; rows from there on are padding.
         key_value_seq_lengths: int32 `[B]`; keys from there on are invisible.
         query_offset: int32 `[B]`, or `[B, T]` for packed input: query i stands at key position i + offset.
-        query_segment_ids: int32 `[B, T]`.
-        key_value_segment_ids: int32 `[B, S]`.
+        query_segment_ids: integers `[B, T]`; in packed input, int32 and PADDING_ID where a row is padding.
+        key_value_segment_ids: integers `[B, S]` of the same dtype.
         sinks: float32 `[b, N]`, one extra logit per head in the softmax denominator.
     """
 
@@ -56,6 +59,11 @@ class Operands(NamedTuple):
     def arrays(self) -> list[jax.Array]:
         """The operands that are there, in order: what a primitive binds."""
         return [x for x in self if x is not None]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether they hold sequences one after the other (`attention_varlen`): the offset differs by token."""
+        return self.query_offset is not None and len(self.query_offset.shape) == 2
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class Problem:
         """Reads the sizes off canonical operands (arrays or abstract values)."""
         batch, query_length, num_heads, head_dim = operands.query.shape
         _, key_length, num_kv_heads, v_head_dim = operands.value.shape
-        offset, sinks = operands.query_offset, operands.sinks
+        sinks = operands.sinks
         return cls(
             spec=spec,
             dtype=str(operands.query.dtype),
@@ -134,7 +142,7 @@ class Problem:
             head_dim=head_dim,
             v_head_dim=v_head_dim,
             sinks_per_batch=sinks is not None and sinks.shape[0] > 1,
-            packed=offset is not None and len(offset.shape) == 2,
+            packed=operands.is_packed,
         )
 
     @property

@@ -113,6 +113,20 @@ def test_nan_cotangents_of_padding_rows_are_not_read() -> None:
     calls.assert_same(vjp((dout, dlse)), vjp((jnp.ones_like(out), jnp.ones_like(lse))), tolerance=0)
 
 
+def test_nan_cotangents_of_rows_that_see_a_sink_alone_are_not_read() -> None:
+    """Of the output's; that of the log-sum-exp reaches the gradient of sinks."""
+    lengths, sinks = jnp.array([0, 7]), jnp.linspace(-1.0, 2.0, 6)
+    (out, lse), vjp = jax.vjp(
+        lambda *x: attention(*x[:3], key_value_seq_lengths=lengths, sinks=x[3], return_residual=True), *QKV, sinks
+    )
+    dout, dlse = jnp.ones_like(out), jnp.ones_like(lse)
+    expected = vjp((dout, dlse))
+    calls.assert_same(vjp((dout.at[0].set(jnp.nan), dlse)), expected, tolerance=0)
+    calls.assert_same(
+        jax.tree.map(lambda x, y: x - y, vjp((dout, dlse.at[0].set(0.0))), expected)[3], jnp.full(6, -5.0)
+    )
+
+
 def test_integer_arrays_have_no_gradient() -> None:
     lengths = jnp.array([3, 6])
     _, vjp = jax.vjp(lambda q, n: attention(q, *QKV[1:], key_value_seq_lengths=n), QKV[0], lengths)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.reference import attention_reference, visible_pairs
+from jax_fastattn.reference import attention_reference, padding_rows, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
 
 Attention = Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]]
@@ -108,9 +108,7 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
     sinks = jnp.full(rows, -jnp.inf, wide)
     if operands.sinks is not None:
         sinks = jnp.broadcast_to(operands.sinks[:, :, None].astype(wide), rows)
-    if operands.query_seq_lengths is not None:
-        inside = jnp.arange(rows[2], dtype=jnp.int32)[None, None, :] < operands.query_seq_lengths[:, None, None]
-        sinks = jnp.where(inside, sinks, -jnp.inf)
+    sinks = jnp.where(padding_rows(operands)[:, None, :], -jnp.inf, sinks)
     extended = jnp.concatenate([logits, sinks[..., None]], axis=3)
     is_empty = jnp.all(jnp.isneginf(extended), axis=3)
     extended = jnp.where(is_empty[..., None], 0.0, extended)
