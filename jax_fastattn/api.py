@@ -68,10 +68,10 @@ def attention(
         return_residual: also return the log-sum-exp.
         logits_soft_cap: `cap * tanh(x / cap)` on the biased logits, before masks (Gemma 2,
             https://arxiv.org/abs/2408.00118). Default: off.
-        segment_ids: int32 `[B, T]` (with T = S), or a pair `([B, T], [B, S])`; tokens attend inside equal ids.
+        segment_ids: integers `[B, T]` (with T = S), or a pair `([B, T], [B, S])`; tokens attend inside equal ids.
         sinks: floating `[N]`, one learnt logit per head that joins the softmax denominator, with no value
             (https://arxiv.org/abs/2309.17453). Differentiable.
-        query_offset: int or int32 `[B]`: query i stands at key position i + query_offset for `is_causal` and
+        query_offset: int or integers `[B]`: query i stands at key position i + query_offset for `is_causal` and
             windows. Default 0 is `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.
         deterministic: gradients are bitwise equal from run to run.
 
@@ -149,10 +149,10 @@ def attention_varlen(
         query: `[total_q, N, H]`: the sequences' rows, one after the other.
         key: `[total_k, K, H]`.
         value: `[total_k, K, D]`.
-        cu_seqlens_q: int32 `[sequences + 1]`, not decreasing, from 0: sequence b holds the rows
+        cu_seqlens_q: integers `[sequences + 1]`, not decreasing, from 0: sequence b holds the rows
             `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`; it may be empty. Rows past the last boundary are padding.
-        cu_seqlens_k: int32 `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
-        query_offset: int or int32 `[sequences]`, within each sequence; default 0, top-left.
+        cu_seqlens_k: integers `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
+        query_offset: int or integers `[sequences]`, within each sequence; default 0, top-left.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
             as for `attention`; positions count from the start of each sequence.
 

@@ -41,7 +41,7 @@ def canonicalize(
     batch, batched = axes["B"], jnp.ndim(query) == 4
 
     def per_batch(name: str, x: Any) -> jax.Array:
-        x = _checked(name, x, "int32")
+        x = to_int32(validation.as_integers(name, x))
         x = x if batched or x.ndim else x[None]
         axes.bind(name, x, "B")
         return x
@@ -52,6 +52,7 @@ def canonicalize(
         return expand_to_bnts(x)
 
     query_ids, key_ids = _check_segment_ids(axes, segment_ids, batched)
+    offset, static = _near_offset(axes, offset_per_batch(query_offset, batch), static)
     operands = Operands(
         query=q,
         key=k,
@@ -62,7 +63,7 @@ def canonicalize(
         key_value_seq_lengths=(
             None if key_value_seq_lengths is None else per_batch("key_value_seq_lengths", key_value_seq_lengths)
         ),
-        query_offset=offset_per_batch(query_offset, batch),
+        query_offset=offset,
         query_segment_ids=query_ids,
         key_value_segment_ids=key_ids,
         sinks=None if sinks is None else _check_sinks(axes, sinks),
@@ -83,10 +84,8 @@ def canonicalize_packed(
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `api.attention_varlen`; packed tokens become one batch entry with segment ids."""
     axes, (q, k, v) = _check_qkv(query, key, value, packed=True)
-    starts_q, starts_k = (
-        _checked("cu_seqlens_q", cu_seqlens_q, "int32"),
-        _checked("cu_seqlens_k", cu_seqlens_k, "int32"),
-    )
+    starts_q = to_int32(validation.as_integers("cu_seqlens_q", cu_seqlens_q))
+    starts_k = to_int32(validation.as_integers("cu_seqlens_k", cu_seqlens_k))
     axes.bind("cu_seqlens_q", starts_q, "C")
     axes.bind("cu_seqlens_k", starts_k, "C")
     if axes["C"] < 2:
@@ -169,10 +168,12 @@ def _check_segment_ids(
     query_ids, key_ids = ids if isinstance(ids, (tuple, list)) and len(ids) == 2 else (ids, ids)
     arrays = []
     for x, axis in ((query_ids, "T"), (key_ids, "S")):
-        x = _checked("segment_ids", x, "int32")
+        x = validation.as_integers("segment_ids", x)
         axes.bind("segment_ids", x, "B" + axis if batched else axis)
         arrays.append(add_batch(x, 2))
-    return arrays[0], arrays[1]
+    # Only their equality matters, and any dtype has it.
+    query_ids, key_ids = arrays if arrays[0].dtype == arrays[1].dtype else map(to_int32, arrays)
+    return query_ids, key_ids
 
 
 def _check_sinks(axes: validation.Axes, sinks: Any) -> jax.Array:
@@ -197,15 +198,65 @@ def expand_to_bnts(x: jax.Array) -> jax.Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
+def to_int32(x: jax.Array) -> jax.Array:
+    """Integers as int32; what does not fit becomes the nearest value that does."""
+    if x.dtype == jnp.int32:
+        return x
+    limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
+    return jnp.clip(x, max(limits.min, own.min), min(limits.max, own.max)).astype(jnp.int32)
+
+
 def offset_per_batch(query_offset: Any, batch: int) -> jax.Array | None:
     """int32 `[B]`; None for the common 0, which then costs nothing."""
     if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
         validation.check_int32("query_offset", int(query_offset))
         return jnp.full((batch,), query_offset, jnp.int32) if query_offset else None
-    offset = _checked("query_offset", query_offset, "int32")
+    offset = to_int32(validation.as_integers("query_offset", query_offset))
     if offset.shape not in ((), (batch,)):
-        raise ValueError(f"`query_offset` has shape {offset.shape}, expected an int, or int32 of shape ({batch},)")
+        raise ValueError(f"`query_offset` has shape {offset.shape}, expected an int, or integers of shape ({batch},)")
     return offset if offset.ndim else jnp.full((batch,), offset)
+
+
+def _near_offset(
+    axes: validation.Axes, offset: jax.Array | None, static: dict[str, Any]
+) -> tuple[jax.Array | None, dict[str, Any]]:
+    """Applies `fold_wide_window` to an offset and to the static arguments of its call."""
+    if offset is None:
+        return None, static
+    left, right = validation.check_window(static.get("local_window_size"))
+    right = 0 if validation.check_flag("is_causal", static.get("is_causal", False)) else right
+    near, window = fold_wide_window(offset, (left, right), axes["T"], axes["S"])
+    if near is offset:
+        return offset, static
+    return near, static | {"local_window_size": window, "is_causal": False}
+
+
+def fold_wide_window(
+    offset: jax.Array | None, window: tuple[int | None, int | None], query_length: int, key_length: int
+) -> tuple[jax.Array | None, tuple[int | None, int | None]]:
+    """Moves sides too wide for an offset that is clamped to UNBOUNDED into the offset. Every query sees the same keys.
+
+    Query i sees the keys from i + low to i + high, with low = offset - left and high = offset + right. Either may be
+    clamped to [-T, S]. In a window this wide, at most one of them is inside that range, as T + S is smaller.
+    """
+    left, right = window
+    if offset is None or max(left or 0, right or 0) <= UNBOUNDED - max(query_length, key_length):
+        return offset, window
+    below, above, reach = -query_length, key_length, query_length + key_length
+    low = None if left is None else jnp.clip(_saturating_sum(offset, -left), below, above)
+    high = None if right is None else jnp.clip(_saturating_sum(offset, right), below, above)
+    if low is None or high is None:
+        return (high, (None, 0)) if low is None else (low, (0, None))
+    return jnp.where(low > below, low + reach, high - reach), (reach, reach)
+
+
+def _saturating_sum(x: jax.Array, y: int) -> jax.Array:
+    """Adds y to int32 x. A sum that int32 does not hold becomes one that is farther than any length."""
+    limits = jnp.iinfo(jnp.int32)
+    y = min(max(y, -2 * limits.max), 2 * limits.max)
+    for part in (y // 2, y - y // 2):
+        x = jnp.clip(x, limits.min - min(part, 0), limits.max - max(part, 0)) + part
+    return x
 
 
 def sequence_ids(cu_seqlens: jax.Array, total: int, padding: int) -> jax.Array:
@@ -228,7 +279,7 @@ def packed_offsets(
     """
     shift = cu_seqlens_k[:-1] - cu_seqlens_q[:-1]
     if query_offset is not None:
-        shift = shift + query_offset
+        shift = shift + jnp.clip(query_offset, -UNBOUNDED, UNBOUNDED)
     return shift[jnp.clip(query_ids, 0, shift.shape[0] - 1)]
 
 

@@ -106,13 +106,13 @@ def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
 
     positions = queries
     if operands.query_offset is not None:
-        offset = operands.query_offset
+        offset = jnp.clip(operands.query_offset, -UNBOUNDED, UNBOUNDED)
         positions = queries + (offset[:, None, None, None] if offset.ndim == 1 else offset[:, None, :, None])
     left, right = spec.bounds
     if left is not None:
-        terms.append(positions - left <= keys)
+        terms.append(positions - min(left, UNBOUNDED) <= keys)
     if right is not None:
-        terms.append(keys <= positions + right)
+        terms.append(keys <= positions + min(right, UNBOUNDED))
 
     if operands.query_segment_ids is not None and operands.key_value_segment_ids is not None:
         terms.append(operands.query_segment_ids[:, None, :, None] == operands.key_value_segment_ids[:, None, None, :])
@@ -122,7 +122,7 @@ def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
 
 
 def padding_rows(operands: Operands) -> jax.Array:
-    """Rows from query_seq_lengths on: bool `[B, T]`."""
+    """Rows from query_seq_lengths on, and packed rows that belong to no sequence: bool `[B, T]`."""
     batch, query_length = operands.query.shape[:2]
     padding = jnp.zeros((batch, query_length), bool)
     if operands.query_seq_lengths is not None:

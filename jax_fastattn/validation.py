@@ -17,6 +17,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+_LARGEST_FLOAT32, _SMALLEST_FLOAT32 = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -61,8 +63,25 @@ def as_array(name: str, x: Any) -> jax.Array:
     """`x` as a JAX array; a TypeError that names the argument otherwise."""
     try:
         return jnp.asarray(x)
+    except OverflowError as error:
+        raise ValueError(f"`{name}` is {x}, expected values that int32 holds") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"`{name}` is {type(x).__name__}, expected an array") from error
+
+
+def as_integers(name: str, x: Any) -> jax.Array:
+    """`x` as a JAX array of an integer dtype, whichever it has.
+
+    Values that are known on the host must fit into int32: JAX would wrap them around without a word. Those of a JAX
+    array are not looked at, since that would wait for the device.
+    """
+    array = as_array(name, x)
+    check_kind(name, array, "integer")
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
+        values = np.asarray(x)
+        for value in (values.min(), values.max()) if values.size else ():
+            check_int32(name, int(value))
+    return array
 
 
 def check_float_operands(**arrays: jax.Array) -> None:
@@ -76,9 +95,9 @@ def check_float_operands(**arrays: jax.Array) -> None:
 
 
 def check_kind(name: str, x: jax.Array, expected: str) -> None:
-    """`expected` is "bool", "int32" or "float"."""
-    ok = jnp.issubdtype(x.dtype, jnp.floating) if expected == "float" else x.dtype == np.dtype(expected)
-    if not ok:
+    """`expected` is "bool", "integer" or "float"."""
+    kinds = {"bool": np.bool_, "integer": np.integer, "float": np.floating}
+    if not jnp.issubdtype(x.dtype, kinds[expected]):
         remedy = "pass additive masks as `bias`" if name == "mask" else "cast it first"
         raise TypeError(f"`{name}` has dtype {x.dtype}, expected {expected}; {remedy}")
 
@@ -99,9 +118,14 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
         raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static, or fold it into `query`")
     if isinstance(x, (bool, str)) or (not np.isscalar(x) and not (hasattr(x, "shape") and x.shape == ())):
         raise TypeError(f"`{name}` is {type(x).__name__}, expected a float")
-    value = float(x)  # pyright: ignore[reportArgumentType] (numpy.isscalar narrows to more than numbers)
+    try:
+        value = float(x)  # pyright: ignore[reportArgumentType] (numpy.isscalar narrows to more than numbers)
+    except OverflowError:
+        value = math.inf
     if not math.isfinite(value) or (positive and value <= 0):
         raise ValueError(f"`{name}` is {value}, expected a finite{' positive' if positive else ''} number")
+    if abs(value) > _LARGEST_FLOAT32 or (positive and value < _SMALLEST_FLOAT32):
+        raise ValueError(f"`{name}` is {value}, expected a{' positive' if positive else ''} number that float32 holds")
     return value
 
 

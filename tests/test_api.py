@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -14,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import attention, attention_varlen
+from jax_fastattn import attention, attention_varlen, canonical
+from jax_fastattn.ops import vjp
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.testing import compare
 from jax_fastattn.testing.cases import Case
 
 SMALL = Case(query_length=5, key_length=7, num_kv_heads=3, group=2, head_dim=8, v_head_dim=4)
@@ -125,6 +129,27 @@ SAME = {
     "offset-int": ({"query_offset": 2, "is_causal": True}, {"query_offset": jnp.array([2, 2]), "is_causal": True}),
     "offset-scalar": ({"query_offset": jnp.array(2), "is_causal": True}, {"query_offset": 2, "is_causal": True}),
     "offset-numpy": ({"query_offset": np.int32(2), "is_causal": True}, {"query_offset": 2, "is_causal": True}),
+    "lengths-int64": (
+        {"key_value_seq_lengths": np.array([3, 6], np.int64)},
+        {"key_value_seq_lengths": jnp.array([3, 6])},
+    ),
+    "lengths-uint8-list": (
+        {"query_seq_lengths": jnp.array([3, 6], jnp.uint8), "key_value_seq_lengths": [3, 6]},
+        {"query_seq_lengths": jnp.array([3, 6]), "key_value_seq_lengths": jnp.array([3, 6])},
+    ),
+    "segments-uint32": (
+        {
+            "segment_ids": (
+                jnp.array([[2**31 + 1] * 5, [2] * 5], jnp.uint32),
+                jnp.array([[2**31 + 1] * 7] * 2, jnp.uint32),
+            )
+        },
+        {"segment_ids": (jnp.array([[1] * 5, [2] * 5]), jnp.array([[1] * 7] * 2))},
+    ),
+    "segments-two-dtypes": (
+        {"segment_ids": (jnp.array([[1] * 5, [2] * 5], jnp.int8), jnp.array([[1] * 7] * 2, jnp.uint16))},
+        {"segment_ids": (jnp.array([[1] * 5, [2] * 5]), jnp.array([[1] * 7] * 2))},
+    ),
     "causal-is-a-window": ({"is_causal": True}, {"local_window_size": (None, 0)}),
     "deterministic": ({"deterministic": True}, {}),
     "xla": ({"implementation": "xla"}, {}),
@@ -324,7 +349,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lengths-dtype": (
         {"query_seq_lengths": jnp.zeros(2)},
         TypeError,
-        r"`query_seq_lengths` has dtype float32, expected int32; cast it first",
+        r"`query_seq_lengths` has dtype float32, expected integer; cast it first",
     ),
     "segments-one-array": (
         {"segment_ids": jnp.zeros((2, 5), jnp.int32)},
@@ -334,21 +359,53 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "segments-dtype": (
         {"segment_ids": (jnp.zeros((2, 5), jnp.int32), jnp.zeros((2, 7)))},
         TypeError,
-        r"`segment_ids` has dtype float32, expected int32",
+        r"`segment_ids` has dtype float32, expected integer",
+    ),
+    "lengths-range": (
+        {"key_value_seq_lengths": np.array([5, 2**32 + 3])},
+        ValueError,
+        r"`key_value_seq_lengths` is 4294967299, expected a value that int32 holds",
+    ),
+    "lengths-range-list": (
+        {"query_seq_lengths": [5, 2**32 + 3]},
+        ValueError,
+        r"`query_seq_lengths` is \[5, 4294967299\], expected values that int32 holds",
+    ),
+    "segments-range": (
+        {"segment_ids": (np.zeros((2, 5), int), np.full((2, 7), -(2**32)))},
+        ValueError,
+        r"`segment_ids` is -4294967296, expected a value that int32 holds",
     ),
     "sinks-shape": ({"sinks": jnp.zeros(3)}, ValueError, r"`sinks` has shape \(3,\) \(N\) with N = 3, expected N = 6"),
     "sinks-dtype": ({"sinks": jnp.zeros(6, int)}, TypeError, r"`sinks` has dtype int32, expected float"),
     "offset-shape": (
         {"query_offset": jnp.zeros(3, jnp.int32)},
         ValueError,
-        r"`query_offset` has shape \(3,\), expected an int, or int32 of shape \(2,\)",
+        r"`query_offset` has shape \(3,\), expected an int, or integers of shape \(2,\)",
     ),
-    "offset-float": ({"query_offset": 1.5}, TypeError, r"`query_offset` has dtype float32, expected int32"),
-    "offset-bool": ({"query_offset": True}, TypeError, r"`query_offset` has dtype bool, expected int32"),
+    "offset-float": ({"query_offset": 1.5}, TypeError, r"`query_offset` has dtype float32, expected integer"),
+    "offset-bool": ({"query_offset": True}, TypeError, r"`query_offset` has dtype bool, expected integer"),
     "offset-range": (
         {"query_offset": 2**40},
         ValueError,
         r"`query_offset` is 1099511627776, expected a value that int32 holds",
+    ),
+    "offset-range-numpy": (
+        {"query_offset": np.uint32(2**31)},
+        ValueError,
+        r"`query_offset` is 2147483648, expected a value that int32 holds",
+    ),
+    "scale-range": ({"scale": -1e300}, ValueError, r"`scale` is -1e\+300, expected a number that float32 holds"),
+    "scale-range-int": ({"scale": 10**400}, ValueError, r"`scale` is inf, expected a finite number"),
+    "cap-range": (
+        {"logits_soft_cap": 1e39},
+        ValueError,
+        r"`logits_soft_cap` is 1e\+39, expected a positive number that float32 holds",
+    ),
+    "cap-range-0": (
+        {"logits_soft_cap": 1e-300},
+        ValueError,
+        r"`logits_soft_cap` is 1e-300, expected a positive number that float32 holds",
     ),
     "scale-string": ({"scale": "1"}, TypeError, r"`scale` is str, expected a float"),
     "scale-array": ({"scale": jnp.ones(2)}, TypeError, r"`scale` is ArrayImpl, expected a float"),
@@ -407,13 +464,18 @@ WRONG_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "starts-dtype": (
         {"cu_seqlens_q": STARTS.astype(float)},
         TypeError,
-        r"`cu_seqlens_q` has dtype float32, expected int32",
+        r"`cu_seqlens_q` has dtype float32, expected integer",
+    ),
+    "starts-range": (
+        {"cu_seqlens_k": np.array([0, 2, 2**32 + 3])},
+        ValueError,
+        r"`cu_seqlens_k` is 4294967299, expected a value that int32 holds",
     ),
     "starts-rank": ({"cu_seqlens_q": STARTS[None]}, ValueError, r"`cu_seqlens_q` has shape \(1, 3\), expected 1 dim"),
     "offset-shape": (
         {"query_offset": jnp.zeros(3, jnp.int32)},
         ValueError,
-        r"`query_offset` has shape \(3,\), expected an int, or int32 of shape \(2,\)",
+        r"`query_offset` has shape \(3,\), expected an int, or integers of shape \(2,\)",
     ),
 }
 
@@ -448,6 +510,112 @@ def test_insisting_on_cuda_elsewhere_names_every_reason(transform: Any) -> None:
         "`mask` is given",
     ]
     assert "implementation=None falls back to the XLA path" in str(caught.value)
+
+
+def test_int64_arrays_do_not_wrap() -> None:
+    qkv = _qkv()
+    ids = jnp.array([[0] * 7, [0] * 3 + [1] * 4], jnp.int32)
+    narrow = {
+        "key_value_seq_lengths": jnp.array([7, 4]),
+        "query_offset": jnp.array([2**31 - 1, 1]),
+        "segment_ids": (ids[:, :5], ids),
+    }
+    with jax.enable_x64(True):
+        wide_ids = ids.astype(jnp.int64) * 2**32
+        wide = {
+            "key_value_seq_lengths": jnp.array([2**32 + 3, 4]),
+            "query_offset": jnp.array([2**32 + 3, 1]),
+            "segment_ids": (wide_ids[:, :5], wide_ids),
+        }
+        run = calls.quick_jit(lambda arrays: attention(*qkv, is_causal=True, **arrays))
+        found, expected = run(wide), run(narrow)
+    np.testing.assert_array_equal(found, expected)
+
+
+SIDES = [None, 0, 2, 2**29 - 4, 2**29 + 7, 2**30, 2**31 - 1, 2**31 + 6, 2**32 + 1, 2**40]
+
+
+@pytest.mark.parametrize("left", SIDES)
+def test_wide_windows_show_the_same_keys_at_any_offset(left: int | None) -> None:
+    """As `reference.py` and all that run an offset see it, which is clamped to 2^29."""
+    queries, keys = np.arange(5)[:, None, None], np.arange(7)[None, :, None]
+    ends = [2**31 - 1, 2**29, 0, -(2**29), -(2**31)]
+    for right in SIDES:
+        near = [*ends, *(side for side in (left, -(right or 0)) if side and abs(side) < 2**31)]
+        offsets = np.array([x + step for x in near for step in range(-9, 10) if -(2**31) <= x + step < 2**31])
+        found, (low, high) = canonical.fold_wide_window(jnp.array(offsets, jnp.int32), (left, right), 5, 7)
+        position = queries + np.clip(np.asarray(found).astype(np.int64), -(2**29), 2**29)
+        same = _sees(position, keys, low, high) == _sees(queries + offsets, keys, left, right)
+        assert same.all(), (right, offsets[~same.all((0, 1))])
+
+
+def _sees(position: Any, keys: Any, left: int | None, right: int | None) -> Any:
+    above = position - (2**60 if left is None else left) <= keys
+    return above & (keys <= position + (2**60 if right is None else right))
+
+
+WIDE = [
+    ((2**30, 0), False, (2**30, 2**30 + 2)),
+    ((2**29 + 5, None), False, (2**30, 2**29 + 8)),
+    ((2**31 + 3, None), True, (2**31 - 1, -3)),
+    ((2**40, 2**29 - 1), False, (-(2**29), -(2**29) + 4)),
+    ((3, 2), False, (-(2**31), 2**31 - 1)),
+    ((None, None), True, (-(2**31), 2**31 - 1)),
+]
+
+
+def test_wide_windows_and_far_offsets_mean_what_they_say() -> None:
+    """In `attention` and, two sequences packed, in `attention_varlen`."""
+    qkv = _qkv()
+    queries, keys = np.arange(5)[:, None], np.arange(7)[None]
+    masks = []
+    for (left, right), is_causal, offsets in WIDE:
+        one = [_sees(queries + x, keys, left, 0 if is_causal else right) for x in offsets]
+        masks.append(jnp.array(np.stack(one))[:, None])
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        found, packed, expected = [], [], []
+        tokens = [x.reshape(-1, *x.shape[2:]) for x in (query, key, value)]
+        starts = jnp.array([0, 5, 10]), jnp.array([0, 7, 14])
+        for (window, is_causal, offsets), mask in zip(WIDE, masks, strict=True):
+            options = {"local_window_size": window, "is_causal": is_causal, "query_offset": jnp.array(offsets)}
+            found.append(attention(query, key, value, **options))
+            packed.append(attention_varlen(*tokens, *starts, **options).reshape(found[-1].shape))
+            expected.append(attention(query, key, value, mask=mask))
+        return found, packed, expected
+
+    found, packed, expected = calls.quick_jit(run)(*qkv)
+    calls.assert_same(found, expected)
+    calls.assert_same(packed, expected)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["past-the-last-boundary", "before-the-first-boundary"])
+@pytest.mark.parametrize("function", [vjp.attend, attention_reference, compare.same_dtype_attention])
+def test_padding_rows_of_packed_input_see_no_sink(function: Any, first: int) -> None:
+    query, key, value = (x[0] for x in _qkv())
+    query, sinks, ends = query[:3], jnp.linspace(-1.0, 2.0, 6), jnp.array([0, 7])
+    spec, operands = canonical.canonicalize_packed(
+        query, key, value, jnp.array([first, first + 2]), ends, sinks=sinks, query_offset=0
+    )
+    attend = functools.partial(function, return_residual=True) if function is vjp.attend else function
+    padding = (jnp.arange(3) < first) | (jnp.arange(3) >= first + 2)
+    cotangents = [
+        jnp.where(padding[None, :, None, None], jnp.nan, 1.0),
+        jnp.where(padding[None, :, None], jnp.nan, 1.0),
+    ]
+    shapes = (1, 3, 6, 4), (1, 3, 6)
+    cotangents = [jnp.broadcast_to(x, shape) for x, shape in zip(cotangents, shapes, strict=True)]
+    found = compare.evaluate(attend, spec, operands, *cotangents)
+    assert not np.any(found.out[0, padding])
+    assert np.all(np.isneginf(found.lse[0, padding]))
+
+    def rows(query: jax.Array, sinks: jax.Array) -> Any:
+        return attention(query[first : first + 2], key, value, sinks=sinks, return_residual=True)
+
+    expected, pullback = jax.vjp(rows, query, sinks)
+    dquery, dsinks = pullback((jnp.ones((2, 6, 4)), jnp.ones((2, 6))))
+    inside = jax.tree.map(lambda x: x[0, ~padding], (found.out, found.lse))
+    calls.assert_same((*inside, found.dquery[0], found.dsinks[0]), (*expected, dquery, dsinks))
 
 
 def test_an_offset_at_the_end_of_int32_does_not_wrap() -> None:

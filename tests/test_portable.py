@@ -85,7 +85,7 @@ LAYOUTS += [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cpu_runs_products_of_transposed_bfloat16(layout: str) -> None:
-    """Was "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"; the programs of a layout are one."""
+    """XLA:CPU raised "Unsupported element type for DotThunk::Execute". The programs of a layout are compiled as one."""
     sizes = {"B": 2, "T": 64, "N": 4, "H": 16}
     axes = [layout.index(axis) for axis in "BTNH"]
 
