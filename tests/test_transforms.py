@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ import pytest
 
 from jax_fastattn import attention
 from jax_fastattn.ffi import TARGET_NAME
+from jax_fastattn.ops import backward, forward
+from jax_fastattn.ops.batching import CACHED_OPS
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
+from jax_fastattn.spec import AttentionSpec
 
 POLICIES = jax.checkpoint_policies
 
@@ -153,3 +158,17 @@ def test_export_for_several_platforms(monkeypatch: pytest.MonkeyPatch, tmp_path:
     loaded = round_trip(export(query, key, value))
     assert TARGET_NAME in loaded.mlir_module()
     np.testing.assert_array_equal(loaded.call(query, key, value), jax.jit(attention)(query, key, value))
+
+
+@pytest.mark.parametrize("op", [forward._op, lambda spec: backward._op(spec, False)], ids=["forward", "backward"])
+def test_a_new_scale_does_not_grow_caches_for_ever(op: Any) -> None:
+    def new_op(scale: float) -> weakref.ref[Any]:
+        return weakref.ref(op(AttentionSpec(scale=scale, present=("query", "key", "value"))))
+
+    first = new_op(-1.0)
+    x = jnp.ones((1, 2, 1, 4))
+    jax.block_until_ready(first()(*[x] * 3, *((x, x[..., 0], x) if op is not forward._op else ())))
+    last = [new_op(float(scale)) for scale in range(CACHED_OPS)][-1]
+    gc.collect()
+    assert first() is None
+    assert last() is not None

@@ -72,7 +72,7 @@ mlir.register_lowering(backward_p, _cuda, platform="cuda")
 mlir.register_lowering(backward_p, _default)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=batching.CACHED_OPS)
 def _op(spec: AttentionSpec, with_dlse: bool) -> Callable[..., Any]:
     """The primitive with its sharding rule around it, and its batching rule around that."""
     one_device = functools.partial(backward_p.bind, spec=spec, with_dlse=with_dlse)

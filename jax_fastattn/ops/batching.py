@@ -7,6 +7,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+# Ops that are kept, forward and backward each. One of them is made for every new spec, such as a new scale.
+CACHED_OPS = 256
+
 # Operands whose batch axis may be of size 1 and then serves every batch entry.
 BROADCAST = ("bias", "mask", "sinks")
 

@@ -89,7 +89,7 @@ def _refusal(reasons: list[str]) -> NotImplementedError:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # a new head dim is a new reason
 def _warn_once(reasons: str) -> None:
     warnings.warn(
         f"jax_fastattn takes the XLA path, which is slower than its CUDA kernels: {reasons}. "

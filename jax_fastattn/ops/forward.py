@@ -53,7 +53,7 @@ mlir.register_lowering(forward_p, _cuda, platform="cuda")
 mlir.register_lowering(forward_p, _default)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=batching.CACHED_OPS)
 def _op(spec: AttentionSpec) -> Callable[..., Any]:
     """The primitive with its sharding rule around it, and its batching rule around that."""
     one_device = functools.partial(forward_p.bind, spec=spec)
