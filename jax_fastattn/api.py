@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,66 @@ from jax_fastattn.spec import Implementation, Problem
 
 Window = int | tuple[int | None, int | None] | None
 SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike] | None
+
+
+class _Options(TypedDict, total=False):
+    """Keyword arguments of both functions, for their overloads."""
+
+    scale: float | None
+    is_causal: bool
+    local_window_size: Window
+    implementation: Implementation | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    query_offset: int | ArrayLike
+    deterministic: bool
+
+
+class _BatchedOptions(_Options, total=False):
+    """Keyword arguments of `attention`, for its overloads."""
+
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    segment_ids: SegmentIds
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[_BatchedOptions],
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_BatchedOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[_BatchedOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
@@ -124,6 +184,45 @@ def explain(
     found: list[Problem] = []
     jax.eval_shape(lambda arrays: found.append(Problem.of(*canonical.canonicalize(**arrays, **options))), arrays)
     return dispatch.explain(found[0])
+
+
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+
+
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_residual: bool,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention_varlen(

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
+import typing
 from typing import Any
 
 import calls
@@ -510,6 +512,20 @@ def test_insisting_on_cuda_elsewhere_names_every_reason(transform: Any) -> None:
         "`mask` is given",
     ]
     assert "implementation=None falls back to the XLA path" in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [attention, attention_varlen])
+def test_overloads_have_the_arguments_of_the_function(function: Any) -> None:
+    arguments = inspect.signature(function).parameters
+    overloads = typing.get_overloads(function)
+    returned = [inspect.signature(overload).parameters["return_residual"].annotation for overload in overloads]
+    assert returned == ["Literal[False]", "Literal[True]", "bool"]
+    for overload in overloads:
+        own = dict(inspect.signature(overload).parameters)
+        (options,) = typing.get_args(typing.get_type_hints(overload)[own.pop("options").name])
+        assert own.keys() | options.__annotations__.keys() == arguments.keys()
+        hints = typing.get_type_hints(function)
+        assert typing.get_type_hints(options).items() <= hints.items()
 
 
 def test_int64_arrays_do_not_wrap() -> None:

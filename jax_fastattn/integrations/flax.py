@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,6 @@ def attention_fn(
         deterministic=deterministic_gradients,
         **options,
     )
-    out = cast(jax.Array, out)  # no residual was asked for
     return out.reshape(*batch, *out.shape[1:])
 
 
