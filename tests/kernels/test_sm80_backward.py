@@ -52,6 +52,12 @@ _ALL = {
 _CASES = {
     "full-d64": (_spec(64, 64), Sizes(batch=1), None),
     "causal-d64": (_spec(64, 64, window_right=True), Sizes(batch=1, right=0, queries=201, keys=133), None),
+    # NaN in keys past the last query reached dq by 0 * NaN.
+    "more-keys-than-queries": (
+        _spec(64, 64, window_right=True),
+        Sizes(batch=1, right=0, queries=33, keys=127),
+        None,
+    ),
     "all-d128-f16": (
         _spec(128, 128, "float16", **_ALL),
         None,
