@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import quick_jit
