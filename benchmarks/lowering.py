@@ -52,8 +52,6 @@ def measure_lowering(implementation: str, arch: str) -> dict[str, Any]:
 
     heads, kv_heads, head_dim = SHAPE["heads"], SHAPE["kv_heads"], SHAPE["head_dim"]
     has_gpu = jax.default_backend() == "gpu"
-    if not has_gpu:
-        jax_fastattn.set_target_arch(arch)
     x = jnp.ones((SHAPE["batch"], SHAPE["length"], heads, head_dim), jnp.bfloat16)
 
     def loss(x: Any) -> Any:
@@ -62,11 +60,12 @@ def measure_lowering(implementation: str, arch: str) -> dict[str, Any]:
             x = x + jax_fastattn.attention(x, key, key, is_causal=True, implementation=implementation)
         return x.astype(jnp.float32).mean()
 
-    start = time.perf_counter()
-    traced = jax.jit(jax.grad(loss)).trace(x)
-    traced_at = time.perf_counter()
-    lowered = traced.lower(lowering_platforms=("cuda",))
-    lowered_at = time.perf_counter()
+    with jax_fastattn.target_arch(None if has_gpu else arch):
+        start = time.perf_counter()
+        traced = jax.jit(jax.grad(loss)).trace(x)
+        traced_at = time.perf_counter()
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        lowered_at = time.perf_counter()
     text = lowered.as_text()
     record = {
         "trace_s": traced_at - start,

@@ -7,6 +7,6 @@ Importing this package loads neither the kernel compiler nor the C++ extension; 
 
 from jax_fastattn.api import attention, attention_varlen, explain
 from jax_fastattn.ffi import register as register_ffi_targets
-from jax_fastattn.ffi import set_target_arch
+from jax_fastattn.ffi import target_arch
 
-__all__ = ["attention", "attention_varlen", "explain", "register_ffi_targets", "set_target_arch"]
+__all__ = ["attention", "attention_varlen", "explain", "register_ffi_targets", "target_arch"]

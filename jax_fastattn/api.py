@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastattn import canonical, validation
+from jax_fastattn import canonical, ffi, validation
 from jax_fastattn.ops import dispatch, vjp
 from jax_fastattn.spec import Implementation, Problem
 
@@ -168,12 +168,14 @@ def attention(
 
 
 def explain(
-    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, arch: str | None = None, **options: Any
 ) -> dispatch.Explanation:
-    """Which implementation a call of `attention` with these arguments would run here, and why.
+    """Which implementation a call of `attention` with these arguments would run, and why.
 
     Args:
         query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s will do. Nothing runs.
+        arch: the GPU to lower for, such as `"sm_90a"`; see `target_arch`. Default: that of an enclosing `target_arch`,
+            else what is here.
 
     Returns:
         A readable record: implementation, kernel, tiles, and the reasons against the others.
@@ -183,7 +185,8 @@ def explain(
     options.pop("return_residual", None)
     found: list[Problem] = []
     jax.eval_shape(lambda arrays: found.append(Problem.of(*canonical.canonicalize(**arrays, **options))), arrays)
-    return dispatch.explain(found[0])
+    with ffi.target_arch(ffi.named_arch() if arch is None else arch):
+        return dispatch.explain(found[0])
 
 
 @overload

@@ -142,12 +142,15 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
     jax.tree_util.tree_map_with_path(compare_leaf, actual, expected)
 
 
-def lower_for_cuda(patch: Any, directory: Any, arch: str = "sm_90a") -> None:
-    """From here on, lowering for CUDA needs no GPU and compiles nothing: a stand-in takes each kernel's place."""
+def lower_for_cuda(patch: Any, directory: Any, arch: str | None = "sm_90a") -> None:
+    """From here on, lowering for CUDA needs no GPU and compiles nothing: a stand-in takes each kernel's place.
+
+    Outside blocks of `target_arch` it is for `arch`.
+    """
     patch.setenv("JAX_FASTATTN_CACHE_DIR", str(directory))
     stand_in.stand_in_compiler(patch)
     patch.setattr(registry, "_is_installed", lambda module: True)
-    patch.setattr(registry, "_target_arch", arch)
+    patch.setattr(registry, "named_arch", lambda: registry._target.value or arch)
     dispatch._warn_once.cache_clear()
 
 

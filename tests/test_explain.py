@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_fastattn import explain
+from jax_fastattn import explain, target_arch
 
 Q, K, V = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 129, 6, 64), (2, 193, 3, 64), (2, 193, 3, 40)))
 
@@ -87,6 +87,22 @@ def test_on_a_gpu_without_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = explain(Q, K, V)
     assert found.implementation == "xla"
     assert any("pip install" in reason for reason in found.reasons)
+
+
+def test_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`arch` comes before an enclosing `target_arch`, which comes before what is here: a CPU."""
+    calls.lower_for_cuda(monkeypatch, tmp_path, arch=None)
+    with target_arch("sm_80"):
+        assert explain(Q, K, V).kernel == "sm80 forward, sm80 backward"
+        assert explain(Q, K, V, arch="sm_90a").kernel == "sm90 forward, sm90 backward"
+        assert explain(Q, K, V).kernel == "sm80 forward, sm80 backward"
+        assert explain(Q, K, V, arch="sm_75").reasons == (
+            "the GPU architecture is sm_75; the kernels run on sm_80, sm_86, sm_89, sm_90a, sm_120a",
+        )
+    assert explain(Q, K, V, arch="sm_90a").kernel == "sm90 forward, sm90 backward"
+    assert explain(Q, K, V).reasons == ("the platform is cpu",)
+    with pytest.raises(ValueError, match='`arch` is "hopper"; pass a name such as "sm_80"'):
+        explain(Q, K, V, arch="hopper")
 
 
 def test_takes_every_argument_of_attention_and_runs_nothing() -> None:

@@ -160,7 +160,7 @@ def test_attention_compiles_once_for_all_sizes_windows_and_caps(
 ) -> None:
     """Through the public function, with its gradient: two kernels, whatever is not in the compile key."""
     monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(registry, "_target_arch", "sm_90a")
+    monkeypatch.setattr(registry, "named_arch", lambda: "sm_90a")
     base = {
         "batch": 2,
         "query_length": 193,
@@ -205,7 +205,7 @@ def test_layers_share_one_forward_and_one_backward(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(registry, "_target_arch", "sm_90a")
+    monkeypatch.setattr(registry, "named_arch", lambda: "sm_90a")
 
     def loss(x: Any) -> Any:
         for _ in range(48):

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return found
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
-    monkeypatch.setattr(registry, "_target_arch", None)
     return found
 
 
@@ -55,19 +56,43 @@ def test_arch_of_the_local_devices(devices: list[Any], capability: str, arch: st
 
 
 def test_arch_without_a_device(devices: list[Any]) -> None:
-    with pytest.raises(RuntimeError, match=r'set_target_arch\("sm_90a"\)'):
+    with pytest.raises(RuntimeError, match=r'with jax_fastattn.target_arch\("sm_90a"\)'):
         ffi.arch()
-    ffi.set_target_arch("sm_89")
-    assert ffi.arch() == "sm_89"
-    ffi.set_target_arch(None)
-    with pytest.raises(RuntimeError, match="set_target_arch"):
+    with ffi.target_arch("sm_89"):
+        assert ffi.arch() == "sm_89"
+    with pytest.raises(RuntimeError, match="target_arch"):
         ffi.arch()
 
 
 def test_named_arch_comes_before_the_local_one(devices: list[Any]) -> None:
     devices.append(Device(id=0, compute_capability="9.0"))
-    ffi.set_target_arch("sm_80")
-    assert ffi.arch() == "sm_80"
+    with ffi.target_arch("sm_80"):
+        assert ffi.arch() == "sm_80"
+        with ffi.target_arch(None):
+            assert ffi.arch() == "sm_90a"
+        assert ffi.arch() == "sm_80"
+
+
+def test_an_error_ends_the_block_of_target_arch() -> None:
+    with pytest.raises(KeyError), ffi.target_arch("sm_80"):
+        raise KeyError
+    assert ffi.named_arch() is None
+
+
+def test_target_arch_is_of_one_thread() -> None:
+    """Two threads at the same time, and one that names nothing."""
+    barrier = threading.Barrier(3)
+
+    def named(arch: str | None) -> str | None:
+        with ffi.target_arch(arch):
+            barrier.wait()
+            found = ffi.named_arch()
+            barrier.wait()
+            return found
+
+    names = ["sm_80", "sm_90a", None]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(named, names)) == names
 
 
 def test_devices_of_different_architectures(devices: list[Any]) -> None:
@@ -79,19 +104,19 @@ def test_devices_of_different_architectures(devices: list[Any]) -> None:
 def test_multiprocessors_are_those_of_the_smallest_local_device(devices: list[Any]) -> None:
     devices += [Device(id=0, core_count=132), Device(id=1, core_count=78)]
     assert ffi.multiprocessors() == 78
-    ffi.set_target_arch("sm_90a")
-    assert ffi.multiprocessors() == 132
+    with ffi.target_arch("sm_90a"):
+        assert ffi.multiprocessors() == 132
 
 
-@pytest.mark.parametrize("name", ["hopper", "90a", "sm_", "SM_90A", "sm_90a "])
+@pytest.mark.parametrize("name", ["hopper", "90a", "sm_", "SM_90A", "sm_90a ", "sm_٩0"])
 def test_target_arch_of_another_form(devices: list[Any], name: str) -> None:
     with pytest.raises(ValueError, match=f'`arch` is "{name}"; pass a name such as "sm_80"'):
-        ffi.set_target_arch(name)
+        ffi.target_arch(name)
 
 
 def test_target_arch_of_another_type(devices: list[Any]) -> None:
     with pytest.raises(TypeError, match="`arch` is a int; pass a string"):
-        ffi.set_target_arch(90)  # pyright: ignore[reportArgumentType] (the point of the test)
+        ffi.target_arch(90)  # pyright: ignore[reportArgumentType] (the point of the test)
 
 
 def test_register_any_number_of_times() -> None:

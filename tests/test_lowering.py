@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import importlib.util
 import re
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_fastattn import attention, ffi, set_target_arch
+from jax_fastattn import attention, ffi, target_arch
 from jax_fastattn.ffi import call
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops import dispatch
@@ -193,7 +195,7 @@ def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         "the dtype is float32; the kernels take bfloat16 and float16",
         "`query` has head dim 264; at most 256",
     } <= set(expected)
-    monkeypatch.setattr(ffi.registry, "_target_arch", "sm_75")
+    monkeypatch.setattr(ffi.registry, "named_arch", lambda: "sm_75")
     assert reasons() == unsupported_reasons(case.problem(), "sm_75")
     monkeypatch.setattr(ffi.registry, "_is_installed", lambda module: False)
     assert reasons() == ffi.missing_parts() + [x for x in expected if "architecture" not in x]
@@ -207,13 +209,47 @@ def test_the_backward_pass_falls_back_with_the_forward_pass() -> None:
     assert "custom_call" not in text
 
 
+@pytest.fixture
+def export_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Exports one and the same function for an architecture, and returns those of the kernels in it."""
+    calls.lower_for_cuda(monkeypatch, tmp_path, arch=None)
+    query = jnp.ones((2, 129, 6, 64), jnp.bfloat16)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(ffi.TARGET_NAME)]
+    loss = jax.jit(jax.grad(lambda q: attention(q, q, q, implementation="cuda").astype(jnp.float32).sum()))
+
+    def export(arch: str) -> list[str]:
+        with target_arch(arch):
+            exported = jax.export.export(loss, platforms=("cuda",), disabled_checks=checks)(query)
+        return re.findall(r'arch = "(\w+)"', exported.mlir_module())
+
+    return export
+
+
+def test_exports_for_several_gpus_in_turn(export_for: Any) -> None:
+    """Each holds the kernels of its own GPU, forward and backward, not those of the first one from a cache of JAX."""
+    for arch in ("sm_80", "sm_90a", "sm_120a", "sm_80", "sm_90a", "sm_120a"):
+        assert export_for(arch) == [arch] * 2
+
+
+def test_exports_in_two_threads_at_the_same_time(export_for: Any) -> None:
+    barrier = threading.Barrier(2)
+
+    def exports(arch: str) -> list[list[str]]:
+        with target_arch(arch):
+            barrier.wait()  # both threads are inside now
+            return [export_for(arch) for _ in range(2)]
+
+    archs = ["sm_80", "sm_90a"]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(exports, archs)) == [[[arch] * 2] * 2 for arch in archs]
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("nvidia_cutlass_dsl") is None, reason="nvidia-cutlass-dsl is not installed"
 )
 def test_new_sizes_windows_and_caps_compile_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(call, "_kernels", {})
-    set_target_arch("sm_80")
     first = Case(dtype="bfloat16", num_kv_heads=2, group=3, head_dim=8, window=(5, 2), logits_soft_cap=3.0)
     changes = {
         "batch size": {"batch": 5},
@@ -224,7 +260,7 @@ def test_new_sizes_windows_and_caps_compile_nothing(monkeypatch: pytest.MonkeyPa
         "cap": {"logits_soft_cap": 50.0},
         "scale": {"scale": 0.3},
     }
-    try:
+    with target_arch("sm_80"):
         before, texts = ffi.compile_count(), set()
         for change in [{}, *changes.values()]:
             texts.add(both_passes(dataclasses.replace(first, **change)))
@@ -235,6 +271,4 @@ def test_new_sizes_windows_and_caps_compile_nothing(monkeypatch: pytest.MonkeyPa
         assert ffi.compile_count() == before + 2
         calls.cuda_text(attention, *(jnp.zeros((2, 5, 3, 16), jnp.bfloat16) for _ in range(3)))
         assert ffi.compile_count() == before + 3
-    finally:
-        set_target_arch(None)
-        dispatch._warn_once.cache_clear()
+    dispatch._warn_once.cache_clear()

@@ -8,7 +8,15 @@ first kernel that is in no cache loads the compiler.
 """
 
 from jax_fastattn.ffi.call import compile_count, custom_call, prepare
-from jax_fastattn.ffi.registry import TARGET_NAME, arch, missing_parts, multiprocessors, register, set_target_arch
+from jax_fastattn.ffi.registry import (
+    TARGET_NAME,
+    arch,
+    missing_parts,
+    multiprocessors,
+    named_arch,
+    register,
+    target_arch,
+)
 
 __all__ = [
     "TARGET_NAME",
@@ -17,7 +25,8 @@ __all__ = [
     "custom_call",
     "missing_parts",
     "multiprocessors",
+    "named_arch",
     "prepare",
     "register",
-    "set_target_arch",
+    "target_arch",
 ]

@@ -1,18 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this process runs on: the FFI target, the libraries behind it, and the architecture to compile for.
+"""What this process runs on: the FFI target, the libraries that it needs, and the architecture to compile for.
 
 Everything is found without being loaded, until `register` loads the C++ extension.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -35,30 +38,46 @@ _ARCHITECTURES = {
 _H100_MULTIPROCESSORS = 132
 
 _lock = threading.Lock()
-_target_arch: str | None = None
+
+# JAX caches traces, lowerings and compiled programs by it, and each thread has a value of its own.
+_target: Any = jax.make_user_context(default_value=None)
 
 
-def set_target_arch(arch: str | None) -> None:
-    """Names the GPU to lower for, instead of the local ones: to lower, compile or export where that GPU is not.
+def target_arch(arch: str | None) -> contextlib.AbstractContextManager[None]:
+    """Names the GPU to lower for inside a `with` block, in this thread, instead of the local ones.
+
+    Serves to lower, compile or export a computation where its GPU is not. A function that is lowered for several
+    architectures in turn holds each time the kernels of the one that is named then. What is traced inside the block
+    must also be lowered inside it.
 
     Args:
-        arch: such as `"sm_80"`, `"sm_86"`, `"sm_89"`, `"sm_90a"` (H100, H200) or `"sm_120a"`; None (the initial state)
-            goes back to the local GPUs.
+        arch: such as `"sm_80"`, `"sm_86"`, `"sm_89"`, `"sm_90a"` (H100, H200) or `"sm_120a"`; None means the local
+            GPUs, inside the block of another name too.
 
     Raises:
         TypeError: `arch` is not a string.
         ValueError: `arch` is not of that form.
     """
-    global _target_arch
     if arch is not None and not isinstance(arch, str):
         raise TypeError(f'`arch` is a {type(arch).__name__}; pass a string such as "sm_90a", or None')
-    if arch is not None and not re.fullmatch(r"sm_\d+[a-z]?", arch):
+    if arch is not None and not re.fullmatch(r"sm_[0-9]+[a-z]?", arch):
         raise ValueError(f'`arch` is "{arch}"; pass a name such as "sm_80" or "sm_90a"')
-    _target_arch = arch
+    return _inside(arch)
+
+
+@contextlib.contextmanager
+def _inside(arch: str | None) -> Iterator[None]:
+    with _target(arch):
+        yield
+
+
+def named_arch() -> str | None:
+    """The architecture that `target_arch` names in this thread; None outside its block."""
+    return _target.value
 
 
 def arch() -> str | None:
-    """The architecture to compile for: that of `set_target_arch`, else that of this process's CUDA devices.
+    """The architecture to compile for: that of `target_arch`, else that of this process's CUDA devices.
 
     Returns:
         such as `"sm_90a"`; None for devices that no kernel is written for.
@@ -66,7 +85,7 @@ def arch() -> str | None:
     Raises:
         RuntimeError: there is no CUDA device and none was named, or the devices are of different architectures.
     """
-    return _target_arch or _local_arch()
+    return named_arch() or _local_arch()
 
 
 def _local_arch() -> str | None:
@@ -75,7 +94,7 @@ def _local_arch() -> str | None:
     except RuntimeError:
         raise RuntimeError(
             "a computation is lowered for CUDA in a process without a CUDA device, so that the GPU to compile for is "
-            'unknown; name it with jax_fastattn.set_target_arch, such as set_target_arch("sm_90a") for H100'
+            'unknown; name it with `with jax_fastattn.target_arch("sm_90a"):` (H100), around the lowering or export'
         ) from None
     found = {str(device): _ARCHITECTURES.get(device.compute_capability) for device in devices}
     if len(set(found.values())) > 1:
@@ -91,9 +110,9 @@ def multiprocessors() -> int:
     """Streaming multiprocessors of the GPU to lower for, by which kernels size their grids.
 
     Returns:
-        those of the local CUDA device with the fewest; of an H100 SXM where `set_target_arch` names another GPU.
+        those of the local CUDA device with the fewest; those of an H100 SXM if `target_arch` names the GPU.
     """
-    if _target_arch is not None:
+    if named_arch() is not None:
         return _H100_MULTIPROCESSORS
     return min(getattr(device, "core_count", _H100_MULTIPROCESSORS) for device in jax.local_devices(backend="cuda"))
 

@@ -68,12 +68,12 @@ def refuse_platform(problem: Problem) -> None:
 
 
 def explain(problem: Problem) -> Explanation:
-    """What `attention` would do with `problem` on the default backend."""
+    """What `attention` would do with `problem` on the GPU that `ffi.target_arch` names, else on the default backend."""
     if problem.spec.implementation == "xla":
         reasons = ['`implementation` is "xla"']
     elif problem.is_empty:
         reasons = ["there is nothing to compute: a size is 0"]
-    elif jax.default_backend() not in ("gpu", "cuda"):
+    elif ffi.named_arch() is None and jax.default_backend() not in ("gpu", "cuda"):
         reasons = [f"the platform is {jax.default_backend()}", *unsupported_reasons(problem, "sm_80")]
     else:
         reasons = cuda_reasons(problem)
