@@ -31,7 +31,6 @@ class SharedLibrary {
     if (function == nullptr) problem_ = std::string("it has no symbol ") + name;
   }
 
-  bool usable() const { return problem_.empty(); }
   const std::string& problem() const { return problem_; }
 
  private:
@@ -62,7 +61,7 @@ ffi::ErrorOr<const Libraries*> OpenLibraries() {
   runtime.Bind(libraries.module_get_function, "CuteDSLRT_Module_Get_Function");
   runtime.Bind(libraries.function_run, "CuteDSLRT_Function_Run");
   runtime.Bind(libraries.error_name, "CuteDSLRT_GetErrorName");
-  if (!runtime.usable()) {
+  if (!runtime.problem().empty()) {
     return Failure("the CuTe DSL runtime " + runtime_path + " cannot be used: " + runtime.problem() +
                    ". Reinstall nvidia-cutlass-dsl.");
   }
@@ -71,13 +70,13 @@ ffi::ErrorOr<const Libraries*> OpenLibraries() {
   driver.Bind(libraries.get_attribute, "cuDeviceGetAttribute");
   driver.Bind(libraries.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
   driver.Bind(libraries.error_string, "cuGetErrorString");
-  if (!driver.usable()) {
+  if (!driver.problem().empty()) {
     return Failure("the CUDA driver " + driver_path + " cannot be used: " + driver.problem() +
                    ". Install an NVIDIA driver on this machine.");
   }
   SharedLibrary zlib("libz.so.1");
   zlib.Bind(libraries.uncompress, "uncompress");
-  if (!zlib.usable()) {
+  if (!zlib.problem().empty()) {
     return Failure("zlib cannot be used: " + zlib.problem() + ". Install it with the system's package manager.");
   }
   is_open = true;

@@ -24,8 +24,22 @@ namespace ffi = xla::ffi;
 constexpr size_t kMaxBuffers = 32;
 constexpr size_t kMaxArguments = 64;
 
+// Runs once per custom call of an executable, before its launches, on machines with or without a GPU.
+ffi::Error Instantiate(ffi::Dictionary attributes) {
+  const auto key = attributes.get<std::string_view>("key");
+  const auto digest = attributes.get<std::string_view>("digest");
+  const auto object = attributes.get<std::string_view>("object");
+  const auto object_size = attributes.get<int32_t>("object_size");
+  if (key.has_error() || digest.has_error() || object.has_error() || object_size.has_error()) {
+    return ffi::Error::InvalidArgument(
+        "jax_fastattn: the program lacks an attribute that this version needs: another version of jax_fastattn lowered "
+        "it. Lower the computation again; if the program comes from a jax.export file, export it again.");
+  }
+  return AddKernel(*key, *digest, *object, *object_size);
+}
+
 ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results, std::string_view key,
-                  std::string_view arch, std::string_view object, int32_t object_size, int32_t num_buffers,
+                  std::string_view arch, std::string_view digest, std::string_view, int32_t, int32_t num_buffers,
                   ffi::Span<const int32_t> ints, ffi::Span<const float> floats) {
   const size_t count = operands.size() + results.size();
   const size_t num_arguments = count + ints.size() + floats.size() + 2;  // the stream and the error code
@@ -42,7 +56,7 @@ ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets 
   for (size_t i = 0; i < results.size(); ++i) {
     buffers[operands.size() + i] = (*results.get<ffi::AnyBuffer>(i))->untyped_data();
   }
-  ffi::ErrorOr<LoadedKernel> kernel = GetKernel({key, arch, object, object_size});
+  ffi::ErrorOr<LoadedKernel> kernel = GetKernel(key, arch, digest);
   if (kernel.has_error()) return kernel.error();
 
   // The runtime takes a pointer to each argument. It writes to the last one only.
@@ -74,12 +88,15 @@ auto BindCall(Binding binding) {
       .RemainingRets()
       .template Attr<std::string_view>("key")
       .template Attr<std::string_view>("arch")
+      .template Attr<std::string_view>("digest")
       .template Attr<std::string_view>("object")
       .template Attr<int32_t>("object_size")
       .template Attr<int32_t>("num_buffers")
       .template Attr<ffi::Span<const int32_t>>("ints")
       .template Attr<ffi::Span<const float>>("floats");
 }
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kLaunch, Launch, BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -98,6 +115,7 @@ PYBIND11_MODULE(_ffi, module) {
   module.doc() = "XLA FFI handlers that launch compiled attention kernels.";
   module.def("set_library_paths", &SetLibraryPaths, pybind11::arg("runtime"), pybind11::arg("driver"),
              "Says where libcute_dsl_runtime.so and the CUDA driver are. They are opened at the first launch.");
+  module.attr("instantiate") = Capsule(kInstantiate);
   module.attr("launch") = Capsule(kLaunch);
   module.attr("launch_on_host") = Capsule(kLaunchOnHost);
 }

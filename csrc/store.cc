@@ -5,13 +5,13 @@
 
 #include <elf.h>
 
-#include <array>
+#include <charconv>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace jax_fastattn {
@@ -31,35 +31,43 @@ constexpr int kCaptureModeRelaxed = 2;
 constexpr int32_t kMaxObjectSize = 1 << 28;
 
 using Bytes = std::vector<unsigned char>;
-using Kernels = std::map<std::string, CuteFunction*, std::less<>>;
+
+struct Capability { int major = 0, minor = 0; };  // of a device
+
+struct Kernel {
+  std::string object;  // as programs carry it
+  int32_t object_size;
+  std::map<int, CuteFunction*> functions;  // by device
+};
+
+// Leaked: other threads may launch while the process exits.
+auto& mutex = *new std::mutex;  // guards the maps and the libraries
+auto& kernels = *new std::map<std::string, Kernel, std::less<>>;  // by digest
+auto& capabilities = *new std::map<int, Capability>;
 
 ffi::Unexpected<ffi::Error> Failure(ffi::ErrorCode code, const std::string& text) {
   return ffi::Unexpected(ffi::Error(code, "jax_fastattn: " + text));
 }
 
-// CUDA's rule for binaries: they run within a major version, from their minor version up; those with a suffix run on
-// that version only.
-bool RunsOn(std::string_view arch, int major, int minor) {
-  int version = 0;
-  for (char character : arch) {
-    if (character >= '0' && character <= '9') version = version * 10 + (character - '0');
-  }
-  const bool is_exact = !arch.empty() && arch.back() == 'a';
-  return version / 10 == major && (is_exact ? version % 10 == minor : version % 10 <= minor);
+// CUDA's rule for binaries: they run within a major version, from their minor version up; those with the suffix "a" run
+// on that version only. A name of any other form runs nowhere.
+bool RunsOn(std::string_view arch, unsigned major, unsigned minor) {
+  if (arch.size() < 4 || arch.substr(0, 3) != "sm_" || arch[3] == '0') return false;
+  unsigned version = 0;
+  const auto [rest, error] = std::from_chars(arch.data() + 3, arch.data() + arch.size(), version);
+  const std::string_view suffix = arch.substr(static_cast<size_t>(rest - arch.data()));
+  if (error != std::errc() || (!suffix.empty() && suffix != "a" && suffix != "f")) return false;
+  return version / 10 == major && (suffix == "a" ? version % 10 == minor : version % 10 <= minor);
 }
 
 std::optional<Bytes> DecodeBase64(std::string_view text) {
   constexpr std::string_view kAlphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-  std::array<int, 256> values;
-  values.fill(-1);
-  for (size_t i = 0; i < kAlphabet.size(); ++i) values[static_cast<uint8_t>(kAlphabet[i])] = static_cast<int>(i);
-
   Bytes bytes;
   unsigned window = 0;
   int available = 0;
   for (char character : text.substr(0, text.find('='))) {
-    const int value = values[static_cast<uint8_t>(character)];
-    if (value < 0) return std::nullopt;
+    const size_t value = kAlphabet.find(character);
+    if (value == kAlphabet.npos) return std::nullopt;
     window = window << 6 | static_cast<unsigned>(value);
     available += 6;
     if (available >= 8) bytes.push_back(static_cast<unsigned char>(window >> (available -= 8)));
@@ -68,14 +76,13 @@ std::optional<Bytes> DecodeBase64(std::string_view text) {
 }
 
 // The ELF object, or nothing when it is damaged: zlib verifies its checksum.
-std::optional<Bytes> DecodeObject(const Libraries& libraries, const KernelImage& image) {
-  const std::optional<Bytes> packed = DecodeBase64(image.object);
-  if (!packed || image.object_size <= 0 || image.object_size > kMaxObjectSize) return std::nullopt;
-  Bytes object(static_cast<size_t>(image.object_size));
+std::optional<Bytes> DecodeObject(const Libraries& libraries, const Kernel& kernel) {
+  const std::optional<Bytes> packed = DecodeBase64(kernel.object);
+  if (!packed || kernel.object_size <= 0 || kernel.object_size > kMaxObjectSize) return std::nullopt;
+  Bytes object(static_cast<size_t>(kernel.object_size));
   unsigned long size = object.size();
-  if (libraries.uncompress(object.data(), &size, packed->data(), packed->size()) != 0) return std::nullopt;
-  if (size != object.size()) return std::nullopt;
-  return object;
+  const int error = libraries.uncompress(object.data(), &size, packed->data(), packed->size());
+  return error != 0 || size != object.size() ? std::nullopt : std::make_optional(std::move(object));
 }
 
 // Whether the launcher in the object is code for this machine's CPU.
@@ -95,9 +102,7 @@ bool IsHostObject(const Bytes& object) {
 // capture stays right.
 class RelaxedCapture {
  public:
-  explicit RelaxedCapture(const Libraries& libraries) : libraries_(libraries) {
-    libraries_.exchange_capture_mode(&mode_);
-  }
+  explicit RelaxedCapture(const Libraries& open) : libraries_(open) { libraries_.exchange_capture_mode(&mode_); }
   ~RelaxedCapture() { libraries_.exchange_capture_mode(&mode_); }
   RelaxedCapture(const RelaxedCapture&) = delete;
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
@@ -108,32 +113,28 @@ class RelaxedCapture {
 };
 
 ffi::Error CheckArch(const Libraries& libraries, std::string_view arch, int device) {
-  int major = 0;
-  int minor = 0;
-  int error = libraries.get_attribute(&major, kComputeCapabilityMajor, device);
-  if (error == 0) error = libraries.get_attribute(&minor, kComputeCapabilityMinor, device);
+  Capability& found = capabilities[device];
+  int error = 0;
+  if (found.major == 0) error = libraries.get_attribute(&found.minor, kComputeCapabilityMinor, device);
+  if (found.major == 0 && error == 0) error = libraries.get_attribute(&found.major, kComputeCapabilityMajor, device);
+  if (error == 0 && RunsOn(arch, found.major, found.minor)) return ffi::Error::Success();
   const std::string name = "CUDA device " + std::to_string(device);
   if (error != 0) {
-    return ffi::Error::Internal("jax_fastattn: the compute capability of " + name +
-                                " cannot be read: " + CudaErrorText(libraries, error) + ".");
+    return ffi::Error::Internal("jax_fastattn: cannot read the compute capability of " + name + ": " +
+                                CudaErrorText(libraries, error) + ".");
   }
-  if (RunsOn(arch, major, minor)) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                     "jax_fastattn: the kernel was compiled for " + std::string(arch) + ", but " + name +
-                        " has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
-                        ". Lower the computation for the GPU that runs it; jax_fastattn.set_target_arch names that GPU "
-                        "where it is not at hand.");
+                        " has compute capability " + std::to_string(found.major) + "." + std::to_string(found.minor) +
+                        ". Lower the computation where that GPU is, or inside `with jax_fastattn.target_arch(...)`.");
 }
 
-ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, const KernelImage& image, int device) {
-  ffi::Error error = CheckArch(libraries, image.arch, device);
-  if (error.failure()) return ffi::Unexpected(error);
-  const std::string name = KernelName(image.key);
-  const std::optional<Bytes> object = DecodeObject(libraries, image);
+ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, std::string_view key, const Kernel& kernel, int device) {
+  const std::string name = KernelName(key);
+  const std::optional<Bytes> object = DecodeObject(libraries, kernel);
   if (!object) {
-    return Failure(ffi::ErrorCode::kDataLoss, "the object of " + name +
-                                                  " is damaged. Lower the computation again, and discard the jax.export "
-                                                  "file or the entry of JAX's compilation cache that it came from.");
+    return Failure(ffi::ErrorCode::kDataLoss, name + " is damaged. Lower the computation again, and discard the "
+                   "jax.export file or the entry of JAX's compilation cache that it came from.");
   }
   if (!IsHostObject(*object)) {
     return Failure(ffi::ErrorCode::kFailedPrecondition,
@@ -148,8 +149,7 @@ ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, const KernelImage& 
     status = libraries.module_create(&module, object->data(), object->size(), nullptr, 0);
     if (status == 0) status = libraries.module_get_function(&function, module, kFunctionPrefix);
   } catch (...) {  // thrown through the runtime's C interface when the object lacks our function
-    return Failure(ffi::ErrorCode::kInternal,
-                   name + " has no function " + kFunctionPrefix + ": this package did not compile it.");
+    return Failure(ffi::ErrorCode::kInternal, name + " has no function jax_fastattn: this package did not compile it.");
   }
   if (status != 0) {
     return Failure(ffi::ErrorCode::kInternal,
@@ -164,9 +164,17 @@ ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, const KernelImage& 
 
 std::string KernelName(std::string_view key) { return "kernel " + std::string(key.substr(0, 12)); }
 
-ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
-  static std::mutex mutex;
-  static auto& kernels_by_device = *new std::map<int, Kernels>;  // leaked: other threads may launch while we exit
+ffi::Error AddKernel(std::string_view key, std::string_view digest, std::string_view object, int32_t object_size) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto [found, is_new] = kernels.try_emplace(std::string(digest), Kernel{std::string(object), object_size, {}});
+  const Kernel& known = found->second;
+  if (is_new || (known.object == object && known.object_size == object_size)) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                    "jax_fastattn: " + KernelName(key) + " has the digest of another object in this process: one of "
+                    "the programs that carry them was changed after lowering. Lower both computations again.");
+}
+
+ffi::ErrorOr<LoadedKernel> GetKernel(std::string_view key, std::string_view arch, std::string_view digest) {
   std::lock_guard<std::mutex> lock(mutex);
   ffi::ErrorOr<const Libraries*> libraries = OpenLibraries();
   if (libraries.has_error()) return ffi::Unexpected(libraries.error());
@@ -174,12 +182,19 @@ ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
   if (int error = (*libraries)->get_device(&device); error != 0) {
     return Failure(ffi::ErrorCode::kInternal, "no CUDA device is current: " + CudaErrorText(**libraries, error) + ".");
   }
-  Kernels& kernels = kernels_by_device[device];
-  if (auto found = kernels.find(image.key); found != kernels.end()) return LoadedKernel{*libraries, found->second};
-  ffi::ErrorOr<CuteFunction*> function = Load(**libraries, image, device);
-  if (function.has_error()) return ffi::Unexpected(function.error());
-  kernels.emplace(image.key, *function);
-  return LoadedKernel{*libraries, *function};
+  if (ffi::Error error = CheckArch(**libraries, arch, device); error.failure()) return ffi::Unexpected(error);
+  const auto kernel = kernels.find(digest);
+  if (kernel == kernels.end()) return Failure(ffi::ErrorCode::kInternal, KernelName(key) + " was never instantiated.");
+  CuteFunction*& function = kernel->second.functions[device];
+  if (function == nullptr) {
+    ffi::ErrorOr<CuteFunction*> loaded = Load(**libraries, key, kernel->second, device);
+    if (loaded.has_error()) {
+      if (loaded.error().errc() == ffi::ErrorCode::kDataLoss) kernels.erase(kernel);  // makes room for a whole object
+      return ffi::Unexpected(loaded.error());
+    }
+    function = *loaded;
+  }
+  return LoadedKernel{*libraries, function};
 }
 
 }  // namespace jax_fastattn

@@ -93,7 +93,8 @@ def install(library: Path) -> ctypes.CDLL:
 
     ffi.register()
     _ffi.set_library_paths(runtime=str(library), driver=str(library))
-    jax.ffi.register_ffi_target(ffi.TARGET_NAME, _ffi.launch_on_host, platform="cpu")
+    stages = {"instantiate": _ffi.instantiate, "execute": _ffi.launch_on_host}
+    jax.ffi.register_ffi_target(ffi.TARGET_NAME, stages, platform="cpu")
     return ctypes.CDLL(str(library))
 
 
@@ -101,8 +102,11 @@ _numbers = itertools.count()
 
 
 def stand_in_compiler(patch: Any, kernel: bytes | None = None, name: str | None = None) -> None:
-    """Compiles nothing: every spec yields `kernel`, under a key that no test had before (or that of `name`)."""
+    """Compiles nothing: every spec yields `kernel`, under a key that no test had before (or that of `name`).
+
+    Without `kernel` an object that no test had before either.
+    """
     salt = name or f"test {next(_numbers)}"
     patch.setattr(call, "_kernels", {})
-    patch.setattr(call, "_compile", lambda spec: elf_object() if kernel is None else kernel)
+    patch.setattr(call, "_compile", lambda spec: elf_object(content=salt.encode() * 100) if kernel is None else kernel)
     patch.setattr(cache, "kernel_key", lambda spec: hashlib.sha256(f"{salt} {spec}".encode()).hexdigest())

@@ -7,7 +7,9 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import dataclasses
+import itertools
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,15 +48,27 @@ def handle(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return stand_in.install(stand_in.build(tmp_path_factory.mktemp("stand_in")))
 
 
+# The extension keeps what it knows of a device: each test has one of its own.
+_devices = itertools.count(10)
+
+
 @pytest.fixture
 def library(handle: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Library]:
     monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
     stand_in.stand_in_compiler(monkeypatch)
     library = Library(handle)
-    library.set_num_buffers = NUM_BUFFERS
-    library.seen_loads = library.seen_runs = library.seen_overlapping_loads = 0
+    library.set_num_buffers, library.set_device = NUM_BUFFERS, next(_devices)
+    library.seen_loads = library.seen_runs = library.seen_overlapping_loads = library.seen_attribute_reads = 0
     yield library
-    for name in ("device_error", "create_status", "get_status", "get_throws", "run_status", "run_cuda_error", "device"):
+    for name in (
+        "device_error",
+        "attribute_error",
+        "create_status",
+        "get_status",
+        "get_throws",
+        "run_status",
+        "run_cuda_error",
+    ):
         setattr(library, f"set_{name}", 0)
     library.set_major, library.set_minor = 9, 0
 
@@ -127,11 +141,13 @@ def test_architecture_that_runs(library: Library, arch: str, major: int, minor: 
 
 @pytest.mark.parametrize(
     ("arch", "major", "minor"),
-    [("sm_80", 9, 0), ("sm_86", 8, 0), ("sm_90a", 10, 0), ("sm_90a", 8, 0), ("sm_120a", 12, 1), ("", 9, 0)],
+    [("sm_80", 9, 0), ("sm_86", 8, 0), ("sm_90a", 10, 0), ("sm_90a", 8, 0), ("sm_120a", 12, 1), ("", 9, 0)]
+    + [(name, 9, 0) for name in ("sm_", "sm_a", "90a", "SM_90a", "sm_90ab", "sm_9x0", "sm_-90", "sm_090", "sm_90a ")]
+    + [(f"sm_{2**32 + 90}a", 9, 0), (f"sm_{10**30}", 9, 0)],
 )
 def test_architecture_that_does_not_run(library: Library, arch: str, major: int, minor: int) -> None:
     library.set_major, library.set_minor = major, minor
-    message = f"compiled for {arch}, but CUDA device 0 has compute capability {major}.{minor}.*set_target_arch"
+    message = rf"compiled for {arch}, but CUDA device \d+ has compute capability {major}.{minor}.*target_arch"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         run(spec=dataclasses.replace(SPEC, arch=arch))
     assert library.seen_loads == 0
@@ -141,8 +157,8 @@ def test_architecture_that_does_not_run(library: Library, arch: str, major: int,
     ("setting", "value", "message"),
     [
         ("device_error", 201, r"no CUDA device is current: CUDA error 201, unknown error"),
-        ("create_status", 2, r"could not load kernel [0-9a-f]{12} on CUDA device 0: CudaError\. Check that"),
-        ("get_status", 1, r"could not load kernel [0-9a-f]{12} on CUDA device 0: CudaError\. Check that"),
+        ("create_status", 2, r"could not load kernel [0-9a-f]{12} on CUDA device \d+: CudaError\. Check that"),
+        ("get_status", 1, r"could not load kernel [0-9a-f]{12} on CUDA device \d+: CudaError\. Check that"),
         ("get_throws", 1, r"has no function jax_fastattn"),
         ("run_cuda_error", 700, r"launch of kernel [0-9a-f]{12} failed: CUDA error 700, an illegal memory access"),
         ("run_status", 7, r"could not launch kernel [0-9a-f]{12} with 17 arguments: InvalidArguments"),
@@ -165,11 +181,15 @@ def test_object_for_another_cpu_or_no_object(library: Library, monkeypatch: pyte
     assert library.seen_loads == 0
 
 
-def _attributes(**changes: Any) -> dict[str, Any]:
-    kernel = call._Kernel.of("0" * 64, stand_in.elf_object())
+KEY = "0" * 64
+
+
+def _attributes(content: bytes = b"kernel" * 100, **changes: Any) -> dict[str, Any]:
+    kernel = call._Kernel.of(KEY, stand_in.elf_object(content=content))
     attributes = {
         "key": kernel.key,
         "arch": "sm_90a",
+        "digest": kernel.digest,
         "object": kernel.text,
         "object_size": np.int32(kernel.size),
         "num_buffers": np.int32(2),
@@ -187,27 +207,100 @@ def _call(attributes: dict[str, Any], num_operands: int = 1) -> Any:
     )
 
 
-GOOD = call._Kernel.of("0" * 64, stand_in.elf_object())
-
-
 @pytest.mark.parametrize(
-    "changes",
+    "damage",
     [
-        {"object": GOOD.text[: len(GOOD.text) // 2]},
-        {"object": GOOD.text[:40] + ("A" if GOOD.text[40] != "A" else "B") + GOOD.text[41:]},
-        {"object": "*" + GOOD.text[1:]},
-        {"object": ""},
-        {"object_size": np.int32(GOOD.size - 1)},
-        {"object_size": np.int32(GOOD.size + 1)},
-        {"object_size": np.int32(-1)},
-        {"object_size": np.int32(2**31 - 1)},
+        lambda text, size: {"object": text[: len(text) // 2]},
+        lambda text, size: {"object": text[:40] + ("A" if text[40] != "A" else "B") + text[41:]},
+        lambda text, size: {"object": "*" + text[1:]},
+        lambda text, size: {"object": ""},
+        lambda text, size: {"object_size": np.int32(size - 1)},
+        lambda text, size: {"object_size": np.int32(size + 1)},
+        lambda text, size: {"object_size": np.int32(-1)},
+        lambda text, size: {"object_size": np.int32(2**31 - 1)},
     ],
     ids=["truncated", "flipped", "alphabet", "empty", "size-1", "size+1", "negative", "huge"],
 )
-def test_damaged_object_in_a_program(library: Library, changes: dict[str, Any]) -> None:
+def test_damaged_object_in_a_program(library: Library, request: pytest.FixtureRequest, damage: Any) -> None:
+    whole = _attributes(request.node.name.encode() * 10)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"is damaged\. Lower the computation again, and discard"):
-        _call(_attributes(**changes))
+        _call(whole | damage(whole["object"], int(whole["object_size"])))
     assert library.seen_loads == 0
+    library.set_num_buffers = 2
+    _call(whole)
+    assert library.seen_runs == 1, "the whole object runs in the same process"
+
+
+def test_another_object_under_a_loaded_key_runs_its_own_kernel(library: Library) -> None:
+    library.set_num_buffers = 2
+    for content in (b"one", b"another one", b"one"):
+        _call(_attributes(content * 100))
+        assert library.seen_object_at_run == len(stand_in.elf_object(content=content * 100))
+    assert (library.seen_loads, library.seen_runs) == (2, 3)
+
+
+def test_another_object_under_a_loaded_digest_is_refused(library: Library) -> None:
+    library.set_num_buffers = 2
+    loaded = _attributes(b"loaded" * 100)
+    _call(loaded)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"kernel 0{12} has the digest of another object.*Lower both"):
+        _call(_attributes(b"changed" * 100, digest=loaded["digest"]))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has the digest of another object"):
+        _call(loaded | {"object_size": np.int32(loaded["object_size"] + 1)})
+    assert (library.seen_loads, library.seen_runs) == (1, 1)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120a"])
+def test_another_architecture_under_a_loaded_key_is_refused(library: Library, arch: str) -> None:
+    library.set_num_buffers = 2
+    _call(_attributes())
+    message = rf"compiled for {arch}, but CUDA device \d+ has compute capability 9\.0"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        _call(_attributes(arch=arch))
+    assert library.seen_runs == 1
+
+
+def test_an_error_of_get_attribute_is_not_remembered(library: Library) -> None:
+    library.set_num_buffers, library.set_attribute_error = 2, 700
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"cannot read the compute capability .* illegal memory access"
+    ):
+        _call(_attributes())
+    library.set_attribute_error = 0
+    _call(_attributes())
+    assert library.seen_runs == 1
+
+
+def test_a_launch_reads_neither_the_object_nor_the_device_again(library: Library) -> None:
+    """A launch is as quick with an object of 20 MB, and asks the driver for the compute capability once."""
+    library.set_num_buffers = 2
+    x = np.ones((3,), np.float32)
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def seconds(content: bytes) -> float:
+        launch = jax.jit(lambda x: jax.ffi.ffi_call(ffi.TARGET_NAME, result)(x, **_attributes(content)))
+        launch(x).block_until_ready()
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            launch(x).block_until_ready()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    small, large = seconds(b"small"), seconds(np.random.default_rng(0).bytes(20_000_000))
+    assert large < small + 1e-3, "hashing or comparing 20 MB takes longer"
+    assert library.seen_attribute_reads == 2, "major and minor"
+
+
+def test_program_of_an_older_version(library: Library) -> None:
+    """Such as one from a jax.export file: it names no digest, and is refused before it runs."""
+    attributes = _attributes()
+    del attributes["digest"]
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"another version of jax_fastattn lowered it\. .* export it again"
+    ):
+        _call(attributes)
+    assert library.seen_runs == 0
 
 
 @pytest.mark.parametrize(("num_buffers", "num_operands"), [(3, 1), (1, 1), (-1, 1), (41, 40)])
@@ -224,7 +317,7 @@ def test_too_many_scalars(library: Library) -> None:
     assert library.seen_runs == 0
 
 
-@pytest.mark.parametrize("name", ["key", "object", "ints", "num_buffers"])
+@pytest.mark.parametrize("name", ["key", "digest", "object", "ints", "num_buffers"])
 def test_missing_attribute(library: Library, name: str) -> None:
     attributes = _attributes()
     del attributes[name]

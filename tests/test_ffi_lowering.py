@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import sys
 import zlib
 from pathlib import Path
@@ -62,8 +63,10 @@ def test_one_custom_call_with_everything_a_launch_needs() -> None:
     assert 'arch = "sm_90a"' in text
     assert "num_buffers = 6 : i32" in text
     assert "result_layouts = [dense<[3, 2, 1, 0]> : tensor<4xindex>, dense<[2, 1, 0]> : tensor<3xindex>]" in text
-    packed = text.split('object = "')[1].split('"')[0]
-    assert zlib.decompress(base64.b64decode(packed)) == stand_in.elf_object()
+    kernel = zlib.decompress(base64.b64decode(text.split('object = "')[1].split('"')[0]))
+    assert kernel == call._compile(SPEC)
+    assert f'digest = "{hashlib.sha256(kernel).hexdigest()}"' in text
+    assert f"object_size = {len(kernel)} : i32" in text
 
 
 def test_identical_launches_carry_their_kernel_once() -> None:

@@ -8,6 +8,7 @@ Kernels are looked for in memory, then on disk, and compiled last.
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
 import threading
 import zlib
@@ -30,22 +31,25 @@ class _Kernel:
 
     Attributes:
         key: its name, see `cache.kernel_key`.
+        digest: SHA-256 of the object file, in hexadecimal.
         text: the object file, compressed and in base64: XLA keeps attributes as escaped text, in which raw bytes would
             take more than twice their size.
         size: bytes of the object file.
     """
 
     key: str
+    digest: str
     text: str
     size: int
 
     @classmethod
     def of(cls, key: str, kernel: bytes) -> _Kernel:
-        return cls(key, base64.b64encode(zlib.compress(kernel, 9)).decode("ascii"), len(kernel))
+        text = base64.b64encode(zlib.compress(kernel, 9)).decode("ascii")
+        return cls(key, hashlib.sha256(kernel).hexdigest(), text, len(kernel))
 
 
 _lock = threading.Lock()
-_kernels: dict[KernelSpec, _Kernel] = {}
+_kernels: dict[str, _Kernel] = {}  # by key
 _compile_count = 0
 
 
@@ -93,6 +97,7 @@ def custom_call(
     attributes = {
         "key": mlir.ir.StringAttr.get(kernel.key),
         "arch": mlir.ir.StringAttr.get(spec.arch),
+        "digest": mlir.ir.StringAttr.get(kernel.digest),
         "object": mlir.ir.StringAttr.get(kernel.text),
         "object_size": _int32(kernel.size),
         "num_buffers": _int32(count),
@@ -107,15 +112,15 @@ def _int32(value: int) -> Any:
 
 
 def _kernel(spec: KernelSpec) -> _Kernel:
+    key = cache.kernel_key(spec)
     with _lock:
-        if spec not in _kernels:
-            key = cache.kernel_key(spec)
+        if key not in _kernels:
             kernel = cache.load(key)
             if kernel is None:
                 kernel = _compile(spec)
                 cache.store(key, kernel)
-            _kernels[spec] = _Kernel.of(key, kernel)
-        return _kernels[spec]
+            _kernels[key] = _Kernel.of(key, kernel)
+        return _kernels[key]
 
 
 def _compile(spec: KernelSpec) -> bytes:

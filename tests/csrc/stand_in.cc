@@ -18,6 +18,7 @@ int set_device = 0;
 int set_major = 9;
 int set_minor = 0;
 int set_device_error = 0;
+int set_attribute_error = 0;
 int set_create_status = 0;
 int set_get_status = 0;
 int set_get_throws = 0;
@@ -29,6 +30,8 @@ std::atomic<int> seen_loads{0};
 std::atomic<int> seen_overlapping_loads{0};
 std::atomic<int> seen_runs{0};
 int seen_object_size = 0;
+int seen_object_at_run = 0;  // size of the object whose kernel ran
+int seen_attribute_reads = 0;
 int seen_mode_at_load = -1;
 int seen_mode = 0;  // 0: global, 1: thread local, 2: relaxed
 int seen_device_at_run = -1;
@@ -38,6 +41,7 @@ int seen_ints[32];  // every argument after the buffers, as an int; floats by th
 
 struct Module {
   int device;
+  int object_size;
 };
 
 int CuteDSLRT_Module_Create_From_Bytes(Module** module, const unsigned char*, size_t size, const char**, size_t) {
@@ -47,7 +51,7 @@ int CuteDSLRT_Module_Create_From_Bytes(Module** module, const unsigned char*, si
   ++seen_loads;
   seen_mode_at_load = seen_mode;
   seen_object_size = static_cast<int>(size);
-  *module = new Module{set_device};
+  *module = new Module{set_device, static_cast<int>(size)};
   --loading;
   return set_create_status;
 }
@@ -61,6 +65,7 @@ int CuteDSLRT_Module_Get_Function(void** function, Module* module, const char* p
 int CuteDSLRT_Function_Run(void* function, void** arguments, size_t count) {
   ++seen_runs;
   seen_device_at_run = static_cast<Module*>(function)->device;
+  seen_object_at_run = static_cast<Module*>(function)->object_size;
   seen_num_arguments = count;
   const size_t buffers = static_cast<size_t>(set_num_buffers);
   for (size_t i = 0; i < buffers; ++i) seen_buffers[i] = *static_cast<void**>(arguments[i]);
@@ -81,8 +86,9 @@ int cuCtxGetDevice(int* device) {
 }
 
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 75 ? set_major : set_minor;
-  return 0;
+  ++seen_attribute_reads;
+  if (set_attribute_error == 0) *value = attribute == 75 ? set_major : set_minor;
+  return set_attribute_error;
 }
 
 int cuThreadExchangeStreamCaptureMode(int* mode) {
