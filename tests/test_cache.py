@@ -4,16 +4,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
+import signal
+import socket
 import stat
+import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from jax_fastattn.ffi import cache
+from jax_fastattn.ffi import cache, call, registry
+from jax_fastattn.kernels.sm80 import config as sm80_config
+from jax_fastattn.kernels.sm90 import backward_config as sm90_backward
+from jax_fastattn.kernels.sm90 import config as sm90_config
 from jax_fastattn.kernels.spec import KernelSpec
 
 KEY = "ab" * 32
@@ -33,16 +41,6 @@ def test_round_trip(directory: Path) -> None:
     cache.store(KEY, KERNEL)
     assert cache.load(KEY) == KERNEL
     assert [path.name for path in directory.iterdir()] == [KEY], "nothing is left behind"
-
-
-def test_only_the_user_may_read(directory: Path) -> None:
-    old = os.umask(0)
-    try:
-        cache.store(KEY, KERNEL)
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE((directory / KEY).stat().st_mode) == 0o600
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("length", [0, 5, 32, 33, len(KERNEL)])
@@ -69,11 +67,6 @@ def test_entry_under_another_name(directory: Path) -> None:
     cache.store(KEY, KERNEL)
     (directory / KEY).rename(directory / ("cd" * 32))
     assert cache.load("cd" * 32) is None
-
-
-def test_entry_that_is_no_file(directory: Path) -> None:
-    (directory / KEY).mkdir(parents=True)
-    assert cache.load(KEY) is None
 
 
 def _write(directory: str, number: int) -> None:
@@ -108,13 +101,169 @@ def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.warns(
-        RuntimeWarning, match=r"cannot be kept in .*/file/cache \(Not a directory\).*JAX_FASTATTN_CACHE_DIR"
+        RuntimeWarning,
+        match=r"Cannot write compiled kernels to .*/file/cache \(Not a directory\).*JAX_FASTATTN_CACHE_DIR",
     ):
         cache.store(KEY, KERNEL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache.store(KEY, KERNEL)
     assert cache.load(KEY) is None
+
+
+def _give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `path` somebody else's."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+def _make_link(path: Path) -> None:
+    path.rename(path.with_name("target"))
+    path.symlink_to("target")
+
+
+def _make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def _make_socket(path: Path) -> None:
+    path.unlink()
+    here = Path.cwd()
+    os.chdir(path.parent)  # the path of a socket has at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def _make_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir(0o700)
+
+
+UNTRUSTED_ENTRIES = {
+    "an entry belongs to user": _give_away,
+    "an entry can be written by its group": lambda path, _: path.chmod(0o620),
+    "an entry can be written by .*others": lambda path, _: path.chmod(0o602),
+    "an entry is a link": lambda path, _: _make_link(path),
+    "an entry is no regular file": lambda path, _: _make_fifo(path),
+    "an entry is no regular file ": lambda path, _: _make_directory(path),
+    "an entry is a socket": lambda path, _: _make_socket(path),
+    "an entry is larger than any kernel": lambda path, _: os.truncate(path, 1 << 40),
+}
+
+
+@contextlib.contextmanager
+def _no_hang() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TimeoutError("hangs")
+
+    old = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+
+@pytest.mark.parametrize(
+    "problem", UNTRUSTED_ENTRIES, ids=["owner", "group", "world", "link", "fifo", "dir", "sock", "huge"]
+)
+def test_entry_that_somebody_else_may_write(directory: Path, monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    """Not read, with one warning, and no hang on a FIFO and no MemoryError on a sparse file; a new one replaces it."""
+    cache.store(KEY, KERNEL)
+    UNTRUSTED_ENTRIES[problem](directory / KEY, monkeypatch)
+    owner = "it belongs|an entry belongs" if "belongs" in problem else problem.strip()
+    with _no_hang(), pytest.warns(RuntimeWarning, match=rf"{owner}.*Delete .*`JAX_FASTATTN_CACHE_DIR`"):
+        assert cache.load(KEY) is None
+    with _no_hang(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.load(KEY) is None, "one warning"
+    if (directory / KEY).is_dir() or os.geteuid() != 0:
+        return
+    cache.store(KEY, KERNEL)
+    assert cache.load(KEY) == KERNEL
+
+
+UNTRUSTED_DIRECTORIES = {
+    "it belongs to user": _give_away,
+    "it can be written by its group": lambda path, _: path.chmod(0o770),
+    "it can be written by .*others": lambda path, _: path.chmod(0o1703),
+    "it is a link": lambda path, _: _make_link(path),
+}
+
+
+@pytest.mark.parametrize("problem", UNTRUSTED_DIRECTORIES, ids=["owner", "group", "world", "link"])
+def test_directory_that_somebody_else_may_write(directory: Path, monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    """Neither read nor written."""
+    cache.store(KEY, KERNEL)
+    UNTRUSTED_DIRECTORIES[problem](directory, monkeypatch)
+    with pytest.warns(RuntimeWarning, match=rf"{problem}.*Delete .*`JAX_FASTATTN_CACHE_DIR`"):
+        assert cache.load(KEY) is None
+    cache.store("cd" * 32, KERNEL)  # and no second warning
+    assert [path.name for path in directory.iterdir()] == [KEY]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can own what root owns")
+def test_files_of_root_are_trusted(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that an administrator shares."""
+    cache.store(KEY, KERNEL)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert cache.load(KEY) == KERNEL
+
+
+@pytest.mark.parametrize("umask", [0, 0o777])
+def test_whatever_the_umask_only_the_user_may_read_and_write(directory: Path, umask: int) -> None:
+    old = os.umask(umask)
+    try:
+        cache.store(KEY, KERNEL)
+    finally:
+        os.umask(old)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (directory.parent, directory, directory / KEY)]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+def test_no_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with an arbitrary user id: one warning, no cache."""
+
+    def no_entry(*_: object) -> None:
+        raise KeyError
+
+    for name in ("JAX_FASTATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    assert cache.load(KEY) is None
+    with pytest.warns(RuntimeWarning, match="home directory is unknown.*JAX_FASTATTN_CACHE_DIR"):
+        cache.store(KEY, KERNEL)
+    cache.store(KEY, KERNEL)
+    assert cache.load(KEY) is None
+
+
+def _age(path: Path, days: float) -> None:
+    path.touch()
+    os.utime(path, (time.time() - days * 24 * 3600,) * 2)
+
+
+def test_files_of_killed_writers_and_unused_entries_are_deleted(directory: Path) -> None:
+    cache.store(KEY, KERNEL)
+    old, young, foreign = "cd" * 32, "ef" * 32, "notes.txt"
+    for name, days in {old: 91, young: 89, foreign: 1000, ".writing-old": 1.1, ".writing-young": 0.9}.items():
+        _age(directory / name, days)
+    cache.store(KEY, KERNEL)
+    assert {path.name for path in directory.iterdir()} == {KEY, young, foreign, ".writing-young"}
+
+
+def test_an_entry_that_is_read_is_in_use(directory: Path) -> None:
+    cache.store(KEY, KERNEL)
+    _age(directory / KEY, 91)
+    assert cache.load(KEY) == KERNEL
+    cache.store("cd" * 32, KERNEL)
+    assert cache.load(KEY) == KERNEL
 
 
 def test_full_disk_leaves_nothing_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +283,10 @@ def test_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/user")
     assert cache.directory() == Path("/home/user/.cache/jax_fastattn")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache.directory() == Path("/home/user/.cache/jax_fastattn"), "the XDG specification says to ignore it"
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", "~/kernels")
+    assert cache.directory() == Path("/home/user/kernels")
 
 
 @pytest.fixture
@@ -178,6 +331,42 @@ def test_compiler_version_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None
     old = cache.kernel_key(SPEC)
     monkeypatch.setattr(cache, "compiler_version", lambda: "4.9.0")
     assert cache.kernel_key(SPEC) != old
+
+
+def test_cuda_libraries_of_the_compiler_are_in_the_key(compiler_version: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = set()
+    for version in (12, 13):
+        monkeypatch.setattr(registry, "toolkit", lambda version=version: version)
+        keys.add(cache.kernel_key(SPEC))
+    assert len(keys) == 2
+
+
+KEYED_CONFIGS = {
+    "sm80 forward": (sm80_config, "forward_config", SPEC),
+    "sm80 backward": (sm80_config, "backward_config", dataclasses.replace(SPEC, op="backward")),
+    "sm90 forward": (sm90_config, "forward_config", dataclasses.replace(SPEC, family="sm90")),
+    "sm90 fused": (sm90_backward, "backward_config", dataclasses.replace(SPEC, op="backward", family="sm90")),
+    "sm90 dq": (sm90_backward, "dq_config", dataclasses.replace(SPEC, op="backward", family="sm90", head_dim=192)),
+}
+
+
+@pytest.mark.parametrize("case", KEYED_CONFIGS)
+def test_a_kernel_of_another_tiling_is_not_taken(
+    compiler_version: None, directory: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Neither from disk nor from memory."""
+    module, name, spec = KEYED_CONFIGS[case]
+    compiled: list[KernelSpec] = []
+    monkeypatch.setattr(call, "_kernels", {})
+    monkeypatch.setattr(call, "_compile", lambda spec: compiled.append(spec) or KERNEL)
+    call.prepare(spec)
+    call.prepare(spec)
+    assert len(compiled) == 1
+    found = getattr(module, name)(spec)
+    field = dataclasses.fields(found)[0].name
+    monkeypatch.setattr(module, name, lambda spec: dataclasses.replace(found, **{field: "another"}))
+    call.prepare(spec)
+    assert len(compiled) == 2
 
 
 def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from jax_fastattn.ffi import registry
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -82,6 +83,12 @@ def test_another_process_compiles_the_same_bytes(compiler: Any) -> None:
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == hashlib.sha256(compiler.compile_kernel(FORWARD)).hexdigest()
+
+
+def test_compiler_with_other_libraries_than_the_key_says(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "toolkit", lambda: 11)
+    with pytest.raises(RuntimeError, match=r"libraries for CUDA 1[23], but .* those of CUDA 11; install its libraries"):
+        compiler.compile_kernel(FORWARD)
 
 
 def test_resources_of_something_else() -> None:

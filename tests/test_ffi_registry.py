@@ -124,16 +124,24 @@ def test_register_any_number_of_times() -> None:
     ffi.register()
 
 
-@pytest.mark.parametrize(("plugin", "expected"), [("jax_cuda12_plugin", "12"), ("jax_cuda13_plugin", "13"), ("", "13")])
-def test_runtime_library_of_the_plugin(tmp_path: Path, monkeypatch: Any, plugin: str, expected: str) -> None:
-    for version in ("12", "13"):
-        path = tmp_path / f"cu{version}" / "lib" / "libcute_dsl_runtime.so"
+@pytest.mark.parametrize(
+    ("installed", "driver", "expected"),
+    [((12, 13), 12, 12), ((12, 13), 13, 13), ((12, 13), None, 13), ((12,), 13, 12), ((13,), 12, None), ((), 13, None)],
+)
+def test_toolkit_is_the_newest_that_the_driver_runs(
+    tmp_path: Path, monkeypatch: Any, installed: tuple[int, ...], driver: int | None, expected: int | None
+) -> None:
+    """The compiler's rule; the runtime library and the compile key follow it."""
+    paths = {version: tmp_path / f"cu{version}" / "lib" / "libcute_dsl_runtime.so" for version in installed}
+    for path in paths.values():
         path.parent.mkdir(parents=True)
         path.touch()
-    monkeypatch.setattr(registry, "_is_installed", lambda module: module in (plugin, "nvidia_cutlass_dsl"))
+    monkeypatch.setattr(registry, "_is_installed", lambda module: module == "nvidia_cutlass_dsl")
+    monkeypatch.setattr(registry, "_driver_version", lambda: driver)
     spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda module: spec)
-    assert registry.runtime_library() == str(tmp_path / f"cu{expected}" / "lib" / "libcute_dsl_runtime.so")
+    assert registry.toolkit() == expected
+    assert registry.runtime_library() == (None if expected is None else str(paths[expected]))
 
 
 def test_no_runtime_library(monkeypatch: pytest.MonkeyPatch) -> None:

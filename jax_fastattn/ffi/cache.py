@@ -2,38 +2,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled kernels on disk: one file per key, in the user's cache directory.
 
-A key holds everything that decides about an object: the spec, the compiler's version, the kernel sources and the CPU
-that the launcher is for. Deliberately not in it: paths, the environment, JAX's version (kernels do not see them).
+A key holds everything that decides about an object: the spec, its tilings, the version of the compiler and of its CUDA
+libraries, the kernel sources and the CPU that the launcher is for. Deliberately not in it: paths, the environment,
+JAX's version (kernels do not see them).
+
 A file holds a digest and the object. It is written whole or not at all, so that any number of processes may write the
-same key, and read only where its digest fits; everything else counts as absent and is written again. Nothing is ever
-deleted: a kernel is some 100 kB.
+same key, and read only if its digest fits; everything else counts as absent and is written again. The digest does not
+protect against other users, who can compute it too. An object is code that this process will run. Hence a file is read
+only if nobody but its owner can write it and the directory, and the owner is the user or root.
+
+Writing an entry deletes those that nobody read for 90 days, and files of writers that were killed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
+import re
+import stat
 import tempfile
+import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
+from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.support import tilings
 
 # Changes when the layout of a file does.
 _FORMAT = "1"
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
+# Bytes of an entry; csrc/store.cc takes objects up to this size.
+_MAX_SIZE = 1 << 28
 
-def directory() -> Path:
-    """Where kernels are kept: `$JAX_FASTATTN_CACHE_DIR`, else `jax_fastattn` in the user's cache directory."""
+_DAY = 24 * 3600
+_UNUSED_SECONDS = 90 * _DAY
+_TEMPORARY_PREFIX = ".writing-"
+
+
+def directory() -> Path | None:
+    """The directory of compiled kernels: `$JAX_FASTATTN_CACHE_DIR`, else `jax_fastattn` in the user's cache directory.
+
+    Returns:
+        None if the user has no home directory and the environment names no other place.
+    """
     override = os.environ.get("JAX_FASTATTN_CACHE_DIR")
-    if override:
-        return Path(override)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "jax_fastattn"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if override:
+            return Path(override).expanduser()
+        # The XDG specification says to ignore a relative path.
+        return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "jax_fastattn"
+    except RuntimeError:  # neither HOME nor an entry in the password database
+        return None
 
 
 def kernel_key(spec: KernelSpec) -> str:
@@ -42,10 +70,12 @@ def kernel_key(spec: KernelSpec) -> str:
     Raises:
         ImportError: nvidia-cutlass-dsl is not installed.
     """
-    parts = (_FORMAT, repr(spec), compiler_version(), sources_digest(), platform.machine())
+    compiler = f"{compiler_version()} for CUDA {registry.toolkit()}"
+    parts = (_FORMAT, repr(spec), repr(tilings(spec)), compiler, sources_digest(), platform.machine())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+@functools.cache
 def compiler_version() -> str:
     """Version of nvidia-cutlass-dsl, read from its metadata: importing it takes seconds."""
     return importlib.metadata.version("nvidia-cutlass-dsl")
@@ -61,10 +91,20 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
+class _UntrustedError(Exception):
+    """Somebody else may write what was found; the message says why."""
+
+
 def load(key: str) -> bytes | None:
-    """The object kept under `key`; None when there is none, or when it is damaged or cannot be read."""
+    """The object kept under `key`; None if there is none that is whole and can be read. Warns of one not to trust."""
+    target = directory()
+    if target is None:
+        return None
     try:
-        content = (directory() / key).read_bytes()
+        content = _read(target, key)
+    except _UntrustedError as error:
+        _warn_untrusted(target, str(error))
+        return None
     except OSError:
         return None
     digest, kernel = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
@@ -72,31 +112,113 @@ def load(key: str) -> bytes | None:
 
 
 def store(key: str, kernel: bytes) -> None:
-    """Keeps an object under `key`. Where that is impossible, warns once and goes on."""
+    """Keeps an object under `key`, and deletes what nobody uses. If that is impossible, warns once and goes on."""
     target = directory()
+    if target is None:
+        _warn_unwritable("anywhere, since the user's home directory is unknown")
+        return
     temporary: Path | None = None
     try:
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=target, prefix=".writing-")  # mode 0600
+        _create(target)
+        with _opened(target, stat.S_IFDIR):
+            pass
+        descriptor, name = tempfile.mkstemp(dir=target, prefix=_TEMPORARY_PREFIX)
         temporary = Path(name)
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)  # whatever the umask
             file.write(_digest(key, kernel) + kernel)
         temporary.replace(target / key)
+    except _UntrustedError as error:
+        _warn_untrusted(target, str(error))
     except OSError as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        _warn_once(str(target), error.strerror or str(error))
+        _warn_unwritable(f"to {target} ({error.strerror or error})")
+    else:
+        _prune(target)
 
 
 def _digest(key: str, kernel: bytes) -> bytes:
     return hashlib.sha256(key.encode() + kernel).digest()
 
 
-@functools.cache
-def _warn_once(target: str, problem: str) -> None:
-    warnings.warn(
-        f"compiled kernels cannot be kept in {target} ({problem}), so that each process compiles them again; set "
-        "JAX_FASTATTN_CACHE_DIR to a directory that can be written",
-        RuntimeWarning,
-        stacklevel=2,
+def _read(target: Path, key: str) -> bytes:
+    """Bytes of an entry; raises OSError or _UntrustedError."""
+    with _opened(target, stat.S_IFDIR) as parent, _opened(key, stat.S_IFREG, parent) as descriptor:
+        status = os.fstat(descriptor)
+        if status.st_size > _MAX_SIZE:
+            raise _UntrustedError("an entry is larger than any kernel")
+        if time.time() - status.st_mtime > _DAY:  # `_prune` reads this as the time of the last use
+            with contextlib.suppress(OSError):  # of root's files, in a cache that an administrator shares
+                os.utime(descriptor)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(status.st_size)
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, kind: int, parent: int | None = None) -> Iterator[int]:
+    """A descriptor of the cache's directory, or of an entry in `parent`, that nobody else can write.
+
+    What is checked is what was opened: no link is followed, and no name is looked up twice.
+    """
+    name = "it" if parent is None else "an entry"
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would wait for a writer
+    try:
+        descriptor = os.open(path, flags, dir_fd=parent)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _UntrustedError(f"{name} is a link") from error
+        if error.errno == errno.ENXIO:
+            raise _UntrustedError(f"{name} is a socket") from error
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_IFMT(status.st_mode) != kind:
+            raise _UntrustedError(f"{name} is no {'directory' if kind == stat.S_IFDIR else 'regular file'}")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise _UntrustedError(f"{name} belongs to user {status.st_uid}, neither this user nor root")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise _UntrustedError(f"{name} can be written by its group or by others")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _create(target: Path) -> None:
+    """Creates the directory, and those above it, for the user alone, whatever the umask."""
+    for path in reversed([path for path in (target, *target.parents) if not path.exists()]):
+        with contextlib.suppress(FileExistsError):  # by another process, meanwhile
+            path.mkdir(mode=0o700)
+            path.chmod(0o700)
+
+
+def _prune(target: Path) -> None:
+    """Deletes entries that nobody read for 90 days, and files of writers that were killed more than a day ago."""
+    with contextlib.suppress(OSError), os.scandir(target) as found:
+        for file in found:
+            is_temporary, is_entry = file.name.startswith(_TEMPORARY_PREFIX), re.fullmatch("[0-9a-f]{64}", file.name)
+            limit = _DAY if is_temporary else _UNUSED_SECONDS
+            if is_temporary or is_entry:
+                with contextlib.suppress(OSError):  # another process deletes too
+                    if time.time() - file.stat(follow_symlinks=False).st_mtime > limit:
+                        Path(file.path).unlink()
+
+
+def _warn_untrusted(target: Path, problem: str) -> None:
+    _warn_once(
+        f"Will not use the compiled kernels in {target}, since {problem}: whoever can write them can run code as this "
+        "user. Every process will recompile them. Delete that directory, or set `JAX_FASTATTN_CACHE_DIR` to one that "
+        "only you can write."
     )
+
+
+def _warn_unwritable(problem: str) -> None:
+    _warn_once(
+        f"Cannot write compiled kernels {problem}; every process will recompile them. Set `JAX_FASTATTN_CACHE_DIR` to "
+        "a directory that only you can write."
+    )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

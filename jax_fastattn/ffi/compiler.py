@@ -18,6 +18,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
+from jax_fastattn.ffi import registry
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
 from jax_fastattn.kernels.sm80 import backward as sm80_backward
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
@@ -71,6 +72,11 @@ def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
 
 
 def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> bytes:
+    if cutlass.CUDA_VERSION.major != registry.toolkit():
+        raise RuntimeError(
+            f"nvidia-cutlass-dsl was imported with its libraries for CUDA {cutlass.CUDA_VERSION.major}, but compiled "
+            f"kernels are kept as those of CUDA {registry.toolkit()}; install its libraries for one CUDA version only"
+        )
     with _lock:
         _open_runtime()
         compiled = cute.compile(

@@ -8,6 +8,7 @@ Everything is found without being loaded, until `register` loads the C++ extensi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -24,6 +25,7 @@ TARGET_NAME = "jax_fastattn_launch"
 
 _EXTENSION = "jax_fastattn.ffi._ffi"
 _COMPILER = "nvidia_cutlass_dsl"
+_DRIVER = "libcuda.so.1"
 
 # Binaries run on later minor versions of their major version; those with the suffix "a" run on their own version only.
 _ARCHITECTURES = {
@@ -144,22 +146,44 @@ def register() -> None:
 @functools.cache
 def _register_once() -> None:
     extension = importlib.import_module(_EXTENSION)
-    extension.set_library_paths(runtime=runtime_library() or "", driver="libcuda.so.1")
+    extension.set_library_paths(runtime=runtime_library() or "", driver=_DRIVER)
     stages = {"instantiate": extension.instantiate, "execute": extension.launch}
     jax.ffi.register_ffi_target(TARGET_NAME, stages, platform="CUDA")
 
 
 def runtime_library() -> str | None:
-    """Path of the CuTe DSL runtime for the CUDA version of JAX's plugin, else of the newest; None without any."""
+    """Path of the CuTe DSL runtime of `toolkit`; None without any."""
+    found = toolkit()
+    return None if found is None else str(_runtime_libraries()[found])
+
+
+def toolkit() -> int | None:
+    """The CUDA version, such as 13, of the CuTe DSL libraries that this process compiles and launches with.
+
+    Returns:
+        the newest installed one that the driver can run, or the newest one without a driver; None if there is none.
+        The compiler picks its libraries by the same rule, when it is imported.
+    """
+    driver = _driver_version()
+    return max((version for version in _runtime_libraries() if driver is None or version <= driver), default=None)
+
+
+def _runtime_libraries() -> dict[int, Path]:
     spec = importlib.util.find_spec(_COMPILER) if _is_installed(_COMPILER) else None
     roots = [Path(root) for root in (spec.submodule_search_locations if spec else None) or ()]
-    versions = sorted(("13", "12"), key=lambda version: not _is_installed(f"jax_cuda{version}_plugin"))
-    for version in versions:
-        for root in roots:
-            path = root / f"cu{version}" / "lib" / "libcute_dsl_runtime.so"
-            if path.is_file():
-                return str(path)
-    return None
+    found = [path for root in reversed(roots) for path in root.glob("cu[0-9]*/lib/libcute_dsl_runtime.so")]
+    return {int(path.parents[1].name.removeprefix("cu")): path for path in found}
+
+
+@functools.cache
+def _driver_version() -> int | None:
+    """The major CUDA version of the driver, which needs no initialization for it; None without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        error = ctypes.CDLL(_DRIVER).cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if error else version.value // 1000
 
 
 @functools.cache

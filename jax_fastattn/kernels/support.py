@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm90 import backward_config as sm90_backward
 from jax_fastattn.kernels.sm90 import config as sm90
-from jax_fastattn.kernels.spec import UNBOUNDED, kernel_spec
+from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, kernel_spec
 from jax_fastattn.spec import Problem
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
@@ -31,17 +33,21 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
     return [reason for reason, applies in checks.items() if applies]
 
 
+def tilings(spec: KernelSpec) -> tuple[Any, ...]:
+    """The tile configurations of the kernels in the object of `spec`: forward; dq and dkdv; or all gradients in one."""
+    if spec.op == "forward":
+        return ((sm90 if spec.family == "sm90" else sm80).forward_config(spec),)
+    if spec.family == "sm80":
+        config = sm80.backward_config(spec)
+        return config.dq, config.dkdv
+    dkdv = sm90_backward.backward_config(spec)
+    return (dkdv,) if spec.fused else (sm90_backward.dq_config(spec), dkdv)
+
+
 def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
     """Families, and query rows x keys of the tiles, that `problem` runs with on `arch`, in words."""
     forward_spec, backward_spec = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
-    forward = {"sm80": sm80.forward_config, "sm90": sm90.forward_config}[forward_spec.family](forward_spec)
-    if backward_spec.family == "sm90":
-        dq, dkdv = sm90_backward.dq_config(backward_spec), sm90_backward.backward_config(backward_spec)
-    else:
-        dq, dkdv = (config := sm80.backward_config(backward_spec)).dq, config.dkdv
-    if backward_spec.fused:
-        backward = f"backward {dkdv.queries}x{dkdv.keys}"
-    else:
-        backward = f"dq {dq.rows}x{dq.keys}, dkdv {dkdv.queries}x{dkdv.keys}"
+    (forward,), (*dq, dkdv) = tilings(forward_spec), tilings(backward_spec)
+    backward = "".join(f"dq {config.rows}x{config.keys}, dkdv " for config in dq) or "backward "
     families = f"{forward_spec.family} forward, {backward_spec.family} backward"
-    return families, f"forward {forward.rows}x{forward.keys}, {backward}"
+    return families, f"forward {forward.rows}x{forward.keys}, {backward}{dkdv.queries}x{dkdv.keys}"
