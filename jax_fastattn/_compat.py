@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 # `jax.extend.core.Primitive`, whose package loads Pallas in jax 0.12: 42 ms that every import would pay.
 Primitive: Any = type(jax.lax.add_p)
@@ -16,6 +17,11 @@ def varying_axes(x: Any) -> frozenset[Any]:
     """Manual mesh axes (of an enclosing `shard_map`) over which `x` varies."""
     aval = jax.typeof(x)
     return aval.vma if hasattr(aval, "vma") else aval.mat.varying
+
+
+def zeros_like(x: jax.Array) -> jax.Array:
+    """Zeros that vary over the manual mesh axes over which `x` varies."""
+    return as_varying(jnp.zeros_like(x), varying_axes(x))
 
 
 def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:

@@ -15,7 +15,7 @@ In einsums: b batch, t query, s key, k key/value head, g query head within its g
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -109,6 +109,7 @@ def backward(
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
+    wanted: Collection[str] = Gradients._fields,
     *,
     barriers: bool = True,
 ) -> Gradients:
@@ -118,6 +119,7 @@ def backward(
         out, lse: what `forward` returned.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`, or None for zero.
+        wanted: the names of bias and sinks where their gradients, if present, are computed; else these are None.
         barriers: as for `forward`.
     """
     blocks = _Blocks.of(spec, operands, barriers)
@@ -132,7 +134,7 @@ def backward(
     delta = jnp.where(empty, 0.0, delta if dlse is None else delta - dlse)
     lse = jnp.where(empty, 0.0, lse)
     dsinks = None
-    if operands.sinks is not None:
+    if operands.sinks is not None and "sinks" in wanted:
         weights = jnp.where(empty, 0.0, jnp.exp(operands.sinks[:, None, :].astype(lse.dtype) - lse))
         dsinks = _reduce_to(operands.sinks.shape, -jnp.sum(weights * delta, axis=1))
     dout, lse, delta = (_split_heads(x, blocks.query.shape[2], 2) for x in (dout, lse, delta))
@@ -168,7 +170,7 @@ def backward(
         query=blocks.full(blocks.query.shape, 0.0),
         key=blocks.full(blocks.key.shape, 0.0),
         value=blocks.full(blocks.value.shape, 0.0),
-        bias=None if blocks.bias is None else blocks.full(blocks.bias.shape, 0.0),
+        bias=None if blocks.bias is None or "bias" not in wanted else blocks.full(blocks.bias.shape, 0.0),
         sinks=None,
     )
     sums = _loop(blocks.queries, (0, blocks.queries.count), query_chunk, sums)

@@ -15,6 +15,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_fastattn.spec import AttentionSpec
 
+# The operands whose gradients come together and have their dtype.
+QKV = ("query", "key", "value")
+
 
 def like(aval: Any, shape: tuple[int, ...], dtype: Any = None, axes: tuple[int | None, ...] | None = None) -> Any:
     """`aval` with another shape; its axis i is sharded as axis `axes[i]` of `aval` (default: not at all)."""
@@ -39,15 +42,16 @@ def forward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
     ]
 
 
-def backward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
-    """Abstract gradients of query, key, value, and of bias and sinks where present (float32 or wider)."""
+def backward_results(spec: AttentionSpec, arrays: Any, wanted: tuple[str, ...]) -> list[Any]:
+    """Abstract gradients of the operands named in `wanted`; those of others than QKV are float32 or wider."""
     operands = spec.operands(arrays[: len(spec.present)])
-    statistics = [
-        like(x, x.shape, statistics_dtype(operands.query.dtype), axes=tuple(range(len(x.shape))))
-        for x in (operands.bias, operands.sinks)
-        if x is not None
-    ]
-    return [*operands[:3], *statistics]
+
+    def gradient(name: str) -> Any:
+        x = getattr(operands, name)
+        dtype = statistics_dtype(operands.query.dtype)
+        return x if name in QKV else like(x, x.shape, dtype, axes=tuple(range(len(x.shape))))
+
+    return [gradient(name) for name in wanted]
 
 
 def lower_on_one_device(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, *values: Any) -> Any:

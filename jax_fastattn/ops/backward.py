@@ -8,7 +8,7 @@ Binds the operands, then output, log-sum-exp, the output's cotangent and, `with_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -26,42 +26,48 @@ backward_p = Primitive("jax_fastattn_backward")
 backward_p.multiple_results = True
 
 # Operands with a gradient. A gradient of size 1 on an axis is a sum over that axis.
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+DIFFERENTIABLE = Gradients._fields
 
 
 def backward(
-    spec: AttentionSpec, operands: Operands, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    wanted: Collection[str],
 ) -> Gradients:
-    """Gradients of the differentiable operands; those of bias and sinks in float32 or wider."""
+    """Gradients of query, key and value, and in float32 or wider those of the other operands in `wanted`."""
+    names = tuple(name for name in DIFFERENTIABLE if name in abstract.QKV or name in wanted)
     cotangents = [out, lse, dout] + ([] if dlse is None else [dlse])
-    found = _op(spec, dlse is not None)(*operands.arrays(), *cotangents)
-    names = [name for name in DIFFERENTIABLE if name in spec.present]
+    found = _op(spec, dlse is not None, names)(*operands.arrays(), *cotangents)
     gradients: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE) | dict(zip(names, found, strict=True))
     return Gradients(**gradients)
 
 
 @backward_p.def_abstract_eval
-def _abstract(*arrays: Any, spec: AttentionSpec, with_dlse: bool) -> list[Any]:
+def _abstract(*arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> list[Any]:
     del with_dlse
-    return abstract.backward_results(spec, arrays)
+    return abstract.backward_results(spec, arrays, wanted)
 
 
-def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool) -> list[jax.Array]:
-    """`run` on what is bound; absent gradients left out."""
+def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> list[jax.Array]:
+    """`run` on what is bound; gradients that are not wanted left out."""
     count = len(spec.present)
-    found = run(spec, spec.operands(arrays[:count]), *arrays[count:], *(() if with_dlse else (None,)))
-    return [x for x in found if x is not None]
+    found = run(spec, spec.operands(arrays[:count]), *arrays[count:], *(() if with_dlse else (None,)), wanted)
+    return [getattr(found, name) for name in wanted]
 
 
 @backward_p.def_impl
-def _portable(*arrays: jax.Array, spec: AttentionSpec, with_dlse: bool) -> list[jax.Array]:
-    return _gradients(portable.backward, arrays, spec, with_dlse)
+def _portable(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
+    return _gradients(portable.backward, arrays, **params)
 
 
-def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, with_dlse: bool) -> Any:
+def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, **params: Any) -> Any:
     problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
     run = cuda.backward if dispatch.takes_cuda(problem) else functools.partial(portable.backward, barriers=False)
-    return abstract.lower_on_one_device(lambda *arrays: _gradients(run, arrays, spec, with_dlse), ctx, *values)
+    return abstract.lower_on_one_device(lambda *arrays: _gradients(run, arrays, spec, **params), ctx, *values)
 
 
 def _default(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
@@ -73,12 +79,12 @@ mlir.register_lowering(backward_p, _default)
 
 
 @functools.lru_cache(maxsize=batching.CACHED_OPS)
-def _op(spec: AttentionSpec, with_dlse: bool) -> Callable[..., Any]:
+def _op(spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> Callable[..., Any]:
     """The primitive with its sharding rule around it, and its batching rule around that."""
-    one_device = functools.partial(backward_p.bind, spec=spec, with_dlse=with_dlse)
+    one_device = functools.partial(backward_p.bind, spec=spec, with_dlse=with_dlse, wanted=wanted)
     operand_axes = [sharding.OPERAND_AXES[name] for name in spec.present]
     cotangent_axes = ["BTND", "BTN", "BTND", "BTN"][: 3 + with_dlse]
-    differentiable = [i for i, name in enumerate(spec.present) if name in DIFFERENTIABLE]
+    differentiable = [spec.present.index(name) for name in wanted]
     result_axes = [operand_axes[i] for i in differentiable]
     op = custom_vmap(sharding.partitioned(one_device, operand_axes + cotangent_axes, result_axes))
 
@@ -90,7 +96,7 @@ def _op(spec: AttentionSpec, with_dlse: bool) -> Callable[..., Any]:
             batching.fold(x, is_mapped, size, inner, may_broadcast=i < len(spec.present) and spec.present[i] == "mask")
             for i, (x, is_mapped) in enumerate(zip(arrays, mapped, strict=True))
         ]
-        found = [batching.unfold(x, size) for x in _op(spec, with_dlse)(*folded)]
+        found = [batching.unfold(x, size) for x in _op(spec, with_dlse, wanted)(*folded)]
         own_batches = [batching.inner_batch(arrays[i], mapped[i]) for i in differentiable]
         results = [x.sum(axis=1, keepdims=True) if own == 1 else x for x, own in zip(found, own_batches, strict=True)]
         return results, [True] * len(results)

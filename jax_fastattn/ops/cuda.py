@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -63,8 +63,9 @@ def backward(
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
+    wanted: Collection[str] = Gradients._fields,
 ) -> Gradients:
-    """One custom call, which launches every kernel of the backward pass."""
+    """One custom call, which launches every kernel of the backward pass; see `portable.backward` for `wanted`."""
     padded = _padded(operands)._replace(sinks=None)
     problem = Problem.of(spec, padded)
     cotangents = [pad_head_dim(out), lse, pad_head_dim(dout)] + ([] if dlse is None else [dlse])
@@ -81,7 +82,7 @@ def backward(
         [*((x.shape, x.dtype) for x in padded[:3]), *scratch],
     )
     dsinks = None
-    if operands.sinks is not None:
+    if operands.sinks is not None and "sinks" in wanted:
         dsinks = sinks_gradient(operands.sinks, lse, row_delta(kernel, stats, query_length, dlse))
     return Gradients(
         query=cut_head_dim(dq, operands.query.shape[3]),

@@ -1,6 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The derivative rule: residuals are query, key, value, output and log-sum-exp (FlashAttention, algorithm 4)."""
+"""The derivative rule: residuals are query, key, value, output and log-sum-exp (FlashAttention, algorithm 4).
+
+JAX tells the forward rule which operands are differentiated and the backward rule which cotangents are zero, so that
+neither a gradient nor a cotangent is computed that nobody asked for. What the forward rule is told reaches the backward
+rule as the keys of a dict without values, which is structure, not data.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,9 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
+from jax_fastattn import _compat
 from jax_fastattn.ops.backward import backward
 from jax_fastattn.ops.forward import forward
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -28,20 +35,24 @@ def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> Re
     return out, lse if return_residual else None
 
 
-def _attend_fwd(spec: AttentionSpec, operands: Operands, return_residual: bool) -> tuple[Results, Any]:
+def _attend_fwd(spec: AttentionSpec, primals: Any, return_residual: bool) -> tuple[Results, Any]:
+    operands: Operands = jax.tree.map(lambda x: x.value, primals)
+    wanted = {name: None for name, x in primals._asdict().items() if x is not None and x.perturbed}
     out, lse = forward(spec, operands)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse if return_residual else None), (operands, out, lse)
+    return (out, lse if return_residual else None), (operands, out, lse, wanted)
 
 
-def _attend_bwd(spec: AttentionSpec, return_residual: bool, residuals: Any, cotangents: Results) -> tuple[Operands]:
+def _attend_bwd(spec: AttentionSpec, return_residual: bool, residuals: Any, cotangents: Any) -> tuple[Operands]:
     del return_residual  # without it the cotangent is None
-    operands, out, lse = residuals
-    found = backward(spec, operands, out, lse, *cotangents)
+    operands, out, lse, wanted = residuals
+    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    dout = _compat.zeros_like(out) if dout is None else dout
+    found = backward(spec, operands, out, lse, dout, dlse, wanted)
     gradients: dict[str, Any] = dict.fromkeys(Operands._fields)
     for name, x in found._asdict().items():
         gradients[name] = None if x is None else x.astype(getattr(operands, name).dtype)
     return (Operands(**gradients),)
 
 
-attend.defvjp(_attend_fwd, _attend_bwd)
+attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
