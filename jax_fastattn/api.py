@@ -85,7 +85,7 @@ def attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -117,7 +117,8 @@ def attention(
         value: `[B, S, K, D]` or `[S, K, D]`, dtype of `query`; D may differ from H.
         bias: floating, broadcastable to `[B, N, T, S]`; added to the scaled logits. Differentiable.
         mask: bool, broadcastable to `[B, N, T, S]`; True where the query may attend.
-        scale: factor on the logits; default 1 / sqrt(H).
+        scale: factor on `query . key`; default 1 / sqrt(H). A Python or NumPy number is fixed when the call is traced.
+            A `jax.Array` of shape `()`, traced or not, is run-time data and differentiable.
         is_causal: a query sees the keys at its own position and before; see `query_offset`.
         query_seq_lengths: integers `[B]`; rows from there on are padding: output 0, zero gradients.
         key_value_seq_lengths: integers `[B]`; keys from there on are invisible.
@@ -184,6 +185,8 @@ def explain(
     arrays |= {name: options.pop(name) for name in canonical.ARRAY_OPTIONS if name in options}
     options.pop("return_residual", None)
     found: list[Problem] = []
+    if isinstance(options.get("scale"), (jax.Array, jax.ShapeDtypeStruct)):
+        arrays["scale"] = options.pop("scale")
     jax.eval_shape(lambda arrays: found.append(Problem.of(*canonical.canonicalize(**arrays, **options))), arrays)
     with ffi.target_arch(ffi.named_arch() if arch is None else arch):
         return dispatch.explain(found[0])
@@ -235,7 +238,7 @@ def attention_varlen(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     local_window_size: Window = None,
     implementation: Implementation | None = None,

@@ -122,14 +122,17 @@ def _resolve(
     deterministic: Any = False,
 ) -> tuple[AttentionSpec, Operands]:
     """The static facts of a call, defaults filled in."""
-    operands = unify_varying(operands)
     head_dim = operands.query.shape[-1]
-    default_scale = head_dim**-0.5 if head_dim else 1.0
+    if isinstance(scale, jax.Array):
+        operands, scale = operands._replace(scale=_check_scale(scale, operands.query.dtype)), 1.0
+    elif scale is None:
+        scale = head_dim**-0.5 if head_dim else 1.0
+    operands = unify_varying(operands)
     validation.check_implementation(implementation)
     if logits_soft_cap is not None:
         logits_soft_cap = validation.check_scalar("logits_soft_cap", logits_soft_cap, positive=True)
     spec = AttentionSpec(
-        scale=default_scale if scale is None else validation.check_scalar("scale", scale),
+        scale=validation.check_scalar("scale", scale),
         is_causal=validation.check_flag("is_causal", is_causal),
         window=validation.check_window(local_window_size),
         logits_soft_cap=logits_soft_cap,
@@ -181,6 +184,12 @@ def _check_sinks(axes: validation.Axes, sinks: Any) -> jax.Array:
     sinks = _checked("sinks", sinks, "float")
     axes.bind("sinks", sinks, "N")
     return sinks.astype(np.promote_types(sinks.dtype, np.float32))[None]
+
+
+def _check_scale(scale: jax.Array, dtype: Any) -> jax.Array:
+    """`[1, 1]` in the dtype of the logits of operands of `dtype`."""
+    validation.check_scalar_array("scale", scale)
+    return scale.astype(np.promote_types(dtype, np.float32)).reshape(1, 1)
 
 
 def add_batch(x: jax.Array, batched_ndim: int) -> jax.Array:

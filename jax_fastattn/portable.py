@@ -43,8 +43,8 @@ UNBOUNDED = 1 << 29
 class Gradients(NamedTuple):
     """Cotangents of the differentiable operands, in their shapes; None where the operand is absent.
 
-    Those of query, key and value have the dtype of their operand. Those of bias and sinks are float32 (float64 for
-    float64 operands), since the ops may have to add up several before they round.
+    Those of query, key and value have the dtype of their operand. Those of bias, sinks and scale are float32 (float64
+    for float64 operands), since the ops may have to add up several before they round.
     """
 
     query: jax.Array
@@ -52,6 +52,7 @@ class Gradients(NamedTuple):
     value: jax.Array
     bias: jax.Array | None
     sinks: jax.Array | None
+    scale: jax.Array | None
 
 
 def forward(spec: AttentionSpec, operands: Operands, *, barriers: bool = True) -> tuple[jax.Array, jax.Array]:
@@ -119,7 +120,7 @@ def backward(
         out, lse: what `forward` returned.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`, or None for zero.
-        wanted: the names of bias and sinks where their gradients, if present, are computed; else these are None.
+        wanted: names of operands; of bias, sinks and scale only those named get a gradient, and the others None.
         barriers: as for `forward`.
     """
     blocks = _Blocks.of(spec, operands, barriers)
@@ -172,18 +173,31 @@ def backward(
         value=blocks.full(blocks.value.shape, 0.0),
         bias=None if blocks.bias is None or "bias" not in wanted else blocks.full(blocks.bias.shape, 0.0),
         sinks=None,
+        scale=None,
     )
     sums = _loop(blocks.queries, (0, blocks.queries.count), query_chunk, sums)
     dbias = None
     if operands.bias is not None and sums.bias is not None:
         dbias = sums.bias.reshape(operands.bias.shape)
+    dscaled, scale = _merge_heads(sums.query), _scale(spec, operands, 4)
     return Gradients(
-        query=(_merge_heads(sums.query) * spec.scale).astype(dtype),
-        key=(sums.key * spec.scale).astype(dtype),
+        query=(dscaled * scale).astype(dtype),
+        key=(sums.key * scale).astype(dtype),
         value=sums.value.astype(dtype),
         bias=dbias,
         sinks=dsinks,
+        scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
+
+
+def scale_gradient(operands: Operands, dscaled: jax.Array) -> jax.Array | None:
+    """The gradient of a scale that is an operand, from that of the scaled query, `[B, T, N, H]`."""
+    if operands.scale is None:
+        return None
+    dscaled = dscaled.astype(operands.scale.dtype)
+    # A query that sees no key may be NaN; the gradient is exactly 0 there.
+    products = jnp.where(dscaled == 0.0, 0.0, operands.query.astype(dscaled.dtype) * dscaled)
+    return _reduce_to(operands.scale.shape, products.sum(axis=(1, 2, 3))[:, None])
 
 
 @dataclass(frozen=True)
@@ -357,7 +371,7 @@ class _Blocks:
     def logits(self, i: Index, j: Index, visible: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """`[B, K, G, t, s]`, -inf where invisible, and the derivative of the soft cap, or None without one."""
         query, key = self.queries.take(self.query, i), self.keys.take(self.key, j)
-        logits = self.einsum("btkgh,bskh->bkgts", query, key) * self.spec.scale
+        logits = self.einsum("btkgh,bskh->bkgts", query, key) * _scale(self.spec, self.operands, 5)
         if self.bias is not None:
             logits = logits + self.plane_block(self.bias, i, j).astype(logits.dtype)
         slope = None
@@ -388,6 +402,11 @@ def _padding_rows(operands: Operands) -> jax.Array | None:
     if operands.query_seq_lengths is not None:
         return jnp.arange(operands.query.shape[1], dtype=jnp.int32)[None, :] >= operands.query_seq_lengths[:, None]
     return operands.query_segment_ids == PADDING_ID if operands.is_packed else None
+
+
+def _scale(spec: AttentionSpec, operands: Operands, ndim: int) -> jax.Array | float:
+    """The factor on query . key, in a form that multiplies arrays `[B, ...]` of `ndim` axes."""
+    return spec.scale if operands.scale is None else operands.scale.reshape(-1, *(1,) * (ndim - 1))
 
 
 def _split_heads(x: jax.Array, num_kv_heads: int, axis: int) -> jax.Array:

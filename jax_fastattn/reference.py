@@ -63,7 +63,8 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
         for x in (operands.key, operands.value)
     )
 
-    logits = spec.scale * jnp.einsum("btnh,bsnh->bnts", query, key)
+    scale = spec.scale if operands.scale is None else operands.scale[:, :, None, None]
+    logits = scale * jnp.einsum("btnh,bsnh->bnts", query, key)
     if operands.bias is not None:
         logits = logits + operands.bias.astype(dtype)
     # Before the cap as well as after it: NaN times the zero cotangent of an invisible logit would be NaN.

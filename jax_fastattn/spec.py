@@ -38,6 +38,8 @@ class Operands(NamedTuple):
         query_segment_ids: integers `[B, T]`; in packed input, int32 and PADDING_ID where a row is padding.
         key_value_segment_ids: integers `[B, S]` of the same dtype.
         sinks: float32 `[b, N]`, one extra logit per head in the softmax denominator.
+        scale: float32 `[b, 1]` (float64 for float64 operands): a factor on query . key that is not static. Its axis of
+            size 1 stands for the heads, over which its gradient is a sum.
     """
 
     query: jax.Array
@@ -51,6 +53,7 @@ class Operands(NamedTuple):
     query_segment_ids: jax.Array | None = None
     key_value_segment_ids: jax.Array | None = None
     sinks: jax.Array | None = None
+    scale: jax.Array | None = None
 
     def present(self) -> tuple[str, ...]:
         """Names of the operands that are there, in order."""
@@ -71,7 +74,7 @@ class AttentionSpec:
     """What a call fixes when it is traced, apart from shapes and dtypes. Hashable; a parameter of the primitives.
 
     Attributes:
-        scale: factor on query . key.
+        scale: factor on query . key; 1 if the factor is an operand.
         is_causal: key position <= query position + query_offset.
         window: `(left, right)`: a query at position p sees keys p - left .. p + right; None is unlimited.
         logits_soft_cap: `cap * tanh(x / cap)` on scaled, biased logits; None is off.

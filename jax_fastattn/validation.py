@@ -115,7 +115,7 @@ def check_heads(axes: Axes) -> None:
 def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
     """A finite Python number: scalars are fixed when the function is traced."""
     if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static, or fold it into `query`")
+        raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static")
     if isinstance(x, (bool, str)) or (not np.isscalar(x) and not (hasattr(x, "shape") and x.shape == ())):
         raise TypeError(f"`{name}` is {type(x).__name__}, expected a float")
     try:
@@ -127,6 +127,14 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
     if abs(value) > _LARGEST_FLOAT32 or (positive and value < _SMALLEST_FLOAT32):
         raise ValueError(f"`{name}` is {value}, expected a{' positive' if positive else ''} number that float32 holds")
     return value
+
+
+def check_scalar_array(name: str, x: jax.Array) -> None:
+    """One real number on a device; its value is not known here."""
+    if not jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`{name}` has dtype {x.dtype}, expected a floating or integer dtype; cast it first")
+    if x.ndim:
+        raise ValueError(f"`{name}` has shape {x.shape}, expected a float or an array of shape (); vmap over its axes")
 
 
 def check_int32(name: str, x: int) -> None:

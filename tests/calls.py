@@ -42,10 +42,12 @@ EVERYTHING = Case(
     query_offset=(3, 2),
     segments=3,
     sinks="n",
+    scale=-0.6,
+    scale_is_array=True,
     dlse=True,
 )
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "scale")
 
 Arrays = dict[str, Any]
 
@@ -56,14 +58,15 @@ def arrays_of(operands: Operands) -> Arrays:
     found = operands._asdict() | {
         "segment_ids": None if segment_ids == (None, None) else segment_ids,
         "sinks": None if operands.sinks is None else operands.sinks[0],
+        "scale": None if operands.scale is None else operands.scale[0, 0],
     }
     return {name: x for name, x in found.items() if x is not None and not name.endswith("_segment_ids")}
 
 
 def options_of(spec: AttentionSpec) -> dict[str, Any]:
     """The other arguments of a call of `attention`."""
-    return {
-        "scale": spec.scale,
+    scale = {} if "scale" in spec.present else {"scale": spec.scale}
+    return scale | {
         "is_causal": spec.is_causal,
         "local_window_size": spec.window,
         "logits_soft_cap": spec.logits_soft_cap,
@@ -109,6 +112,7 @@ def loss_of(case: Case, function: Any = through_api, seed: int = 1) -> Any:
                 "query_segment_ids": query_ids,
                 "key_value_segment_ids": key_ids,
                 "sinks": arrays["sinks"][None] if "sinks" in arrays else None,
+                "scale": arrays["scale"][None, None] if "scale" in arrays else None,
             }
             out, lse = function(spec, Operands(**given))
         total = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32))

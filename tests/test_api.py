@@ -110,7 +110,7 @@ def test_unbatched_is_a_batch_of_one(features: tuple[str, ...]) -> None:
     )
     arrays = calls.arrays_of(one.operands(jax.random.key(0)))
     arrays = {name: x for name, x in arrays.items() if name in ("query", "key", "value", *features)}
-    kept = ("sinks", "query_seq_lengths", "key_value_seq_lengths", "query_offset")
+    kept = ("sinks", "scale", "query_seq_lengths", "key_value_seq_lengths", "query_offset")
     unbatched = {name: x if name in kept else jax.tree.map(lambda x: x[0], x) for name, x in arrays.items()}
     run = jax.jit(lambda x: attention(**x, is_causal=True, return_residual=True))
     calls.assert_same(run(unbatched), jax.tree.map(lambda x: x[0], run(arrays)))
@@ -128,6 +128,7 @@ SAME = {
     "scale-default": ({"scale": 8**-0.5}, {}),
     "scale-numpy": ({"scale": np.float32(0.25)}, {"scale": 0.25}),
     "scale-array": ({"scale": jnp.float32(0.25)}, {"scale": 0.25}),
+    "scale-integer-array": ({"scale": jnp.int32(2)}, {"scale": 2}),
     "offset-int": ({"query_offset": 2, "is_causal": True}, {"query_offset": jnp.array([2, 2]), "is_causal": True}),
     "offset-scalar": ({"query_offset": jnp.array(2), "is_causal": True}, {"query_offset": 2, "is_causal": True}),
     "offset-numpy": ({"query_offset": np.int32(2), "is_causal": True}, {"query_offset": 2, "is_causal": True}),
@@ -410,7 +411,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"`logits_soft_cap` is 1e-300, expected a positive number that float32 holds",
     ),
     "scale-string": ({"scale": "1"}, TypeError, r"`scale` is str, expected a float"),
-    "scale-array": ({"scale": jnp.ones(2)}, TypeError, r"`scale` is ArrayImpl, expected a float"),
+    "scale-shape": ({"scale": jnp.ones(2)}, ValueError, r"`scale` has shape \(2,\), expected .* of shape \(\); vmap"),
+    "scale-dtype": ({"scale": jnp.array(True)}, TypeError, r"`scale` has dtype bool, expected a floating or integer"),
     "scale-nan": ({"scale": float("nan")}, ValueError, r"`scale` is nan, expected a finite number"),
     "cap-zero": ({"logits_soft_cap": 0.0}, ValueError, r"`logits_soft_cap` is 0.0, expected a finite positive number"),
     "cap-negative": ({"logits_soft_cap": -2}, ValueError, r"`logits_soft_cap` is -2.0, expected a finite positive"),
@@ -490,7 +492,7 @@ def test_wrong_argument_of_a_packed_call_says_so(name: str) -> None:
         attention_varlen(**good | arguments)
 
 
-@pytest.mark.parametrize("name", ["scale", "logits_soft_cap", "local_window_size", "is_causal"])
+@pytest.mark.parametrize("name", ["logits_soft_cap", "local_window_size", "is_causal"])
 def test_static_argument_that_is_traced_says_so(name: str) -> None:
     with pytest.raises(TypeError, match=f"`{name}` is "):
         jax.jit(lambda x: attention(Q, K, V, **{name: x}))(1)

@@ -20,9 +20,11 @@ import pytest
 from jax_fastattn import attention
 from jax_fastattn.testing.cases import Case
 
-CASE = Case(query_length=5, key_length=7, num_kv_heads=3, group=2, head_dim=8, bias="bnts", sinks="n")
+CASE = Case(
+    query_length=5, key_length=7, num_kv_heads=3, group=2, head_dim=8, bias="bnts", sinks="n", scale_is_array=True
+)
 ARRAYS = calls.arrays_of(CASE.operands(jax.random.key(0)))
-OTHERS = ("bias", "sinks")
+OTHERS = ("bias", "sinks", "scale")
 
 
 def scanned(function: Any) -> Any:

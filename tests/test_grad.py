@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of query, key, value, bias and sinks, from cotangents of the output and of the log-sum-exp."""
+"""Gradients of query, key, value, bias, sinks and scale, from cotangents of the output and of the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_gradient_of_one_array_alone(name: str) -> None:
 def test_gradients_have_the_dtype_and_shape_of_their_array(dtype: str, transform: Any) -> None:
     case = dataclasses.replace(calls.EVERYTHING, dtype=dtype, bias="ns")
     arrays = calls.arrays_of(case.operands(jax.random.key(0)))
-    arrays |= {name: arrays[name].astype(dtype) for name in ("bias", "sinks")}
+    arrays |= {name: arrays[name].astype(dtype) for name in ("bias", "sinks", "scale")}
     found = transform(lambda arrays: calls.gradients(calls.loss_of(case), arrays))(arrays)
     for name in calls.DIFFERENTIABLE:
         assert (found[name].shape, found[name].dtype) == (arrays[name].shape, jnp.dtype(dtype)), name
@@ -96,6 +96,7 @@ def test_padding_is_not_read() -> None:
     poisoned, *_ = poison(case.spec(), operands, *case.cotangents(jax.random.key(0)))
     clean, poisoned = run(calls.arrays_of(operands)), run(calls.arrays_of(poisoned))
     calls.assert_same(poisoned, clean, tolerance=0)
+    assert np.isfinite(clean["scale"])
     assert not np.any(clean["query"][0, 3:])
     assert not np.any(clean["key"][1, 2:])
     assert not np.any(clean["value"][0, 5:])

@@ -41,12 +41,13 @@ def test_split_everywhere() -> None:
     calls.assert_same(found, calls.expected_gradients(CASE)(calls.arrays_of(CASE.operands(jax.random.key(0)))), 5e-5)
 
 
-@pytest.mark.parametrize("name", ["bias", "sinks", "integers", "key-value"])
+@pytest.mark.parametrize("name", ["bias", "sinks", "scale", "integers", "key-value"])
 def test_gradients_of_replicated_arrays_are_summed(name: str) -> None:
     """What is replicated over the batch serves every batch entry: the oracle repeats it."""
     change: dict[str, Any] = {
         "bias": {"bias": "nts"},
         "sinks": {"bias": None},
+        "scale": {"bias": None, "scale": -0.6, "scale_is_array": True},
         "integers": {"mask": "ts"},
         "key-value": {"group": 4, "num_kv_heads": 1, "bias": "ns"},
     }[name]

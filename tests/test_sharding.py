@@ -27,6 +27,8 @@ CASE = dataclasses.replace(
     query_seq_lengths=(5, 4, 3, 2, 5, 1),
     key_value_seq_lengths=(6, 7, 2, 3, 4, 5),
     query_offset=(3, 2, 0, -1, 4, 5),
+    scale=None,
+    scale_is_array=False,
 )
 PLAIN = dataclasses.replace(
     CASE,
@@ -50,6 +52,7 @@ SPLIT = {
     "query_offset": ("data",),
     "segment_ids": ("data", None),
     "sinks": ("model",),
+    "scale": (),
 }
 
 
@@ -129,6 +132,7 @@ REDUCTIONS = {
     "bias-without-heads": ({"sinks": None, "bias": "bts"}, ["all-reduce"]),
     "bias-without-both": ({"sinks": None, "bias": "ts"}, ["all-reduce"]),
     "mask-without-batch": ({"sinks": None, "mask": "nt"}, []),
+    "scale": ({"sinks": None, "bias": None, "scale": -0.6, "scale_is_array": True}, ["all-reduce"]),
 }
 
 
@@ -187,7 +191,7 @@ def test_vmap_splits_too() -> None:
 
 
 @pytest.mark.skipif(JAX_VERSION < (0, 9), reason="jax 0.8 itself fails on custom_partitioning under AxisType.Explicit")
-@pytest.mark.parametrize("name", ["plain", "all-operands", "bias-without-batch"])
+@pytest.mark.parametrize("name", ["plain", "all-operands", "bias-without-batch", "scale"])
 def test_explicit_axes(name: str) -> None:
     case = PLAIN if name == "plain" else dataclasses.replace(CASE, **REDUCTIONS[name][0])
     mesh = make_mesh(kind=AxisType.Explicit)

@@ -30,6 +30,7 @@ NAMES = (
     "query_offset",
     "segment_ids",
     "sinks",
+    "scale",
 )
 SUBSETS = {
     **{name: (name,) for name in NAMES},
@@ -50,6 +51,8 @@ def make_arrays(case: calls.Case, mapped: tuple[str, ...], examples: int = EXAMP
             return (x + i) % (case.query_length if name == "query_seq_lengths" else case.key_length) + 1
         if name == "query_offset":
             return x - i % 4
+        if name == "scale":
+            return x + 0.2 * i
         return jnp.roll(x, i, axis=tuple(range(x.ndim)))
 
     def stack(name: str, x: Any) -> Any:
@@ -95,7 +98,7 @@ def test_vmap_over(subset: str) -> None:
 BROADCAST = dataclasses.replace(calls.EVERYTHING, bias="ns", mask="t")
 
 
-@pytest.mark.parametrize("subset", ["query", "bias", "mask", "sinks", "key-bias-sinks", "all"])
+@pytest.mark.parametrize("subset", ["query", "bias", "mask", "sinks", "scale", "key-bias-sinks", "all"])
 def test_vmap_over_with_a_bias_that_serves_the_whole_batch(subset: str) -> None:
     check_against_a_loop(BROADCAST, SUBSETS[subset])
 

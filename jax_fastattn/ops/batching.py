@@ -11,7 +11,7 @@ import jax.numpy as jnp
 CACHED_OPS = 256
 
 # Operands whose batch axis may be of size 1 and then serves every batch entry.
-BROADCAST = ("bias", "mask", "sinks")
+BROADCAST = ("bias", "mask", "sinks", "scale")
 
 
 def fold(x: jax.Array, is_mapped: bool, size: int, batch: int, *, may_broadcast: bool) -> jax.Array:

@@ -16,7 +16,7 @@ from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
 from jax_fastattn.kernels.sm90.backward_config import backward_scratch
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
-from jax_fastattn.portable import Gradients
+from jax_fastattn.portable import Gradients, scale_gradient
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 launch_p = Primitive("jax_fastattn_launch")
@@ -42,9 +42,21 @@ def _padded(operands: Operands) -> Operands:
     return operands._replace(query=q, key=k, value=v)
 
 
+def _scaled(x: jax.Array, operands: Operands) -> jax.Array:
+    """x `[B, T, N, H]` times a scale that is an operand, rounded once."""
+    if operands.scale is None:
+        return x
+    return (x.astype(operands.scale.dtype) * operands.scale[:, :, None, None]).astype(x.dtype)
+
+
+def _for_kernels(operands: Operands) -> Operands:
+    """What kernels take, sinks apart: no scale on the device, so that one is multiplied into the query."""
+    return _padded(operands._replace(query=_scaled(operands.query, operands), scale=None))
+
+
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """One custom call: the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`."""
-    padded = _padded(operands)
+    padded = _for_kernels(operands)
     problem = Problem.of(spec, padded)
     rows = padded.query.shape[:3]
     out, lse = _launch(
@@ -66,7 +78,7 @@ def backward(
     wanted: Collection[str] = Gradients._fields,
 ) -> Gradients:
     """One custom call, which launches every kernel of the backward pass; see `portable.backward` for `wanted`."""
-    padded = _padded(operands)._replace(sinks=None)
+    padded = _for_kernels(operands)._replace(sinks=None)
     problem = Problem.of(spec, padded)
     cotangents = [pad_head_dim(out), lse, pad_head_dim(dout)] + ([] if dlse is None else [dlse])
     kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
@@ -84,12 +96,14 @@ def backward(
     dsinks = None
     if operands.sinks is not None and "sinks" in wanted:
         dsinks = sinks_gradient(operands.sinks, lse, row_delta(kernel, stats, query_length, dlse))
+    dscaled = cut_head_dim(dq, operands.query.shape[3])
     return Gradients(
-        query=cut_head_dim(dq, operands.query.shape[3]),
+        query=_scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
         bias=None,
         sinks=dsinks,
+        scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
 
 

@@ -32,6 +32,7 @@ OPERAND_AXES = {
     "query_segment_ids": "BT",
     "key_value_segment_ids": "BS",
     "sinks": "BN",
+    "scale": "BN",
 }
 
 

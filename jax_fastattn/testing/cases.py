@@ -34,6 +34,7 @@ class Case:
         num_kv_heads, group: K and the query heads for each; N = K * group.
         head_dim, v_head_dim: H, D; D None is H.
         scale: None is H ** -0.5.
+        scale_is_array: whether scale is an operand, not a static number.
         is_causal, window, logits_soft_cap: as in `AttentionSpec`.
         bias, mask: the axes that are not broadcast, such as "nts"; None is absent.
         query_seq_lengths, key_value_seq_lengths, query_offset: one for each batch entry.
@@ -54,6 +55,7 @@ class Case:
     head_dim: int = 64
     v_head_dim: int | None = None
     scale: float | None = None
+    scale_is_array: bool = False
     is_causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
     logits_soft_cap: float | None = None
@@ -100,6 +102,7 @@ class Case:
             "dlse" if self.dlse else None,
             "deterministic" if self.deterministic else None,
             joined("scale", self.scale),
+            "scale_array" if self.scale_is_array else None,
             joined("offset", self.query_offset),
             joined("qlen", self.query_seq_lengths),
             joined("kvlen", self.key_value_seq_lengths),
@@ -124,13 +127,17 @@ class Case:
 
     def spec(self) -> AttentionSpec:
         return AttentionSpec(
-            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            scale=1.0 if self.scale_is_array else self._scale,
             is_causal=self.is_causal,
             window=self.window,
             logits_soft_cap=self.logits_soft_cap,
             deterministic=self.deterministic,
             present=self._avals().present(),
         )
+
+    @property
+    def _scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def problem(self) -> Problem:
         return Problem.of(self.spec(), self._avals())
@@ -167,6 +174,9 @@ class Case:
             sinks=None
             if self.sinks is None
             else jax.random.normal(sinks_key, (sizes["B"] if "b" in self.sinks else 1, sizes["N"]), jnp.float32),
+            scale=jnp.full((1, 1), self._scale, np.promote_types(self.dtype, np.float32))
+            if self.scale_is_array
+            else None,
         )
 
     def cotangents(self, key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -239,6 +249,8 @@ CPU_CASES = [
         {"v_head_dim": 4, "dlse": True},
         {"scale": -0.7},
         {"scale": 0.0, "dlse": True},
+        {"scale": -0.7, "scale_is_array": True, "query_seq_lengths": (0, 23), "logits_soft_cap": 1.5, "dlse": True},
+        {"scale": 0.0, "scale_is_array": True, "bias": "nt"},
         {"is_causal": True},
         {"is_causal": True, "query_length": 53, "key_length": 37},
         {"is_causal": True, "query_offset": (16, -9)},
@@ -311,7 +323,7 @@ _SHORTER = [
     # Lengths.
     *_vary(_MHA, {}, *_MANY, {"scale": -0.2}, {"scale": 0.0}, {"batch": 5}, *_LONG, *_LONG_EDGES),
     *_vary(_on(_MHA, dtype="float16", is_causal=True), {}, *_MANY, {"scale": -0.2}, *_LONG),
-    *_vary(_on(_MHA, head_dim=128), {}, *_ODD, {"scale": 0.3}),
+    *_vary(_on(_MHA, head_dim=128), {}, *_ODD, {"scale": 0.3}, {"scale": 0.1, "scale_is_array": True}),
     *_vary(_on(_MHA, head_dim=128, num_kv_heads=4, group=5, is_causal=True), {}, *_MANY, {"num_kv_heads": 1}),
     # Head dims; some with a feature that has no line of its own.
     *_vary(_on(_GQA, head_dim=8, is_causal=True), {}, *_ODD),
@@ -374,7 +386,9 @@ _SHORTER = [
         _on(_GQA, head_dim=128, is_causal=True, logits_soft_cap=50.0),
         *_lengths((257, 1000), (1000, 577)),
         {"scale": -1.5, "key_length": 577},
+        {"scale": -0.2, "key_length": 577, "scale_is_array": True},
         {"scale": 0.0, "key_length": 577},
+        {"scale": 0.0, "key_length": 577, "scale_is_array": True},
         *_LONG[:2],
     ),
     *_vary(_on(_GQA, head_dim=256, logits_soft_cap=30.0), *_WINDOWS[2:5], {"window": (100, None), "is_causal": True}),
@@ -384,7 +398,7 @@ _SHORTER = [
     # A cotangent of the log-sum-exp.
     *_vary(_on(_MHA, dlse=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=128, is_causal=True, sinks="bn", dlse=True), {}, {"scale": -0.1}, *_FEW),
-    *_vary(_on(_GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS),
+    *_vary(_on(_GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS, {**_BOTH_LENGTHS[1], "scale_is_array": True}),
     # So many heads that statistics of the last ones are computed beside the first ones.
     *_vary(
         _on(_MHA, batch=3, num_kv_heads=40, query_length=193, key_length=577),

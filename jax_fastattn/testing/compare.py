@@ -24,13 +24,17 @@ from jax_fastattn.spec import AttentionSpec, Operands
 Attention = Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]]
 
 FACTOR = 2.0
-# The gradient of sinks sums `delta`, a product with the output as it is stored, rounded to the dtype of the operands.
-# The baseline differentiates before that rounding; jax.nn has no sinks.
-SINKS_FACTOR = 4.0
+# The gradients of sinks and of scale sum `delta`, a product with the output as it is stored, rounded to the dtype of
+# the operands: an error that all elements of a row share. The baseline differentiates before that rounding, as jax.nn.
+# That of scale is a single number, whose one error is compared with a root mean square.
+SUM_FACTORS = {"dsinks": 4.0, "dscale": 8.0}
+# One error of the baseline's gradient of scale may be small by chance: the root mean square over this many changes of
+# the signs of rows of the cotangents takes its place.
+SIGNS = 16
 # Of `1 + the largest element`: sums of a thousand float32 terms of order 1, in another order.
 ROUNDING = 2.0**-15
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "scale")
 
 
 class Results(NamedTuple):
@@ -43,6 +47,7 @@ class Results(NamedTuple):
     dvalue: Any = None
     dbias: Any = None
     dsinks: Any = None
+    dscale: Any = None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -70,15 +75,41 @@ def expected(
     wide = operands._replace(**{name: x.astype(dtype) for name, x in wide.items()})
     with jax.default_matmul_precision("highest"):
         oracle = evaluate(attention_reference, spec, wide, dout, dlse)
-    return oracle, evaluate(same_dtype_attention, spec, operands, dout, dlse)
+    baseline = evaluate(same_dtype_attention, spec, operands, dout, dlse)
+    if operands.scale is not None:
+        baseline = baseline._replace(dscale=oracle.dscale + _scale_error(spec, operands, wide, dout, dlse))
+    return oracle, baseline
+
+
+def _scale_error(
+    spec: AttentionSpec, operands: Operands, wide: Operands, dout: jax.Array, dlse: jax.Array | None
+) -> jax.Array:
+    """The typical error of the baseline's gradient of scale."""
+
+    def error(key: jax.Array) -> jax.Array:
+        signs = jax.random.rademacher(key, dout.shape[:3], jnp.float32)
+        cotangents = [
+            None if x is None else x * signs.reshape(*signs.shape, *[1] * (x.ndim - 3)).astype(x.dtype)
+            for x in (dout, dlse)
+        ]
+        with jax.default_matmul_precision("highest"):
+            exact = evaluate(attention_reference, spec, wide, *cotangents).dscale
+        return evaluate(same_dtype_attention, spec, operands, *cotangents).dscale - exact
+
+    errors = jax.lax.map(error, jax.random.split(jax.random.key(0), SIGNS))
+    return jnp.sqrt(jnp.mean(errors**2, axis=0))
 
 
 def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """The contract of `attention_reference` with the roundings of jax.nn's XLA path.
 
     Logits are accumulated and the softmax is taken in float32; probabilities, output and the cotangent of the logits
-    are rounded to the dtype of the operands. The log-sum-exp stays float32, unlike jax.nn's.
+    are rounded to the dtype of the operands. The log-sum-exp stays float32, unlike jax.nn's. A scale that is an operand
+    is multiplied into the query, which is rounded once more.
     """
+    if operands.scale is not None:
+        query = operands.query.astype(operands.scale.dtype) * operands.scale[:, :, None, None]
+        operands = operands._replace(query=query.astype(operands.query.dtype))
     dtype = operands.query.dtype
     wide = np.promote_types(dtype, np.float32)
     visible = visible_pairs(spec, operands)
@@ -145,7 +176,7 @@ def assert_within_budget(
     """
     fields = zip(Results._fields, actual, oracle, baseline, strict=True)
     found = [
-        _failure(name, x, exact, base, max(factor, SINKS_FACTOR) if name == "dsinks" else factor, rounding)
+        _failure(name, x, exact, base, max(factor, SUM_FACTORS.get(name, 0.0)), rounding)
         for name, x, exact, base in fields
     ]
     failures = [failure for failure in found if failure]

@@ -31,6 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`query_seq_lengths`": {"query_seq_lengths": (100, 7)},
     "`key_value_seq_lengths`": {"key_value_seq_lengths": (100, 7)},
     "`query_offset`": {"query_offset": (64, -3)},
+    "`scale` as an array": {"scale_is_array": True},
     "`logits_soft_cap`": {"logits_soft_cap": 30.0},
     "`sinks`": {"sinks": "n"},
     "`return_residual` with its gradient": {"dlse": True},
