@@ -28,7 +28,7 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from jax_fastattn.ffi import registry
@@ -156,7 +156,7 @@ def _read(target: Path, key: str) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(path: Path | str, kind: int, parent: int | None = None) -> Iterator[int]:
+def _opened(path: Path | str, kind: int, parent: int | None = None) -> Generator[int, None, None]:
     """A descriptor of the cache's directory, or of an entry in `parent`, that nobody else can write.
 
     What is checked is what was opened: no link is followed, and no name is looked up twice.

@@ -72,10 +72,11 @@ def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
 
 
 def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> bytes:
-    if cutlass.CUDA_VERSION.major != registry.toolkit():
+    imported: int = cutlass.CUDA_VERSION.major  # pyright: ignore[reportPrivateImportUsage] (in no `__all__`)
+    if imported != registry.toolkit():
         raise RuntimeError(
-            f"nvidia-cutlass-dsl was imported with its libraries for CUDA {cutlass.CUDA_VERSION.major}, but compiled "
-            f"kernels are kept as those of CUDA {registry.toolkit()}; install its libraries for one CUDA version only"
+            f"nvidia-cutlass-dsl was imported with its libraries for CUDA {imported}, but compiled kernels are kept as "
+            f"those of CUDA {registry.toolkit()}; install its libraries for one CUDA version only"
         )
     with _lock:
         _open_runtime()

@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def target_arch(arch: str | None) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _inside(arch: str | None) -> Iterator[None]:
+def _inside(arch: str | None) -> Generator[None, None, None]:
     with _target(arch):
         yield
 
