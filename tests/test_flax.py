@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning)
     from flax import nnx
 
+from jax_fastattn.integrations import flax as integration
 from jax_fastattn.integrations.flax import attention_fn, bind
 
 HEADS, FEATURES, QUERIES, KEYS = 4, 24, 7, 11
@@ -48,7 +49,11 @@ def make_layer(family: str, **options: Any) -> Callable[..., jax.Array]:
     )
 
     def apply_nnx(params: Any, *inputs: jax.Array, **call: Any) -> Any:
-        return initial if params is None else nnx.merge(graphdef, params, rest)(*inputs, **call)
+        if params is None:
+            return initial
+        # Its own would have been made outside of `jit`.
+        rngs = {} if call.get("deterministic", True) else {"rngs": nnx.Rngs(4)}
+        return nnx.merge(graphdef, params, rest)(*inputs, **call, **rngs)
 
     return apply_nnx
 
@@ -212,30 +217,102 @@ def test_nnx_decoding_equals_its_default() -> None:
     assert_same(outputs[1], outputs[0], tolerance=2e-5)
 
 
-def test_bound_causality_in_a_decoding_step_raises() -> None:
-    module = nn.MultiHeadDotProductAttention(HEADS, decode=True, attention_fn=bind(is_causal=True))
+def test_bound_causality_allows_decoding_steps_of_the_same_module() -> None:
     inputs = make_inputs((2, 5))[0]
+    outputs = []
+    for own in ({}, {"attention_fn": bind(is_causal=True)}):
+        module = nnx.MultiHeadAttention(HEADS, FEATURES, decode=True, rngs=nnx.Rngs(3), **own)
+        module.init_cache(inputs.shape)
+        steps = [module(inputs[:, i : i + 1]) for i in range(5)]
+        outputs.append(jnp.concatenate(steps, axis=1))
+        if own:
+            assert_same(module(inputs, decode=False), outputs[0], tolerance=2e-5)
+    assert_same(outputs[1], outputs[0], tolerance=2e-5)
+
+
+def test_linen_decodes_with_bound_causality() -> None:
+    inputs = make_inputs((2, 5))[0]
+    module = nn.MultiHeadDotProductAttention(HEADS, decode=True)
     variables = module.init(jax.random.key(3), inputs)
+    outputs = [
+        one.apply(variables, inputs[:, :1], mutable=["cache"])[0]
+        for one in (module, module.clone(attention_fn=bind(is_causal=True)))
+    ]
+    assert_same(outputs[1], outputs[0], tolerance=2e-5)
+
+
+def test_causality_of_one_query_without_a_mask_raises() -> None:
+    x = jnp.zeros((2, QUERIES, HEADS, 8))
     with pytest.raises(ValueError, match="shows it the first key only"):
-        module.apply(variables, inputs[:, :1], mutable=["cache"])
+        bind(is_causal=True)(x[:, :1], x, x)
 
 
-@pytest.mark.parametrize("family", ["linen", "nnx"])
-def test_dropout_raises(family: str) -> None:
+def flax_dropout(family: str, ours: Callable[..., jax.Array], call: dict[str, Any], **module: Any) -> None:
+    """Asserts that a module with dropout trains as with its own function, and that a first call warns."""
     inputs = make_inputs((2, QUERIES))
-    layer = make_layer(family, dropout_rate=0.1, attention_fn=attention_fn)
-    params = make_layer(family)(None, *inputs)
-    with pytest.raises(NotImplementedError, match=r"`dropout_rate=0.1`: set the module's `dropout_rate=0.0`"):
-        layer(params, *inputs, deterministic=False)
+    layers = [make_layer(family, dropout_rate=0.4, **own, **module) for own in ({"attention_fn": ours}, {})]
+    params = make_layer(family, **module)(None, *inputs)
+    call = {"deterministic": False} | call
+    integration._warn_of_dropout.cache_clear()
+    with jax.numpy_dtype_promotion("standard"):
+        with pytest.warns(UserWarning, match=r"hands calls with dropout .* to flax.linen's own attention"):
+            got = outputs_and_gradients(layers[0], params, inputs, **call)
+        want = outputs_and_gradients(layers[1], params, inputs, **call)
+        assert_same(got, want, tolerance=2e-5)
+        again = layers[0](params, *inputs, **call)  # no second warning
+        assert_same(again, got["out"], tolerance=2e-5)
+        assert not np.allclose(layers[0](params, *inputs, deterministic=True), again)
+
+
+@pytest.mark.parametrize(("family", "broadcast"), [("linen", True), ("nnx", False)])
+def test_a_model_with_attention_dropout_trains(family: str, broadcast: bool) -> None:
+    flax_dropout(family, attention_fn, {}, broadcast_dropout=broadcast)
+
+
+@pytest.mark.skipif("is_causal" not in NNX_CALL, reason="this flax.nnx has no is_causal")
+@pytest.mark.skipif("num_kv_heads" not in NNX_MODULE, reason="this flax.nnx has no grouped query attention")
+def test_a_causal_model_of_grouped_queries_with_attention_dropout_trains() -> None:
+    flax_dropout("nnx", attention_fn, {"is_causal": True}, num_kv_heads=2)
+
+
+def test_bound_causality_with_dropout_equals_a_causal_mask() -> None:
+    inputs = make_inputs((2, QUERIES))
+    theirs, ours = (
+        make_layer("linen", dropout_rate=0.4, **own) for own in ({}, {"attention_fn": bind(is_causal=True)})
+    )
+    params = make_layer("linen")(None, *inputs)
+    causal, keys = nn.make_causal_mask(jnp.ones((2, QUERIES)), dtype=bool), jnp.arange(QUERIES)[None, None, None] != 2
+    integration._warn_of_dropout.cache_clear()
+    with pytest.warns(UserWarning, match="hands calls with dropout"):
+        got = ours(params, *inputs, mask=keys, deterministic=False)
+    assert_same(got, theirs(params, *inputs, mask=causal & keys, deterministic=False), tolerance=2e-5)
+
+
+def test_dropout_names_the_options_that_flax_lacks() -> None:
+    x = jnp.zeros((2, QUERIES, HEADS, 8))
+    options = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+    with pytest.raises(NotImplementedError, match="lacks `local_window_size`, `scale`; set"):
+        bind(local_window_size=3, scale=1.0, implementation="xla")(x, x, x, **options)
+    with pytest.raises(NotImplementedError, match="lacks `implementation`"):
+        bind(implementation="cuda")(x, x, x, **options)
+
+
+def test_positions_of_nnx_are_accepted() -> None:
+    """flax.nnx after 0.12.8 hands `input_positions` of a call to the attention_fn."""
+    query = jax.random.normal(jax.random.key(0), (2, QUERIES, HEADS, 8))
+    positions = jnp.broadcast_to(jnp.arange(QUERIES), (2, QUERIES))
+    got = bind(is_causal=True)(query, query, query, mask=None, is_causal=False, input_positions=positions)
+    assert_same(got, attention_fn(query, query, query, is_causal=True), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("family", ["linen", "nnx"])
-def test_sowing_weights_raises(family: str) -> None:
+def test_sowing_weights_raises_in_one_line(family: str) -> None:
     inputs = make_inputs((2, QUERIES))
     layer = make_layer(family, attention_fn=attention_fn)
     params = layer(None, *inputs)
-    with pytest.raises(NotImplementedError, match="sow_weights=False"):
+    with pytest.raises(NotImplementedError, match=r"`module`: .*sow_weights=False") as caught:
         layer(params, *inputs, sow_weights=True)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("family", ["linen", "nnx"])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a type checker makes of the public functions. `tests/run lint` checks this file; nothing runs it."""
+"""Asserts the types that a checker infers for the public functions. `tests/run lint` checks them; nothing runs here."""
 
 from typing import assert_type
 

@@ -5,16 +5,18 @@
     flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention_fn)
     flax.nnx.MultiHeadAttention(8, 512, attention_fn=bind(is_causal=True, implementation="cuda"), rngs=rngs)
 
-Every argument that a module may pass is honoured or raises. Differences from Flax's own function: softmax is in float32
+Every argument that a module may pass is honored or raises. Differences from Flax's own function: softmax is in float32
 whatever the dtype, and a query that sees no key gives 0 where Flax gives the mean of the values.
 
-Left out, since the attention weights never exist in memory: sowing them, and dropout on them.
+The attention weights never exist in memory. Sowing them raises, and a call with dropout on them goes to Flax's own
+function, with one warning: such a call means what Flax means by it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +47,7 @@ def attention_fn(
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     *,
     is_causal: bool = False,
+    input_positions: jax.Array | None = None,
     deterministic_gradients: bool = False,
     **options: Any,
 ) -> jax.Array:
@@ -57,8 +60,9 @@ def attention_fn(
         bias: broadcastable to `[batch..., N, T, S]`, added to the scaled logits. Default None.
         mask: broadcastable to `[batch..., N, T, S]`, bool or numbers as Flax's mask makers give them: a query may
             attend where it is not 0. Default None.
-        broadcast_dropout, dropout_rng: taken and not used, since dropout is refused.
-        dropout_rate: on the attention weights; must be 0 (the default) unless `deterministic`.
+        broadcast_dropout, dropout_rng: as in Flax.
+        dropout_rate: on the attention weights. If it is not 0 (the default) and not `deterministic`, Flax's function
+            computes the call.
         deterministic: Flax's meaning: dropout is off. Default False.
         dtype: what query, key and value are cast to. Default None: their common dtype.
         precision: None (the default) or `jax.lax.Precision.DEFAULT`.
@@ -67,6 +71,8 @@ def attention_fn(
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None, the default.
         is_causal: query i sees the keys up to i. Default False. Do not set it with `functools.partial`: nnx passes its
             own at every call; `bind` joins the two.
+        input_positions: accepted and not used, as positions matter to rotary embeddings alone: rotate query and key
+            before. Default None.
         deterministic_gradients: `deterministic` of `jax_fastattn.attention`. Default False.
         **options: further keyword arguments of `jax_fastattn.attention`. Where there are several batch axes, those
             with a batch axis want them as one.
@@ -75,13 +81,15 @@ def attention_fn(
         `[batch..., T, N, D]` in the common dtype.
 
     Raises:
-        NotImplementedError: for dropout, sown weights, einsums of one's own or a precision; every one is listed.
+        NotImplementedError: for sown weights, einsums of one's own, a precision, or dropout together with options that
+            Flax's function lacks; every one is listed.
         ValueError: for shapes that do not fit, or `is_causal` in a decoding step.
     """
-    del broadcast_dropout, dropout_rng, force_fp32_for_softmax
+    del input_positions
+    drops = bool(dropout_rate) and not deterministic
     _refuse(
-        dropout_rate=0.0 if deterministic else dropout_rate,
-        module=module,
+        dropout=[name for name in options if name != "implementation" or options[name] == "cuda"] if drops else [],
+        module=module is not None,
         precision=precision,
         einsum_dot_general=einsum_dot_general,
         qk_attn_weights_einsum=qk_attn_weights_einsum,
@@ -99,6 +107,21 @@ def attention_fn(
         raise ValueError(
             f"`is_causal` with one query and {key_length} keys shows it the first key only. In a decoding step "
             "the module's mask hides the future already: leave `is_causal` out, or bind `query_offset`."
+        )
+    if drops:
+        return _attend_with_dropout(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            is_causal=is_causal,
+            broadcast_dropout=broadcast_dropout,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            precision=precision,
+            force_fp32_for_softmax=force_fp32_for_softmax,
         )
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     out = attention(
@@ -119,7 +142,8 @@ def bind(*, is_causal: bool = False, **options: Any) -> Callable[..., jax.Array]
     pass `is_causal=False` at every call, which would overrule a partial's) and that nothing bound is ever overruled.
 
     Args:
-        is_causal: query i sees the keys up to i, without a mask array. Default False.
+        is_causal: query i sees the keys up to i, without a mask array. Default False. In a decoding step of the module
+            (one query, several keys, and a mask of the module's) the mask alone hides the future.
         **options: `bias`, `deterministic_gradients` and the keyword arguments of `jax_fastattn.attention`, such as
             `implementation`, `local_window_size`, `logits_soft_cap` or `segment_ids`.
 
@@ -129,16 +153,54 @@ def bind(*, is_causal: bool = False, **options: Any) -> Callable[..., jax.Array]
     bound_is_causal = is_causal
 
     @functools.wraps(attention_fn)  # also hands on the signature, by which linen chooses what it passes
-    def bound(*arrays: Any, is_causal: bool = False, **kwargs: Any) -> jax.Array:
-        return attention_fn(*arrays, is_causal=is_causal or bound_is_causal, **options, **kwargs)
+    def bound(
+        query: jax.Array, key: jax.Array, value: jax.Array, *args: Any, is_causal: bool = False, **kwargs: Any
+    ) -> jax.Array:
+        mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
+        lengths = query.shape[-3:-2] + key.shape[-3:-2]
+        decodes = mask is not None and lengths[:1] == (1,) < lengths[1:] and "query_offset" not in options
+        is_causal = is_causal or (bound_is_causal and not decodes)
+        return attention_fn(query, key, value, *args, is_causal=is_causal, **options, **kwargs)
 
     return bound
 
 
+def _attend_with_dropout(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    is_causal: bool,
+    **arguments: Any,
+) -> jax.Array:
+    """Attends by linen's function, whose dropout draws the same weights as that of nnx."""
+    from flax import linen  # takes a second, which calls without dropout need not wait for
+
+    _warn_of_dropout()
+    num_heads, (query_length, key_length) = query.shape[-2], (query.shape[-3], key.shape[-3])
+    key, value = (jnp.repeat(x, num_heads // x.shape[-2], axis=-2) for x in (key, value))
+    if is_causal:
+        causal = jnp.tril(jnp.ones((1,) * (query.ndim - 2) + (query_length, key_length), bool))
+        mask = causal if mask is None else _expand(mask, query.ndim).astype(bool) & causal
+    return linen.dot_product_attention(query, key, value, bias, mask, **arguments)
+
+
+@functools.cache
+def _warn_of_dropout() -> None:
+    warnings.warn(
+        "jax_fastattn's attention_fn hands calls with dropout on the attention weights to flax.linen's own attention, "
+        "which makes the whole array of weights. Set the module's `dropout_rate=0.0` for fused attention.",
+        stacklevel=2,
+    )
+
+
 def _refuse(**arguments: Any) -> None:
     """Raises `NotImplementedError` with every argument that asks for what fused attention cannot do."""
+    lacking = ", ".join(f"`{name}`" for name in arguments["dropout"])
     remedies = {
-        "dropout_rate": "set the module's `dropout_rate=0.0` and drop out its output, or pass `deterministic=True`",
+        "dropout": f"Flax's own attention computes it and lacks {lacking}; set `dropout_rate=0.0`",
         "module": "the weights to sow never exist in memory: call the module with `sow_weights=False`",
         "precision": "set `precision=None`: operands are multiplied in their own dtype and summed in float32",
         "einsum_dot_general": "the products are part of the kernel: leave it out",
@@ -148,7 +210,8 @@ def _refuse(**arguments: Any) -> None:
     }
     if arguments["precision"] in ("default", jax.lax.Precision.DEFAULT):
         arguments["precision"] = None
-    asked = [f"`{name}={value!r}`: {remedies[name]}" for name, value in arguments.items() if value not in (None, 0)]
+    # Names alone: a module is printed on pages.
+    asked = [f"`{name}`: {remedies[name]}" for name, value in arguments.items() if value]
     if asked:
         raise NotImplementedError(
             "jax_fastattn's attention_fn cannot honour "
@@ -162,10 +225,15 @@ def _fold_broadcast(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Arra
     rank = len(batch) + 3
     if x.ndim > rank:
         raise ValueError(f"`{name}` has shape {x.shape}; expected at most {rank} axes, [batch..., heads, query, key].")
-    x = x.reshape((1,) * (rank - x.ndim) + x.shape)
+    x = _expand(x, rank)
     leading = x.shape[:-3]
     if any(size not in (1, full) for size, full in zip(leading, batch, strict=True)):
         raise ValueError(f"`{name}` has batch axes {leading}; expected what broadcasts to {batch}, those of `query`.")
     if any(size != 1 for size in leading):
         x = jnp.broadcast_to(x, batch + x.shape[-3:])
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _expand(x: jax.Array, rank: int) -> jax.Array:
+    """Prepends axes of size 1 until there are `rank`."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
