@@ -56,6 +56,10 @@ SPLIT = {
 }
 
 
+# Where the mesh axis does not divide the key/value heads.
+WHOLE_KEY_HEADS = SPLIT | {name: ("data", None, None, None) for name in ("key", "value")}
+
+
 @pytest.fixture(params=["shardy", "gspmd"])
 def partitioner(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "gspmd" and JAX_VERSION >= (0, 9):
@@ -97,7 +101,7 @@ def compile_gradients(case: calls.Case, arrays: calls.Arrays) -> tuple[Any, Any]
 
     rows = NamedSharding(arrays["query"].sharding.mesh, PartitionSpec(*arrays["query"].sharding.spec[:3]))
     dout, dlse = jax.device_put(case.cotangents(jax.random.key(1)), rows)
-    compiled = jax.jit(run).lower(arrays, dout, dlse).compile()
+    compiled = calls.quick_jit(run).lower(arrays, dout, dlse).compile()
     return compiled, compiled(arrays, dout, dlse)
 
 
@@ -146,22 +150,148 @@ def test_other_operands_are_split_alike(partitioner: str, name: str) -> None:
     assert_right_and_split(case, result)
 
 
-ODD = {
-    "kv-heads-do-not-divide": {"num_kv_heads": 3, "group": 4},
-    "one-kv-head": {"num_kv_heads": 1, "group": 8},
-    "no-group": {"group": 1},
-}
+# Key/value heads, size of a group, and the axis that splits the query heads. 6 heads in groups of 2 on 2 devices: the
+# first device reads heads 0 and 1, the second 1 and 2.
+UNEVEN = {"three-on-four": (3, 4, 4), "three-on-two": (3, 2, 2), "no-group": (4, 1, 4)}
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", UNEVEN)
 def test_heads_that_do_not_divide_are_right(partitioner: str, name: str) -> None:
     del partitioner
-    case = dataclasses.replace(CASE, **ODD[name])
-    split = SPLIT
-    if case.num_kv_heads % 4:
-        split = split | {name: ("data", None, None, None) for name in ("key", "value")}
-    arrays = placed(make_mesh(), calls.arrays_of(case.operands(jax.random.key(0))), split)
+    num_kv_heads, group, model = UNEVEN[name]
+    case = dataclasses.replace(CASE, num_kv_heads=num_kv_heads, group=group)
+    split = SPLIT if num_kv_heads % model == 0 else WHOLE_KEY_HEADS
+    arrays = placed(make_mesh(model=model), calls.arrays_of(case.operands(jax.random.key(0))), split)
     assert_right_and_split(case, compile_gradients(case, arrays)[1])
+
+
+def flops(compiled: Any) -> float:
+    """Floating-point operations of one device."""
+    return compiled.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_query_heads_split_further_than_key_heads(partitioner: str, num_kv_heads: int) -> None:
+    """Each of 8 devices has one query head: the only communication adds up dk and dv."""
+    del partitioner
+    case = dataclasses.replace(PLAIN, num_kv_heads=num_kv_heads, group=8 // num_kv_heads)
+    arrays = calls.arrays_of(case.operands(jax.random.key(0)))
+    compiled, result = compile_gradients(case, placed(make_mesh(1, 8), arrays, WHOLE_KEY_HEADS))
+    assert collectives(compiled) == ["all-reduce"]
+    assert result[2]["query"].sharding.spec[2] == "model"
+    one_device, expected = compile_gradients(case, placed(make_mesh(1, 1), arrays))
+    assert flops(compiled) < 1.5 * flops(one_device) / 8
+    calls.assert_same(jax.device_get(result), jax.device_get(expected))
+
+
+def test_heads_split_further_with_every_operand(partitioner: str) -> None:
+    """Two all-reduces: of dk and dv over the heads, of the gradient of sinks over the batch."""
+    del partitioner
+    case = dataclasses.replace(CASE, num_kv_heads=2, group=2)
+    arrays = placed(make_mesh(), calls.arrays_of(case.operands(jax.random.key(0))), WHOLE_KEY_HEADS)
+    compiled, result = compile_gradients(case, arrays)
+    assert collectives(compiled) == ["all-reduce"] * 2
+    assert_right_and_split(case, result)
+
+
+def test_key_heads_are_split_over_the_axes_that_divide_them(partitioner: str) -> None:
+    """Both mesh axes split the query heads: the first one splits the key heads too, the second one shares them."""
+    del partitioner
+    case = dataclasses.replace(PLAIN, num_kv_heads=2, group=4)
+    split = SPLIT | {name: (None, None, "data", None) for name in ("key", "value")}
+    split["query"] = (None, None, ("data", "model"), None)
+    arrays = placed(make_mesh(), calls.arrays_of(case.operands(jax.random.key(0))), split)
+    compiled, result = compile_gradients(case, arrays)
+    assert collectives(compiled) == ["all-reduce"]
+    assert result[2]["key"].sharding.spec[2] == "data"
+    assert_right_and_split(case, result)
+
+
+HEAD_DIM, WIDTH, LENGTH = 16, 128, 64
+
+
+def megatron_block(attend: Any) -> Any:
+    """The gradients of attention and a perceptron, each after a product that splits and before one that sums."""
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        query, key, value = (
+            (x @ weights[name]).reshape(*x.shape[:2], -1, HEAD_DIM) for name in ("query", "key", "value")
+        )
+        x = x + attend(query, key, value, is_causal=True).reshape(*x.shape[:2], -1) @ weights["out"]
+        return jnp.sum(jnp.sin(x + jnp.tanh(x @ weights["up"]) @ weights["down"]))
+
+    return jax.grad(loss, argnums=(0, 1))
+
+
+def megatron_weights(num_kv_heads: int, key_axis: str | None) -> tuple[Any, jax.Array]:
+    """Weights and input on a mesh of 8; `key_axis` splits the columns of the key and value weights."""
+    mesh = make_mesh(1, 8)
+    columns = {"query": 8 * HEAD_DIM, "key": num_kv_heads * HEAD_DIM, "value": num_kv_heads * HEAD_DIM, "up": 4 * WIDTH}
+    shapes = {name: (WIDTH, size) for name, size in columns.items()}
+    shapes |= {"out": (8 * HEAD_DIM, WIDTH), "down": (4 * WIDTH, WIDTH)}
+    specs = dict.fromkeys(columns, (None, "model")) | dict.fromkeys(["out", "down"], ("model", None))
+    specs |= dict.fromkeys(["key", "value"], (None, key_axis))
+    keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
+    weights = {
+        name: jax.device_put(
+            jax.random.normal(k, shape) / shape[0] ** 0.5, NamedSharding(mesh, PartitionSpec(*specs[name]))
+        )
+        for k, (name, shape) in zip(keys[1:], shapes.items(), strict=True)
+    }
+    x = jax.random.normal(keys[0], (2, LENGTH, WIDTH))
+    return weights, jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def test_megatron_block_with_one_key_head() -> None:
+    """Against `jax.nn`: at most one all-reduce more, no all-gather, and no more work."""
+    arguments = megatron_weights(num_kv_heads=1, key_axis=None)
+    ours, theirs = (
+        calls.quick_jit(megatron_block(f)).lower(*arguments).compile()
+        for f in (calls.attention, jax.nn.dot_product_attention)
+    )
+    assert set(collectives(ours)) == {"all-reduce"}
+    assert len(collectives(ours)) <= len(collectives(theirs)) + 1
+    assert flops(ours) < 1.05 * flops(theirs)
+    calls.assert_same(ours(*arguments), theirs(*arguments), tolerance=1e-4)
+
+
+def test_key_weights_split_within_a_head(partitioner: str) -> None:
+    """8 devices split the columns of 2 key heads: a part of the mesh axis splits the heads, the rest the head dim."""
+    del partitioner
+    arguments = megatron_weights(num_kv_heads=2, key_axis="model")
+    ours, theirs = (calls.quick_jit(megatron_block(f)) for f in (calls.attention, jax.nn.dot_product_attention))
+    calls.assert_same(jax.device_get(ours(*arguments)), jax.device_get(theirs(*arguments)), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("mapped", ["all", "query"])
+def test_pipeline_stages_need_no_communication(mapped: str) -> None:
+    """A stage axis, mapped with `spmd_axis_name`, beside axes that split batch and heads: forward and gradients."""
+    mesh = jax.make_mesh((2, 2, 2), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    case = dataclasses.replace(PLAIN, num_kv_heads=2)
+    names = list(PLAIN.spec().present) if mapped == "all" else ["query"]
+    arrays = {}
+    for name, x in calls.arrays_of(case.operands(jax.random.key(0))).items():
+        entries = ("stage",) * (name in names) + ("data", None, "model")
+        x = jnp.stack([x, -x]) if name in names else x
+        arrays[name] = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+    def stage(arrays: calls.Arrays) -> Any:
+        return jax.vjp(lambda arrays: calls.attention(**arrays, is_causal=True), arrays)
+
+    def run(arrays: calls.Arrays) -> Any:
+        out, vjp = stage(arrays)
+        return out, vjp(out)
+
+    axes = ({name: 0 if name in names else None for name in arrays},)
+    mapped_run = calls.quick_jit(jax.vmap(run, in_axes=axes, spmd_axis_name="stage"))
+    compiled = mapped_run.lower(arrays).compile()
+    assert collectives(compiled) == []
+    one_device = jax.device_put(arrays, jax.devices()[0])
+    calls.assert_same(jax.device_get(compiled(arrays)), jax.device_get(mapped_run(one_device)))
+    forward_alone = calls.quick_jit(jax.vmap(lambda x: stage(x)[0], in_axes=axes, spmd_axis_name="stage"))
+    compiled = forward_alone.lower(arrays).compile()
+    assert collectives(compiled) == []
+    assert flops(compiled) < 1.2 * flops(forward_alone.lower(one_device).compile()) / 8
 
 
 @pytest.mark.parametrize("axis", ["query-length", "head-dim"])
@@ -191,12 +321,18 @@ def test_vmap_splits_too() -> None:
 
 
 @pytest.mark.skipif(JAX_VERSION < (0, 9), reason="jax 0.8 itself fails on custom_partitioning under AxisType.Explicit")
-@pytest.mark.parametrize("name", ["plain", "all-operands", "bias-without-batch", "scale"])
+@pytest.mark.parametrize("name", ["plain", "all-operands", "bias-without-batch", "scale", "heads-split-further"])
 def test_explicit_axes(name: str) -> None:
-    case = PLAIN if name == "plain" else dataclasses.replace(CASE, **REDUCTIONS[name][0])
+    case, split = CASE, SPLIT
+    if name == "plain":
+        case = PLAIN
+    elif name == "heads-split-further":
+        case, split = dataclasses.replace(CASE, num_kv_heads=2, group=2), WHOLE_KEY_HEADS
+    else:
+        case = dataclasses.replace(CASE, **REDUCTIONS[name][0])
     mesh = make_mesh(kind=AxisType.Explicit)
     with jax.set_mesh(mesh):
-        arrays = placed(mesh, calls.arrays_of(case.operands(jax.random.key(0))))
+        arrays = placed(mesh, calls.arrays_of(case.operands(jax.random.key(0))), split)
         compiled, result = compile_gradients(case, arrays)
         assert jax.typeof(result[0]).sharding.spec == PartitionSpec("data", None, "model", None)
     if name == "plain":

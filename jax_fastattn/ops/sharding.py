@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Partitioning under a mesh: batch and heads split, everything else is whole on each device.
+"""Partitions calls under a mesh: batch and heads are split, every other axis is whole on each device.
 
 One description serves Shardy (`sharding_rule`), GSPMD (`infer_sharding_from_operands`) and the partition callback:
 a string of axis letters per array, as in spec.py; `N` and `K` are the query and key/value heads.
@@ -8,14 +8,20 @@ a string of axis letters per array, as in spec.py; `N` and `K` are the query and
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract
@@ -36,107 +42,177 @@ OPERAND_AXES = {
 }
 
 
-sum_shares_p = Primitive("jax_fastattn_sum_shares")
-sum_shares_p.def_abstract_eval(lambda shares: abstract.like(shares, shares.shape[1:]))
+# A device's part of a partitioned call, lowered with no mesh in sight. If the partitioner runs in a thread with an
+# Explicit mesh, jax otherwise puts sharding constraints even into the reduction of a psum, and XLA refuses them.
+part_p = Primitive("jax_fastattn_part")
+part_p.multiple_results = True
+part_p.def_abstract_eval(lambda *_, results, **__: results)
 mlir.register_lowering(
-    sum_shares_p,
-    lambda ctx, shares: abstract.lower_on_one_device(lambda x: (x.sum(axis=0),), ctx, shares),
+    part_p,
+    lambda ctx, *values, function, results: abstract.lower_on_one_device(function, ctx, *values),
 )
 
 
 def partitioned(
     local: Callable[..., Any], operand_axes: Sequence[str], result_axes: Sequence[str]
 ) -> Callable[..., Any]:
-    """`local`, which works on any number of batch entries and heads, run by each device on its own.
+    """Wraps `local`, which works on any number of batch entries and heads, so that each device runs it on its share.
 
-    A result whose batch or head axis is of size 1 while that axis is split is a sum over it: the shares are added up.
+    Where query heads are split further than key/value heads, a device slices the key/value heads that its query heads
+    read. A result whose batch or head axis is of size 1 while that axis is split is a sum over it, and so is the
+    gradient of a key/value head that several devices read: the devices' shares are added up.
 
     Args:
         local: one device's share of the work, from arrays to results.
         operand_axes, result_axes: axis letters of each array; trailing letters that an array lacks are ignored.
     """
 
-    def split(mesh: Mesh, arg_shapes: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-        """Mesh axes that split "B" and "N" (and "K" with it), as the query is split; only where that divides evenly."""
-        query, key = arg_shapes[0], arg_shapes[1]
-        spec = tuple(query.sharding.spec) + (None,) * (4 - len(query.sharding.spec))
-        sizes = {"B": query.shape[0], "N": key.shape[2]}
-        found = {"B": _names(spec[0]), "N": _names(spec[2])}
-        return {letter: axes if sizes[letter] % _size(mesh, axes) == 0 else () for letter, axes in found.items()}
-
-    def shardings(mesh: Mesh, axes: dict[str, tuple[str, ...]], letters: str, shape: Sequence[int]) -> NamedSharding:
-        names = [
-            axes.get("N" if letter == "K" else letter, ()) if size > 1 else ()
-            for letter, size in zip(letters, shape, strict=False)
-        ]
-        return NamedSharding(mesh, PartitionSpec(*(name or None for name in names)))
-
-    def unsplit_axes(axes: dict[str, tuple[str, ...]], letters: str, shape: Sequence[int]) -> tuple[str, ...]:
-        return tuple(n for letter, size in zip(letters, shape, strict=True) if size == 1 for n in axes.get(letter, ()))
-
     def infer(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> list[NamedSharding]:
-        axes = split(mesh, arg_shapes)
-        return [shardings(mesh, axes, a, x.shape) for a, x in zip(result_axes, result_shapes, strict=True)]
+        split = _Split.of(mesh, *arg_shapes[:2])
+        return [split.sharding(a, x.shape) for a, x in zip(result_axes, result_shapes, strict=True)]
 
     def partition(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> Any:
-        axes = split(mesh, arg_shapes)
-        args = tuple(shardings(mesh, axes, a, x.shape) for a, x in zip(operand_axes, arg_shapes, strict=True))
+        split = _Split.of(mesh, *arg_shapes[:2])
+        args = tuple(split.sharding(a, x.shape) for a, x in zip(operand_axes, arg_shapes, strict=True))
 
-        def lower(*arrays: jax.Array) -> Any:
-            results = zip(result_axes, result_shapes, local(*arrays), strict=True)
-            return [_sum_over(x, unsplit_axes(axes, letters, whole.shape)) for letters, whole, x in results]
+        def part(*arrays: jax.Array) -> Any:
+            results = local(*(split.take_heads(a, x) for a, x in zip(operand_axes, arrays, strict=True)))
+            return [
+                split.sum_shares(a, whole.shape, x)
+                for a, whole, x in zip(result_axes, result_shapes, results, strict=True)
+            ]
 
-        return mesh, lower, infer(mesh, arg_shapes, result_shapes), args
+        shardings = infer(mesh, arg_shapes, result_shapes)
+        results = tuple(
+            jax.core.ShapedArray(sharding.shard_shape(x.shape), x.dtype)
+            for sharding, x in zip(shardings, result_shapes, strict=True)
+        )
+        return mesh, functools.partial(part_p.bind, function=part, results=results), shardings, args
 
     def rule(mesh: Mesh, operand_types: Sequence[Any], result_types: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-        del mesh
         return shardy_rule(
+            mesh.size,
             [(a, tuple(t.shape)) for a, t in zip(operand_axes, operand_types, strict=True)],
             [(a, tuple(t.shape)) for a, t in zip(result_axes, result_types, strict=True)],
         )
 
     function = custom_partitioning(local)
-    function.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
+    function.def_partition(
+        partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule, decode_shardings=False
+    )
     return function
 
 
 def shardy_rule(
-    operands: Sequence[tuple[str, tuple[int, ...]]], results: Sequence[tuple[str, tuple[int, ...]]]
+    num_devices: int, operands: Sequence[tuple[str, tuple[int, ...]]], results: Sequence[tuple[str, tuple[int, ...]]]
 ) -> tuple[str, dict[str, Any]]:
-    """The einsum-like rule that says which axes are the same, and that all but batch and heads stay whole.
+    """Returns the einsum-like rule that says which axes are the same; all but batch and heads stay whole.
 
-    Query heads are key/value heads times the group, `(k g)`. An axis of size 1 that broadcasts has a factor of its own.
+    Query heads are key/value heads times the group, `(k g)`. If a mesh can split the query heads further than the
+    key/value heads, both have a factor of their own: Shardy would divide a mesh axis between k and g, which no
+    `NamedSharding` can express. An axis of size 1 that broadcasts has a factor of its own, too.
     """
     num_heads, num_kv_heads = operands[0][1][2], operands[1][1][2]
-    grouped = num_heads > num_kv_heads > 1
-    heads = {"N": "(k g)" if grouped else "k" if num_kv_heads > 1 else "g", "K": "k"}
+    is_grouped = num_heads > num_kv_heads > 1 and num_kv_heads % math.gcd(num_heads, num_devices) == 0
+    heads = {"N": "(k g)" if is_grouped else "k" if num_heads == num_kv_heads else "n", "K": "k"}
     fresh = itertools.count()
     sizes = {"B": operands[0][1][0], "N": num_heads, "K": num_kv_heads}
 
     def term(letters: str, shape: tuple[int, ...]) -> str:
         factors = []
         for letter, size in zip(letters, shape, strict=False):
-            alone = letter not in "BNK" or size != sizes[letter] or (letter == "K" and num_kv_heads == 1)
+            alone = letter not in "BNK" or size != sizes[letter]
             factors.append(f"i{next(fresh)}" if alone else heads.get(letter, letter.lower()))
         return " ".join(factors) if factors else ""
 
     arrows = [", ".join(term(*x) for x in group) for group in (operands, results)]
-    options = {"g": num_heads // num_kv_heads} if grouped else {}
+    options = {"g": num_heads // num_kv_heads} if is_grouped else {}
     return " -> ".join(arrows), options
 
 
-def _sum_over(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Sum of the devices' shares."""
-    if not names:
-        return x
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        # XLA refuses the lowering of a psum here: jax puts sharding constraints into its reduction (up to jax 0.12).
-        return sum_shares_p.bind(jax.lax.all_gather(x, names))
-    return jax.lax.psum(x, names)
+@dataclass(frozen=True)
+class _Split:
+    """How one call is split over a mesh: by batch and heads as its query is, as far as that divides evenly.
+
+    Attributes:
+        names: mesh axes that split "B", "N" and "K". Those of "K" are the first ones of "N".
+        heads: N and K of the whole call.
+    """
+
+    mesh: Mesh
+    names: dict[str, tuple[str, ...]]
+    heads: tuple[int, int]
+
+    @classmethod
+    def of(cls, mesh: Mesh, query: Any, key: Any) -> _Split:
+        batch, heads, kv_heads = query.shape[0], query.shape[2], key.shape[2]
+        by_heads = _dividing(mesh, _names(mesh, query, 2), heads)
+        names = {
+            "B": _dividing(mesh, _names(mesh, query, 0), batch),
+            "N": by_heads,
+            "K": _dividing(mesh, by_heads, kv_heads),
+        }
+        return cls(mesh, names, (heads, kv_heads))
+
+    def sharding(self, letters: str, shape: Sequence[int]) -> NamedSharding:
+        names = [self.names.get(x, ()) if size > 1 else () for x, size in zip(letters, shape, strict=False)]
+        return NamedSharding(self.mesh, PartitionSpec(*(x or None for x in names)))
+
+    @property
+    def sharers(self) -> tuple[str, ...]:
+        """Mesh axes whose devices hold the same key/value heads and different query heads."""
+        return self.names["N"][len(self.names["K"]) :]
+
+    def _kv_heads(self) -> jax.Array:
+        """Returns which of this device's key/value heads its query heads read, one for each run that shares a head.
+
+        All runs have the greatest length that fits every device: with 6 query heads, 3 key/value heads and 2 devices it
+        is 1, and the query heads 0, 1, 2 | 3, 4, 5 read the heads 0, 0, 1 | 1, 2, 2.
+        """
+        heads, kv_heads = self.heads
+        count, group = heads // _size(self.mesh, self.names["N"]), heads // kv_heads
+        starts = jnp.arange(0, count, math.gcd(count, group), dtype=jnp.int32)
+        return (jax.lax.axis_index(self.sharers) * count + starts) // group
+
+    def take_heads(self, letters: str, x: jax.Array) -> jax.Array:
+        """Takes those key/value heads of an operand that this device's query heads read."""
+        axis = letters.find("K")
+        if axis < 0 or x.shape[axis] == 1 or not self.sharers:
+            return x
+        return jnp.take(x, self._kv_heads(), axis, mode="clip")
+
+    def sum_shares(self, letters: str, whole: Sequence[int], x: jax.Array) -> jax.Array:
+        """Adds up the devices' shares of a result, of which `whole` is the shape in the whole call."""
+        if "K" in letters and self.sharers:
+            axis = letters.index("K")
+            heads = jnp.arange(self.heads[1] // _size(self.mesh, self.names["K"]), dtype=jnp.int32)
+            is_of_head = (heads[:, None] == self._kv_heads()[None, :]).reshape(
+                heads.size, -1, *[1] * (x.ndim - axis - 1)
+            )
+            shares = jnp.expand_dims(x.astype(abstract.statistics_dtype(x.dtype)), axis)
+            placed = jnp.sum(shares, axis + 1, where=jnp.expand_dims(is_of_head, range(axis)))
+            return jax.lax.psum(placed, self.sharers).astype(x.dtype)
+        unsplit = (a for a, size in zip(letters, whole, strict=True) if size == 1)
+        summed = tuple(name for a in unsplit for name in self.names.get(a, ()))
+        return jax.lax.psum(x, summed) if summed else x
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def _dividing(mesh: Mesh, names: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """Returns as many of the first names as divide `size` evenly together."""
+    while size % _size(mesh, names):
+        names = names[:-1]
+    return names
+
+
+def _names(mesh: Mesh, x: Any, axis: int) -> tuple[str, ...]:
+    """Returns the mesh axes that split an axis of `x`, major first, or none if no order of whole mesh axes does."""
+    indices = x.sharding.devices_indices_map(x.shape)
+    starts = np.vectorize(lambda device: indices[device][axis].start or 0, otypes=[np.int64])(mesh.devices)
+    places = np.indices(starts.shape)
+    strides = [starts.take(1, i).flat[0] - starts.flat[0] if size > 1 else 0 for i, size in enumerate(starts.shape)]
+    if not np.array_equal(starts, np.tensordot(strides, places, 1)):
+        return ()
+    return tuple(name for stride, name in sorted(zip(strides, mesh.axis_names, strict=True), reverse=True) if stride)
 
 
 def _size(mesh: Mesh, names: tuple[str, ...]) -> int:
