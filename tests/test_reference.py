@@ -67,6 +67,16 @@ def both(spec: AttentionSpec, operands: Operands, dout: jax.Array) -> tuple[Resu
     return theirs._replace(out=drop_empty_rows(spec, operands, theirs.out)), evaluate(ours, spec, operands, dout)
 
 
+def test_shapes_of_a_case_are_those_of_its_operands(key: jax.Array) -> None:
+    """The cases write their shapes down; they are not traced."""
+    for case in CPU_CASES:
+        written, traced = (
+            jax.tree.map(lambda x: (x.shape, x.dtype), operands)
+            for operands in (case._avals(), jax.eval_shape(case.operands, key))
+        )
+        assert written == traced, case
+
+
 @pytest.mark.parametrize("case", [case for case in CPU_CASES if jax_nn_has(case)], ids=str)
 def test_reference_is_jax_nn(case: Case, key: jax.Array) -> None:
     case = dataclasses.replace(case, v_head_dim=None)

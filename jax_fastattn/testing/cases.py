@@ -143,40 +143,65 @@ class Case:
         return Problem.of(self.spec(), self._avals())
 
     def _avals(self) -> Operands:
-        """Shapes and dtypes of the operands; no device is needed for them, so that a list of cases starts no client."""
-        return jax.eval_shape(lambda: self.operands(jax.random.key(0)))
+        """Returns shapes and dtypes of the operands.
+
+        They are written down, not traced: `GPU_CASES` needs them at import, where tracing `operands` took 5 s, and a
+        list of cases must not start a client.
+        """
+        sizes = self.shape
+
+        def array(axes: str, dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), dtype)
+
+        def plane(axes: str | None, dtype: Any) -> Any:
+            shape = tuple(sizes[axis.upper()] if axis in (axes or "") else 1 for axis in "bnts")
+            return None if axes is None else jax.ShapeDtypeStruct(shape, dtype)
+
+        def row(axes: str | None) -> Any:
+            shape = sizes["B"] if "b" in (axes or "") else 1, sizes["N"]
+            return None if axes is None else jax.ShapeDtypeStruct(shape, np.float32)
+
+        scale_dtype = np.promote_types(self.dtype, np.float32)
+        has_ids = self.packed is not None or self.segments > 0
+        has_offset = self.packed is not None or self.query_offset is not None
+        return Operands(
+            query=array("BTNH", self.dtype),
+            key=array("BSKH", self.dtype),
+            value=array("BSKD", self.dtype),
+            bias=plane(self.bias, np.float32),
+            mask=plane(self.mask, np.bool_),
+            query_seq_lengths=array("B", np.int32) if self.query_seq_lengths is not None else None,
+            key_value_seq_lengths=array("B", np.int32) if self.key_value_seq_lengths is not None else None,
+            query_offset=array("B" if self.packed is None else "BT", np.int32) if has_offset else None,
+            query_segment_ids=array("BT", np.int32) if has_ids else None,
+            key_value_segment_ids=array("BS", np.int32) if has_ids else None,
+            sinks=row(self.sinks),
+            scale=jax.ShapeDtypeStruct((1, 1), scale_dtype) if self.scale_is_array else None,
+        )
 
     def operands(self, key: jax.Array) -> Operands:
         """Random canonical operands, standard normal where they are floats."""
         keys = iter(jax.random.split(key, 8))
-        sizes = self.shape
+        shapes = self._avals()
         query, k, value = (
-            jax.random.normal(next(keys), tuple(sizes[axis] for axis in axes), jnp.float32).astype(self.dtype)
-            for axes in ("BTNH", "BSKH", "BSKD")
+            jax.random.normal(next(keys), x.shape, jnp.float32).astype(self.dtype)
+            for x in (shapes.query, shapes.key, shapes.value)
         )
-
-        def plane(axes: str) -> tuple[int, ...]:
-            return tuple(sizes[axis.upper()] if axis in axes else 1 for axis in "bnts")
-
         bias_key, mask_key, sinks_key, segments_key = next(keys), next(keys), next(keys), next(keys)
         query_ids, key_ids, offset = self._positions(segments_key)
         return Operands(
             query=query,
             key=k,
             value=value,
-            bias=None if self.bias is None else jax.random.normal(bias_key, plane(self.bias), jnp.float32),
-            mask=None if self.mask is None else jax.random.bernoulli(mask_key, 0.7, plane(self.mask)),
+            bias=None if shapes.bias is None else jax.random.normal(bias_key, shapes.bias.shape, jnp.float32),
+            mask=None if shapes.mask is None else jax.random.bernoulli(mask_key, 0.7, shapes.mask.shape),
             query_seq_lengths=_int32(self.query_seq_lengths),
             key_value_seq_lengths=_int32(self.key_value_seq_lengths),
             query_offset=offset,
             query_segment_ids=query_ids,
             key_value_segment_ids=key_ids,
-            sinks=None
-            if self.sinks is None
-            else jax.random.normal(sinks_key, (sizes["B"] if "b" in self.sinks else 1, sizes["N"]), jnp.float32),
-            scale=jnp.full((1, 1), self._scale, np.promote_types(self.dtype, np.float32))
-            if self.scale_is_array
-            else None,
+            sinks=None if shapes.sinks is None else jax.random.normal(sinks_key, shapes.sinks.shape, jnp.float32),
+            scale=None if shapes.scale is None else jnp.full(shapes.scale.shape, self._scale, shapes.scale.dtype),
         )
 
     def cotangents(self, key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
