@@ -30,12 +30,10 @@ QUICK = ["--repeats", "2", "--measurement-ms", "0.1", "--warm-up-seconds", "0"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lenient_and_quick() -> Iterator[None]:
-    """jax.nn, which is measured too, promotes dtypes. Most of the time here goes into optimising tiny programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def lenient() -> Iterator[None]:
+    """Lets jax.nn, which is measured too, promote dtypes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def measure(output: Path, *options: str) -> dict[tuple[str, str, str], dict[str, Any]]:
