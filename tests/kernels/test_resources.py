@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
+from jax_fastattn.ffi.resources import KernelResources
 from jax_fastattn.kernels.sm80.config import shared_memory_limit
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, KernelSpec
+from jax_fastattn.kernels.spec import KernelSpec
 from jax_fastattn.kernels.support import ARCHITECTURES
 
 pytestmark = [
@@ -45,28 +48,37 @@ def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict
     return dataclasses.replace(spec, sinks=everything and op == "forward", dlse=everything and op == "backward")
 
 
-@pytest.mark.parametrize("features", [CAUSAL, EVERYTHING], ids=["causal", "everything"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=lambda x: "v".join(map(str, x)))
-@pytest.mark.parametrize(
-    ("family", "arch", "op"),
-    [
-        *(("sm90", "sm_90a", op) for op in ("forward", "backward")),
-        *(("sm80", arch, op) for arch in ARCHITECTURES for op in ("forward", "backward")),
-    ],
-)
-def test_kernels_fit(family: str, arch: str, op: str, dims: tuple[int, int], features: dict[str, object]) -> None:
+def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_bytes: int) -> None:
+    forward, backward = 1, 2 if spec.family == "sm80" else 3
+    assert len(kernels) == (forward if spec.op == "forward" else backward), spec
+    for kernel in kernels:
+        assert kernel.registers <= 255, (spec, kernel)
+        assert kernel.local_bytes <= local_bytes, (spec, kernel)
+        assert kernel.shared_bytes <= shared_memory_limit(spec.arch), (spec, kernel)
+
+
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+# Those of Hopper that are causal only are among `HOPPER_ROWS`.
+COMPILED = [
+    *(("sm90", "sm_90a", op, "everything") for op in ("forward", "backward")),
+    *(
+        ("sm80", arch, op, features)
+        for arch in ARCHITECTURES
+        for op in ("forward", "backward")
+        for features in ("causal", "everything")
+    ),
+]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=lambda x: "v".join(map(str, x)))
+@pytest.mark.parametrize(("family", "arch", "op", "features"), COMPILED)
+def test_kernels_fit(family: str, arch: str, op: str, features: str, dims: tuple[int, int]) -> None:
     from jax_fastattn.ffi.compiler import inspect_kernel
 
-    spec = _spec(family, op, arch, dims, features)
+    spec = _spec(family, op, arch, dims, CAUSAL if features == "causal" else EVERYTHING)
     for variant in BACKWARD_VARIANTS if spec.fused else [{}]:
-        kernels = inspect_kernel(dataclasses.replace(spec, **variant))
-        assert len(kernels) == {"forward": 1, "backward": 2 if family == "sm80" else 3}[op]
-        allowed = EVERYTHING_LOCAL_BYTES if features is EVERYTHING else 0
-        for kernel in kernels:
-            print(f"{kernel.registers} registers, {kernel.local_bytes} B local, {kernel.shared_bytes} B shared")
-            assert kernel.registers <= 255
-            assert kernel.local_bytes <= allowed
-            assert kernel.shared_bytes <= shared_memory_limit(arch)
+        variant_spec = dataclasses.replace(spec, **variant)
+        _assert_fits(variant_spec, inspect_kernel(variant_spec), EVERYTHING_LOCAL_BYTES * (features == "everything"))
 
 
 # A head dim of every row of `sm90.config`, and where lengths differ both of them.
@@ -75,39 +87,38 @@ HOPPER_ROWS = [
     *((dims, False) for dims in ((96, 96), (128, 128), (72, 128), (160, 160), (192, 128), (256, 256))),
 ]
 _SHOW_REMARKS = """
-import sys
+import dataclasses, sys
 from jax_fastattn.ffi.compiler import inspect_kernel
 from jax_fastattn.kernels.spec import KernelSpec
 
 specs = eval(sys.stdin.read())
 for spec in specs:
     print("kernel", spec, flush=True)
-    for kernel in inspect_kernel(spec):
-        print("local bytes:", kernel.local_bytes, flush=True)
+    print("resources", [dataclasses.astuple(kernel) for kernel in inspect_kernel(spec)], flush=True)
 """
 
 
+@pytest.mark.parametrize("op", ["forward", "backward"])
 @pytest.mark.parametrize("features", [{}, CAUSAL, {**CAUSAL, "logits_soft_cap": True}])
-def test_hopper_rows_neither_spill_nor_serialise(features: dict[str, object]) -> None:
+def test_hopper_rows_neither_spill_nor_serialise(features: dict[str, object], op: str) -> None:
     """ptxas reports products that it had to serialise as C75xx; nothing else shows it but the speed."""
-    specs = [
-        dataclasses.replace(_spec("sm90", "forward", "sm_90a", dims, features), short=short)
-        for dims, short in HOPPER_ROWS
-    ]
-    specs += [
-        dataclasses.replace(_spec("sm90", "backward", "sm_90a", dims, features), **variant)
-        for dims, short in HOPPER_ROWS
-        for variant in ([] if short else BACKWARD_VARIANTS if max(dims) <= FUSED_HEAD_DIM else [{}])
-    ]
+    assert {(dims, False) for dims in DIMS} < set(HOPPER_ROWS)
+    specs = []
+    for dims, short in HOPPER_ROWS:
+        spec = _spec("sm90", op, "sm_90a", dims, features)
+        if op == "forward":
+            specs.append(dataclasses.replace(spec, short=short))
+        elif not short:
+            specs += [dataclasses.replace(spec, **variant) for variant in (BACKWARD_VARIANTS if spec.fused else [{}])]
     environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}"}
     run = subprocess.run(
         [sys.executable, "-c", _SHOW_REMARKS], input=repr(specs), env=environment, capture_output=True, text=True
     )
     printed = run.stdout + run.stderr
     assert run.returncode == 0, printed[-3000:]
-    for spec, kernels in zip(specs, run.stdout.split("kernel KernelSpec")[1:], strict=True):
-        local = [int(nbytes) for nbytes in re.findall(r"local bytes: (\d+)", kernels)]
-        assert local and max(local) == 0, spec
-    found = {line for line in printed.splitlines() if re.search(r"C75\d\d|^kernel", line)}
+    found = re.findall(r"^resources (.*)$", run.stdout, re.MULTILINE)
+    for spec, kernels in zip(specs, found, strict=True):
+        _assert_fits(spec, [KernelResources(*kernel) for kernel in ast.literal_eval(kernels)], local_bytes=0)
+    remarks = {line for line in printed.splitlines() if re.search(r"C75\d\d|^kernel", line)}
     assert "ptxas" in printed  # else the remarks have moved
-    assert found == {f"kernel {spec}" for spec in specs}, printed[-3000:]
+    assert remarks == {f"kernel {spec}" for spec in specs}, printed[-3000:]
