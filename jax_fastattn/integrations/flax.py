@@ -87,8 +87,11 @@ def attention_fn(
     """
     del input_positions
     drops = bool(dropout_rate) and not deterministic
+    given = [
+        name for name, value in options.items() if value is not None and (name, value) != ("implementation", "xla")
+    ]
     _refuse(
-        dropout=[name for name in options if name != "implementation" or options[name] == "cuda"] if drops else [],
+        dropout=given if drops else [],
         module=module is not None,
         precision=precision,
         einsum_dot_general=einsum_dot_general,
