@@ -21,7 +21,7 @@ SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike] | None
 class _Options(TypedDict, total=False):
     """Keyword arguments of both functions, for their overloads."""
 
-    scale: float | None
+    scale: ArrayLike | None
     is_causal: bool
     local_window_size: Window
     implementation: Implementation | None

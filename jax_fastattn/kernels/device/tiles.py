@@ -191,3 +191,11 @@ def load_bounds(
         "left": window[0] if spec.window_left else offset + UNBOUNDED,
         "right": window[1] if spec.window_right else UNBOUNDED - offset,
     }
+
+
+def moved(bounds: dict[str, Int32]) -> dict[str, Int32]:
+    """Returns `load_bounds` in registers of their own, for a live range that is needed outside of the loops over tiles.
+
+    Of the registers that the loops use, the compiler computes parts of the range in each of their steps.
+    """
+    return {name: ptx.move(Int32(x)) for name, x in bounds.items()}

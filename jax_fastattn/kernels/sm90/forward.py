@@ -648,8 +648,7 @@ class ForwardKernel:
     def _zero_values(self, state: SimpleNamespace, tile: Int32, slot: Callable[[], Int32]) -> None:
         """Zeroes the rows of V that no query sees; `slot` waits for it. Every warpgroup does so for itself."""
         spec, config, memory, work = self.spec, self.config, self.memory, state.work
-        # Moved: else the compiler computes parts of the live range in the loop of full tiles.
-        live = tiles.live_keys(**{name: ptx.move(Int32(x)) for name, x in work.bounds.items()})
+        live = tiles.live_keys(**tiles.moved(work.bounds))
         rows = tiles.Rows.live(
             live, tile * config.keys, hides_first=spec.hides_first_keys, length=state.call.key_length
         )

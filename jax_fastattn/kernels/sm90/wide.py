@@ -212,9 +212,8 @@ class WideKernel(FusedKernel):
         work, spec = state.work, self.spec
         live = tiles.Rows(None, work.bounds["key_end"] - work.row)
         if spec.hides_first_keys or spec.hides_last_keys:
-            # Moved: else the compiler computes parts of the live range in every step of the loops before.
-            bounds = {name: ptx.move(Int32(x)) for name, x in work.bounds.items()}
-            live = tiles.Rows.live(tiles.live_keys(**bounds), work.row, hides_first=spec.hides_first_keys)
+            live = tiles.live_keys(**tiles.moved(work.bounds))
+            live = tiles.Rows.live(live, work.row, hides_first=spec.hides_first_keys)
         first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
         gradient.store_rows(
             state.sum,
