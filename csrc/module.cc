@@ -24,27 +24,22 @@ namespace ffi = xla::ffi;
 constexpr size_t kMaxBuffers = 32;
 constexpr size_t kMaxArguments = 64;
 
-// Runs once per custom call of an executable, before its launches, on machines with or without a GPU.
-ffi::Error Instantiate(ffi::Dictionary attributes) {
-  const auto key = attributes.get<std::string_view>("key");
-  const auto digest = attributes.get<std::string_view>("digest");
-  const auto object = attributes.get<std::string_view>("object");
-  const auto object_size = attributes.get<int32_t>("object_size");
-  if (key.has_error() || digest.has_error() || object.has_error() || object_size.has_error()) {
+ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes) {
+  const auto key = attributes.get<std::string_view>("key"), arch = attributes.get<std::string_view>("arch"),
+             digest = attributes.get<std::string_view>("digest"), object = attributes.get<std::string_view>("object");
+  const auto object_size = attributes.get<int32_t>("object_size"), num_buffers = attributes.get<int32_t>("num_buffers");
+  const auto ints = attributes.get<ffi::Span<const int32_t>>("ints");
+  const auto floats = attributes.get<ffi::Span<const float>>("floats");
+  if (key.has_error() || arch.has_error() || digest.has_error() || object.has_error() || object_size.has_error() ||
+      num_buffers.has_error() || ints.has_error() || floats.has_error()) {
     return ffi::Error::InvalidArgument(
         "jax_fastattn: the program lacks an attribute that this version needs: another version of jax_fastattn lowered "
         "it. Lower the computation again; if the program comes from a jax.export file, export it again.");
   }
-  return AddKernel(*key, *digest, *object, *object_size);
-}
-
-ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results, std::string_view key,
-                  std::string_view arch, std::string_view digest, std::string_view, int32_t, int32_t num_buffers,
-                  ffi::Span<const int32_t> ints, ffi::Span<const float> floats) {
   const size_t count = operands.size() + results.size();
-  const size_t num_arguments = count + ints.size() + floats.size() + 2;  // the stream and the error code
-  if (count != static_cast<size_t>(num_buffers) || count > kMaxBuffers || num_arguments > kMaxArguments) {
-    return ffi::Error::InvalidArgument("jax_fastattn: " + KernelName(key) + " takes " + std::to_string(num_buffers) +
+  const size_t num_arguments = count + ints->size() + floats->size() + 2;  // the stream and the error code
+  if (count != static_cast<size_t>(*num_buffers) || count > kMaxBuffers || num_arguments > kMaxArguments) {
+    return ffi::Error::InvalidArgument("jax_fastattn: " + KernelName(*key) + " takes " + std::to_string(*num_buffers) +
                                        " buffers, but its custom call has " + std::to_string(operands.size()) +
                                        " operands and " + std::to_string(results.size()) +
                                        " results. The program was changed after lowering: lower it again.");
@@ -56,7 +51,7 @@ ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets 
   for (size_t i = 0; i < results.size(); ++i) {
     buffers[operands.size() + i] = (*results.get<ffi::AnyBuffer>(i))->untyped_data();
   }
-  ffi::ErrorOr<LoadedKernel> kernel = GetKernel(key, arch, digest);
+  ffi::ErrorOr<LoadedKernel> kernel = GetKernel({*key, *arch, *digest, *object, *object_size});
   if (kernel.has_error()) return kernel.error();
 
   // The runtime takes a pointer to each argument. It writes to the last one only.
@@ -64,18 +59,18 @@ ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets 
   std::array<void*, kMaxArguments> arguments;
   size_t next = 0;
   for (size_t i = 0; i < count; ++i) arguments[next++] = &buffers[i];
-  for (const int32_t& value : ints) arguments[next++] = const_cast<int32_t*>(&value);
-  for (const float& value : floats) arguments[next++] = const_cast<float*>(&value);
+  for (const int32_t& value : *ints) arguments[next++] = const_cast<int32_t*>(&value);
+  for (const float& value : *floats) arguments[next++] = const_cast<float*>(&value);
   arguments[next++] = &stream;
   arguments[next++] = &cuda_error;
 
   const int status = kernel->libraries->function_run(kernel->function, arguments.data(), next);
   if (cuda_error != 0) {
-    return ffi::Error::Internal("jax_fastattn: the launch of " + KernelName(key) +
+    return ffi::Error::Internal("jax_fastattn: the launch of " + KernelName(*key) +
                                 " failed: " + CudaErrorText(*kernel->libraries, cuda_error) + ".");
   }
   if (status != 0) {
-    return ffi::Error::Internal("jax_fastattn: the CuTe DSL runtime could not launch " + KernelName(key) + " with " +
+    return ffi::Error::Internal("jax_fastattn: the CuTe DSL runtime could not launch " + KernelName(*key) + " with " +
                                 std::to_string(next) + " arguments: " + kernel->libraries->error_name(status) + ".");
   }
   return ffi::Error::Success();
@@ -86,17 +81,8 @@ auto BindCall(Binding binding) {
   return std::move(binding)
       .RemainingArgs()
       .RemainingRets()
-      .template Attr<std::string_view>("key")
-      .template Attr<std::string_view>("arch")
-      .template Attr<std::string_view>("digest")
-      .template Attr<std::string_view>("object")
-      .template Attr<int32_t>("object_size")
-      .template Attr<int32_t>("num_buffers")
-      .template Attr<ffi::Span<const int32_t>>("ints")
-      .template Attr<ffi::Span<const float>>("floats");
+      .Attrs();
 }
-
-XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kLaunch, Launch, BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -115,7 +101,6 @@ PYBIND11_MODULE(_ffi, module) {
   module.doc() = "XLA FFI handlers that launch compiled attention kernels.";
   module.def("set_library_paths", &SetLibraryPaths, pybind11::arg("runtime"), pybind11::arg("driver"),
              "Says where libcute_dsl_runtime.so and the CUDA driver are. They are opened at the first launch.");
-  module.attr("instantiate") = Capsule(kInstantiate);
   module.attr("launch") = Capsule(kLaunch);
   module.attr("launch_on_host") = Capsule(kLaunchOnHost);
 }

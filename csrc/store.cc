@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,6 +31,9 @@ constexpr int kCaptureModeRelaxed = 2;
 // Far above any kernel: a damaged program must not eat the memory.
 constexpr int32_t kMaxObjectSize = 1 << 28;
 
+// Of how many calls of a kernel the objects are remembered as compared.
+constexpr size_t kMaxEqualObjects = 4096;
+
 using Bytes = std::vector<unsigned char>;
 
 struct Capability { int major = 0, minor = 0; };  // of a device
@@ -38,6 +42,9 @@ struct Kernel {
   std::string object;  // as programs carry it
   int32_t object_size;
   std::map<int, CuteFunction*> functions;  // by device
+  // Where programs keep objects that were found equal to this one. A later program may reuse the place of one that is
+  // gone; unless it lies about its digest, its object is the same.
+  std::set<const char*> equal_objects;
 };
 
 // Leaked: other threads may launch while the process exits.
@@ -164,17 +171,7 @@ ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, std::string_view ke
 
 std::string KernelName(std::string_view key) { return "kernel " + std::string(key.substr(0, 12)); }
 
-ffi::Error AddKernel(std::string_view key, std::string_view digest, std::string_view object, int32_t object_size) {
-  std::lock_guard<std::mutex> lock(mutex);
-  const auto [found, is_new] = kernels.try_emplace(std::string(digest), Kernel{std::string(object), object_size, {}});
-  const Kernel& known = found->second;
-  if (is_new || (known.object == object && known.object_size == object_size)) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                    "jax_fastattn: " + KernelName(key) + " has the digest of another object in this process: one of "
-                    "the programs that carry them was changed after lowering. Lower both computations again.");
-}
-
-ffi::ErrorOr<LoadedKernel> GetKernel(std::string_view key, std::string_view arch, std::string_view digest) {
+ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
   std::lock_guard<std::mutex> lock(mutex);
   ffi::ErrorOr<const Libraries*> libraries = OpenLibraries();
   if (libraries.has_error()) return ffi::Unexpected(libraries.error());
@@ -182,14 +179,27 @@ ffi::ErrorOr<LoadedKernel> GetKernel(std::string_view key, std::string_view arch
   if (int error = (*libraries)->get_device(&device); error != 0) {
     return Failure(ffi::ErrorCode::kInternal, "no CUDA device is current: " + CudaErrorText(**libraries, error) + ".");
   }
-  if (ffi::Error error = CheckArch(**libraries, arch, device); error.failure()) return ffi::Unexpected(error);
-  const auto kernel = kernels.find(digest);
-  if (kernel == kernels.end()) return Failure(ffi::ErrorCode::kInternal, KernelName(key) + " was never instantiated.");
-  CuteFunction*& function = kernel->second.functions[device];
+  if (ffi::Error error = CheckArch(**libraries, image.arch, device); error.failure()) return ffi::Unexpected(error);
+  auto found = kernels.find(image.digest);
+  if (found == kernels.end()) {
+    Kernel added{std::string(image.object), image.object_size, {}, {}};
+    found = kernels.emplace(std::string(image.digest), std::move(added)).first;
+  }
+  Kernel& kernel = found->second;
+  if (kernel.equal_objects.count(image.object.data()) == 0) {
+    if (kernel.object != image.object || kernel.object_size != image.object_size) {
+      return Failure(ffi::ErrorCode::kFailedPrecondition,
+                     KernelName(image.key) + " has the digest of another object in this process: one of the programs "
+                     "that carry them was changed after lowering. Lower both computations again.");
+    }
+    if (kernel.equal_objects.size() == kMaxEqualObjects) kernel.equal_objects.clear();
+    kernel.equal_objects.insert(image.object.data());
+  }
+  CuteFunction*& function = kernel.functions[device];
   if (function == nullptr) {
-    ffi::ErrorOr<CuteFunction*> loaded = Load(**libraries, key, kernel->second, device);
+    ffi::ErrorOr<CuteFunction*> loaded = Load(**libraries, image.key, kernel, device);
     if (loaded.has_error()) {
-      if (loaded.error().errc() == ffi::ErrorCode::kDataLoss) kernels.erase(kernel);  // makes room for a whole object
+      if (loaded.error().errc() == ffi::ErrorCode::kDataLoss) kernels.erase(found);  // makes room for a whole object
       return ffi::Unexpected(loaded.error());
     }
     function = *loaded;

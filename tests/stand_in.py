@@ -93,8 +93,7 @@ def install(library: Path) -> ctypes.CDLL:
 
     ffi.register()
     _ffi.set_library_paths(runtime=str(library), driver=str(library))
-    stages = {"instantiate": _ffi.instantiate, "execute": _ffi.launch_on_host}
-    jax.ffi.register_ffi_target(ffi.TARGET_NAME, stages, platform="cpu")
+    jax.ffi.register_ffi_target(ffi.TARGET_NAME, _ffi.launch_on_host, platform="cpu")
     return ctypes.CDLL(str(library))
 
 

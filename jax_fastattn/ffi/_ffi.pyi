@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
 
-instantiate: object
 launch: object
 launch_on_host: object
 

@@ -100,6 +100,12 @@ def _scale_error(
     return jnp.sqrt(jnp.mean(errors**2, axis=0))
 
 
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in another dtype; the conversion alone is dropped by XLA for GPUs if the result is converted back."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(dtype)
+
+
 def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """The contract of `attention_reference` with the roundings of jax.nn's XLA path.
 
@@ -109,7 +115,7 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
     """
     if operands.scale is not None:
         query = operands.query.astype(operands.scale.dtype) * operands.scale[:, :, None, None]
-        operands = operands._replace(query=query.astype(operands.query.dtype))
+        operands = operands._replace(query=_rounded(query, operands.query.dtype))
     dtype = operands.query.dtype
     wide = np.promote_types(dtype, np.float32)
     visible = visible_pairs(spec, operands)
