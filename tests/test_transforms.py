@@ -160,7 +160,11 @@ def test_export_for_several_platforms(monkeypatch: pytest.MonkeyPatch, tmp_path:
     np.testing.assert_array_equal(loaded.call(query, key, value), jax.jit(attention)(query, key, value))
 
 
-@pytest.mark.parametrize("op", [forward._op, lambda spec: backward._op(spec, False)], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "op",
+    [forward._op, lambda spec: backward._op(spec, False, ("query", "key", "value"))],
+    ids=["forward", "backward"],
+)
 def test_a_new_scale_does_not_grow_caches_for_ever(op: Any) -> None:
     def new_op(scale: float) -> weakref.ref[Any]:
         return weakref.ref(op(AttentionSpec(scale=scale, present=("query", "key", "value"))))
