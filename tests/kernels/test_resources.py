@@ -37,9 +37,9 @@ EVERYTHING = {
 }
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
-# Local memory of the kernels with every feature at once, bytes per thread: values kept across the loop, at most 88
+# Local memory of the kernels with every feature at once, bytes per thread: values kept across the loop, at most 96
 # (sm80 dkdv on sm_90a, head dim 128).
-EVERYTHING_LOCAL_BYTES = 88
+EVERYTHING_LOCAL_BYTES = 96
 
 
 def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict[str, object]) -> KernelSpec:

@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
@@ -62,6 +62,13 @@ class Rows(NamedTuple):
         end = live.end if length is None else ptx.where(live.end < length, live.end, first + UNBOUNDED)
         return cls(live.begin - first if hides_first else None, end - first)
 
+    def contain(self, row: Int32) -> Boolean:
+        """Returns whether a row of the tile may be read."""
+        if self.begin is None:
+            return Boolean(row < self.end)
+        # Rows before the first one wrap around: one comparison, and one register less, than two.
+        return Boolean(Uint32(row - self.begin) < Uint32(self.end - self.begin))
+
 
 def load_tile(
     tile: SharedTile,
@@ -92,9 +99,7 @@ def load_tile(
         address = thread_source + (stride * first_row + first_chunk * (2 * CHUNK))
         valid = None
         if rows is not None:
-            valid = row + first_row < rows.end
-            if rows.begin is not None:
-                valid = Boolean(valid & (row + first_row >= rows.begin))
+            valid = rows.contain(row + first_row)
         if columns_end:
             has_data = chunk + first_chunk < tile.columns // CHUNK
             valid = has_data if valid is None else Boolean(valid & has_data)

@@ -182,7 +182,7 @@ class DkdvKernel:
         def load_statistics() -> None:
             target = shared + self.query_tile.nbytes + self.dout_tile.nbytes + at.thread * 8
             row = Int64(member) * state.query_length + first
-            valid = at.thread < rows.end
+            valid = rows.contain(at.thread)
             address = state.stats + (row + ptx.where(valid, at.thread, Int32(0))) * 8
             ptx.copy_async_pair_or_zero(target, address, ptx.where(valid, Int32(8), Int32(0)))
 

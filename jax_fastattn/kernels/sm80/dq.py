@@ -208,9 +208,7 @@ class DqKernel:
         for first in range(0, self.config.rows, shape.rows_per_pass):
             index = row + first
             inside = index < self.config.rows
-            live = Boolean(inside & (index < state.live_rows.end))
-            if state.live_rows.begin is not None:
-                live = Boolean(live & (index >= state.live_rows.begin))
+            live = Boolean(inside & state.live_rows.contain(index))
             lse2, delta = self._row_statistics(state, shape, index, chunk, live)
             writes = Boolean(inside & (chunk == 0))
             for condition, store, address in (
