@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
+from pathlib import Path
 from typing import Any
 
 import calls
@@ -36,6 +39,7 @@ SUBSETS = {
     **{name: (name,) for name in NAMES},
     "query-key-value": NAMES[:3],
     "key-bias-sinks": ("key", "bias", "sinks"),
+    "query-bias-mask-sinks": ("query", "bias", "mask", "sinks"),
     "query-mask-segments": ("query", "mask", "segment_ids"),
     "all-but-query": NAMES[1:],
     "all": NAMES,
@@ -98,7 +102,9 @@ def test_vmap_over(subset: str) -> None:
 BROADCAST = dataclasses.replace(calls.EVERYTHING, bias="ns", mask="t")
 
 
-@pytest.mark.parametrize("subset", ["query", "bias", "mask", "sinks", "scale", "key-bias-sinks", "all"])
+@pytest.mark.parametrize(
+    "subset", ["query", "query-bias-mask-sinks", "bias", "mask", "sinks", "scale", "key-bias-sinks", "all"]
+)
 def test_vmap_over_with_a_bias_that_serves_the_whole_batch(subset: str) -> None:
     check_against_a_loop(BROADCAST, SUBSETS[subset])
 
@@ -123,6 +129,74 @@ def test_vmap_of_vmap() -> None:
             own = arrays | {"query": arrays["query"][i, j], "bias": arrays["bias"][i], "key": arrays["key"][j]}
             got = jax.tree.map(lambda x, i=i, j=j: x[i, j], found)
             calls.assert_same(got, expected_gradients(case)(own))
+
+
+def repeats_keys(text: str, case: calls.Case) -> bool:
+    """Whether a program holds an array of more elements than the keys, with the axes S and H."""
+    size = case.batch * case.key_length * case.num_kv_heads * case.head_dim
+    shapes = [[int(n) for n in found.split("x")[:-1]] for found in re.findall(r"tensor<([0-9x]+\w+)>", text)]
+    return any({case.key_length, case.head_dim} <= set(shape) and math.prod(shape) > size for shape in shapes)
+
+
+@pytest.mark.parametrize("levels", [1, 2], ids=["vmap", "vmap-of-vmap"])
+def test_vmap_over_the_query_does_not_repeat_keys_and_values(
+    levels: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On CUDA it is one launch with a larger group of query heads."""
+    case = calls.Case(
+        query_length=5, key_length=17, num_kv_heads=3, group=2, head_dim=8, is_causal=True, dtype="bfloat16"
+    )
+    query, key, value = case.operands(jax.random.key(0))[:3]
+    query = jnp.broadcast_to(query, (2, 4)[:levels] + query.shape)
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention(query, key, value, is_causal=True)
+
+    for _ in range(levels):
+        run = jax.vmap(run, in_axes=(0, None, None))
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    for text in (jax.jit(run).lower(query, key, value).as_text(), calls.cuda_text(run, query, key, value)):
+        assert not repeats_keys(text, case)
+    assert calls.count_launches(text) == 1
+    everything = jax.jit(jax.vmap(run, in_axes=0))
+    assert repeats_keys(everything.lower(*(jnp.stack([x] * 2) for x in (query, key, value))).as_text(), case)
+
+
+def test_vmap_over_a_query_whose_bias_serves_the_batch_does_not_repeat_the_bias() -> None:
+    """A bias of heads and keys is the larger one: the mapped axis goes into the batch then."""
+    query, key, value = calls.EVERYTHING.operands(jax.random.key(0))[:3]
+    bias = jnp.zeros((1, 6, 5, 7))
+    text = str(
+        jax.make_jaxpr(jax.vmap(functools.partial(attention, bias=bias), (0, None, None)))(query[None], key, value)
+    )
+    assert "jax_fastattn_forward" in text
+    assert not re.search(r"\[1,12,5,7\]|\[2,6,5,7\]", text)
+
+
+@pytest.mark.parametrize("outer", ["query", "key", "bias"])
+def test_vmap_around_vmap_over_the_query(outer: str) -> None:
+    """The inner mapped axis becomes query heads; the outer one joins it, or goes into the batch."""
+    case = dataclasses.replace(calls.EVERYTHING, bias="ns")
+    spec = case.spec()
+    arrays = calls.arrays_of(case.operands(jax.random.key(0)))
+    arrays["query"] = jnp.stack([arrays["query"] * i for i in range(EXAMPLES)])
+    arrays["bias"] = jnp.stack([arrays["bias"] + i for i in range(EXAMPLES)])
+    names = ("query", "bias") if outer == "query" else (outer,)
+    arrays |= {name: jnp.stack([arrays[name], arrays[name][..., ::-1]]) for name in names}
+
+    def call(arrays: calls.Arrays) -> Any:
+        return calls.attention(**arrays, **calls.options_of(spec), return_residual=True)
+
+    inner_axes, outer_axes = (
+        ({name: 0 if name in mapped else None for name in arrays},) for mapped in (("query", "bias"), names)
+    )
+    found = calls.quick_jit(jax.vmap(jax.vmap(call, in_axes=inner_axes), in_axes=outer_axes))(arrays)
+    one = jax.jit(call)
+    for i in range(2):
+        for j in range(EXAMPLES):
+            own = {name: x[i] if name in names else x for name, x in arrays.items()}
+            own |= {name: own[name][j] for name in ("query", "bias")}
+            calls.assert_same(jax.tree.map(lambda x, i=i, j=j: x[i, j], found), one(own))
 
 
 def test_vmap_over_other_axes_than_the_first() -> None:

@@ -35,10 +35,11 @@ def statistics_dtype(dtype: Any) -> Any:
 def forward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
     """Abstract output and log-sum-exp."""
     query, _, value, *_ = arrays
-    rows = query.shape[:3]
+    rows = query.shape[:-1]
+    axes = tuple(range(len(rows)))
     return [
-        like(query, rows + value.shape[3:], axes=(0, 1, 2, None)),
-        like(query, rows, statistics_dtype(query.dtype), axes=(0, 1, 2)),
+        like(query, rows + value.shape[3:], axes=(*axes, None)),
+        like(query, rows, statistics_dtype(query.dtype), axes=axes),
     ]
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,36 +17,53 @@ from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
-# What one device computes of its share.
+# What one device computes of its share. `mapped` says which operands have a vmapped axis ahead; it becomes query heads.
 forward_p = Primitive("jax_fastattn_forward")
 forward_p.multiple_results = True
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """The output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`."""
-    out, lse = _op(spec)(*operands.arrays())
+    out, lse = _op(spec, (False,) * len(spec.present))(*operands.arrays())
     return out, lse
 
 
 @forward_p.def_abstract_eval
-def _abstract(*arrays: Any, spec: AttentionSpec) -> list[Any]:
+def _abstract(*arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> list[Any]:
+    del mapped
     return abstract.forward_results(spec, arrays)
 
 
+def _results(run: Any, arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Any:
+    """Calls `run` on what is bound."""
+    if not any(mapped):
+        return run(spec, spec.operands(arrays))
+    size, kv_heads = arrays[0].shape[0], arrays[1].shape[2]
+    folded = batching.fold_heads(spec.present, mapped, arrays)
+    return tuple(batching.unfold_heads(x, size, kv_heads) for x in run(spec, spec.operands(folded)))
+
+
+def _problem(avals: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Problem:
+    if any(mapped):
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        avals = jax.eval_shape(functools.partial(batching.fold_heads, spec.present, mapped), shapes)
+    return Problem.of(spec, spec.operands(avals))
+
+
 @forward_p.def_impl
-def _portable(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    return portable.forward(spec, spec.operands(arrays))
+def _portable(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
+    return _results(portable.forward, arrays, **params)
 
 
-def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec) -> Any:
-    takes_cuda = dispatch.takes_cuda(Problem.of(spec, spec.operands(ctx.avals_in)))
+def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    takes_cuda = dispatch.takes_cuda(_problem(ctx.avals_in, **params))
     run = cuda.forward if takes_cuda else functools.partial(portable.forward, barriers=False)
-    return abstract.lower_on_one_device(lambda *arrays: run(spec, spec.operands(arrays)), ctx, *values)
+    return abstract.lower_on_one_device(lambda *arrays: _results(run, arrays, **params), ctx, *values)
 
 
-def _default(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec) -> Any:
-    dispatch.refuse_platform(Problem.of(spec, spec.operands(ctx.avals_in)))
-    return abstract.lower_on_one_device(functools.partial(_portable, spec=spec), ctx, *values)
+def _default(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    dispatch.refuse_platform(_problem(ctx.avals_in, **params))
+    return abstract.lower_on_one_device(functools.partial(_portable, **params), ctx, *values)
 
 
 mlir.register_lowering(forward_p, _cuda, platform="cuda")
@@ -54,20 +71,39 @@ mlir.register_lowering(forward_p, _default)
 
 
 @functools.lru_cache(maxsize=batching.CACHED_OPS)
-def _op(spec: AttentionSpec) -> Callable[..., Any]:
-    """The primitive with its sharding rule around it, and its batching rule around that."""
-    one_device = functools.partial(forward_p.bind, spec=spec)
-    operand_axes = [sharding.OPERAND_AXES[name] for name in spec.present]
-    op = custom_vmap(sharding.partitioned(one_device, operand_axes, ["BTND", "BTN"]))
+def _op(spec: AttentionSpec, ahead: tuple[bool, ...]) -> Callable[..., Any]:
+    """Wraps the primitive in its sharding rule, and that in its batching rule.
+
+    `ahead` says which operands have a mapped axis ahead of their own already, which becomes query heads.
+    """
+    one_device = functools.partial(forward_p.bind, spec=spec, mapped=ahead)
+    axis = "V" if any(ahead) else ""
+    operand_axes = ["V" * a + sharding.OPERAND_AXES[name] for name, a in zip(spec.present, ahead, strict=True)]
+    op = custom_vmap(sharding.partitioned(one_device, operand_axes, [axis + "BTND", axis + "BTN"]))
 
     @op.def_vmap
     def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
-        inner = batching.inner_batch(arrays[0], mapped[0])
-        folded = [
-            batching.fold(x, is_mapped, size, inner, may_broadcast=name in batching.BROADCAST)
-            for name, x, is_mapped in zip(spec.present, arrays, mapped, strict=True)
-        ]
-        results = [batching.unfold(x, size) for x in _op(spec)(*folded)]
-        return results, [True] * len(results)
+        if any(ahead) and tuple(mapped) == ahead:  # two mapped axes become one
+            merged = [x.reshape((-1, *x.shape[2:])) if m else x for x, m in zip(arrays, mapped, strict=True)]
+            results = [x.reshape((size, -1, *x.shape[1:])) for x in _op(spec, ahead)(*merged)]
+        elif not any(ahead) and batching.becomes_heads(spec.present, mapped, [x.shape for x in arrays]):
+            results = _op(spec, tuple(mapped))(*arrays)
+        else:
+            results = into_batch(size, mapped, arrays)
+        return list(results), [True] * len(results)
+
+    def into_batch(size: int, mapped: list[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        inner = arrays[0].shape[mapped[0] + ahead[0]]
+
+        def fold(name: str, x: jax.Array, is_mapped: bool, is_ahead: bool) -> jax.Array:
+            def one(x: jax.Array) -> jax.Array:
+                return batching.fold(x, is_mapped, size, inner, may_broadcast=name in batching.BROADCAST)
+
+            return jax.vmap(one, in_axes=int(is_mapped))(x) if is_ahead else one(x)
+
+        folded = [fold(*x) for x in zip(spec.present, arrays, mapped, ahead, strict=True)]
+        unfold = functools.partial(batching.unfold, size=size)
+        unfold = jax.vmap(unfold, out_axes=1) if any(ahead) else unfold
+        return [unfold(x) for x in _op(spec, ahead)(*folded)]
 
     return jax.jit(op, inline=True)

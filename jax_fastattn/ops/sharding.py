@@ -3,7 +3,7 @@
 """Partitions calls under a mesh: batch and heads are split, every other axis is whole on each device.
 
 One description serves Shardy (`sharding_rule`), GSPMD (`infer_sharding_from_operands`) and the partition callback:
-a string of axis letters per array, as in spec.py; `N` and `K` are the query and key/value heads.
+a string of axis letters for each array, as in spec.py; `N` and `K` are the query and key/value heads.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ OPERAND_AXES = {
 }
 
 
+# Axes that a mesh may split; V is an axis that `vmap` put ahead of others.
+SPLITTABLE = "VBNK"
+
 # A device's part of a partitioned call, lowered with no mesh in sight. If the partitioner runs in a thread with an
 # Explicit mesh, jax otherwise puts sharding constraints even into the reduction of a psum, and XLA refuses them.
 part_p = Primitive("jax_fastattn_part")
@@ -68,11 +71,11 @@ def partitioned(
     """
 
     def infer(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> list[NamedSharding]:
-        split = _Split.of(mesh, *arg_shapes[:2])
+        split = _Split.of(mesh, operand_axes[0], *arg_shapes[:2])
         return [split.sharding(a, x.shape) for a, x in zip(result_axes, result_shapes, strict=True)]
 
     def partition(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> Any:
-        split = _Split.of(mesh, *arg_shapes[:2])
+        split = _Split.of(mesh, operand_axes[0], *arg_shapes[:2])
         args = tuple(split.sharding(a, x.shape) for a, x in zip(operand_axes, arg_shapes, strict=True))
 
         def part(*arrays: jax.Array) -> Any:
@@ -112,16 +115,16 @@ def shardy_rule(
     key/value heads, both have a factor of their own: Shardy would divide a mesh axis between k and g, which no
     `NamedSharding` can express. An axis of size 1 that broadcasts has a factor of its own, too.
     """
-    num_heads, num_kv_heads = operands[0][1][2], operands[1][1][2]
+    sizes = dict(zip(*operands[0], strict=True)) | {"K": operands[1][1][2]}
+    num_heads, num_kv_heads = sizes["N"], sizes["K"]
     is_grouped = num_heads > num_kv_heads > 1 and num_kv_heads % math.gcd(num_heads, num_devices) == 0
     heads = {"N": "(k g)" if is_grouped else "k" if num_heads == num_kv_heads else "n", "K": "k"}
     fresh = itertools.count()
-    sizes = {"B": operands[0][1][0], "N": num_heads, "K": num_kv_heads}
 
     def term(letters: str, shape: tuple[int, ...]) -> str:
         factors = []
         for letter, size in zip(letters, shape, strict=False):
-            alone = letter not in "BNK" or size != sizes[letter]
+            alone = letter not in SPLITTABLE or size != sizes[letter]
             factors.append(f"i{next(fresh)}" if alone else heads.get(letter, letter.lower()))
         return " ".join(factors) if factors else ""
 
@@ -135,7 +138,7 @@ class _Split:
     """How one call is split over a mesh: by batch and heads as its query is, as far as that divides evenly.
 
     Attributes:
-        names: mesh axes that split "B", "N" and "K". Those of "K" are the first ones of "N".
+        names: mesh axes that split each axis letter of SPLITTABLE. Those of "K" are the first ones of "N".
         heads: N and K of the whole call.
     """
 
@@ -144,15 +147,15 @@ class _Split:
     heads: tuple[int, int]
 
     @classmethod
-    def of(cls, mesh: Mesh, query: Any, key: Any) -> _Split:
-        batch, heads, kv_heads = query.shape[0], query.shape[2], key.shape[2]
-        by_heads = _dividing(mesh, _names(mesh, query, 2), heads)
+    def of(cls, mesh: Mesh, letters: str, query: Any, key: Any) -> _Split:
         names = {
-            "B": _dividing(mesh, _names(mesh, query, 0), batch),
-            "N": by_heads,
-            "K": _dividing(mesh, by_heads, kv_heads),
+            letter: _dividing(mesh, _names(mesh, query, axis), query.shape[axis])
+            for axis, letter in enumerate(letters)
+            if letter in SPLITTABLE
         }
-        return cls(mesh, names, (heads, kv_heads))
+        kv_heads = key.shape[2]
+        names["K"] = _dividing(mesh, names["N"], kv_heads)
+        return cls(mesh, names, (query.shape[letters.index("N")], kv_heads))
 
     def sharding(self, letters: str, shape: Sequence[int]) -> NamedSharding:
         names = [self.names.get(x, ()) if size > 1 else () for x, size in zip(letters, shape, strict=False)]
