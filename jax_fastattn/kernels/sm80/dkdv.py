@@ -14,6 +14,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import mma, ptx, softmax, tiles
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.sm80 import gradient
@@ -78,10 +79,11 @@ class DkdvKernel:
         visit = tiles.query_tiles(at.row, config.keys, config.queries, **bounds)
         key_row = (Int64(at.batch) * key_length + at.row) * kv_heads + at.kv_head
         query_head = Int64(at.batch) * query_length * num_heads + at.kv_head * spec.group
+        hides = spec.hides_first_queries or spec.hides_last_queries
         state = SimpleNamespace(
             at=at,
             bounds=bounds,
-            live_queries=tiles.live_queries(**bounds),
+            live_queries=tiles.live_queries(**bounds) if hides else plan.LiveRange(Int32(0), bounds["query_end"]),
             visit=visit,
             key=key.toint() + key_row * (2 * spec.head_dim),
             value=value.toint() + key_row * (2 * spec.v_head_dim),
