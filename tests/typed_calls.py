@@ -12,7 +12,7 @@ from jax_fastattn import attention, attention_varlen
 def results_depend_on_return_residual(x: jax.Array, starts: jax.Array, flag: bool) -> None:
     assert_type(attention(x, x, x), jax.Array)
     assert_type(attention(x, x, x, is_causal=True, return_residual=False), jax.Array)
-    assert_type(attention(x, x, x, None, x, scale=0.5, return_residual=True), tuple[jax.Array, jax.Array])
+    assert_type(attention(x, x, x, None, x, scale=x, return_residual=True), tuple[jax.Array, jax.Array])
     assert_type(attention(x, x, x, return_residual=flag), jax.Array | tuple[jax.Array, jax.Array])
     packed = attention_varlen(x, x, x, starts, starts, local_window_size=(2, None))
     assert_type(packed, jax.Array)
