@@ -162,6 +162,7 @@ class Case:
             return None if axes is None else jax.ShapeDtypeStruct(shape, np.float32)
 
         scale_dtype = np.promote_types(self.dtype, np.float32)
+        scale: Any = jax.ShapeDtypeStruct((1, 1), scale_dtype) if self.scale_is_array else None
         has_ids = self.packed is not None or self.segments > 0
         has_offset = self.packed is not None or self.query_offset is not None
         return Operands(
@@ -176,7 +177,7 @@ class Case:
             query_segment_ids=array("BT", np.int32) if has_ids else None,
             key_value_segment_ids=array("BS", np.int32) if has_ids else None,
             sinks=row(self.sinks),
-            scale=jax.ShapeDtypeStruct((1, 1), scale_dtype) if self.scale_is_array else None,
+            scale=scale,
         )
 
     def operands(self, key: jax.Array) -> Operands:
