@@ -134,7 +134,7 @@ def test_vmap_of_vmap() -> None:
 def repeats_keys(text: str, case: calls.Case) -> bool:
     """Whether a program holds an array of more elements than the keys, with the axes S and H."""
     size = case.batch * case.key_length * case.num_kv_heads * case.head_dim
-    shapes = [[int(n) for n in found.split("x")[:-1]] for found in re.findall(r"tensor<([0-9x]+\w+)>", text)]
+    shapes = [[int(n) for n in found.split("x")[:-1]] for found in re.findall(r"tensor<((?:[0-9]+x)+)", text)]
     return any({case.key_length, case.head_dim} <= set(shape) and math.prod(shape) > size for shape in shapes)
 
 
