@@ -17,8 +17,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_fastattn import attention
+from jax_fastattn import _compat, attention
 from jax_fastattn.testing.cases import Case
+
+pytestmark = pytest.mark.skipif(
+    not _compat.RESIDUALS_MAY_DIFFER, reason="before jax 0.10 all gradients are computed, see _compat.py"
+)
 
 CASE = Case(
     query_length=5, key_length=7, num_kv_heads=3, group=2, head_dim=8, bias="bnts", sinks="n", scale_is_array=True

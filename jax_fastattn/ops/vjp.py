@@ -37,7 +37,8 @@ def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> Re
 
 def _attend_fwd(spec: AttentionSpec, primals: Any, return_residual: bool) -> tuple[Results, Any]:
     operands: Operands = jax.tree.map(lambda x: x.value, primals)
-    wanted = {name: None for name, x in primals._asdict().items() if x is not None and x.perturbed}
+    may_omit = _compat.RESIDUALS_MAY_DIFFER
+    wanted = {name: None for name, x in primals._asdict().items() if x is not None and (x.perturbed or not may_omit)}
     out, lse = forward(spec, operands)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse if return_residual else None), (operands, out, lse, wanted)
