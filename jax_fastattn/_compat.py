@@ -32,8 +32,3 @@ def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, added, to="varying")
     return jax.lax.pvary(x, added)  # pyright: ignore[reportAttributeAccessIssue] (gone from newer jax)
-
-
-# Whether calls of one jitted function may be differentiated with residuals of different structures. In jax 0.8.0 the
-# second structure fails an assertion; versions between that and 0.10 have not been tried.
-RESIDUALS_MAY_DIFFER = jax.__version_info__ >= (0, 10)

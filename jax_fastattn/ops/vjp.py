@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jax_fastattn import _compat
 from jax_fastattn.ops.backward import backward
@@ -37,8 +37,7 @@ def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> Re
 
 def _attend_fwd(spec: AttentionSpec, primals: Any, return_residual: bool) -> tuple[Results, Any]:
     operands: Operands = jax.tree.map(lambda x: x.value, primals)
-    may_omit = _compat.RESIDUALS_MAY_DIFFER
-    wanted = {name: None for name, x in primals._asdict().items() if x is not None and (x.perturbed or not may_omit)}
+    wanted = {name: None for name, x in primals._asdict().items() if x is not None and x.perturbed}
     out, lse = forward(spec, operands)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse if return_residual else None), (operands, out, lse, wanted)
@@ -52,7 +51,10 @@ def _attend_bwd(spec: AttentionSpec, return_residual: bool, residuals: Any, cota
     found = backward(spec, operands, out, lse, dout, dlse, wanted)
     gradients: dict[str, Any] = dict.fromkeys(Operands._fields)
     for name, x in found._asdict().items():
-        gradients[name] = None if x is None else x.astype(getattr(operands, name).dtype)
+        operand = getattr(operands, name)
+        # Not None, which would change the structure of the result: jax 0.8 wants the same one for every derivative of
+        # a jitted function.
+        gradients[name] = zero_from_primal(operand, symbolic_zeros=True) if x is None else x.astype(operand.dtype)
     return (Operands(**gradients),)
 
 
