@@ -134,6 +134,7 @@ def test_what_is_invisible_is_not_read(chunk: int, key: jax.Array, monkeypatch: 
         bias="bnts",
         logits_soft_cap=2.0,
         sinks="n",
+        scale_is_array=True,
         is_causal=True,
         dlse=True,
     )
