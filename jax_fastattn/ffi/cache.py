@@ -9,9 +9,9 @@ JAX's version (kernels do not see them).
 A file holds a digest and the object. It is written whole or not at all, so that any number of processes may write the
 same key, and read only if its digest fits; everything else counts as absent and is written again. The digest does not
 protect against other users, who can compute it too. An object is code that this process will run. Hence a file is read
-only if nobody but its owner can write it and the directory, and the owner is the user or root.
+only if no other user can write it and the directory, and both belong to the user or root.
 
-Writing an entry deletes those that nobody read for 90 days, and files of writers that were killed.
+Writing an entry deletes entries that have not been read for 90 days, and files of writers that were killed.
 """
 
 from __future__ import annotations

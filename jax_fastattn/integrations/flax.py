@@ -217,7 +217,7 @@ def _refuse(**arguments: Any) -> None:
     asked = [f"`{name}`: {remedies[name]}" for name, value in arguments.items() if value]
     if asked:
         raise NotImplementedError(
-            "jax_fastattn's attention_fn cannot honour "
+            "jax_fastattn's attention_fn cannot honor "
             + "; ".join(asked)
             + ". Or leave the module its own attention_fn, which makes the whole array of weights."
         )
