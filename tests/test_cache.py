@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from jax_fastattn.ffi import cache, call, registry
+from jax_fastattn.kernels.sm80 import backward_config as sm80_backward
 from jax_fastattn.kernels.sm80 import config as sm80_config
 from jax_fastattn.kernels.sm90 import backward_config as sm90_backward
 from jax_fastattn.kernels.sm90 import config as sm90_config
@@ -312,6 +313,7 @@ CHANGES = {
     "family": "sm90",
     "short": True,
     "ordered": True,
+    "split": True,
 }
 
 
@@ -343,7 +345,8 @@ def test_cuda_libraries_of_the_compiler_are_in_the_key(compiler_version: None, m
 
 KEYED_CONFIGS = {
     "sm80 forward": (sm80_config, "forward_config", SPEC),
-    "sm80 backward": (sm80_config, "backward_config", dataclasses.replace(SPEC, op="backward")),
+    "sm80 backward": (sm80_backward, "dkdv_dq_config", dataclasses.replace(SPEC, op="backward")),
+    "sm80 split": (sm80_config, "split_config", dataclasses.replace(SPEC, op="backward", split=True)),
     "sm90 forward": (sm90_config, "forward_config", dataclasses.replace(SPEC, family="sm90")),
     "sm90 fused": (sm90_backward, "backward_config", dataclasses.replace(SPEC, op="backward", family="sm90")),
     "sm90 dq": (sm90_backward, "dq_config", dataclasses.replace(SPEC, op="backward", family="sm90", head_dim=192)),

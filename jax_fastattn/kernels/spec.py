@@ -25,6 +25,9 @@ FUSED_HEAD_DIM = 128
 # Of a Hopper GPU; decides about speed alone.
 _MULTIPROCESSORS = 132
 
+# Whether the portable family computes gradients with two kernels, until one for all of them is measured.
+SPLIT_BACKWARD = True
+
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 8
 NUM_FLOATS = 2
@@ -35,7 +38,7 @@ class KernelSpec:
     """Everything that is compiled into one kernel object.
 
     Attributes:
-        op: "forward", or "backward" (one object that launches the dq and the dkdv kernel).
+        op: "forward" or "backward".
         arch: target architecture, such as "sm_80" or "sm_90a".
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
         dtype: "bfloat16" or "float16".
@@ -49,6 +52,7 @@ class KernelSpec:
             False where there is one variant for all lengths, so that a new length compiles nothing.
         ordered: `adds_in_order`: CTAs that take keys of a head add to sums of dq in one order, so that dq has the same
             bits in every run.
+        split: whether dq has a kernel of its own in the portable family.
     """
 
     op: Literal["forward", "backward"]
@@ -68,12 +72,14 @@ class KernelSpec:
     family: Literal["sm80", "sm90"] = "sm80"
     short: bool = False
     ordered: bool = False
+    split: bool = False
 
     @property
     def fused(self) -> bool:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
-        fusible = max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
-        return self.family == "sm90" and self.op == "backward" and fusible
+        if self.op != "backward":
+            return False
+        return not self.split if self.family == "sm80" else max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
 
     @property
     def hides_first_keys(self) -> bool:
@@ -98,7 +104,7 @@ class KernelSpec:
     @property
     def divides_lse(self) -> bool:
         """Whether that kernel takes log-sum-exps, over the scale, off products; with a soft cap off capped logits."""
-        return self.fused and not self.logits_soft_cap
+        return self.family == "sm90" and self.fused and not self.logits_soft_cap
 
     @property
     def exact_cap(self) -> bool:
@@ -153,12 +159,14 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         sinks="sinks" in spec.present and (op == "forward" or (family == "sm90" and spec.logits_soft_cap is not None)),
         dlse=dlse,
         family=family,
+        split=SPLIT_BACKWARD and family == "sm80" and op == "backward",
     )
     short = largest <= SHORT_HEAD_DIM and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
     return replace(
         key,
         short=short and family == "sm90" and op == "forward",
-        ordered=key.fused and adds_in_order(problem, uneven=key.uneven),
+        # Of the portable kernel it is not known where one order is faster.
+        ordered=key.fused and (spec.deterministic if family == "sm80" else adds_in_order(problem, uneven=key.uneven)),
     )
 
 
@@ -184,11 +192,10 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
         return operands | {"sinks": optional(spec.sinks, "float32"), "out": spec.dtype, "lse": "float32"}
     residuals = {"out": spec.dtype, "lse": "float32", "dout": spec.dtype, "dlse": optional(spec.dlse, "float32")}
     gradients = {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
-    sums = {
-        "dq_sum": optional(spec.fused, "float32"),
-        "arrivals": optional(spec.fused, "int32"),
-    }
-    return operands | residuals | gradients | (sums if spec.family == "sm90" else {})
+    sums = {"dq_sum": optional(spec.fused, "float32"), "arrivals": optional(spec.fused, "int32")}
+    if spec.family == "sm80":
+        sums = {} if spec.split else {"dq_accum": "float32", "dq_semaphore": optional(spec.ordered, "int32")}
+    return operands | residuals | gradients | sums
 
 
 def launch_scalars(problem: Problem, multiprocessors: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

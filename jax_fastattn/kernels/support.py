@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax_fastattn.kernels.sm80 import backward_config as sm80_backward
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm90 import backward_config as sm90_backward
 from jax_fastattn.kernels.sm90 import config as sm90
@@ -37,9 +38,11 @@ def tilings(spec: KernelSpec) -> tuple[Any, ...]:
     """The tile configurations of the kernels in the object of `spec`: forward; dq and dkdv; or all gradients in one."""
     if spec.op == "forward":
         return ((sm90 if spec.family == "sm90" else sm80).forward_config(spec),)
-    if spec.family == "sm80":
-        config = sm80.backward_config(spec)
+    if spec.split:
+        config = sm80.split_config(spec)
         return config.dq, config.dkdv
+    if spec.family == "sm80":
+        return (sm80_backward.dkdv_dq_config(spec),)
     dkdv = sm90_backward.backward_config(spec)
     return (dkdv,) if spec.fused else (sm90_backward.dq_config(spec), dkdv)
 

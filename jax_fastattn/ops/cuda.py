@@ -14,7 +14,8 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
-from jax_fastattn.kernels.sm90.backward_config import backward_scratch
+from jax_fastattn.kernels.sm80 import backward_config as sm80
+from jax_fastattn.kernels.sm90 import backward_config as sm90
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
 from jax_fastattn.portable import Gradients, scale_gradient
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
@@ -83,9 +84,10 @@ def backward(
     cotangents = [pad_head_dim(out), lse, pad_head_dim(dout)] + ([] if dlse is None else [dlse])
     kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
     batch, query_length, num_heads = lse.shape
-    if kernel.family == "sm80":
+    if kernel.split:
         scratch = [((batch, num_heads, query_length, 2), "float32")]
     else:
+        backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
         scratch = backward_scratch(kernel, batch, query_length, num_heads)
     dq, dk, dv, stats, *_ = _launch(
         kernel,

@@ -17,8 +17,8 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 from ptx_emulator import Memory, launch
 
-from jax_fastattn.kernels.sm80.backward import BackwardKernel
-from jax_fastattn.kernels.sm80.config import BackwardConfig
+from jax_fastattn.kernels.sm80.config import SplitConfig
+from jax_fastattn.kernels.sm80.split import SplitBackwardKernel
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, launch_buffers
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import fill, poison, visible_rows
@@ -52,7 +52,7 @@ class Sizes:
     offsets: tuple[int, ...] = (60, -140, 1 << 30)
 
 
-def compile_backward(spec: KernelSpec, config: BackwardConfig | None = None) -> tuple[BackwardKernel, dict[str, str]]:
+def compile_backward(spec: KernelSpec, config: SplitConfig | None = None) -> tuple[SplitBackwardKernel, dict[str, str]]:
     """The kernel object and the PTX of its two kernels, "dq" and "dkdv"; no GPU needed."""
 
     def pointer(dtype: str | None) -> cute.Pointer | None:
@@ -60,7 +60,7 @@ def compile_backward(spec: KernelSpec, config: BackwardConfig | None = None) -> 
 
     buffers = [pointer(dtype) for dtype in launch_buffers(spec).values()]
     scalars = [cutlass.Int32(0)] * 8 + [cutlass.Float32(0.0)] * 2
-    kernel = BackwardKernel(spec, config)
+    kernel = SplitBackwardKernel(spec, config)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
         ptx = cute.compile(kernel, *buffers, *scalars, make_fake_stream(), options=options).artifacts.PTX
@@ -160,7 +160,7 @@ def with_sinks(spec: KernelSpec, sizes: Sizes, wanted: dict[str, np.ndarray]) ->
     return sinks, wanted["out"] * share[..., None], lse
 
 
-def check(spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig | None = None) -> None:
+def check(spec: KernelSpec, sizes: Sizes | None = None, config: SplitConfig | None = None) -> None:
     """Runs both kernels on poisoned operands, into buffers of NaN, and compares every gradient."""
     sizes = sizes or Sizes()
     kernel, ptx = compile_backward(spec, config)

@@ -414,7 +414,7 @@ class Cta:
             self.open_copies.append((target, data))
 
     def do_ldmatrix(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        addresses = self.address(operands[1], np.uint32)
+        addresses = np.where(active, self.address(operands[1], np.uint32), 0)
         rows = self.shared[self.shared_indices(addresses, 16)].view(np.uint16)  # [threads, 8]
         matrices = rows.reshape(-1, 4, 8, 8)  # warp, matrix, row, column
         if "trans" in parts:

@@ -12,11 +12,11 @@ import emulated_backward
 from emulated_backward import Sizes
 
 from jax_fastattn.kernels.sm80.config import (
-    BackwardConfig,
     DkdvConfig,
     DqConfig,
-    backward_config,
+    SplitConfig,
     shared_memory_limit,
+    split_config,
 )
 from jax_fastattn.kernels.spec import KernelSpec
 from jax_fastattn.kernels.support import ARCHITECTURES
@@ -25,7 +25,7 @@ from jax_fastattn.kernels.support import ARCHITECTURES
 def _spec(
     head_dim: int, v_head_dim: int, dtype: str = "bfloat16", arch: str = "sm_80", **features: object
 ) -> KernelSpec:
-    return KernelSpec("backward", arch, dtype, head_dim, v_head_dim, **features)
+    return KernelSpec("backward", arch, dtype, head_dim, v_head_dim, split=True, **features)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -33,7 +33,7 @@ def test_every_head_dim_has_a_tiling(arch: str) -> None:
     limit = shared_memory_limit(arch)
     for head_dim in range(8, 257, 8):
         for v_head_dim in range(8, 257, 8):
-            config = backward_config(_spec(head_dim, v_head_dim, arch=arch))
+            config = split_config(_spec(head_dim, v_head_dim, arch=arch))
             for role in (config.dq, config.dkdv):
                 assert role.shared_memory(head_dim, v_head_dim) <= limit
             assert config.dkdv.queries % (16 * config.dkdv.column_warps) == 0
@@ -61,22 +61,22 @@ _CASES = {
     "all-d128-f16": (
         _spec(128, 128, "float16", **_ALL),
         None,
-        BackwardConfig(DqConfig(32, 4, 32), DkdvConfig(32, 4, 2, 64)),
+        SplitConfig(DqConfig(32, 4, 32), DkdvConfig(32, 4, 2, 64)),
     ),
     "all-cap-d128-negative-scale": (
         _spec(128, 128, logits_soft_cap=True, **_ALL),
         Sizes(scale=-0.3),
-        BackwardConfig(DqConfig(16, 4, 64, rows_in_registers=True), DkdvConfig(16, 4, 1, 32)),
+        SplitConfig(DqConfig(16, 4, 64, rows_in_registers=True), DkdvConfig(16, 4, 1, 32)),
     ),
     "all-d128-single-stage": (
         _spec(128, 128, **_ALL),
         None,
-        BackwardConfig(DqConfig(16, 8, 64, stages=1), DkdvConfig(32, 2, 2, 64, stages=1)),
+        SplitConfig(DqConfig(16, 8, 64, stages=1), DkdvConfig(32, 2, 2, 64, stages=1)),
     ),
     "causal-d256": (
         _spec(256, 256, window_right=True, query_offset=True),
         Sizes(queries=70, keys=101, right=0),
-        BackwardConfig(DqConfig(16, 4, 16), DkdvConfig(32, 2, 4, 64)),
+        SplitConfig(DqConfig(16, 4, 16), DkdvConfig(32, 2, 4, 64)),
     ),
     "d192-128": (_spec(192, 128, window_left=True), Sizes(batch=1, queries=70, keys=101), None),
     "d8-248": (_spec(8, 248), Sizes(batch=1, queries=33, keys=47), None),
@@ -89,5 +89,5 @@ _CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "sizes", "config"), _CASES.values(), ids=_CASES.keys())
-def test_gradients(spec: KernelSpec, sizes: Sizes | None, config: BackwardConfig | None) -> None:
+def test_gradients(spec: KernelSpec, sizes: Sizes | None, config: SplitConfig | None) -> None:
     emulated_backward.check(spec, sizes, config)

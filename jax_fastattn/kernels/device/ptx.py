@@ -294,6 +294,12 @@ def add_global_chunk(address: Int64, values: list[Float32], *, loc: Any = None, 
 
 
 @dsl_user_op
+def add_global(address: Int64, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Adds to a float32 of global memory atomically."""
+    _asm("red.relaxed.gpu.global.add.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)
+
+
+@dsl_user_op
 def load_shared(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Loads 4 bytes."""
     return _asm("ld.shared.b32 $0, [$1];", "r", "r", [address], True, loc, ip)

@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Backward attention with mma.sync and cp.async: a query-stationary dq kernel, then a key-stationary dkdv kernel.
-
-Both recompute the probabilities from the log-sum-exp: seven products instead of a fused kernel's five, but no atomics,
-no float32 buffer and no order that a scheduler could change, so that results are bitwise reproducible.
-"""
+"""Backward attention with mma.sync and cp.async: preprocess, one kernel for dk, dv and sums of dq, conversion to dq."""
 
 import cuda.bindings.driver as cuda
 from cutlass import Float32, Int32, cute
 
-from jax_fastattn.kernels.sm80.config import BackwardConfig, backward_config
-from jax_fastattn.kernels.sm80.dkdv import DkdvKernel
-from jax_fastattn.kernels.sm80.dq import DqKernel
+from jax_fastattn.kernels.device import tiles
+from jax_fastattn.kernels.sm80 import launch
+from jax_fastattn.kernels.sm80.backward_config import ORDERED_NBYTES, DkdvDqConfig, dkdv_dq_config
+from jax_fastattn.kernels.sm80.convert import ConvertKernel
+from jax_fastattn.kernels.sm80.dkdv_dq import DkdvDqKernel
+from jax_fastattn.kernels.sm80.preprocess import PreprocessKernel
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -20,14 +19,15 @@ class BackwardKernel:
 
     Args:
         spec: what is compiled in.
-        config: the tilings; by default those of the table in `config.py`.
+        config: the tiling; by default that of the table in `backward_config.py`.
     """
 
-    def __init__(self, spec: KernelSpec, config: BackwardConfig | None = None):
+    def __init__(self, spec: KernelSpec, config: DkdvDqConfig | None = None):
         self.spec = spec
-        self.config = config or backward_config(spec)
-        self.dq = DqKernel(spec, self.config.dq)
-        self.dkdv = DkdvKernel(spec, self.config.dkdv)
+        self.config = config or dkdv_dq_config(spec)
+        self.preprocess = PreprocessKernel(spec, self.config)
+        self.dkdv_dq = DkdvDqKernel(spec, self.config)
+        self.convert = ConvertKernel(spec, self.config)
 
     @cute.jit
     def __call__(
@@ -46,6 +46,8 @@ class BackwardKernel:
         dk: cute.Pointer,
         dv: cute.Pointer,
         stats: cute.Pointer,
+        dq_accum: cute.Pointer,
+        dq_semaphore: cute.Pointer | None,
         batch: Int32,
         query_length: Int32,
         key_length: Int32,
@@ -58,7 +60,7 @@ class BackwardKernel:
         logits_soft_cap: Float32,
         stream: cuda.CUstream,
     ):
-        """Launches both kernels.
+        """Launches the three kernels.
 
         Args:
             query: `[B, T, N, H]`; it and every other 16-bit array are contiguous, aligned to 16 bytes, of the spec's
@@ -75,38 +77,70 @@ class BackwardKernel:
             dq: `[B, T, N, H]`; every element of it, of dk and of dv is written.
             dk: `[B, S, K, H]`.
             dv: `[B, S, K, D]`.
-            stats: float32 `[B, N, T, 2]`, written for every row: log2(e) * lse and delta = rowsum(out * dout) - dlse;
-                inf and 0 for rows that see no key.
+            stats: float32 `[B, N, T, 2]`, written for every row: log2(e) * lse, less the binary logarithm of a factor
+                on P, and delta = rowsum(out * dout) - dlse; inf and 0 for rows that see no key.
+            dq_accum: float32, see `backward_scratch`, as the next one.
+            dq_semaphore: int32; None unless CTAs add in semaphore order.
             batch: B; it and the lengths are positive.
             query_length: T.
             key_length: S.
             num_heads: N.
             window_left: keys to the left of its own position that a query sees; read if the spec has the bound.
             window_right: the same to the right.
-            sinks_stride: not read, nor the next; every kernel takes the same scalars.
+            sinks_stride: not read; every kernel takes the same scalars.
             multiprocessors: of the GPU.
             scale: factor on q . k, of any sign.
             logits_soft_cap: the cap; read if the spec has one.
             stream: CUDA stream.
         """
-        scalars = (batch, query_length, key_length, num_heads, window_left, window_right, scale, logits_soft_cap)
-        operands = (query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset)
+        config = self.config
+        buffers = launch.Buffers(
+            query,
+            key,
+            value,
+            query_seq_lengths,
+            key_value_seq_lengths,
+            query_offset,
+            out,
+            lse,
+            dout,
+            dlse,
+            dq,
+            dk,
+            dv,
+            stats,
+            dq_accum,
+            dq_semaphore,
+        )
         kv_heads = num_heads // self.spec.group
-        query_tiles = (query_length + (self.config.dq.rows - 1)) // self.config.dq.rows
-        key_tiles = (key_length + (self.config.dkdv.keys - 1)) // self.config.dkdv.keys
-        self.dq.kernel(*operands, out, lse, dout, dlse, dq, stats, *scalars).launch(
-            grid=(query_tiles * batch * num_heads, 1, 1),
-            block=(self.config.dq.threads, 1, 1),
-            smem=self.dq.shared_nbytes,
-            stream=stream,
-            min_blocks_per_mp=self.config.dq.blocks,
-            preferred_smem_carveout=100,
+        query_tiles = launch.tile_count(query_length, config.queries)
+        key_tiles = launch.tile_count(key_length, config.keys)
+        head_group = self._head_group(query_length, key_tiles, batch * kv_heads, multiprocessors)
+        sizes = (batch, query_length, key_length, num_heads, window_left, window_right)
+        scalars = launch.Scalars(*sizes, scale, logits_soft_cap, head_group)
+        self.preprocess.kernel(buffers, scalars).launch(
+            grid=(query_tiles * batch * num_heads, 1, 1), block=(self.preprocess.threads, 1, 1), stream=stream
         )
-        self.dkdv.kernel(*operands, dout, stats, dk, dv, *scalars).launch(
+        self.dkdv_dq.kernel(buffers, scalars).launch(
             grid=(key_tiles * batch * kv_heads, 1, 1),
-            block=(self.config.dkdv.threads, 1, 1),
-            smem=self.dkdv.shared_nbytes,
+            block=(config.threads, 1, 1),
+            smem=self.dkdv_dq.shared_nbytes,
             stream=stream,
-            min_blocks_per_mp=self.config.dkdv.blocks,
+            min_blocks_per_mp=config.blocks,
             preferred_smem_carveout=100,
         )
+        self.convert.kernel(buffers, scalars).launch(
+            grid=(query_tiles * batch * num_heads, 1, 1),
+            block=(self.convert.threads, 1, 1),
+            smem=self.convert.shared_nbytes,
+            stream=stream,
+        )
+
+    def _head_group(self, query_length: Int32, key_tiles: Int32, heads: Int32, multiprocessors: Int32) -> Int32:
+        """Returns how many key/value heads are visited together: first all first key tiles, then all second ones."""
+        spec = self.spec
+        if spec.ordered:
+            row_nbytes = 2 * (spec.head_dim + spec.v_head_dim) + 4 * spec.head_dim
+            rows = query_length * spec.group
+            return Int32(tiles.alike_section(ORDERED_NBYTES // row_nbytes, rows, heads))
+        return Int32(tiles.section(multiprocessors * self.config.blocks, key_tiles, heads, int(spec.uneven)))

@@ -65,11 +65,11 @@ class ForwardConfig:
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:
     """The tiling for a compile key."""
-    return _first_fit(_forward_candidates(spec), spec)
+    return first_fit(_forward_candidates(spec), spec)
 
 
-def _first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
-    """The first candidate of which `blocks` CTAs fit an SM's shared memory together."""
+def first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
+    """Returns the first candidate of which `blocks` CTAs fit the shared memory of an SM together."""
     # An SM has 1 KB more than its largest CTA may ask for, and every CTA takes 1 KB for the system.
     available = shared_memory_limit(spec.arch) + 1024
     for config in candidates:
@@ -188,16 +188,16 @@ class DkdvConfig:
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class SplitConfig:
     """Tilings of the two backward kernels."""
 
     dq: DqConfig
     dkdv: DkdvConfig
 
 
-def backward_config(spec: KernelSpec) -> BackwardConfig:
+def split_config(spec: KernelSpec) -> SplitConfig:
     """The tilings of both kernels for a compile key."""
-    return BackwardConfig(_first_fit(_dq_candidates(spec), spec), _first_fit(_dkdv_candidates(spec), spec))
+    return SplitConfig(first_fit(_dq_candidates(spec), spec), first_fit(_dkdv_candidates(spec), spec))
 
 
 def _dq_candidates(spec: KernelSpec) -> tuple[DqConfig, ...]:

@@ -15,6 +15,17 @@ from cutlass import Float32, Int32, Int64
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane
 from jax_fastattn.kernels.device.softmax import Transform, cap_score
+from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
+from jax_fastattn.kernels.spec import KernelSpec
+
+
+def log2_probability_factor(spec: KernelSpec, config: DkdvDqConfig) -> int:
+    """Returns the binary logarithm of a factor on P, and so on dV, dS, dK and dQ until they are stored.
+
+    One role hands P to the other in float16, which has three bits more than bfloat16. P is at most 1, so with a factor
+    of 2^14 it is a normal number down to 2^-28. Gradients of float16 operands are float16 themselves and get no factor.
+    """
+    return 14 if config.roles == 2 and spec.dtype == "bfloat16" else 0
 
 
 def differentiate(

@@ -1,0 +1,71 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel after the products of the backward pass: dq from dq_accum, scaled and rounded."""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.device import ptx, tiles
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.sm80 import gradient, launch
+from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
+from jax_fastattn.kernels.sm80.dq_reduce import dq_reduce
+from jax_fastattn.kernels.spec import KernelSpec
+
+
+class ConvertKernel:
+    """Writes dq. One CTA for each query tile of a head.
+
+    Args:
+        spec: the compile key.
+        config: the tiling of the kernel before.
+    """
+
+    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+        self.spec, self.config = spec, config
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
+        self.reduce = dq_reduce(spec, config)
+        self.tile = self.reduce.tile.shared
+        self.threads = 32 * config.dq_warps
+        self.shared_nbytes = self.tile.nbytes
+        self.factor = 2.0 ** -gradient.log2_probability_factor(spec, config)
+
+    @cute.kernel
+    def kernel(self, buffers: launch.Buffers, scalars: launch.Scalars):
+        spec, rows, part = self.spec, self.config.queries, self.reduce.tile
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        length, heads = scalars.query_length, scalars.num_heads
+        count = launch.tile_count(length, rows)
+        head, tile = block % heads, block // heads % count
+        # From the last entry to the first: the sums of the heads that were visited last are in L2.
+        entry = scalars.batch - 1 - block // heads // count
+        first = tile * rows
+        end = tiles.load_entry(buffers.query_seq_lengths, entry, length, 0, length) - first
+        index = part.index(scalars, entry, head, tile)
+        is_empty = self.reduce.is_empty(buffers, index, warp)
+        if cutlass.const_expr(is_empty is not None):
+            end = ptx.where(is_empty, Int32(0), end)
+        acc = part.load(part.lane_address(buffers.dq_accum.toint() + index * part.nbytes, warp, lane))
+        shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
+        self._scatter(acc, shared, warp, lane, end, scalars.scale)
+        cute.arch.sync_threads()
+        target = buffers.dq.toint() + launch.row_head(entry, length, first, heads, head) * (2 * spec.head_dim)
+        self._store(shared, target, warp, lane, gradient.row_stride(heads, spec.head_dim), length - first)
+
+    def _scatter(self, acc: list[Float32], shared: Int32, warp: Int32, lane: Int32, end: Int32, scale: Float32) -> None:
+        blocks, (row, column) = self.reduce.tile.blocks, self.reduce.tile.place(warp)
+        gradient.finish_rows(acc, blocks, row + accumulator_lane(lane)[0], end, scale * self.factor)
+        gradient.scatter(acc, blocks, self.tile, shared + self.tile.offset(row, column), lane, self.mma_dtype)
+
+    def _store(self, shared: Int32, target: Int64, warp: Int32, lane: Int32, stride: Int64, stored_rows: Int32) -> None:
+        """Stores rows of 16, which go round the warps."""
+        for block in range(0, self.tile.rows // 16, self.config.dq_warps):
+            row = (warp + block) * 16
+
+            def store(row: Int32 = row) -> None:
+                source, first = shared + row * self.tile.pitch, target + Int64(row) * stride
+                tiles.store_rows(self.tile, 16, lane, source, first, stride, stored_rows - row)
+
+            cutlass.if_generate(row < self.tile.rows, store)

@@ -1,0 +1,128 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`ptx_emulator` for kernels whose warps have different roles: named barriers block, and warps run in several orders.
+
+What it catches beyond `ptx_emulator`: a missing barrier between warps, if one of the schedules then reads a byte too
+early or overwrites one too early; a barrier at which too many threads arrive; warps that wait forever. The target of a
+cp.async is NaN until the warp that issued it waits.
+
+CTAs run one after another. None may wait for a count that a later one changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ptx_emulator import _TYPES, Cta, Memory, parse
+
+# Which warps run while they can: all in step, those of the first half, those of the second half, or a random choice.
+SCHEDULES = ("step", "first", "second", "random")
+
+
+class WarpCta(Cta):
+    """One CTA whose threads wait at barriers."""
+
+    def __init__(self, *arguments: Any, schedule: str = "step"):
+        super().__init__(*arguments)
+        self.warps = self.tid // 32
+        self.random = np.random.default_rng(0)
+        first = self.warps < self.threads // 64
+        self.rank = np.zeros(self.threads) if schedule == "step" else np.where(first == (schedule == "first"), 0, 1)
+        self.shuffles = schedule == "random"
+        self.waits_at = np.full(self.threads, -1)
+        self.arrived: dict[int, int] = {}
+        self.copies: dict[int, tuple[list[Any], list[Any]]] = {}
+
+    def run(self) -> int:
+        """Runs to the end; returns the number of instruction issues."""
+        pc = np.zeros(self.threads, np.int64)
+        done = np.zeros(self.threads, bool)
+        count = 0
+        with np.errstate(all="ignore"):
+            while not done.all():
+                active = self._choose(pc, ~done & (self.waits_at < 0))
+                here = int(pc[active][0])
+                guard, opcode, operands = self.code[here]
+                count += 1
+                pc[active] = here + 1
+                if guard is not None:
+                    active = active & (self.registers[guard[1]] ^ guard[0])
+                    if not active.any():
+                        continue
+                if opcode.startswith("bra"):
+                    pc[active] = self.labels[operands[0]]
+                elif opcode == "ret":
+                    done |= active
+                else:
+                    self.execute(opcode, operands, active)
+        left = {barrier: arrived for barrier, arrived in self.arrived.items() if arrived}
+        if left:
+            raise RuntimeError(f"threads have arrived at barriers where none waits: {left}")
+        return count
+
+    def _choose(self, pc: np.ndarray, ready: np.ndarray) -> np.ndarray:
+        """Threads that execute the next instruction together: of the first in rank those with the smallest counter."""
+        if not ready.any():
+            raise RuntimeError(f"all warps wait: at barriers {np.unique(self.waits_at)}, arrived {self.arrived}")
+        if self.shuffles and self.random.random() < 0.02:
+            self.rank = self.random.permutation(self.threads // 32)[self.warps]
+        ready = ready & (self.rank == self.rank[ready].min())
+        return ready & (pc == pc[ready].min())
+
+    def do_bar(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts[0] == "warp":
+            return
+        kind = parts[1] if parts[0] == "cta" else parts[0]
+        barriers = np.where(active, self.get(operands[0], np.uint32), -1)
+        for barrier in np.unique(barriers[active]):
+            these = barriers == barrier
+            expected = int(self.get(operands[1], np.uint32)[these][0]) if len(operands) > 1 else self.threads
+            self.arrived[barrier] = self.arrived.get(barrier, 0) + int(these.sum())
+            if kind == "sync":
+                self.waits_at[these] = barrier
+            elif kind != "arrive":
+                raise NotImplementedError(parts)
+            if self.arrived[barrier] > expected:
+                raise RuntimeError(f"{self.arrived[barrier]} threads at barrier {barrier} of {expected}")
+            if self.arrived[barrier] == expected:
+                self.arrived[barrier] = 0
+                self.waits_at[self.waits_at == barrier] = -1
+
+    do_barrier = do_bar
+
+    def do_cp(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        for warp in np.unique(self.warps[active]):
+            self.open_copies, self.groups = self.copies.get(warp, ([], []))
+            super().do_cp(parts, operands, active & (self.warps == warp))
+            self.copies[warp] = (self.open_copies, self.groups)
+
+    def do_setp(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        super().do_setp(parts, operands, active)
+        if operands[0] == "done" and not self.registers["done"][active].all():
+            raise RuntimeError(f"CTA {self.block} waits for a count that only a later one changes")
+
+    def do_red(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        addresses = self.address(operands[0], np.uint64)[active]
+        for i, name in enumerate(self.names(operands[1])):
+            terms = self.get(name, _TYPES[parts[-1]])[active]
+            self.memory.indices(addresses + 4 * i, 4)
+            np.add.at(self.memory.data.view(terms.dtype), (addresses + 4 * i - self.memory.base) // 4, terms)
+
+    def do_atom(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if active.sum() != 1:
+            raise NotImplementedError("an atom of several threads")
+        indices = self.memory.indices(self.address(operands[1], np.uint64)[active], 4)
+        old = self.memory.data[indices].view(np.int32)[:, 0]
+        self.put(operands[0], np.full(self.threads, old[0], np.int32), active)
+        self.do_red(parts, operands[1:], active)
+
+
+def launch(
+    ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int, schedule: str = "step"
+) -> int:
+    """Runs `blocks` CTAs (grid x only) one after another; returns the number of instruction issues."""
+    program = parse(ptx)
+    return sum(
+        WarpCta(program, parameters, memory, block, shared_bytes, schedule=schedule).run() for block in range(blocks)
+    )
