@@ -81,6 +81,8 @@ SETS = {
     "all": [*GRID, *OTHERS],
     "grid": list(GRID),
     "others": list(OTHERS),
+    # With `--arch`: tiles of another card on the one that is there.
+    "portable": list(GRID),
     "quick": [*_QUICK, "gqa-32-8-d128-causal-8k", "window-4096-d128-32k", "softcap-50-d256-causal-8k"],
     "tiny": list(TINY),
 }

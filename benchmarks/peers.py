@@ -37,6 +37,8 @@ class Implementation:
     module: str
     distribution: str
     attend: Attend
+    # Of what is no function of JAX: a case, its operands, dout and the mode to what is timed and its arguments.
+    compiled: Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]] | None = None
 
     def version(self) -> str | None:
         """Its version; None where it is not installed."""
@@ -168,6 +170,18 @@ def tokamax(case: Case, operands: Operands) -> jax.Array:
     )
 
 
+def fa2_torch(case: Case, operands: Operands) -> jax.Array:
+    """Not a function of JAX: see `torch_peer.py`."""
+    raise Unsupported("it runs by torch alone")
+
+
+def compiled_fa2(*arguments: Any) -> Any:
+    """As `run.compiled`, by `torch_peer.py`, which is imported when it is asked for."""
+    import torch_peer
+
+    return torch_peer.compiled(*arguments)
+
+
 # The order of columns in tables.
 IMPLEMENTATIONS = {
     "jax_fastattn": Implementation("jax_fastattn", "jax_fastattn", ours),
@@ -177,4 +191,5 @@ IMPLEMENTATIONS = {
     "fa4-jax": Implementation("fa4_jax", "fa4-jax", fa4_jax),
     "dew-flash-attn": Implementation("dew_flash_attn", "dew-flash-attn-cu13", dew_flash_attn),
     "tokamax": Implementation("tokamax", "tokamax", tokamax),
+    "fa2-torch": Implementation("torch", "torch", fa2_torch, compiled_fa2),
 }

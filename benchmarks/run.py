@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ import jax_fastattn
 from jax_fastattn.ops.sharding import OPERAND_AXES
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import DIFFERENTIABLE, Results, assert_within_budget, evaluate, same_dtype_attention
 
@@ -59,13 +61,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--warm-up-seconds", type=float, default=1.0, help="of calls before, until power has set the clock (default: 1)"
     )
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/<date>-<gpu>.jsonl")
+    parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
-    context = {"flop_formula": FLOP_FORMULA} | describe_run(options.commit)
+    if options.arch:
+        borrow(options.arch)
+    context = {"flop_formula": FLOP_FORMULA} | describe_run(options.commit) | {"arch": options.arch}
     output = options.output or RESULTS / f"{context['date'][:10]}-{slug(context['gpu'])}.jsonl"
     output.parent.mkdir(parents=True, exist_ok=True)
     names, started = options.cases or SETS[options.set], time.monotonic()
@@ -89,16 +94,17 @@ def measure_case(name: str, case: Case, options: argparse.Namespace) -> Iterator
     dout, _ = case.cotangents(cotangent_key)
     checked = Checked(case, operands, dout)
     for implementation in options.implementations:
-        attend = IMPLEMENTATIONS[implementation].attend
+        peer = IMPLEMENTATIONS[implementation]
+        attend, prepare = peer.attend, peer.compiled or partial(compiled, peer.attend)
         for mode in options.modes:
             record: dict[str, Any] = {"case": name, "problem": str(case), "impl": implementation, "mode": mode}
-            record |= {"version": IMPLEMENTATIONS[implementation].version(), "flops": flops(case, mode)}
+            record |= {"version": peer.version(), "flops": flops(case, mode)}
             record["error"] = None
             try:
                 if record["version"] is None:
                     raise Unsupported("not installed")
-                call, arrays = compiled(attend, case, operands, dout, mode)
-                record["error"] = checked.failure(call(*arrays), mode)
+                call, arrays = prepare(case, operands, dout, mode)
+                record["error"] = checked.failure(jax.tree.map(as_jax, call(*arrays)), mode)
                 record |= timing(call, arrays, options)
                 record["tflops"] = record["flops"] / record["ms"]["p50"] / 1e9
                 record["tb_per_s"] = moved_bytes(arrays, call(*arrays)) / record["ms"]["p50"] / 1e9
@@ -124,6 +130,11 @@ def compiled(
         return jax.jit(forward), (others, *arrays)
     _, pullback = jax.jit(lambda others, *arrays: jax.vjp(lambda *x: forward(others, *x), *arrays))(others, *arrays)
     return jax.jit(lambda pullback, dout: dict(zip(names, pullback(dout), strict=True))), (pullback, dout)
+
+
+def as_jax(x: Any) -> jax.Array:
+    """An array of JAX; that of a peer (`torch_peer.py`) as one."""
+    return x if isinstance(x, jax.Array) else x.to_jax()
 
 
 def timing(

@@ -25,7 +25,15 @@ def _cuda_devices() -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
     parser.addoption("--part", default="0/1", help="I/N: part I of N of the tests, cases undivided")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if arch := config.getoption("--arch"):
+        from jax_fastattn.testing.borrow import borrow
+
+        borrow(arch)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -96,7 +96,7 @@ def custom_call(
     kernel = _kernel(spec)
     attributes = {
         "key": mlir.ir.StringAttr.get(kernel.key),
-        "arch": mlir.ir.StringAttr.get(spec.arch),
+        "arch": mlir.ir.StringAttr.get(spec.gpu_arch),
         "digest": mlir.ir.StringAttr.get(kernel.digest),
         "object": mlir.ir.StringAttr.get(kernel.text),
         "object_size": _int32(kernel.size),

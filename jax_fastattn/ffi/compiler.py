@@ -84,7 +84,7 @@ def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> by
         compiled = cute.compile(
             (sm80_split.SplitBackwardKernel if spec.split else _KERNELS[spec.family, spec.op])(spec),
             *_fake_arguments(spec),
-            options=f"--gpu-arch {spec.arch}",
+            options=f"--gpu-arch {spec.gpu_arch}",
             trace_finalize_hooks=on_traced,
         )
         return compiled.dump_to_object(FUNCTION_PREFIX)

@@ -28,7 +28,7 @@ _COMPILER = "nvidia_cutlass_dsl"
 _DRIVER = "libcuda.so.1"
 
 # Binaries run on later minor versions of their major version; those with the suffix "a" run on their own version only.
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "8.0": "sm_80",
     "8.6": "sm_86",
     "8.7": "sm_80",
@@ -98,7 +98,7 @@ def _local_arch() -> str | None:
             "a computation is lowered for CUDA in a process without a CUDA device, so that the GPU to compile for is "
             'unknown; name it with `with jax_fastattn.target_arch("sm_90a"):` (H100), around the lowering or export'
         ) from None
-    found = {str(device): _ARCHITECTURES.get(device.compute_capability) for device in devices}
+    found = {str(device): ARCHITECTURES.get(device.compute_capability) for device in devices}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{device}: {device.compute_capability}" for device in devices)
         raise RuntimeError(

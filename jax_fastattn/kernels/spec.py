@@ -39,7 +39,7 @@ class KernelSpec:
 
     Attributes:
         op: "forward" or "backward".
-        arch: target architecture, such as "sm_80" or "sm_90a".
+        arch: target architecture, such as "sm_80" or "sm_90a"; or one of `support.BORROWED`, whose name has a suffix.
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
         dtype: "bfloat16" or "float16".
         head_dim, v_head_dim: multiples of 8, at most 256.
@@ -73,6 +73,11 @@ class KernelSpec:
     short: bool = False
     ordered: bool = False
     split: bool = False
+
+    @property
+    def gpu_arch(self) -> str:
+        """The architecture that the compiler and the GPU know."""
+        return self.arch.partition("-")[0]
 
     @property
     def fused(self) -> bool:

@@ -14,6 +14,9 @@ from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, kernel_spec
 from jax_fastattn.spec import Problem
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
+# For tests and benchmarks of the portable family on a Hopper GPU: compiled for it, with the shared memory of an A100,
+# of an RTX card, or its own.
+BORROWED = ("sm_90-a100", "sm_90-rtx", "sm_90")
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 
@@ -22,7 +25,8 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
     """Every reason why no CUDA kernel can run `problem` on `arch`; empty when one can."""
     present = problem.spec.present
     checks = {
-        f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}": arch not in ARCHITECTURES,
+        f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}": arch
+        not in ARCHITECTURES + BORROWED,
         f"the dtype is {problem.dtype}; the kernels take {' and '.join(DTYPES)}": problem.dtype not in DTYPES,
         f"`query` has head dim {problem.head_dim}; at most {MAX_HEAD_DIM}": problem.head_dim > MAX_HEAD_DIM,
         f"`value` has head dim {problem.v_head_dim}; at most {MAX_HEAD_DIM}": problem.v_head_dim > MAX_HEAD_DIM,

@@ -36,7 +36,7 @@ def compile_kernels(spec: KernelSpec, config: DkdvDqConfig | None = None) -> tup
     scalars = [cutlass.Int32(0)] * 8 + [cutlass.Float32(0.0)] * 2
     kernel = BackwardKernel(spec, config)
     with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
+        options = f"--gpu-arch {spec.gpu_arch} --keep-ptx --dump-dir {folder}"
         ptx = cute.compile(kernel, *buffers, *scalars, make_fake_stream(), options=options).artifacts.PTX
     entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
     names = ("Preprocess", "DkdvDq", "Convert")

@@ -14,8 +14,12 @@ from typing import Any
 from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.spec import KernelSpec
 
-# Dynamic shared memory that one CTA may ask for, in bytes (CUDA programming guide, table of compute capabilities).
-_SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90a": 227, "sm_120a": 99}
+# Dynamic shared memory that one CTA may ask for, in KB (CUDA programming guide, table of compute capabilities); names
+# with a suffix are those of `support.BORROWED`.
+_SHARED_MEMORY = {
+    **{"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90a": 227, "sm_120a": 99},
+    **{"sm_90": 227, "sm_90-a100": 163, "sm_90-rtx": 99},
+}
 
 
 def shared_memory_limit(arch: str) -> int:
