@@ -36,7 +36,8 @@ DEVICE_DTYPES = {
 class Sizes:
     """Run-time side of a case: distinct sizes, no multiple of a tile. Operands that the spec lacks are unused.
 
-    With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty.
+    With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty. A
+    `shift` is added to queries and taken off keys, which makes all scores about -shift^2 * head_dim * scale.
     """
 
     batch: int = 3
@@ -50,6 +51,7 @@ class Sizes:
     query_lengths: tuple[int, ...] = (133, 70, -1)
     key_lengths: tuple[int, ...] = (999, 0, 77)
     offsets: tuple[int, ...] = (60, -140, 1 << 30)
+    shift: float = 0.0
 
 
 def compile_backward(spec: KernelSpec, config: SplitConfig | None = None) -> tuple[SplitBackwardKernel, dict[str, str]]:
@@ -132,7 +134,9 @@ def draw_operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray]
         "dlse": (sizes.batch, sizes.queries, heads),
     }
     dtypes = {name: np.dtype(DTYPES[spec.dtype if name != "dlse" else "float32"]) for name in shapes}
-    arrays = {name: random.standard_normal(shape).astype(dtypes[name]) for name, shape in shapes.items()}
+    shifts = {"query": sizes.shift, "key": -sizes.shift}
+    drawn = {name: random.standard_normal(shape) + shifts.get(name, 0.0) for name, shape in shapes.items()}
+    arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
     wanted = reference(spec, sizes, arrays)
     arrays |= {"out": wanted["out"].astype(dtypes["dout"]), "lse": wanted["lse"].astype(np.float32)}
     attention_spec, operands = as_call(spec, sizes, *(arrays[name] for name in ("query", "key", "value")))

@@ -11,20 +11,22 @@ CTAs run one after another. None may wait for a count that a later one changes.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 from ptx_emulator import _TYPES, Cta, Memory, parse
 
-# Which warps run while they can: all in step, those of the first half, those of the second half, or a random choice.
+# Which warps run while they can: all in step, those of the first half, those of the second half, or in random orders.
 SCHEDULES = ("step", "first", "second", "random")
 
 
 class WarpCta(Cta):
-    """One CTA whose threads wait at barriers."""
+    """One CTA whose threads wait at barriers, except at those that are `left_out`."""
 
-    def __init__(self, *arguments: Any, schedule: str = "step"):
+    def __init__(self, *arguments: Any, schedule: str = "step", left_out: Collection[int] = ()):
         super().__init__(*arguments)
+        self.left_out = left_out
         self.warps = self.tid // 32
         self.random = np.random.default_rng(0)
         first = self.warps < self.threads // 64
@@ -75,7 +77,7 @@ class WarpCta(Cta):
             return
         kind = parts[1] if parts[0] == "cta" else parts[0]
         barriers = np.where(active, self.get(operands[0], np.uint32), -1)
-        for barrier in np.unique(barriers[active]):
+        for barrier in np.setdiff1d(barriers[active], list(self.left_out)):
             these = barriers == barrier
             expected = int(self.get(operands[1], np.uint32)[these][0]) if len(operands) > 1 else self.threads
             self.arrived[barrier] = self.arrived.get(barrier, 0) + int(these.sum())
@@ -110,19 +112,19 @@ class WarpCta(Cta):
             np.add.at(self.memory.data.view(terms.dtype), (addresses + 4 * i - self.memory.base) // 4, terms)
 
     def do_atom(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        if active.sum() != 1:
-            raise NotImplementedError("an atom of several threads")
-        indices = self.memory.indices(self.address(operands[1], np.uint64)[active], 4)
-        old = self.memory.data[indices].view(np.int32)[:, 0]
-        self.put(operands[0], np.full(self.threads, old[0], np.int32), active)
-        self.do_red(parts, operands[1:], active)
+        addresses, terms = self.address(operands[1], np.uint64), self.get(operands[2], np.int32)
+        old = np.zeros(self.threads, np.int32)
+        for thread in np.flatnonzero(active):
+            place = self.memory.indices(addresses[thread : thread + 1], 4)[0]
+            old[thread] = self.memory.data[place].view(np.int32)[0]
+            self.memory.data[place] = (old[thread : thread + 1] + terms[thread]).view(np.uint8)
+        self.put(operands[0], old, active)
 
 
-def launch(
-    ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int, schedule: str = "step"
-) -> int:
-    """Runs `blocks` CTAs (grid x only) one after another; returns the number of instruction issues."""
+def launch(ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int, **options: Any) -> int:
+    """Runs `blocks` CTAs (grid x only) one after another; returns the number of instruction issues.
+
+    `options` are those of `WarpCta`.
+    """
     program = parse(ptx)
-    return sum(
-        WarpCta(program, parameters, memory, block, shared_bytes, schedule=schedule).run() for block in range(blocks)
-    )
+    return sum(WarpCta(program, parameters, memory, block, shared_bytes, **options).run() for block in range(blocks))

@@ -168,9 +168,9 @@ class SemaphoreReduce(AtomicReduce):
         return buffers.dq_semaphore.toint() + tiles_of_all * (4 * self.tile.warps)
 
     def start(self) -> Any:
-        """Returns the address of a count that is due, 0 if none is."""
-        due = cute.make_rmem_tensor((1,), Int64)
-        due.fill(Int64(0))
+        """Returns the index of the count that is due, from the group's first; -1 if none is."""
+        due = cute.make_rmem_tensor((1,), Int32)
+        due.fill(Int32(-1))
         return due
 
     def add(self, state: SimpleNamespace, turn: Any, member: Int32, index: Int32, acc: mma.Accumulator) -> None:
@@ -179,11 +179,11 @@ class SemaphoreReduce(AtomicReduce):
         config, at = self.config, state.at
         first = index * config.queries
         before = at.tile - tiles.key_tiles(first, config.queries, config.keys, **state.bounds).begin
-        count = state.dq_semaphore + Int64((member * state.tile_count + index) * self.tile.warps + at.dq_warp) * 4
+        count = (member * state.tile_count + index) * self.tile.warps + at.dq_warp
         address = self._lane_address(state, member, index)
 
         def add() -> None:
-            ptx.wait_global(count, before)
+            ptx.wait_global(state.dq_semaphore + Int64(count) * 4, before)
             self.tile.add(address, acc)
 
         cutlass.if_generate(before > 0, add, lambda: self.tile.store(address, acc))
@@ -194,10 +194,10 @@ class SemaphoreReduce(AtomicReduce):
         due = turn[0]
 
         def count() -> None:
-            ptx.fetch_add_global(due, Int32(1), "release")
+            ptx.fetch_add_global(state.dq_semaphore + Int64(due) * 4, Int32(1), "release")
 
         cute.arch.sync_warp()
-        cutlass.if_generate(Boolean((due != Int64(0)) & (state.at.lane == 0)), count)
+        cutlass.if_generate(Boolean((due >= 0) & (state.at.lane == 0)), count)
 
     def is_empty(self, buffers: Buffers, index: Int64, warp: Int32) -> Any:
         """Returns whether no CTA has added to a tile."""

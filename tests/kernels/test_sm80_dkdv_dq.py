@@ -1,0 +1,184 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The portable kernel for dk, dv and dq without a GPU: tilings, gradients, and what each barrier is for."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import emulated_dkdv_dq
+import numpy as np
+from emulated_backward import Sizes
+from emulated_dkdv_dq import Launch, compile_kernels
+from warp_emulator import SCHEDULES
+
+from jax_fastattn.kernels.sm80 import roles
+from jax_fastattn.kernels.sm80.backward_config import backward_scratch, dkdv_dq_config
+from jax_fastattn.kernels.sm80.config import shared_memory_limit
+from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.support import ARCHITECTURES, BORROWED
+
+
+def _spec(
+    head_dim: int, v_head_dim: int, dtype: str = "bfloat16", arch: str = "sm_80", **features: object
+) -> KernelSpec:
+    return KernelSpec("backward", arch, dtype, head_dim, v_head_dim, **features)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES + BORROWED)
+def test_every_head_dim_has_a_tiling(arch: str) -> None:
+    limit = shared_memory_limit(arch)
+    for head_dim in range(8, 257, 8):
+        for v_head_dim in range(8, 257, 8):
+            config = dkdv_dq_config(_spec(head_dim, v_head_dim, arch=arch))
+            memory = config.memory(head_dim, v_head_dim)
+            assert memory.nbytes <= limit
+            assert config.roles == 1 or config.role_warps == 4, "named barriers are for four warps of a role"
+            assert config.part % (16 * config.column_warps) == 0
+            assert config.queries % (16 * config.dq_row_warps) == 0
+            for tile, warps in (
+                (memory.query, config.column_warps),
+                (memory.dout, config.column_warps),
+                (memory.key, config.dq_column_warps),
+                (memory.dq, config.dq_column_warps),
+            ):
+                assert tile.padded_columns % (16 * warps) == 0
+            # The tiles of K and V take dK and dV in the end.
+            assert memory.query.padded_columns <= memory.key.padded_columns
+            assert memory.dout.padded_columns == memory.value.padded_columns
+            # A warp has 255 registers: its sums, and S^T or dP^T.
+            sums = [
+                config.keys_per_warp * x.padded_columns // config.column_warps // 32
+                for x in (memory.query, memory.dout)
+            ]
+            assert (sum(sums) if config.roles == 1 else max(sums)) <= 128
+
+
+def test_scratch_has_a_count_for_each_warp_and_tile() -> None:
+    spec = _spec(128, 128, ordered=True)
+    config = dkdv_dq_config(spec)
+    stats, accum, semaphore = backward_scratch(spec, 3, 130, 5)
+    tiles = -(-130 // config.queries)
+    assert stats == ((3, 5, 130, 2), "float32")
+    assert accum == ((3, 5, tiles * config.queries, 128), "float32")
+    assert semaphore == ((3 * 5 * tiles * config.dq_warps + 1,), "int32")
+
+
+_ALL = {
+    "group": 2,
+    "window_left": True,
+    "window_right": True,
+    "query_seq_lengths": True,
+    "key_value_seq_lengths": True,
+    "query_offset": True,
+    "dlse": True,
+}
+_CAUSAL = Sizes(batch=1, right=0, queries=201, keys=133)
+_SMALL = Sizes(batch=1, queries=70, keys=101)
+# Each tiling, every feature, widths that end inside an mma step or a warp's share of the columns.
+_CASES = {
+    "causal-d64": (_spec(64, 64, window_right=True), _CAUSAL),
+    "ordered-d64-f16": (_spec(64, 64, "float16", ordered=True, **_ALL), Sizes()),
+    "all-d64-two-roles": (_spec(64, 64, arch="sm_86", **_ALL), Sizes()),
+    "all-d128-ordered": (_spec(128, 128, ordered=True, **_ALL), Sizes()),
+    "cap-d128-negative-scale": (_spec(128, 128, arch="sm_86", logits_soft_cap=True, **_ALL), Sizes(scale=-0.3)),
+    "all-d96-f16": (_spec(96, 96, "float16", **_ALL), Sizes()),
+    "causal-d256": (_spec(256, 256, window_right=True, query_offset=True), Sizes(queries=70, keys=101, right=0)),
+    "d256-two-stages": (
+        _spec(256, 256, arch="sm_90", window_right=True),
+        Sizes(batch=1, right=0, queries=150, keys=70),
+    ),
+    "d256-small": (_spec(256, 256, arch="sm_86"), _SMALL),
+    "d192-128": (_spec(192, 128, window_left=True), _SMALL),
+    "d192-128-small": (_spec(192, 128, arch="sm_86", window_right=True), _SMALL),
+    "d64-256": (_spec(64, 256, group=3), Sizes(batch=1, queries=33, keys=47)),
+    "d8-248": (_spec(8, 248), Sizes(batch=1, queries=33, keys=47)),
+    "d72-40": (_spec(72, 40, group=3, dlse=True), Sizes(batch=1, queries=33, keys=47)),
+    "one-query": (_spec(64, 64, query_offset=True, window_right=True), Sizes(queries=1, right=0)),
+    "one-key": (_spec(64, 64, query_seq_lengths=True), Sizes(keys=1)),
+    "zero-scale": (_spec(64, 64), Sizes(batch=1, queries=40, keys=33, scale=0.0)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "sizes"), _CASES.values(), ids=_CASES.keys())
+def test_gradients(spec: KernelSpec, sizes: Sizes) -> None:
+    emulated_dkdv_dq.check(spec, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+def test_infinite_probabilities_of_keys_past_the_end_do_not_reach_dq(arch: str) -> None:
+    """All scores are about -320, so P of a zero-filled key, whose score is 0, overflows."""
+    spec, sizes = _spec(64, 64, arch=arch), Sizes(batch=1, queries=40, keys=37, shift=5.0)
+    launch = Launch(spec, sizes, *compile_kernels(spec))
+    assert (launch.wanted["lse"] < -200).all()
+    for name in ("Preprocess", "DkdvDq", "Convert"):
+        launch.run(name)
+    launch.compare()
+
+
+@pytest.mark.slow
+def test_ordered_sums_have_the_same_bits_under_every_schedule() -> None:
+    spec, sizes = _spec(128, 128, window_right=True, ordered=True), Sizes(batch=1, right=0, queries=130, keys=257)
+    launch = Launch(spec, sizes, *compile_kernels(spec))
+    launch.run("Preprocess")
+    before, found = launch.memory.data.copy(), []
+    for schedule in ("first", "random"):
+        launch.memory.data = before.copy()
+        launch.run("DkdvDq", schedule=schedule)
+        launch.run("Convert")
+        found.append(launch.read("dq"))
+    np.testing.assert_array_equal(*(x.view(np.uint16) for x in found))
+    counts = launch.read("dq_semaphore")[:-1].reshape(-1, launch.kernel.config.dq_warps)
+    assert (counts == counts[:, :1]).all()
+    # Query tiles of 64, key tiles of 128, causal.
+    assert counts[:, 0].tolist() == [1, 1, 2]
+
+
+# Tilings, and the named barriers that each of them has; "CTA" is that of all threads.
+_PAIR = frozenset(range(roles.PAIR, roles.PAIR + 4))
+_LAGGED = {"FIRST": {roles.FIRST}, "SECOND": {roles.SECOND}, "READY": {roles.READY}, "PAIR": _PAIR}
+_ONE_STAGE = {
+    "CTA": {0},
+    "FIRST": {roles.FIRST},
+    "SECOND": {roles.SECOND},
+    "DONE": {roles.DONE},
+    "PAIR": _PAIR,
+    "EXCHANGE_P": {roles.EXCHANGE_P, roles.EXCHANGE_P + 1},
+    "EXCHANGE_DS": {roles.EXCHANGE_DS, roles.EXCHANGE_DS + 1},
+}
+_BARRIERS = {
+    "d64": (_spec(64, 64, window_right=True), {"CTA": {0}}),
+    "d64-two-roles": (_spec(64, 64, arch="sm_86", window_right=True), _LAGGED | {"DONE": {roles.DONE}}),
+    "d128": (_spec(128, 128, window_right=True), _LAGGED),
+    "d256": (_spec(256, 256, window_right=True), _ONE_STAGE),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "barriers"), _BARRIERS.values(), ids=_BARRIERS.keys())
+def test_each_barrier_is_needed(spec: KernelSpec, barriers: dict[str, set[int]]) -> None:
+    """Without one of them, a schedule exists that gives wrong gradients or hangs; with all of them, none."""
+    kernel, ptx = compile_kernels(spec)
+    sizes = Sizes(batch=1, right=0, queries=201, keys=kernel.config.keys)
+    launch = Launch(spec, sizes, kernel, ptx)
+    launch.run("Preprocess")
+    before = launch.memory.data.copy()
+
+    def is_right(schedule: str, left_out: set[int]) -> bool:
+        launch.memory.data = before.copy()
+        try:
+            launch.run("DkdvDq", schedule=schedule, left_out=left_out)
+            launch.run("Convert")
+            launch.compare()
+        except (AssertionError, RuntimeError):
+            return False
+        return True
+
+    assert all(is_right(schedule, set()) for schedule in SCHEDULES)
+    # The schedule that finds most comes first.
+    unseen = [name for name, left_out in barriers.items() if all(is_right(x, left_out) for x in reversed(SCHEDULES))]
+    assert not unseen
