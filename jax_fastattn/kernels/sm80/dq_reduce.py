@@ -111,9 +111,13 @@ class AtomicReduce:
         """Returns what a warp keeps from tile to tile."""
         return None
 
-    def add(self, state: SimpleNamespace, turn: Any, member: Int32, index: Int32, acc: mma.Accumulator) -> None:
-        """Adds a warp's part of query tile `index` of head `member` of the group."""
-        del turn
+    def wait(self, state: SimpleNamespace, turn: Any, member: Int32, index: Int32) -> Any:
+        """Waits until the warp may add to query tile `index` of head `member`; returns what `add` needs to know."""
+        del state, turn, member, index
+
+    def add(self, state: SimpleNamespace, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
+        """Adds a warp's part of the tile."""
+        del is_first
         self.tile.add(self._lane_address(state, member, index), acc)
 
     def finish(self, state: SimpleNamespace, turn: Any) -> None:
@@ -173,21 +177,22 @@ class SemaphoreReduce(AtomicReduce):
         due.fill(Int32(-1))
         return due
 
-    def add(self, state: SimpleNamespace, turn: Any, member: Int32, index: Int32, acc: mma.Accumulator) -> None:
-        """Counts the last tile, waits for the earlier key tiles of this one, and adds."""
+    def wait(self, state: SimpleNamespace, turn: Any, member: Int32, index: Int32) -> Any:
+        """Counts the last tile, and waits for the earlier key tiles of this one; returns whether there are none."""
         self.finish(state, turn)
         config, at = self.config, state.at
         first = index * config.queries
         before = at.tile - tiles.key_tiles(first, config.queries, config.keys, **state.bounds).begin
         count = (member * state.tile_count + index) * self.tile.warps + at.dq_warp
-        address = self._lane_address(state, member, index)
-
-        def add() -> None:
-            ptx.wait_global(state.dq_semaphore + Int64(count) * 4, before)
-            self.tile.add(address, acc)
-
-        cutlass.if_generate(before > 0, add, lambda: self.tile.store(address, acc))
         turn[0] = count
+        address = state.dq_semaphore + Int64(count) * 4
+        cutlass.if_generate(before > 0, lambda: ptx.wait_global(address, before))
+        return before <= 0
+
+    def add(self, state: SimpleNamespace, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
+        """Stores a warp's part of the tile if it is the first one, else adds it."""
+        address = self._lane_address(state, member, index)
+        cutlass.if_generate(is_first, lambda: self.tile.store(address, acc), lambda: self.tile.add(address, acc))
 
     def finish(self, state: SimpleNamespace, turn: Any) -> None:
         """Counts what the warp has added last."""

@@ -181,7 +181,8 @@ class Role:
 
     def add_dq(self, member: Int32, index: Int32) -> None:
         """Computes the warp's part of dQ of a tile and adds it up."""
-        self.reduce.add(self.state, self.turn, member, index, self.products.dq(self.state))
+        is_first = self.reduce.wait(self.state, self.turn, member, index)
+        self.reduce.add(self.state, member, index, self.products.dq(self.state), is_first)
 
     def after(self, member: Int32, index: Int32) -> tuple[Int32, Int32]:
         """Returns head and index of the tile after this one."""
