@@ -57,31 +57,38 @@ def main() -> None:
     parser.add_argument("--suite-runs", type=int, default=2)
     parser.add_argument("--processes", type=int, default=4, help="that share the GPU (default: 4)")
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90 (portable kernels)")
     parser.add_argument("--inside-sanitizer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside_sanitizer:
-        run_cases()
+        run_cases(options.arch)
         return
+    arch = [] if options.arch is None else ["--arch", options.arch]
     # Oracles are compiled once per case and run once: tuning their products would take most of the time.
     os.environ.update({"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
     environment = dict(os.environ)
-    record = describe_run(options.commit) | {"suite": [], "sanitizer": {}, "sanitizer_cases": CASES}
+    record = describe_run(options.commit) | {
+        "arch": options.arch,
+        "suite": [],
+        "sanitizer": {},
+        "sanitizer_cases": CASES,
+    }
 
     def write() -> None:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
 
     # Written as it grows: whoever stops a run keeps what has ended.
     for _ in range(options.suite_runs):
-        record["suite"].append(run_suite(environment, options.processes))
+        record["suite"].append(run_suite(environment, options.processes, arch))
         write()
     # One after the other: beside the other two racecheck has once reported what it had not reported alone.
     for tool in options.tools:
-        record["sanitizer"][tool] = sanitize(tool, environment)
+        record["sanitizer"][tool] = sanitize(tool, environment, arch)
         write()
     print(json.dumps(record, indent=1))
 
 
-def run_suite(environment: dict[str, str], processes: int) -> dict[str, Any]:
+def run_suite(environment: dict[str, str], processes: int, arch: list[str]) -> dict[str, Any]:
     """Counts of one run of `pytest -m gpu` by some processes at a time, each with a part of the tests; and its seconds.
 
     They share the GPU: what should not depend on load is tested under load.
@@ -92,7 +99,7 @@ def run_suite(environment: dict[str, str], processes: int) -> dict[str, Any]:
         for part in range(processes):
             reports.append(Path(folder) / f"{part}.xml")
             command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
-            command += [f"--part={part}/{processes}", f"--junitxml={reports[-1]}"]
+            command += [f"--part={part}/{processes}", f"--junitxml={reports[-1]}", *arch]
             mine = ",".join(map(str, cores[part::processes]))
             running.append(subprocess.Popen(["taskset", "-c", mine, *command], cwd=ROOT, env=environment))
         crashed = sum(process.wait() not in (0, 1) for process in running)
@@ -104,9 +111,9 @@ def run_suite(environment: dict[str, str], processes: int) -> dict[str, Any]:
     return counts | {"crashed": crashed, "seconds": seconds, "processes": processes, "failed": failed}
 
 
-def sanitize(tool: str, environment: dict[str, str]) -> dict[str, Any]:
+def sanitize(tool: str, environment: dict[str, str], arch: list[str]) -> dict[str, Any]:
     """What a tool of compute-sanitizer says of our kernels, and of those alone."""
-    script = [sys.executable, str(Path(__file__).resolve()), "--output", os.devnull, "--inside-sanitizer"]
+    script = [sys.executable, str(Path(__file__).resolve()), "--output", os.devnull, "--inside-sanitizer", *arch]
     # Return codes of the CUDA API are not ours: JAX probes what the driver can do.
     only = ["--kernel-regex", "kns=kernel_cutlass", *(["--report-api-errors", "no"] if tool == "memcheck" else [])]
     command = ["compute-sanitizer", "--tool", tool, *only, *script]
@@ -123,7 +130,7 @@ def sanitize(tool: str, environment: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def run_cases() -> None:
+def run_cases(arch: str | None) -> None:
     """Forward and backward of the cases, on poisoned operands with scores that outgrow those of earlier tiles."""
     import dataclasses
 
@@ -131,9 +138,12 @@ def run_cases() -> None:
 
     from jax_fastattn.ops import vjp
     from jax_fastattn.testing import compare
+    from jax_fastattn.testing.borrow import borrow
     from jax_fastattn.testing.cases import GPU_CASES
     from jax_fastattn.testing.poison import poison
 
+    if arch is not None:
+        borrow(arch)
     cases = [case for case in GPU_CASES if str(case) in CASES]
     for case in cases:
         spec = dataclasses.replace(case.spec(), implementation="cuda")
