@@ -260,7 +260,6 @@ class ProbabilityRole(Role):
     def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
         """Computes the role's share of a tile."""
         products, state, config, memory = self.products, self.state, self.products.config, self.products.memory
-        role_threads = 32 * config.role_warps
         stage = self._begin(step, FIRST)
         packed, crossing = self._probabilities(stage, index * config.queries, masked=masked)
         if config.lagged:
@@ -279,8 +278,7 @@ class ProbabilityRole(Role):
         if config.dq_roles == 2 or not config.lagged:
             wait(DONE, config.threads)
         if not config.lagged:
-            # DONE: the second role has left dP. FIRST: all of this one has left dV.
-            wait(FIRST, role_threads)
+            # DONE: the second role has left dP, and all of this one dV.
             self._load_next(DOUT, 0, stage, member, index)
         if config.dq_roles == 2:
             self.add_dq(member, index)
