@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jax_fastattn.ffi import registry
+from jax_fastattn.kernels.sm80.config import shared_memory_limit
 from jax_fastattn.kernels.sm90.backward_config import (
     BackwardConfig,
     BackwardMemory,
@@ -18,7 +20,14 @@ from jax_fastattn.kernels.sm90.backward_config import (
     dq_config,
 )
 from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, SHORT_LENGTH, UNBOUNDED, KernelSpec, kernel_spec
-from jax_fastattn.kernels.support import ARCHITECTURES, MAX_HEAD_DIM, describe_kernels, unsupported_reasons
+from jax_fastattn.kernels.support import (
+    ARCHITECTURES,
+    BORROWED,
+    MAX_HEAD_DIM,
+    describe_kernels,
+    unsupported_reasons,
+)
+from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases import GPU_CASES, Case
 from jax_fastattn.testing.support_table import support_table
 
@@ -36,7 +45,7 @@ def test_the_page_has_rows_of_both_kinds() -> None:
     assert any(row.endswith("no |") for row in rows)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES + BORROWED)
 def test_every_gpu_case_is_supported(arch: str) -> None:
     """Else the GPU suite would compare the XLA path with itself."""
     assert [str(case) for case in GPU_CASES if unsupported_reasons(case.problem(), arch)] == []
@@ -59,6 +68,22 @@ def test_one_obstacle_is_one_reason(name: str) -> None:
 def test_architecture(arch: str | None) -> None:
     (reason,) = unsupported_reasons(BASE.problem(), arch)
     assert reason == f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}"
+
+
+@pytest.mark.parametrize(("arch", "card"), [("sm_90-a100", "sm_80"), ("sm_90-rtx", "sm_86"), ("sm_90", "sm_90a")])
+def test_a_hopper_gpu_runs_the_portable_kernels_of_another_card(
+    monkeypatch: pytest.MonkeyPatch, arch: str, card: str
+) -> None:
+    monkeypatch.setattr(registry, "ARCHITECTURES", dict(registry.ARCHITECTURES))
+    borrow(arch)
+    spec = kernel_spec(BASE.problem(), "backward", registry.ARCHITECTURES["9.0"])
+    assert (spec.family, spec.gpu_arch) == ("sm80", "sm_90")
+    assert shared_memory_limit(spec.arch) == shared_memory_limit(card)
+
+
+def test_only_tiles_of_known_cards_are_borrowed() -> None:
+    with pytest.raises(ValueError, match='`arch` is "sm_80"; pass one of sm_90-a100, sm_90-rtx, sm_90'):
+        borrow("sm_80")
 
 
 def test_all_reasons_come_together() -> None:
