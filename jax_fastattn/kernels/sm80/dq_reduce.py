@@ -148,7 +148,7 @@ class SemaphoreReduce(AtomicReduce):
     def clear(self, buffers: Buffers, scalars: Scalars, index: Int64, thread: Int32, threads: int) -> None:
         """Zeroes the counts of tile `index`, and the tickets."""
         del threads
-        counts = buffers.dq_semaphore.toint() + (index * self.tile.warps + thread) * 4
+        counts = self._counts(buffers) + (index * self.tile.warps + thread) * 4
         cutlass.if_generate(thread < self.tile.warps, lambda: ptx.store_global_int(counts, Int32(0)))
         tickets = self._tickets(buffers, scalars)
         is_first = Boolean((index == 0) & (thread == 0))
@@ -167,9 +167,13 @@ class SemaphoreReduce(AtomicReduce):
         cute.arch.sync_threads()
         return ticket
 
+    def _counts(self, buffers: Buffers) -> Int64:
+        assert buffers.dq_semaphore is not None
+        return buffers.dq_semaphore.toint()
+
     def _tickets(self, buffers: Buffers, scalars: Scalars) -> Int64:
         tiles_of_all = self.tile.index(scalars, scalars.batch, Int32(0), Int32(0))
-        return buffers.dq_semaphore.toint() + tiles_of_all * (4 * self.tile.warps)
+        return self._counts(buffers) + tiles_of_all * (4 * self.tile.warps)
 
     def start(self) -> Any:
         """Returns the index of the count that is due, from the group's first; -1 if none is."""
@@ -206,7 +210,7 @@ class SemaphoreReduce(AtomicReduce):
 
     def is_empty(self, buffers: Buffers, index: Int64, warp: Int32) -> Any:
         """Returns whether no CTA has added to a tile."""
-        count = buffers.dq_semaphore.toint() + (index * self.tile.warps + warp) * 4
+        count = self._counts(buffers) + (index * self.tile.warps + warp) * 4
         return ptx.bits(ptx.load_global(count)) == 0
 
 
