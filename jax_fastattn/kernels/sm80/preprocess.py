@@ -67,9 +67,7 @@ class PreprocessKernel:
         row, chunk = shape.thread_chunk(thread)
         for first in range(0, tile.rows, shape.rows_per_pass):
             index = row + first
-            live = Boolean((index < tile.rows) & (index < state.live.end))
-            if state.live.begin is not None:
-                live = Boolean(live & (index >= state.live.begin))
+            live = Boolean((index < tile.rows) & state.live.contain(index))
             lse_scaled, delta = self._statistics(state, shape, index, chunk, live)
             writes = Boolean((index < tile.rows) & (chunk == 0) & (index < stored_rows))
             address = state.stats + Int64(index) * 8
