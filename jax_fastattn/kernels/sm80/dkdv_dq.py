@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, softmax, tiles
 from jax_fastattn.kernels.sm80 import launch
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
@@ -98,6 +99,7 @@ class DkdvDqKernel:
             full_end=ptx.where(partial, visit.begin, visit.full_end),
         )
         kv_heads, first_head = heads // spec.group, at.kv_head * spec.group
+        hides = spec.hides_first_queries or spec.hides_last_queries
         key_row = launch.row_head(at.batch, scalars.key_length, at.row, kv_heads, at.kv_head)
         query_row = launch.row_head(at.batch, scalars.query_length, Int32(0), heads, first_head)
         first_tile = self.reduce.tile.index(scalars, at.batch, first_head, Int32(0))
@@ -107,7 +109,7 @@ class DkdvDqKernel:
             bounds=bounds,
             visit=visit,
             live_keys=tiles.live_keys(**bounds),
-            live_queries=tiles.live_queries(**bounds),
+            live_queries=tiles.live_queries(**bounds) if hides else plan.LiveRange(Int32(0), bounds["query_end"]),
             key=buffers.key.toint() + key_row * (2 * spec.head_dim),
             value=buffers.value.toint() + key_row * (2 * spec.v_head_dim),
             dk=buffers.dk.toint() + key_row * (2 * spec.head_dim),
