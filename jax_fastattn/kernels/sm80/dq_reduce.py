@@ -173,7 +173,7 @@ class SemaphoreReduce(AtomicReduce):
 
     def _tickets(self, buffers: Buffers, scalars: Scalars) -> Int64:
         tiles_of_all = self.tile.index(scalars, scalars.batch, Int32(0), Int32(0))
-        return self._counts(buffers) + tiles_of_all * (4 * self.tile.warps)
+        return Int64(self._counts(buffers) + tiles_of_all * (4 * self.tile.warps))
 
     def start(self) -> Any:
         """Returns the index of the count that is due, from the group's first; -1 if none is."""
