@@ -313,7 +313,6 @@ CHANGES = {
     "family": "sm90",
     "short": True,
     "ordered": True,
-    "split": True,
 }
 
 
@@ -346,7 +345,6 @@ def test_cuda_libraries_of_the_compiler_are_in_the_key(compiler_version: None, m
 KEYED_CONFIGS = {
     "sm80 forward": (sm80_config, "forward_config", SPEC),
     "sm80 backward": (sm80_backward, "dkdv_dq_config", dataclasses.replace(SPEC, op="backward")),
-    "sm80 split": (sm80_config, "split_config", dataclasses.replace(SPEC, op="backward", split=True)),
     "sm90 forward": (sm90_config, "forward_config", dataclasses.replace(SPEC, family="sm90")),
     "sm90 fused": (sm90_backward, "backward_config", dataclasses.replace(SPEC, op="backward", family="sm90")),
     "sm90 dq": (sm90_backward, "dq_config", dataclasses.replace(SPEC, op="backward", family="sm90", head_dim=192)),

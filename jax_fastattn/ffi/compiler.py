@@ -22,7 +22,6 @@ from jax_fastattn.ffi import registry
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
 from jax_fastattn.kernels.sm80 import backward as sm80_backward
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
-from jax_fastattn.kernels.sm80 import split as sm80_split
 from jax_fastattn.kernels.sm90 import backward as sm90_backward
 from jax_fastattn.kernels.sm90 import forward as sm90_forward
 from jax_fastattn.kernels.spec import NUM_FLOATS, NUM_INTS, KernelSpec, launch_buffers
@@ -82,7 +81,7 @@ def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> by
     with _lock:
         _open_runtime()
         compiled = cute.compile(
-            (sm80_split.SplitBackwardKernel if spec.split else _KERNELS[spec.family, spec.op])(spec),
+            _KERNELS[spec.family, spec.op](spec),
             *_fake_arguments(spec),
             options=f"--gpu-arch {spec.gpu_arch}",
             trace_finalize_hooks=on_traced,

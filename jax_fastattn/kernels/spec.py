@@ -25,9 +25,6 @@ FUSED_HEAD_DIM = 128
 # Of a Hopper GPU; decides about speed alone.
 _MULTIPROCESSORS = 132
 
-# Whether the portable family computes gradients with two kernels, until one for all of them is measured.
-SPLIT_BACKWARD = True
-
 # How many scalars `launch_scalars` returns of each kind.
 NUM_INTS = 8
 NUM_FLOATS = 2
@@ -52,7 +49,6 @@ class KernelSpec:
             False where there is one variant for all lengths, so that a new length compiles nothing.
         ordered: `adds_in_order`: CTAs that take keys of a head add to sums of dq in one order, so that dq has the same
             bits in every run.
-        split: whether dq has a kernel of its own in the portable family.
     """
 
     op: Literal["forward", "backward"]
@@ -72,7 +68,6 @@ class KernelSpec:
     family: Literal["sm80", "sm90"] = "sm80"
     short: bool = False
     ordered: bool = False
-    split: bool = False
 
     @property
     def gpu_arch(self) -> str:
@@ -82,9 +77,8 @@ class KernelSpec:
     @property
     def fused(self) -> bool:
         """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
-        if self.op != "backward":
-            return False
-        return not self.split if self.family == "sm80" else max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
+        fusible = self.family == "sm80" or max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
+        return self.op == "backward" and fusible
 
     @property
     def hides_first_keys(self) -> bool:
@@ -164,7 +158,6 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         sinks="sinks" in spec.present and (op == "forward" or (family == "sm90" and spec.logits_soft_cap is not None)),
         dlse=dlse,
         family=family,
-        split=SPLIT_BACKWARD and family == "sm80" and op == "backward",
     )
     short = largest <= SHORT_HEAD_DIM and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
     return replace(
@@ -199,7 +192,7 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
     gradients = {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
     sums = {"dq_sum": optional(spec.fused, "float32"), "arrivals": optional(spec.fused, "int32")}
     if spec.family == "sm80":
-        sums = {} if spec.split else {"dq_accum": "float32", "dq_semaphore": optional(spec.ordered, "int32")}
+        sums = {"dq_accum": "float32", "dq_semaphore": optional(spec.ordered, "int32")}
     return operands | residuals | gradients | sums
 
 

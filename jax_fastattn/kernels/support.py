@@ -42,9 +42,6 @@ def tilings(spec: KernelSpec) -> tuple[Any, ...]:
     """The tile configurations of the kernels in the object of `spec`: forward; dq and dkdv; or all gradients in one."""
     if spec.op == "forward":
         return ((sm90 if spec.family == "sm90" else sm80).forward_config(spec),)
-    if spec.split:
-        config = sm80.split_config(spec)
-        return config.dq, config.dkdv
     if spec.family == "sm80":
         return (sm80_backward.dkdv_dq_config(spec),)
     dkdv = sm90_backward.backward_config(spec)

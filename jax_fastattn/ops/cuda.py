@@ -84,11 +84,8 @@ def backward(
     cotangents = [pad_head_dim(out), lse, pad_head_dim(dout)] + ([] if dlse is None else [dlse])
     kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
     batch, query_length, num_heads = lse.shape
-    if kernel.split:
-        scratch = [((batch, num_heads, query_length, 2), "float32")]
-    else:
-        backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
-        scratch = backward_scratch(kernel, batch, query_length, num_heads)
+    backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
+    scratch = backward_scratch(kernel, batch, query_length, num_heads)
     dq, dk, dv, stats, *_ = _launch(
         kernel,
         problem,

@@ -1,25 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the portable backward kernels, runs their PTX in `ptx_emulator` and compares with a float64 reference."""
+"""Operands of emulated backward kernels, poisoned, and their gradients in float64."""
 
 from __future__ import annotations
 
-import math
-import re
-import tempfile
 from dataclasses import dataclass
 
 import cutlass
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from cutlass import cute
-from cutlass.cute.runtime import make_fake_stream, make_ptr
-from ptx_emulator import Memory, launch
 
-from jax_fastattn.kernels.sm80.config import SplitConfig
-from jax_fastattn.kernels.sm80.split import SplitBackwardKernel
-from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, launch_buffers
+from jax_fastattn.kernels.spec import KernelSpec
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import fill, poison, visible_rows
 
@@ -52,22 +44,6 @@ class Sizes:
     key_lengths: tuple[int, ...] = (999, 0, 77)
     offsets: tuple[int, ...] = (60, -140, 1 << 30)
     shift: float = 0.0
-
-
-def compile_backward(spec: KernelSpec, config: SplitConfig | None = None) -> tuple[SplitBackwardKernel, dict[str, str]]:
-    """The kernel object and the PTX of its two kernels, "dq" and "dkdv"; no GPU needed."""
-
-    def pointer(dtype: str | None) -> cute.Pointer | None:
-        return dtype and make_ptr(DEVICE_DTYPES[dtype], 16, cute.AddressSpace.gmem, assumed_align=16)
-
-    buffers = [pointer(dtype) for dtype in launch_buffers(spec).values()]
-    scalars = [cutlass.Int32(0)] * 8 + [cutlass.Float32(0.0)] * 2
-    kernel = SplitBackwardKernel(spec, config)
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
-        ptx = cute.compile(kernel, *buffers, *scalars, make_fake_stream(), options=options).artifacts.PTX
-    entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
-    return kernel, {"dkdv" if "DkdvKernel" in text.split("(")[0] else "dq": text for text in entries}
 
 
 def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -162,49 +138,3 @@ def with_sinks(spec: KernelSpec, sizes: Sizes, wanted: dict[str, np.ndarray]) ->
     lse = np.logaddexp(wanted["lse"], np.where(inside[..., None], sinks[:, None], -np.inf))
     share = np.exp(wanted["lse"] - np.where(np.isneginf(lse), 0, lse))
     return sinks, wanted["out"] * share[..., None], lse
-
-
-def check(spec: KernelSpec, sizes: Sizes | None = None, config: SplitConfig | None = None) -> None:
-    """Runs both kernels on poisoned operands, into buffers of NaN, and compares every gradient."""
-    sizes = sizes or Sizes()
-    kernel, ptx = compile_backward(spec, config)
-    arrays, wanted = draw_operands(spec, sizes)
-    heads = sizes.kv_heads * spec.group
-    arrays |= {name: np.full(wanted[name].shape, np.nan, arrays["query"].dtype) for name in ("dq", "dk", "dv")}
-    arrays["stats"] = np.full((sizes.batch, heads, sizes.queries, 2), np.nan, np.float32)
-    memory = Memory()
-    present = [name for name, dtype in launch_buffers(spec).items() if dtype is not None]
-    address = {name: memory.add(arrays[name]) for name in present}
-
-    operands = present[: present.index("out")]
-    dlse = ["dlse"] if spec.dlse else []
-    scalars = [sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, sizes.scale, sizes.cap]
-    assert max(sizes.left, sizes.right) <= UNBOUNDED
-    for name, buffers, blocks, role in (
-        (
-            "dq",
-            ["out", "lse", "dout", *dlse, "dq", "stats"],
-            heads * -(-sizes.queries // kernel.config.dq.rows),
-            kernel.dq,
-        ),
-        (
-            "dkdv",
-            ["dout", "stats", "dk", "dv"],
-            sizes.kv_heads * -(-sizes.keys // kernel.config.dkdv.keys),
-            kernel.dkdv,
-        ),
-    ):
-        parameters = [address[buffer] for buffer in (*operands, *buffers)] + scalars
-        launch(ptx[name], parameters, memory, sizes.batch * blocks, role.shared_nbytes)
-
-    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
-    for name in ("dq", "dk", "dv"):
-        got = memory.read(address[name], arrays[name].shape, arrays[name].dtype).astype(np.float64)
-        largest = np.abs(wanted[name]).max()
-        np.testing.assert_allclose(got, wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
-        if spec.key_value_seq_lengths and name != "dq":
-            assert not got[1].any() or sizes.key_lengths[1] > 0
-    stats = memory.read(address["stats"], arrays["stats"].shape, np.float32).swapaxes(1, 2)
-    lse2 = np.where(np.isneginf(wanted["lse"]), np.inf, wanted["lse"] * math.log2(math.e))
-    np.testing.assert_allclose(stats[..., 0], lse2, atol=1e-4)
-    np.testing.assert_allclose(stats[..., 1], wanted["delta"], atol=tolerance * np.abs(wanted["delta"]).max() + 1e-6)

@@ -40,7 +40,7 @@ BACKWARD_VARIANTS = [{}, {"ordered": True}]
 # Of the portable family the order is compiled for one architecture of each size of shared memory.
 ORDERED_ARCHITECTURES = ("sm_80", "sm_86", "sm_90a")
 # Local memory of the kernels with every feature at once, bytes per thread: values kept across the loop, at most 96
-# (sm80 dkdv on sm_90a, head dim 128).
+# (sm80 on sm_90a).
 EVERYTHING_LOCAL_BYTES = 96
 # Of the portable backward with a causal mask: at head dim 64 on sm_80, whose warps keep sums of dK and of dV; and at
 # any on sm_90a, where calls run it only if they are asked to.
@@ -54,7 +54,7 @@ def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict
 
 
 def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_bytes: int) -> None:
-    forward, backward = 1, 2 if spec.split else 3
+    forward, backward = 1, 3
     assert len(kernels) == (forward if spec.op == "forward" else backward), spec
     for kernel in kernels:
         assert kernel.registers <= 255, (spec, kernel)
@@ -82,8 +82,6 @@ def test_kernels_fit(family: str, arch: str, op: str, features: str, dims: tuple
 
     spec = _spec(family, op, arch, dims, CAUSAL if features == "causal" else EVERYTHING)
     variants = BACKWARD_VARIANTS if spec.fused and arch in ORDERED_ARCHITECTURES else [{}]
-    if family == "sm80" and op == "backward" and arch in ORDERED_ARCHITECTURES:
-        variants = [*variants, {"split": True}]
     causal_bytes = LOCAL_BYTES.get((arch, dims), 0) if family == "sm80" and op == "backward" else 0
     allowed = EVERYTHING_LOCAL_BYTES if features == "everything" else causal_bytes
     for variant in variants:
