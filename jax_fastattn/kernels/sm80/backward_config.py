@@ -15,7 +15,7 @@ from jax_fastattn.kernels.sm80.config import first_fit
 from jax_fastattn.kernels.spec import KernelSpec
 
 # Bytes of Q, dO and dq_accum of the heads that are visited together if CTAs add in semaphore order: what L2 keeps,
-# against how few CTAs of one head run at a time and wait for each other. Not measured yet.
+# against how few CTAs of one head run at a time and wait for each other.
 ORDERED_NBYTES = 64 << 20
 
 

@@ -169,11 +169,11 @@ class SemaphoreReduce(AtomicReduce):
 
     def _counts(self, buffers: Buffers) -> Int64:
         assert buffers.dq_semaphore is not None
-        return buffers.dq_semaphore.toint()
+        return Int64(buffers.dq_semaphore.toint())
 
     def _tickets(self, buffers: Buffers, scalars: Scalars) -> Int64:
         tiles_of_all = self.tile.index(scalars, scalars.batch, Int32(0), Int32(0))
-        return Int64(self._counts(buffers) + tiles_of_all * (4 * self.tile.warps))
+        return self._counts(buffers) + tiles_of_all * (4 * self.tile.warps)
 
     def start(self) -> Any:
         """Returns the index of the count that is due, from the group's first; -1 if none is."""
