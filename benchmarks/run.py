@@ -36,7 +36,6 @@ import jax_fastattn
 from jax_fastattn.ops.sharding import OPERAND_AXES
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import DIFFERENTIABLE, Results, assert_within_budget, evaluate, same_dtype_attention
 
@@ -69,6 +68,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
     if options.arch:
+        # Not above: `compare.py` runs this file with the package of older trees too.
+        from jax_fastattn.testing.borrow import borrow
+
         borrow(options.arch)
     context = {"flop_formula": FLOP_FORMULA} | describe_run(options.commit) | {"arch": options.arch}
     output = options.output or RESULTS / f"{context['date'][:10]}-{slug(context['gpu'])}.jsonl"
