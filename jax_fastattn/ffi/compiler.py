@@ -61,6 +61,11 @@ def compile_kernel(spec: KernelSpec) -> bytes:
 
 def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
     """Compiles the kernel of `spec` and says what each kernel that it launches costs."""
+    return kernel_resources(*compile_launches(spec))
+
+
+def compile_launches(spec: KernelSpec) -> tuple[bytes, dict[str, int]]:
+    """Compiles the kernel of `spec`; returns its object file, and dynamic shared memory by kernel."""
     shared_bytes: dict[str, int] = {}
 
     def read_launches(dsl: Any, module: Any, function_name: str) -> None:
@@ -68,7 +73,7 @@ def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
         found = re.findall(r"cuda\.kernel @(\w+)\(.*smem\.config_smem_size = (\d+) : i64", str(module))
         shared_bytes.update({name: int(size) for name, size in found})
 
-    return kernel_resources(_compile(spec, read_launches), shared_bytes)
+    return _compile(spec, read_launches), shared_bytes
 
 
 def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> bytes:

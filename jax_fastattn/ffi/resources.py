@@ -49,8 +49,7 @@ def kernel_resources(kernel: bytes, shared_bytes: dict[str, int]) -> tuple[Kerne
     Raises:
         ValueError: there is no cubin in the object, or not every kernel that `shared_bytes` names.
     """
-    cubin = _cubin(kernel)
-    sections = _sections(cubin)
+    sections = _sections(cubin(kernel))
     registers, frames = {}, {}
     for number, symbol, value in _attributes(sections[".nv.info"]):
         name = _symbol_name(sections, symbol)
@@ -66,7 +65,12 @@ def kernel_resources(kernel: bytes, shared_bytes: dict[str, int]) -> tuple[Kerne
     )
 
 
-def _cubin(kernel: bytes) -> bytes:
+def cubin(kernel: bytes) -> bytes:
+    """The cubin in an object file, with whatever follows it there.
+
+    Raises:
+        ValueError: there is none.
+    """
     start = kernel.find(_ELF_MAGIC)
     while start >= 0:
         (machine,) = struct.unpack_from("<H", kernel, start + 18)

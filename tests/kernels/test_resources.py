@@ -35,6 +35,7 @@ EVERYTHING = {
     "query_offset": True,
     "logits_soft_cap": True,
 }
+FEATURES = {"full": {}, "causal": CAUSAL, "soft-cap": {**CAUSAL, "logits_soft_cap": True}, "everything": EVERYTHING}
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
 # Of the portable family the order is compiled for one architecture of each size of shared memory.
@@ -75,18 +76,20 @@ COMPILED = [
 ]
 
 
+def _variants(spec: KernelSpec) -> list[KernelSpec]:
+    variants = BACKWARD_VARIANTS if spec.fused and spec.arch in ORDERED_ARCHITECTURES else [{}]
+    return [dataclasses.replace(spec, **variant) for variant in variants]
+
+
 @pytest.mark.parametrize("dims", DIMS, ids=lambda x: "v".join(map(str, x)))
 @pytest.mark.parametrize(("family", "arch", "op", "features"), COMPILED)
 def test_kernels_fit(family: str, arch: str, op: str, features: str, dims: tuple[int, int]) -> None:
     from jax_fastattn.ffi.compiler import inspect_kernel
 
-    spec = _spec(family, op, arch, dims, CAUSAL if features == "causal" else EVERYTHING)
-    variants = BACKWARD_VARIANTS if spec.fused and arch in ORDERED_ARCHITECTURES else [{}]
     causal_bytes = LOCAL_BYTES.get((arch, dims), 0) if family == "sm80" and op == "backward" else 0
     allowed = EVERYTHING_LOCAL_BYTES if features == "everything" else causal_bytes
-    for variant in variants:
-        variant_spec = dataclasses.replace(spec, **variant)
-        _assert_fits(variant_spec, inspect_kernel(variant_spec), allowed)
+    for spec in _variants(_spec(family, op, arch, dims, FEATURES[features])):
+        _assert_fits(spec, inspect_kernel(spec), allowed)
 
 
 # A head dim of every row of `sm90.config`, and where lengths differ both of them.
@@ -94,6 +97,43 @@ HOPPER_ROWS = [
     *((dims, short) for dims in ((64, 64), (32, 16)) for short in (True, False)),
     *((dims, False) for dims in ((96, 96), (128, 128), (72, 128), (160, 160), (192, 128), (256, 256))),
 ]
+# Features of those rows, all of which have to do without local memory.
+HOPPER = ("full", "causal", "soft-cap")
+
+
+def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
+    specs = []
+    for dims, short in HOPPER_ROWS:
+        spec = _spec("sm90", op, "sm_90a", dims, FEATURES[features])
+        if op == "forward":
+            specs.append(dataclasses.replace(spec, short=short))
+        elif not short:
+            specs += _variants(spec)
+    return specs
+
+
+def rows() -> dict[str, KernelSpec]:
+    """Everything that is compiled here, by name: what `benchmarks/machine_code.py` compares between commits."""
+    named = [
+        (features, spec)
+        for family, arch, op, features in COMPILED
+        for dims in DIMS
+        for spec in _variants(_spec(family, op, arch, dims, FEATURES[features]))
+    ]
+    named += [
+        (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
+    ]
+    found = {_row_name(features, spec): spec for features, spec in named}
+    assert len(found) == len(named)
+    return found
+
+
+def _row_name(features: str, spec: KernelSpec) -> str:
+    dims = f"d{spec.head_dim}" + (f"v{spec.v_head_dim}" if spec.v_head_dim != spec.head_dim else "")
+    flags = [name for name in ("short", "ordered") if getattr(spec, name)]
+    return "-".join([spec.family, spec.arch, spec.op, dims, features, *flags])
+
+
 _SHOW_REMARKS = """
 import dataclasses, sys
 from jax_fastattn.ffi.compiler import inspect_kernel
@@ -107,17 +147,11 @@ for spec in specs:
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
-@pytest.mark.parametrize("features", [{}, CAUSAL, {**CAUSAL, "logits_soft_cap": True}])
-def test_hopper_rows_neither_spill_nor_serialise(features: dict[str, object], op: str) -> None:
+@pytest.mark.parametrize("features", HOPPER)
+def test_hopper_rows_neither_spill_nor_serialise(features: str, op: str) -> None:
     """ptxas reports products that it had to serialise as C75xx; nothing else shows it but the speed."""
     assert {(dims, False) for dims in DIMS} < set(HOPPER_ROWS)
-    specs = []
-    for dims, short in HOPPER_ROWS:
-        spec = _spec("sm90", op, "sm_90a", dims, features)
-        if op == "forward":
-            specs.append(dataclasses.replace(spec, short=short))
-        elif not short:
-            specs += [dataclasses.replace(spec, **variant) for variant in (BACKWARD_VARIANTS if spec.fused else [{}])]
+    specs = _hopper_specs(op, features)
     environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}"}
     run = subprocess.run(
         [sys.executable, "-c", _SHOW_REMARKS], input=repr(specs), env=environment, capture_output=True, text=True
