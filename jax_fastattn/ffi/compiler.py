@@ -20,11 +20,12 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from jax_fastattn.ffi import registry
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
+from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, buffers_type
 from jax_fastattn.kernels.sm80 import backward as sm80_backward
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
 from jax_fastattn.kernels.sm90 import backward as sm90_backward
 from jax_fastattn.kernels.sm90 import forward as sm90_forward
-from jax_fastattn.kernels.spec import NUM_FLOATS, NUM_INTS, KernelSpec, launch_buffers
+from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 
 # Under which csrc/store.cc looks the host function up.
 FUNCTION_PREFIX = "jax_fastattn"
@@ -53,8 +54,8 @@ def compile_kernel(spec: KernelSpec) -> bytes:
     """Compiles the kernel of `spec` for `spec.arch`. Thread-safe.
 
     Returns:
-        an ELF object file with one function, `FUNCTION_PREFIX`. It takes the buffers of `launch_buffers(spec)`, then
-        the scalars of `launch_scalars`, then the stream.
+        an ELF object file with one function, `FUNCTION_PREFIX`. It takes the buffers that `launch_buffers(spec)` has,
+        then the scalars of `launch_scalars`, then the stream.
     """
     return _compile(spec, lambda *_: None)
 
@@ -87,18 +88,20 @@ def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> by
         _open_runtime()
         compiled = cute.compile(
             _KERNELS[spec.family, spec.op](spec),
-            *_fake_arguments(spec),
+            *fake_arguments(spec),
             options=f"--gpu-arch {spec.gpu_arch}",
             trace_finalize_hooks=on_traced,
         )
         return compiled.dump_to_object(FUNCTION_PREFIX)
 
 
-def _fake_arguments(spec: KernelSpec) -> list[Any]:
-    buffers = [_fake_pointer(dtype) for dtype in launch_buffers(spec).values()]
-    ints = [cutlass.Int32(0)] * NUM_INTS
-    floats = [cutlass.Float32(0)] * NUM_FLOATS
-    return [*buffers, *ints, *floats, make_fake_stream()]
+def fake_arguments(spec: KernelSpec) -> list[Any]:
+    """Returns what a host function is traced with."""
+    buffers = buffers_type(spec)(*[_fake_pointer(dtype) for dtype in launch_buffers(spec).values()])
+    scalars = Scalars(**{name: _DTYPES[dtype](0) for name, dtype in SCALAR_DTYPES.items()})
+    # Host functions of the portable family list them one by one.
+    arguments = [buffers, scalars] if spec.family == "sm90" else [*buffers, *scalars]
+    return [*arguments, make_fake_stream()]
 
 
 def _fake_pointer(dtype: str | None) -> Any:

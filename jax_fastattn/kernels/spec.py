@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The compile key of a kernel, and the order of a launch's arguments.
+"""The compile key of a kernel, and the arguments of a launch of it.
 
 A kernel generator receives a `KernelSpec` and nothing else; the cache key is derived from the same dataclass.
 Sizes, scale, cap and window widths are run-time scalars (`launch_scalars`), so a new length compiles nothing.
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jax_fastattn.kernels.arguments import Scalars, present_buffers
 from jax_fastattn.spec import Problem
 
 # Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
@@ -24,10 +25,6 @@ FUSED_HEAD_DIM = 128
 
 # Of a Hopper GPU; decides about speed alone.
 _MULTIPROCESSORS = 132
-
-# How many scalars `launch_scalars` returns of each kind.
-NUM_INTS = 8
-NUM_FLOATS = 2
 
 
 @dataclass(frozen=True)
@@ -169,53 +166,27 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
 
 
 def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
-    """Buffers of a launch, in the order in which a kernel's host function takes them: operands, then results.
-
-    Returns:
-        the dtype of each buffer by name; None where the spec leaves it out. A custom call passes the others.
-    """
-
-    def optional(present: bool, dtype: str) -> str | None:
-        return dtype if present else None
-
-    operands = {
-        "query": spec.dtype,
-        "key": spec.dtype,
-        "value": spec.dtype,
-        "query_seq_lengths": optional(spec.query_seq_lengths, "int32"),
-        "key_value_seq_lengths": optional(spec.key_value_seq_lengths, "int32"),
-        "query_offset": optional(spec.query_offset, "int32"),
-    }
-    if spec.op == "forward":
-        return operands | {"sinks": optional(spec.sinks, "float32"), "out": spec.dtype, "lse": "float32"}
-    residuals = {"out": spec.dtype, "lse": "float32", "dout": spec.dtype, "dlse": optional(spec.dlse, "float32")}
-    gradients = {"dq": spec.dtype, "dk": spec.dtype, "dv": spec.dtype, "stats": "float32"}
-    sums = {"dq_sum": optional(spec.fused, "float32"), "arrivals": optional(spec.fused, "int32")}
-    if spec.family == "sm80":
-        sums = {"dq_accum": "float32", "dq_semaphore": optional(spec.ordered, "int32")}
-    return operands | residuals | gradients | sums
+    """Returns the dtype of each buffer of a launch by name, in order, see `present_buffers`; None if it is left out."""
+    return {name: buffer and buffer.dtype for name, buffer in present_buffers(spec).items()}
 
 
-def launch_scalars(problem: Problem, multiprocessors: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Run-time scalars of a launch, in the order in which every kernel's host function takes them.
+def launch_scalars(problem: Problem, multiprocessors: int) -> Scalars:
+    """Returns the run-time scalars of a launch.
 
     Args:
         problem: the sizes.
-        multiprocessors: how many the GPU has; decides about speed alone.
-
-    Returns:
-        int32 values `(batch, query_length, key_length, num_heads, window_left, window_right, sinks_stride,
-        multiprocessors)` and float32 values `(scale, logits_soft_cap)`. An absent bound is UNBOUNDED, an absent cap 0.
+        multiprocessors: how many the GPU has.
     """
     left, right = problem.spec.bounds
-    ints = (
-        problem.batch,
-        problem.query_length,
-        problem.key_length,
-        problem.num_heads,
-        UNBOUNDED if left is None else min(left, UNBOUNDED),
-        UNBOUNDED if right is None else min(right, UNBOUNDED),
-        problem.num_heads if problem.sinks_per_batch else 0,
-        multiprocessors,
+    return Scalars(
+        batch=problem.batch,
+        query_length=problem.query_length,
+        key_length=problem.key_length,
+        num_heads=problem.num_heads,
+        window_left=UNBOUNDED if left is None else min(left, UNBOUNDED),
+        window_right=UNBOUNDED if right is None else min(right, UNBOUNDED),
+        sinks_stride=problem.num_heads if problem.sinks_per_batch else 0,
+        multiprocessors=multiprocessors,
+        scale=problem.spec.scale,
+        logits_soft_cap=problem.spec.logits_soft_cap or 0.0,
     )
-    return ints, (problem.spec.scale, problem.spec.logits_soft_cap or 0.0)

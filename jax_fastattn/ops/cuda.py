@@ -144,7 +144,8 @@ def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Ar
 def _launch(
     kernel: KernelSpec, problem: Problem, arrays: Sequence[jax.Array], results: Sequence[tuple[tuple[int, ...], Any]]
 ) -> list[jax.Array]:
-    ints, floats = launch_scalars(problem, ffi.multiprocessors())
+    scalars = launch_scalars(problem, ffi.multiprocessors())
+    ints, floats = scalars.of_dtype("int32"), scalars.of_dtype("float32")
     shapes = tuple((shape, jnp.dtype(dtype).name) for shape, dtype in results)
     return launch_p.bind(*arrays, kernel=kernel, ints=ints, floats=floats, results=shapes)
 

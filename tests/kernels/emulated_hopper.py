@@ -8,15 +8,14 @@ import re
 import tempfile
 from typing import Any
 
-import cutlass
 import jax.numpy as jnp
 import numpy as np
 from cutlass import cute
-from cutlass.cute.runtime import make_fake_stream, make_ptr
-from emulated_backward import DEVICE_DTYPES, Sizes, draw_operands, with_sinks
+from emulated_backward import Sizes, draw_operands, with_sinks
 from hopper_emulator import Operand, launch
 from ptx_emulator import Memory
 
+from jax_fastattn.ffi.compiler import fake_arguments
 from jax_fastattn.kernels.device.wgmma import atom_columns
 from jax_fastattn.kernels.sm90.backward import BackwardKernel
 from jax_fastattn.kernels.sm90.backward_config import (
@@ -43,14 +42,9 @@ def heads_together(count: int, heads: int) -> int:
 def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
     """The PTX of a host function's kernels by module, class and function; no GPU needed."""
 
-    def pointer(dtype: str | None) -> cute.Pointer | None:
-        return dtype and make_ptr(DEVICE_DTYPES[dtype], 16, cute.AddressSpace.gmem, assumed_align=16)
-
-    buffers = [pointer(dtype) for dtype in launch_buffers(spec).values()]
-    scalars = [cutlass.Int32(0)] * 8 + [cutlass.Float32(0.0)] * 2
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
-        ptx = cute.compile(kernel, *buffers, *scalars, make_fake_stream(), options=options).artifacts.PTX
+        ptx = cute.compile(kernel, *fake_arguments(spec), options=options).artifacts.PTX
     entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
     names = [re.search(r"cutlass_(\w+?)_jax\w*sm90(\w+Kernel)_object", text.split("(")[0]) for text in entries]
     return {f"{name[2]}.{name[1]}": text for name, text in zip(names, entries, strict=True)}

@@ -14,8 +14,9 @@ one before it, so that whoever comes next waits for both.
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import cute
 
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, DqConfig, backward_config
 from jax_fastattn.kernels.sm90.dq import DqKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
@@ -42,67 +43,12 @@ class BackwardKernel:
             self.dq = DqKernel(spec, dq)
 
     @cute.jit
-    def __call__(
-        self,
-        query: cute.Pointer,
-        key: cute.Pointer,
-        value: cute.Pointer,
-        query_seq_lengths: cute.Pointer | None,
-        key_value_seq_lengths: cute.Pointer | None,
-        query_offset: cute.Pointer | None,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        dout: cute.Pointer,
-        dlse: cute.Pointer | None,
-        dq: cute.Pointer,
-        dk: cute.Pointer,
-        dv: cute.Pointer,
-        stats: cute.Pointer,
-        dq_sum: cute.Pointer | None,
-        arrivals: cute.Pointer | None,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        num_heads: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        sinks_stride: Int32,
-        multiprocessors: Int32,
-        scale: Float32,
-        logits_soft_cap: Float32,
-        stream: cuda.CUstream,
-    ):
-        """Launches the kernels.
-
-        Args:
-            query: `[B, T, N, H]`; the arguments are those of the portable `BackwardKernel`, but for two scratch arrays:
-            key: `[B, S, K, H]`.
-            value: `[B, S, K, D]`.
-            query_seq_lengths: int32 `[B]` or None.
-            key_value_seq_lengths: int32 `[B]` or None.
-            query_offset: int32 `[B]` or None.
-            out: `[B, T, N, D]`.
-            lse: float32 `[B, T, N]`.
-            dout: `[B, T, N, D]`.
-            dlse: float32 `[B, T, N]` or None.
-            dq: `[B, T, N, H]`.
-            dk: `[B, S, K, H]`.
-            dv: `[B, S, K, D]`.
-            stats: float32 `[B, N, 2, padded_rows(T)]`, see `gradient.py`.
-            dq_sum: float32 `[B, N, padded_rows(T), padded H]` in an order of its own; None unless `spec.fused`.
-            arrivals: int32 `[B, N, 1 + query tiles]`, see `dq_sum.py`; None unless `spec.fused`.
-            batch: B.
-            query_length: T.
-            key_length: S.
-            num_heads: N.
-            window_left: keys to the left of its own position that a query sees.
-            window_right: the same to the right.
-            sinks_stride: not read.
-            multiprocessors: of the GPU.
-            scale: factor on q . k.
-            logits_soft_cap: the cap.
-            stream: CUDA stream.
-        """
+    def __call__(self, buffers: BackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+        """Launches the kernels."""
+        query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset, out, lse, dout, dlse = buffers[:10]
+        dq, dk, dv, stats, dq_sum, arrivals = buffers[10:]
+        batch, query_length, key_length, num_heads = scalars[:4]
+        window_left, window_right, _, multiprocessors, scale, logits_soft_cap = scalars[4:]
         fused = cutlass.const_expr(self.spec.fused)
         operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)

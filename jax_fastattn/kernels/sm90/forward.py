@@ -30,6 +30,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
@@ -60,53 +61,11 @@ class ForwardKernel:
         self.out_blocks = self.memory.v_head_dim // 8
 
     @cute.jit
-    def __call__(
-        self,
-        query: cute.Pointer,
-        key: cute.Pointer,
-        value: cute.Pointer,
-        query_seq_lengths: cute.Pointer | None,
-        key_value_seq_lengths: cute.Pointer | None,
-        query_offset: cute.Pointer | None,
-        sinks: cute.Pointer | None,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        num_heads: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        sinks_stride: Int32,
-        multiprocessors: Int32,
-        scale: Float32,
-        logits_soft_cap: Float32,
-        stream: cuda.CUstream,
-    ):
-        """Launches the kernel.
-
-        Args:
-            query: `[B, T, N, H]`; it, key, value and out are contiguous, aligned to 16 bytes, of the spec's dtype.
-            key: `[B, S, K, H]`, K = N // group.
-            value: `[B, S, K, D]`.
-            query_seq_lengths: int32 `[B]`; None, like the next three, when the spec lacks the operand.
-            key_value_seq_lengths: int32 `[B]`.
-            query_offset: int32 `[B]`.
-            sinks: float32 `[b, N]`.
-            out: `[B, T, N, D]`.
-            lse: float32 `[B, T, N]`.
-            batch: B; it and the lengths are positive.
-            query_length: T.
-            key_length: S.
-            num_heads: N.
-            window_left: keys to the left of its own position that a query sees; read if the spec has the bound.
-            window_right: the same to the right.
-            sinks_stride: elements from one row of sinks to the next, 0 when all batch entries share one.
-            multiprocessors: of the GPU.
-            scale: factor on q . k, of any sign.
-            logits_soft_cap: the cap; read if the spec has one.
-            stream: CUDA stream.
-        """
+    def __call__(self, buffers: ForwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+        """Launches the kernel."""
+        query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset, sinks, out, lse = buffers
+        batch, query_length, key_length, num_heads = scalars[:4]
+        window_left, window_right, sinks_stride, multiprocessors, scale, logits_soft_cap = scalars[4:]
         spec, config, memory = self.spec, self.config, self.memory
         kv_heads = num_heads // spec.group
         load = cpasync.CopyBulkTensorTileG2SOp()

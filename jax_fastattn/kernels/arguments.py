@@ -1,0 +1,192 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch takes: its buffers and scalars by name, with their order, dtypes, presence and roles.
+
+This is the only definition of them. Custom calls, host functions, kernels and emulators read it, so that none of them
+counts positions. The members of these tuples are `cute.Pointer` and device integers while a kernel is traced, addresses
+and Python numbers in an emulator; a buffer that a compile key lacks is None. Imports no DSL.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_type_hints
+
+if TYPE_CHECKING:
+    from jax_fastattn.kernels.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One array of a launch.
+
+    Attributes:
+        role: "operand" is read only; a "result" is written in full; "scratch" is written and read, and then dropped or
+            read by `ops/cuda.py`.
+        dtype: its name; None is that of query.
+        needs: name of the attribute of `KernelSpec` that says whether the launch has the buffer; None if it always has.
+    """
+
+    role: Literal["operand", "result", "scratch"]
+    dtype: str | None = None
+    needs: str | None = None
+
+
+class ForwardBuffers(NamedTuple):
+    """Buffers of a forward launch. All are contiguous and aligned to 16 bytes.
+
+    Attributes:
+        query: `[B, T, N, H]`.
+        key: `[B, S, K, H]`, K = N // group.
+        value: `[B, S, K, D]`.
+        query_seq_lengths: `[B]`.
+        key_value_seq_lengths: `[B]`.
+        query_offset: `[B]`.
+        sinks: `[b, N]`.
+        out: `[B, T, N, D]`.
+        lse: `[B, T, N]`.
+    """
+
+    query: Annotated[Any, Buffer("operand")]
+    key: Annotated[Any, Buffer("operand")]
+    value: Annotated[Any, Buffer("operand")]
+    query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
+    key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
+    query_offset: Annotated[Any, Buffer("operand", "int32", needs="query_offset")]
+    sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
+    out: Annotated[Any, Buffer("result")]
+    lse: Annotated[Any, Buffer("result", "float32")]
+
+
+class BackwardBuffers(NamedTuple):
+    """Buffers of a backward launch of the Hopper family.
+
+    Attributes:
+        query: `[B, T, N, H]`; this and the other operands are those of the forward pass, or have the shapes of those.
+        key: `[B, S, K, H]`.
+        value: `[B, S, K, D]`.
+        query_seq_lengths: `[B]`.
+        key_value_seq_lengths: `[B]`.
+        query_offset: `[B]`.
+        out: `[B, T, N, D]`, from the forward pass.
+        lse: `[B, T, N]`, from the forward pass.
+        dout: `[B, T, N, D]`.
+        dlse: `[B, T, N]`.
+        dq: `[B, T, N, H]`.
+        dk: `[B, S, K, H]`.
+        dv: `[B, S, K, D]`.
+        stats: `[B, N, 2, padded_rows(T)]`, see `sm90/gradient.py`.
+        dq_sum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/dq_sum.py`.
+        arrivals: `[B, N, 1 + padded_rows(T) / queries of a tile]`: counters of a query head. The first one is that of
+            the zeros and statistics of the head, or in the first head that of tiles taken. The others are how many key
+            tiles have still to add to each query tile, or with `spec.ordered` how many have added.
+    """
+
+    query: Annotated[Any, Buffer("operand")]
+    key: Annotated[Any, Buffer("operand")]
+    value: Annotated[Any, Buffer("operand")]
+    query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
+    key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
+    query_offset: Annotated[Any, Buffer("operand", "int32", needs="query_offset")]
+    out: Annotated[Any, Buffer("operand")]
+    lse: Annotated[Any, Buffer("operand", "float32")]
+    dout: Annotated[Any, Buffer("operand")]
+    dlse: Annotated[Any, Buffer("operand", "float32", needs="dlse")]
+    dq: Annotated[Any, Buffer("result")]
+    dk: Annotated[Any, Buffer("result")]
+    dv: Annotated[Any, Buffer("result")]
+    stats: Annotated[Any, Buffer("scratch", "float32")]
+    dq_sum: Annotated[Any, Buffer("scratch", "float32", needs="fused")]
+    arrivals: Annotated[Any, Buffer("scratch", "int32", needs="fused")]
+
+
+class PortableBackwardBuffers(NamedTuple):
+    """Buffers of a backward launch of the portable family: as `BackwardBuffers`, with other scratch arrays.
+
+    Attributes:
+        query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
+        out, lse, dout, dlse, dq, dk, dv: see `BackwardBuffers`.
+        stats, dq_accum, dq_semaphore: see `sm80/backward_config.backward_scratch`.
+    """
+
+    query: Annotated[Any, Buffer("operand")]
+    key: Annotated[Any, Buffer("operand")]
+    value: Annotated[Any, Buffer("operand")]
+    query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
+    key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
+    query_offset: Annotated[Any, Buffer("operand", "int32", needs="query_offset")]
+    out: Annotated[Any, Buffer("operand")]
+    lse: Annotated[Any, Buffer("operand", "float32")]
+    dout: Annotated[Any, Buffer("operand")]
+    dlse: Annotated[Any, Buffer("operand", "float32", needs="dlse")]
+    dq: Annotated[Any, Buffer("result")]
+    dk: Annotated[Any, Buffer("result")]
+    dv: Annotated[Any, Buffer("result")]
+    stats: Annotated[Any, Buffer("scratch", "float32")]
+    dq_accum: Annotated[Any, Buffer("scratch", "float32")]
+    dq_semaphore: Annotated[Any, Buffer("scratch", "int32", needs="ordered")]
+
+
+Buffers = ForwardBuffers | BackwardBuffers | PortableBackwardBuffers
+
+
+class Scalars(NamedTuple):
+    """Numbers that a launch takes after its buffers, so that a new size compiles nothing. Integers come first.
+
+    Attributes:
+        batch: B; it and the lengths are positive.
+        query_length: T.
+        key_length: S.
+        num_heads: N.
+        window_left: keys to the left of its own position that a query sees; UNBOUNDED, and not read, if the compile key
+            lacks the bound.
+        window_right: the same to the right.
+        sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one. Forward only.
+        multiprocessors: of the GPU; decides about speed alone.
+        scale: factor on q . k, of any sign.
+        logits_soft_cap: the cap; 0, and not read, if the compile key has none.
+    """
+
+    batch: Annotated[Any, "int32"]
+    query_length: Annotated[Any, "int32"]
+    key_length: Annotated[Any, "int32"]
+    num_heads: Annotated[Any, "int32"]
+    window_left: Annotated[Any, "int32"]
+    window_right: Annotated[Any, "int32"]
+    sinks_stride: Annotated[Any, "int32"]
+    multiprocessors: Annotated[Any, "int32"]
+    scale: Annotated[Any, "float32"]
+    logits_soft_cap: Annotated[Any, "float32"]
+
+    def of_dtype(self, dtype: str) -> tuple[Any, ...]:
+        """Those of one dtype, in order."""
+        return tuple(value for name, value in self._asdict().items() if SCALAR_DTYPES[name] == dtype)
+
+
+SCALAR_DTYPES: Mapping[str, str] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Scalars, include_extras=True).items()
+}
+
+
+def buffers_type(spec: KernelSpec) -> type[Buffers]:
+    """The buffers of a compile key's launch."""
+    if spec.op == "forward":
+        return ForwardBuffers
+    return BackwardBuffers if spec.family == "sm90" else PortableBackwardBuffers
+
+
+def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
+    """Buffers of a launch by name, in order, each with its dtype; None if the compile key lacks it."""
+    return {
+        name: replace(buffer, dtype=buffer.dtype or spec.dtype)
+        if buffer.needs is None or getattr(spec, buffer.needs)
+        else None
+        for name, buffer in _definition(buffers_type(spec)).items()
+    }
+
+
+@functools.cache
+def _definition(buffers: type[Buffers]) -> Mapping[str, Buffer]:
+    return {name: hint.__metadata__[0] for name, hint in get_type_hints(buffers, include_extras=True).items()}
