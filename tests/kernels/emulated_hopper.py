@@ -8,21 +8,24 @@ import re
 import tempfile
 from typing import Any
 
+import cutlass
 import jax.numpy as jnp
 import numpy as np
 from cutlass import cute
 from emulated_backward import Sizes, draw_operands, with_sinks
-from hopper_emulator import Operand, launch
+from hopper_emulator import Operand
+from hopper_emulator import launch as emulate
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import fake_arguments
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
+from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.wgmma import atom_columns
 from jax_fastattn.kernels.sm90.backward import BackwardKernel
 from jax_fastattn.kernels.sm90.backward_config import (
     BackwardConfig,
     BackwardMemory,
     DqConfig,
-    DqMemory,
     backward_scratch,
 )
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig
@@ -50,6 +53,22 @@ def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
     return {f"{name[2]}.{name[1]}": text for name, text in zip(names, entries, strict=True)}
 
 
+def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
+    """The scalars of a launch."""
+    return Scalars(
+        batch=sizes.batch,
+        query_length=sizes.queries,
+        key_length=sizes.keys,
+        num_heads=sizes.kv_heads * spec.group,
+        window_left=sizes.left,
+        window_right=sizes.right,
+        sinks_stride=sizes.kv_heads * spec.group,
+        multiprocessors=MULTIPROCESSORS,
+        scale=sizes.scale,
+        logits_soft_cap=sizes.cap,
+    )
+
+
 def describe(memory: Memory, address: int, array: np.ndarray, rows: int, columns: int) -> Operand:
     """The TMA descriptor of an array `[batch, rows, heads, head dim]` for tiles of `rows` rows and padded columns."""
     return Operand(address, array.shape, rows, atom_columns(columns))
@@ -59,6 +78,24 @@ def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, dict
     """A memory with the buffers of a launch, and their addresses."""
     memory = Memory()
     return memory, {name: memory.add(arrays[name]) for name, dtype in launch_buffers(spec).items() if dtype is not None}
+
+
+def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
+    """Runs a launch that was made of addresses and Python numbers, given the kernels of its host function."""
+    parameters: list[Any] = []
+    for box in launch.tma or ():
+        if box is not None:
+            shape = (box.batch, box.rows, box.heads, box.head_dim)
+            parameters += [Operand(box.pointer, shape, box.box_rows, atom_columns(box.box_columns)), None]
+    parameters += [_number(x) for members in launch.arguments for x in members if x is not None]
+    kernel: Any = launch.kernel
+    module = type(kernel.__self__).__module__.rpartition(".")[2]
+    name = f"{module}{type(kernel.__self__).__name__}.{kernel.__name__}"
+    emulate(texts[name], parameters, memory, _number(launch.grid), launch.shared_bytes)
+
+
+def _number(x: Any) -> Any:
+    return x.value if isinstance(x, cutlass.Int32) else x
 
 
 def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardConfig | None = None) -> None:
@@ -90,7 +127,7 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardC
         grid = grid if spec.window_left else sizes.batch * heads * ((tiles + 1) // 2)
         grid = min(grid, config.blocks * MULTIPROCESSORS)
     (ptx,) = compile_kernel(kernel, spec).values()
-    launch(ptx, [*parameters, sizes.scale, sizes.cap], memory, grid, shared.nbytes)
+    emulate(ptx, [*parameters, sizes.scale, sizes.cap], memory, grid, shared.nbytes)
 
     tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10
     got = memory.read(address["out"], out.shape, arrays["out"].dtype).astype(np.float64)
@@ -135,6 +172,8 @@ def run_backward(
     for name, (shape, dtype) in zip(("stats", "dq_sum", "arrivals"), scratch, strict=False):
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
     memory, address = place(spec, arrays)
+    buffers = BackwardBuffers(**{name: address.get(name) for name in BackwardBuffers._fields})
+    given = launch_scalars(spec, sizes)
     ptx = compile_kernel(kernel, spec)
     sums = [address[name] for name in ("dq_sum", "arrivals") if spec.fused]
     optional = [address[x] for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
@@ -145,7 +184,7 @@ def run_backward(
     prepared = min(ahead, kv_heads) if kernel.statistics.leaves else kv_heads
     scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right
     written = [*optional, *residuals, *([address["dq"]] if spec.fused else []), address["stats"]]
-    launch(
+    emulate(
         ptx.pop("statisticsStatisticsKernel.kernel"),
         [*written, *(sums[1:] if spec.ordered else sums), *scalars, ahead, prepared, sizes.scale],
         memory,
@@ -153,14 +192,14 @@ def run_backward(
         0,
     )
     if kernel.statistics.leaves:
-        launch(
+        emulate(
             ptx.pop("statisticsStatisticsKernel.later"),
             [*written, *sums[1:], *scalars, prepared, sizes.scale],
             memory,
             kernel.statistics.later_blocks(kv_heads, prepared),
         )
 
-    def run(text: str, rows: tuple[int, int], columns: DqMemory | BackwardMemory, grid: tuple[int, int]) -> None:
+    def run(text: str, rows: tuple[int, int], columns: BackwardMemory, grid: tuple[int, int]) -> None:
         """One of the kernels with products, given rows of the boxes of queries and of keys, and (tiles, heads)."""
         parameters: list[Any] = []
         for name, box_rows, box_columns in (
@@ -170,20 +209,22 @@ def run_backward(
             ("dout", rows[0], columns.v_head_dim),
         ):
             parameters += [describe(memory, address[name], arrays[name], box_rows, box_columns), None]
-        results = ["dq"] if isinstance(columns, DqMemory) else ["dk", "dv", *(["dq"] if spec.fused else [])]
+        results = ["dk", "dv", *(["dq"] if spec.fused else [])]
         parameters += [*optional, *(address[name] for name in ("stats", *results))]
-        parameters += [] if results == ["dq"] else sums
+        parameters += sums
         together = heads_together(*grid)
         parameters += [sizes.queries, sizes.keys, heads, grid[1], together]
-        parameters += [] if isinstance(columns, DqMemory) else [together]
+        parameters += [together]
         parameters += [sizes.left, sizes.right, sizes.scale, sizes.cap]
         tiles = grid[0] * grid[1]
-        launch(text, parameters, memory, min(tiles, MULTIPROCESSORS) if spec.fused else tiles, columns.nbytes)
+        emulate(text, parameters, memory, min(tiles, MULTIPROCESSORS) if spec.fused else tiles, columns.nbytes)
 
     if not spec.fused:
-        own = kernel.dq
-        grid = -(-sizes.queries // own.config.rows), sizes.batch * heads
-        run(ptx.pop("dqDqKernel.kernel"), (WARPGROUP_ROWS, own.config.keys), own.memory, grid)
+        order = kernel.dq.order(given)
+        query_tiles = -(-sizes.queries // kernel.dq.config.rows)
+        order = order._replace(section=heads_together(query_tiles, order.heads))
+        start(kernel.dq.launch(buffers, given, order), ptx, memory)
+        ptx.pop("dqDqKernel.kernel")
     (main,) = ptx.values()
     run(
         main,

@@ -5,13 +5,14 @@
 Plain Python functions that emit code when they are traced; call them from a `@cute.kernel` with device integers.
 """
 
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
@@ -171,6 +172,22 @@ def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any
     return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
 
 
+def entry_bounds(
+    spec: KernelSpec, batch: Int32, buffers: ForwardBuffers | BackwardBuffers, scalars: Scalars
+) -> dict[str, Int32]:
+    """Ends, offset and window of one batch entry: the keyword arguments of the tile plan."""
+    offset = load_entry(buffers.query_offset, batch, Int32(0), -UNBOUNDED, UNBOUNDED)
+    queries, keys = scalars.query_length, scalars.key_length
+    return {
+        "query_end": load_entry(buffers.query_seq_lengths, batch, queries, 0, queries),
+        "key_end": load_entry(buffers.key_value_seq_lengths, batch, keys, 0, keys),
+        "offset": offset,
+        # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
+        "left": scalars.window_left if spec.window_left else offset + UNBOUNDED,
+        "right": scalars.window_right if spec.window_right else UNBOUNDED - offset,
+    }
+
+
 def load_bounds(
     spec: KernelSpec,
     batch: Int32,
@@ -178,7 +195,7 @@ def load_bounds(
     operands: tuple[Any, Any, Any],
     window: tuple[Int32, Int32],
 ) -> dict[str, Int32]:
-    """Ends, offset and window of one batch entry: the keyword arguments of the tile plan.
+    """`entry_bounds` of a kernel that takes its arguments one by one.
 
     Args:
         spec: the compile key.
@@ -187,19 +204,15 @@ def load_bounds(
         operands: query_seq_lengths, key_value_seq_lengths, query_offset, each a pointer or None.
         window: window_left and window_right, read where the spec has the bound.
     """
-    offset = load_entry(operands[2], batch, Int32(0), -UNBOUNDED, UNBOUNDED)
-    return {
-        "query_end": load_entry(operands[0], batch, lengths[0], 0, lengths[0]),
-        "key_end": load_entry(operands[1], batch, lengths[1], 0, lengths[1]),
-        "offset": offset,
-        # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
-        "left": window[0] if spec.window_left else offset + UNBOUNDED,
-        "right": window[1] if spec.window_right else UNBOUNDED - offset,
-    }
+    names = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
+    buffers = SimpleNamespace(**dict(zip(names, operands, strict=True)))
+    names = ("query_length", "key_length", "window_left", "window_right")
+    scalars = SimpleNamespace(**dict(zip(names, (*lengths, *window), strict=True)))
+    return entry_bounds(spec, batch, buffers, scalars)  # pyright: ignore[reportArgumentType] (they have what it reads)
 
 
 def moved(bounds: dict[str, Int32]) -> dict[str, Int32]:
-    """Returns `load_bounds` in registers of their own, for a live range that is needed outside of the loops over tiles.
+    """Returns `entry_bounds` in registers of their own, for a live range needed outside of the loops over tiles.
 
     Of the registers that the loops use, the compiler computes parts of the range in each of their steps.
     """

@@ -43,12 +43,12 @@ class BackwardKernel:
             self.dq = DqKernel(spec, dq)
 
     @cute.jit
-    def __call__(self, buffers: BackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+    def __call__(self, buffers: BackwardBuffers, given: Scalars, stream: cuda.CUstream):
         """Launches the kernels."""
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset, out, lse, dout, dlse = buffers[:10]
         dq, dk, dv, stats, dq_sum, arrivals = buffers[10:]
-        batch, query_length, key_length, num_heads = scalars[:4]
-        window_left, window_right, _, multiprocessors, scale, logits_soft_cap = scalars[4:]
+        batch, query_length, key_length, num_heads = given[:4]
+        window_left, window_right, _, multiprocessors, scale, logits_soft_cap = given[4:]
         fused = cutlass.const_expr(self.spec.fused)
         operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
         scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
@@ -83,7 +83,7 @@ class BackwardKernel:
         products = (query, key, value, *operands, dout, stats)
         rest = (scale, logits_soft_cap, stream)
         if cutlass.const_expr(not self.spec.fused):
-            self.dq.launch(*products, dq, *scalars, multiprocessors, *rest)
+            self.dq.launch(buffers, given, self.dq.order(given)).start(stream)
         order = (section, ahead, multiprocessors)
         sums = (dq if fused else None, dq_sum, arrivals)
         self.main.launch(*products, dk, dv, *sums, *scalars, *order, *rest)

@@ -18,19 +18,30 @@ described in `gradient.py`.
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx, softmax, tiles, wgmma
+from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import DqConfig, DqMemory, dq_config, padded_rows
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.key_tiles import HeadOrder
 from jax_fastattn.kernels.spec import KernelSpec
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of a query row, see `gradient.py`."""
+
+    lse2: Float32
+    delta: Float32
 
 
 class DqKernel:
@@ -47,138 +58,52 @@ class DqKernel:
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
 
-    def launch(
-        self,
-        query: cute.Pointer,
-        key: cute.Pointer,
-        value: cute.Pointer,
-        query_seq_lengths: cute.Pointer | None,
-        key_value_seq_lengths: cute.Pointer | None,
-        query_offset: cute.Pointer | None,
-        dout: cute.Pointer,
-        stats: cute.Pointer,
-        dq: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        num_heads: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        multiprocessors: Int32,
-        scale: Float32,
-        logits_soft_cap: Float32,
-        stream: cuda.CUstream,
-    ) -> None:
-        """Launches the kernel; to be called from a `cute.jit` function.
+    def _query_tiles(self, scalars: Scalars) -> Int32:
+        """Tiles of a head: CTAs."""
+        return (scalars.query_length + (self.config.rows - 1)) // self.config.rows
 
-        Args:
-            query: `[B, T, N, H]`; this and the operands up to dq as `backward.py` says.
-            key: `[B, S, K, H]`.
-            value: `[B, S, K, D]`.
-            query_seq_lengths: int32 `[B]` or None.
-            key_value_seq_lengths: int32 `[B]` or None.
-            query_offset: int32 `[B]` or None.
-            dout: `[B, T, N, D]`.
-            stats: float32 `[B, N, 2, padded_rows(T)]`, every row written.
-            dq: `[B, T, N, H]`, written in full.
-            batch: B.
-            query_length: T.
-            key_length: S.
-            num_heads: N.
-            window_left: keys to the left of its own position that a query sees.
-            window_right: the same to the right.
-            multiprocessors: of the GPU.
-            scale: factor on q . k, of any sign.
-            logits_soft_cap: the cap.
-            stream: CUDA stream.
-        """
-        spec, config, memory = self.spec, self.config, self.memory
-        keys, queries = (batch, key_length, num_heads // spec.group), (batch, query_length, num_heads)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        query_tma = wgmma.tma_operand(load, query, queries, spec.head_dim, (WARPGROUP_ROWS, memory.head_dim))
-        key_tma = wgmma.tma_operand(load, key, keys, spec.head_dim, (config.keys, memory.head_dim))
-        value_tma = wgmma.tma_operand(load, value, keys, spec.v_head_dim, (config.keys, memory.v_head_dim))
-        dout_tma = wgmma.tma_operand(load, dout, queries, spec.v_head_dim, (WARPGROUP_ROWS, memory.v_head_dim))
-        query_tiles = (query_length + (config.rows - 1)) // config.rows
-        self.kernel(
-            *query_tma,
-            *key_tma,
-            *value_tma,
-            *dout_tma,
-            query_seq_lengths,
-            key_value_seq_lengths,
-            query_offset,
-            stats,
-            dq,
-            query_length,
-            key_length,
-            num_heads,
-            batch * num_heads,
-            Int32(tiles.section(multiprocessors, query_tiles, batch * num_heads, int(spec.uneven))),
-            window_left,
-            window_right,
-            scale,
-            logits_soft_cap,
-        ).launch(
-            grid=(query_tiles * batch * num_heads, 1, 1),
-            block=(config.threads, 1, 1),
-            smem=memory.nbytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
-            use_pdl=True,
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """The order of the heads of a launch."""
+        heads, count = scalars.batch * scalars.num_heads, self._query_tiles(scalars)
+        section = tiles.section(scalars.multiprocessors, count, heads, int(self.spec.uneven))
+        return HeadOrder(heads, Int32(section))
+
+    def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+        """The launch of the kernel."""
+        config, memory = self.config, self.memory
+        return Launch(
+            self.kernel,
+            (buffers, scalars, order),
+            grid=self._query_tiles(scalars) * order.heads,
+            block=config.threads,
+            shared_bytes=memory.nbytes,
+            tma=Tma.boxes(self.spec, memory, buffers, scalars, query_rows=WARPGROUP_ROWS, key_rows=config.keys),
+            begins_early=True,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        query_atom: cute.CopyAtom,
-        query: cute.Tensor,
-        key_atom: cute.CopyAtom,
-        key: cute.Tensor,
-        value_atom: cute.CopyAtom,
-        value: cute.Tensor,
-        dout_atom: cute.CopyAtom,
-        dout: cute.Tensor,
-        query_seq_lengths: cute.Pointer | None,
-        key_value_seq_lengths: cute.Pointer | None,
-        query_offset: cute.Pointer | None,
-        stats: cute.Pointer,
-        dq: cute.Pointer,
-        query_length: Int32,
-        key_length: Int32,
-        num_heads: Int32,
-        all_heads: Int32,
-        section: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        scale: Float32,
-        logits_soft_cap: Float32,
-    ):
+    def kernel(self, tma: Tma, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
         config = self.config
         thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
-        self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
+        self._initialize(warp_index, shared, tma)
         # Of statistics; what is launched next may rely on them, then.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        work = self._work(
-            (query_length, key_length, num_heads, all_heads, section),
-            (query_seq_lengths, key_value_seq_lengths, query_offset),
-            (window_left, window_right),
-        )
+        work = self._work(buffers, scalars, order)
 
         def produce() -> None:
             cute.arch.setmaxregister_decrease(config.registers[1])
-            operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
             producer = config.consumer_threads // 32
-            cutlass.if_generate(warp_index == producer, lambda: self._produce(shared, work, operands))
+            cutlass.if_generate(warp_index == producer, lambda: self._produce(shared, work, tma))
 
         def consume() -> None:
             cute.arch.setmaxregister_increase(config.registers[0])
-            transform = softmax.Transform.of(self.spec, scale, logits_soft_cap)
-            self._consume(shared, work, transform, (thread, warp_index), (stats, dq), scale)
+            transform = softmax.Transform.of(self.spec, scalars.scale, scalars.logits_soft_cap)
+            state = self._consumer(shared, work, transform, buffers.stats, thread, warp_index)
+            self._consume(state)
+            self._store(state, buffers.dq, scalars.scale)
 
         cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
 
@@ -206,13 +131,12 @@ class DqKernel:
             dout_full=barriers + (2 * config.slots + 2),
         )
 
-    def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
+    def _initialize(self, warp_index: Int32, shared: SimpleNamespace, tma: Tma) -> None:
         """Initialises the barriers, and makes them visible to all threads and to TMA."""
         config = self.config
 
         def initialize() -> None:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
+            tma.prefetch_descriptors()
             with cute.arch.elect_one():
                 for slot in range(config.slots):
                     cute.arch.mbarrier_init(shared.full + slot, 1)
@@ -225,17 +149,16 @@ class DqKernel:
         cutlass.if_generate(warp_index == 0, initialize)
         cute.arch.sync_threads()
 
-    def _work(self, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
+    def _work(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> SimpleNamespace:
         """The query rows of this CTA and the key tiles that they see; under a causal mask the last rows see most."""
-        spec, config = self.spec, self.config
-        query_length, key_length, num_heads, all_heads, section = sizes
+        spec, config, num_heads = self.spec, self.config, scalars.num_heads
         block, _, _ = cute.arch.block_idx()
-        query_tiles = (query_length + (config.rows - 1)) // config.rows
-        place, head_index = tiles.place_in_sections(block, section, query_tiles, all_heads)
+        query_tiles = self._query_tiles(scalars)
+        place, head_index = tiles.place_in_sections(block, order.section, query_tiles, order.heads)
         tile = query_tiles - 1 - place
         batch, head = head_index // num_heads, head_index % num_heads
         row = tile * config.rows
-        bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
+        bounds = tiles.entry_bounds(spec, batch, buffers, scalars)
         return SimpleNamespace(
             tile=tile,
             row=row,
@@ -244,8 +167,8 @@ class DqKernel:
             head_index=head_index,
             kv_head=head // spec.group,
             num_heads=num_heads,
-            query_length=query_length,
-            key_length=key_length,
+            query_length=scalars.query_length,
+            key_length=scalars.key_length,
             bounds=bounds,
             visit=gradient.uniform(tiles.key_tiles(row, config.rows, config.keys, **bounds)),
         )
@@ -260,15 +183,14 @@ class DqKernel:
 
     # Producer.
 
-    def _produce(self, shared: SimpleNamespace, work: SimpleNamespace, operands: tuple) -> None:
+    def _produce(self, shared: SimpleNamespace, work: SimpleNamespace, tma: Tma) -> None:
         """Loads Q, dO and all tiles of V and K. Runs in one warp."""
         config, memory = self.config, self.memory
-        query, key, value, dout = operands
         ring = wgmma.Ring(shared.full, shared.empty, config.slots)
-        copy_query = wgmma.tma_copy(*query, shared.query, (work.head, work.batch))
-        copy_dout = wgmma.tma_copy(*dout, shared.dout, (work.head, work.batch))
-        copy_key = wgmma.tma_copy(*key, shared.key, (work.kv_head, work.batch))
-        copy_value = wgmma.tma_copy(*value, shared.value, (work.kv_head, work.batch))
+        copy_query = tma.query.copy(shared.query, work.head, work.batch)
+        copy_dout = tma.dout.copy(shared.dout, work.head, work.batch)
+        copy_key = tma.key.copy(shared.key, work.kv_head, work.batch)
+        copy_value = tma.value.copy(shared.value, work.kv_head, work.batch)
 
         def load_rows(copy: Callable[..., None], barrier: cute.Pointer, nbytes: int) -> None:
             for group in range(2):
@@ -290,26 +212,24 @@ class DqKernel:
 
     # Consumers.
 
-    def _consume(
+    def _consumer(
         self,
         shared: SimpleNamespace,
         work: SimpleNamespace,
         transform: softmax.Transform,
-        who: tuple[Int32, Int32],
-        arrays: tuple[cute.Pointer, cute.Pointer],
-        scale: Float32,
-    ) -> None:
-        """Everything a consumer warpgroup does."""
+        stats: cute.Pointer,
+        thread: Int32,
+        warp_index: Int32,
+    ) -> SimpleNamespace:
+        """What a consumer warpgroup has."""
         config, memory = self.config, self.memory
-        thread, warp_index = who
-        stats, dq = arrays
         group = warp_index // 4
         lane_row, lane_column = accumulator_lane(thread % 32)
         score_mma = wgmma.product(self.dtype, config.keys, a_in_registers=False, b_transposed=False)
         dq_mma = wgmma.product(self.dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
         scores = (WARPGROUP_ROWS, config.keys)
         row = warp_index * 16 + lane_row
-        state = SimpleNamespace(
+        return SimpleNamespace(
             shared=shared,
             work=work,
             transform=transform,
@@ -332,22 +252,25 @@ class DqKernel:
             dq=wgmma.accumulator(dq_mma, (WARPGROUP_ROWS, memory.head_dim)),
             stats=self._stats(stats, work, work.row + row),
         )
+
+    def _consume(self, state: SimpleNamespace) -> None:
+        """dQ of a consumer warpgroup, in its accumulator."""
+        work, group = state.work, state.group
         state.dq.fill(0.0)
         state.key_slot.fill(0)
         visit = self._own_visit(work, group)
-        wgmma.wait(shared.query_full + group, Int32(0))
+        wgmma.wait(state.shared.query_full + group, Int32(0))
         self._pass_by(state, work.visit.end - visit.end)
         some = visit.begin < visit.end
         cutlass.if_generate(some, lambda: self._visit(state, visit), lambda: self._await_dout(state))
         self._pass_by(state, visit.begin - work.visit.begin)
-        self._store(state, dq, scale)
 
-    def _stats(self, stats: cute.Pointer, work: SimpleNamespace, row: Int32) -> list[tuple[Float32, Float32]]:
-        """(lse2, delta) of the lane's two rows."""
+    def _stats(self, stats: cute.Pointer, work: SimpleNamespace, row: Int32) -> list[RowStatistics]:
+        """Those of the lane's two rows."""
         rows = padded_rows(work.query_length)
         first = stats.toint() + (Int64(work.head_index) * (2 * rows) + row) * 4
         addresses = [first + 32 * i for i in range(2)]
-        return [(ptx.load_global(at), ptx.load_global(at + Int64(rows) * 4)) for at in addresses]
+        return [RowStatistics(ptx.load_global(at), ptx.load_global(at + Int64(rows) * 4)) for at in addresses]
 
     def _pass_by(self, state: SimpleNamespace, count: Int32) -> None:
         """Lets tiles go by that only the other warpgroup sees."""
@@ -388,7 +311,7 @@ class DqKernel:
         wgmma.gemm(state.score_mma, state.dscore, state.dout, value, accumulate=False)
         warpgroup.wait_group(2 if adds_previous else 1)
         for i in range(cute.size(state.score)):
-            lse2, _ = state.stats[i // 2 % 2]
+            lse2 = state.stats[i // 2 % 2].lse2
             _, state.score[i] = gradient.exponentiate(state.score[i], lse2, state.transform)
         if adds_previous:
             self._finish_dq(state)
@@ -415,7 +338,7 @@ class DqKernel:
             block, i = pair // 2, pair % 2
             values = []
             for e in range(2):
-                value = state.score[2 * pair + e] * (state.dscore[2 * pair + e] - state.stats[i][1])
+                value = state.score[2 * pair + e] * (state.dscore[2 * pair + e] - state.stats[i].delta)
                 values.append(value if visibilities is None else visibilities[i].select(value, 8 * block + e))
             pairs[pair] = ptx.pack(*values, dtype=self.mma_dtype)
 

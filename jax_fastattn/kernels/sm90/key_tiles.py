@@ -4,6 +4,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -17,6 +18,22 @@ from jax_fastattn.kernels.spec import KernelSpec
 # Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, for even and uneven tiles.
 # With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the next tile of keys.
 SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
+
+
+class HeadOrder(NamedTuple):
+    """In which order heads are worked on.
+
+    Attributes:
+        heads: those of all batch entries; key/value heads in a key-stationary kernel, as below.
+        section: heads that are begun together, see `plan.section`.
+        ahead: key/value heads from that which a CTA works on to that whose sums it zeroes.
+        prepared: key/value heads whose statistics are written before the key-stationary kernel begins.
+    """
+
+    heads: Int32
+    section: Int32
+    ahead: Int32 | None = None
+    prepared: Int32 | None = None
 
 
 class KeyTiles:

@@ -1,0 +1,54 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""One launch of a kernel, of which host functions make lists.
+
+Host functions make it from device integers, and start it. An emulator makes it from Python numbers and addresses, and
+reads the grid, the shared memory and the arguments from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+
+from jax_fastattn.kernels.device.tma import Tma
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its arguments.
+
+    Attributes:
+        kernel: a method that is a `cute.kernel`.
+        arguments: NamedTuples, in the order in which the kernel takes them, after `tma` if it takes that.
+        grid: number of CTAs.
+        block: threads of a CTA.
+        shared_bytes: dynamic shared memory of a CTA.
+        tma: boxes that the kernel loads.
+        min_blocks: CTAs that must fit on an SM together.
+        begins_early: whether CTAs may begin when those of the launch before it allow that, else when these have ended.
+    """
+
+    kernel: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    grid: Any
+    block: int
+    shared_bytes: int = 0
+    tma: Tma | None = None
+    min_blocks: int = 1
+    begins_early: bool = False
+
+    def start(self, stream: cuda.CUstream) -> None:
+        """Emits the launch; to be called from a `cute.jit` function."""
+        arguments = self.arguments if self.tma is None else (self.tma.operands(), *self.arguments)
+        options: dict[str, Any] = {"use_pdl": True} if self.begins_early else {}
+        if self.shared_bytes:
+            options |= {"smem": self.shared_bytes, "preferred_smem_carveout": 100}
+        self.kernel(*arguments).launch(
+            grid=(self.grid, 1, 1),
+            block=(self.block, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.min_blocks,
+            **options,
+        )

@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What TMA loads: operands in global memory, and their copies to shared memory."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from cutlass import Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+
+from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars
+from jax_fastattn.kernels.device.wgmma import tile_layout
+from jax_fastattn.kernels.spec import KernelSpec
+
+
+class TmaOperand(NamedTuple):
+    """An operand as kernels take it.
+
+    Attributes:
+        atom: the copy, with the descriptor.
+        coordinates: `[rows, columns, heads, batch]`.
+    """
+
+    atom: cute.CopyAtom
+    coordinates: cute.Tensor
+
+    def copy(self, shared: cute.Tensor, head: Int32, batch: Int32) -> Callable[[Int32, Any, cute.Pointer], None]:
+        """A function `(tile, stage, barrier)` by which one warp loads a tile of rows; TMA completes the barrier.
+
+        Args:
+            shared: `[rows, columns, stage]`.
+            head: its index.
+            batch: index of the batch entry.
+        """
+        shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
+        tiles = cute.local_tile(self.coordinates[None, None, head, batch], shape, (None, 0))
+        inner, outer = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+        def copy(tile: Int32, stage: Any, barrier: cute.Pointer) -> None:
+            cute.copy(self.atom, outer[None, tile], inner[None, stage], tma_bar_ptr=barrier)
+
+        return copy
+
+
+class Box(NamedTuple):
+    """An operand `[batch, rows, heads, head_dim]`, contiguous, and the box of it that one copy loads.
+
+    What lies outside of the operand is filled with zeros.
+
+    Attributes:
+        pointer: where it is.
+        batch, rows, heads: its sizes.
+        head_dim: its columns, a multiple of 8.
+        box_rows, box_columns: of a copy; the columns are padded.
+    """
+
+    pointer: Any
+    batch: Any
+    rows: Any
+    heads: Any
+    head_dim: int
+    box_rows: int
+    box_columns: int
+
+    def operand(self) -> TmaOperand:
+        """The operand with its descriptor; to be called from a `cute.jit` function."""
+        row_stride = cute.assume(Int64(self.heads) * self.head_dim, divby=8)
+        batch_stride = cute.assume(Int64(self.heads) * self.head_dim * Int64(self.rows), divby=8)
+        layout = cute.make_layout(
+            (self.rows, Int32(self.head_dim), self.heads, self.batch),
+            stride=(row_stride, 1, self.head_dim, batch_stride),
+        )
+        tile = (self.box_rows, self.box_columns)
+        return TmaOperand(
+            *cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(),
+                cute.make_tensor(self.pointer, layout),
+                tile_layout(self.pointer.dtype, tile),
+                tile,
+            )
+        )
+
+
+class Tma(NamedTuple):
+    """What a kernel loads by TMA: boxes in a launch, operands with descriptors in the kernel; dout only backwards."""
+
+    query: Any
+    key: Any
+    value: Any
+    dout: Any
+
+    @classmethod
+    def boxes(
+        cls,
+        spec: KernelSpec,
+        memory: Any,
+        buffers: ForwardBuffers | BackwardBuffers,
+        scalars: Scalars,
+        *,
+        query_rows: int,
+        key_rows: int,
+    ) -> "Tma":
+        """The boxes of a launch.
+
+        Args:
+            spec: the compile key.
+            memory: has the padded `head_dim` and `v_head_dim`.
+            buffers: of the launch.
+            scalars: of the launch.
+            query_rows: rows of a box of Q and of dO.
+            key_rows: rows of a box of K and of V.
+        """
+        queries = (scalars.batch, scalars.query_length, scalars.num_heads)
+        keys = (scalars.batch, scalars.key_length, scalars.num_heads // spec.group)
+        dout = None
+        if isinstance(buffers, BackwardBuffers):
+            dout = Box(buffers.dout, *queries, spec.v_head_dim, query_rows, memory.v_head_dim)
+        return cls(
+            query=Box(buffers.query, *queries, spec.head_dim, query_rows, memory.head_dim),
+            key=Box(buffers.key, *keys, spec.head_dim, key_rows, memory.head_dim),
+            value=Box(buffers.value, *keys, spec.v_head_dim, key_rows, memory.v_head_dim),
+            dout=dout,
+        )
+
+    def operands(self) -> "Tma":
+        """The operands of these boxes; to be called from a `cute.jit` function."""
+        return Tma(*[box if box is None else box.operand() for box in self])
+
+    def prefetch_descriptors(self) -> None:
+        """Fetches the descriptors; one warp calls it."""
+        for operand in self:
+            if operand is not None:
+                cpasync.prefetch_descriptor(operand.atom)
