@@ -18,7 +18,7 @@ from hopper_emulator import launch as emulate
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import fake_arguments
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.wgmma import atom_columns
 from jax_fastattn.kernels.sm90.backward import BackwardKernel
@@ -102,32 +102,17 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardC
     """Runs the kernel on poisoned operands, into buffers of NaN, and compares output and lse."""
     sizes = sizes or Sizes()
     kernel = ForwardKernel(spec, config)
-    config, shared = kernel.config, kernel.memory
     arrays, wanted = draw_operands(spec, sizes)
-    heads = sizes.kv_heads * spec.group
     out, lse = wanted["out"], wanted["lse"]
     if spec.sinks:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
     memory, address = place(spec, arrays)
-    parameters: list[Any] = []
-    for name, rows, columns in (
-        ("query", WARPGROUP_ROWS, shared.head_dim),
-        ("key", config.keys, shared.head_dim),
-        ("value", config.keys, shared.v_head_dim),
-    ):
-        parameters += [describe(memory, address[name], arrays[name], rows, columns), None]
-    rest = [name for name in address if name not in ("query", "key", "value", "out")]
-    parameters += [address[name] for name in ("out", *rest)]
-    parameters += [sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right, heads]
-    tiles = -(-sizes.queries // config.rows)
-    grid = sizes.batch * heads * tiles
-    if config.walks:
-        grid = grid if spec.window_left else sizes.batch * heads * ((tiles + 1) // 2)
-        grid = min(grid, config.blocks * MULTIPROCESSORS)
-    (ptx,) = compile_kernel(kernel, spec).values()
-    emulate(ptx, [*parameters, sizes.scale, sizes.cap], memory, grid, shared.nbytes)
+    buffers = ForwardBuffers(**{name: address.get(name) for name in ForwardBuffers._fields})
+    texts = compile_kernel(kernel, spec)
+    for launch in kernel.launches(buffers, launch_scalars(spec, sizes)):
+        start(launch, texts, memory)
 
     tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10
     got = memory.read(address["out"], out.shape, arrays["out"].dtype).astype(np.float64)

@@ -52,3 +52,9 @@ class Launch:
             min_blocks_per_mp=self.min_blocks,
             **options,
         )
+
+
+def start_all(launches: list[Launch], stream: cuda.CUstream) -> None:
+    """Emits launches, one after the other."""
+    for launch in launches:
+        launch.start(stream)

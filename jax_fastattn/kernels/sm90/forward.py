@@ -21,18 +21,21 @@ no shuffles, no rescaling. Where that turns out wrong, the warp computes the sco
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
+from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
@@ -42,6 +45,16 @@ _NEVER = float("-inf")
 
 # Key/value heads whose tiles of one position come next to each other under a left window bound.
 _SECTION_HEADS = 16
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a launch computes with."""
+
+    tma: Tma
+    buffers: ForwardBuffers
+    scalars: Scalars
+    scaling: softmax.Scaling
 
 
 class ForwardKernel:
@@ -63,102 +76,41 @@ class ForwardKernel:
     @cute.jit
     def __call__(self, buffers: ForwardBuffers, scalars: Scalars, stream: cuda.CUstream):
         """Launches the kernel."""
-        query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset, sinks, out, lse = buffers
-        batch, query_length, key_length, num_heads = scalars[:4]
-        window_left, window_right, sinks_stride, multiprocessors, scale, logits_soft_cap = scalars[4:]
+        start_all(self.launches(buffers, scalars), stream)
+
+    def launches(self, buffers: ForwardBuffers, scalars: Scalars) -> list[Launch]:
+        """What is launched."""
         spec, config, memory = self.spec, self.config, self.memory
-        kv_heads = num_heads // spec.group
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        query_tma = wgmma.tma_operand(
-            load, query, (batch, query_length, num_heads), spec.head_dim, (WARPGROUP_ROWS, memory.head_dim)
+        tile_count = self._tile_count(scalars)
+        ctas = scalars.batch * scalars.num_heads * tile_count
+        if config.walks:
+            if not spec.window_left:
+                ctas = scalars.batch * scalars.num_heads * ((tile_count + 1) // 2)
+            ctas = Int32(cutlass.min(ctas, config.blocks * scalars.multiprocessors))
+        launch = Launch(
+            self.kernel,
+            (buffers, scalars),
+            grid=ctas,
+            block=config.threads,
+            shared_bytes=memory.nbytes,
+            tma=Tma.boxes(spec, memory, buffers, scalars, query_rows=WARPGROUP_ROWS, key_rows=config.keys),
+            min_blocks=config.blocks,
         )
-        key_tma = wgmma.tma_operand(
-            load, key, (batch, key_length, kv_heads), spec.head_dim, (config.keys, memory.head_dim)
-        )
-        value_tma = wgmma.tma_operand(
-            load, value, (batch, key_length, kv_heads), spec.v_head_dim, (config.keys, memory.v_head_dim)
-        )
-        tile_count = (query_length + (config.rows - 1)) // config.rows
-        ctas = batch * num_heads * tile_count
-        if cutlass.const_expr(config.walks):
-            if cutlass.const_expr(not spec.window_left):
-                ctas = batch * num_heads * ((tile_count + 1) // 2)
-            ctas = Int32(cutlass.min(ctas, config.blocks * multiprocessors))
-        self.kernel(
-            *query_tma,
-            *key_tma,
-            *value_tma,
-            out,
-            query_seq_lengths,
-            key_value_seq_lengths,
-            query_offset,
-            sinks,
-            lse,
-            batch,
-            query_length,
-            key_length,
-            num_heads,
-            window_left,
-            window_right,
-            sinks_stride,
-            scale,
-            logits_soft_cap,
-        ).launch(
-            grid=(ctas, 1, 1),
-            block=(config.threads, 1, 1),
-            smem=memory.nbytes,
-            stream=stream,
-            min_blocks_per_mp=config.blocks,
-            preferred_smem_carveout=100,
-        )
+        return [launch]
+
+    def _tile_count(self, scalars: Scalars) -> Int32:
+        """Query tiles of a head."""
+        return (scalars.query_length + (self.config.rows - 1)) // self.config.rows
 
     @cute.kernel
-    def kernel(
-        self,
-        query_atom: cute.CopyAtom,
-        query: cute.Tensor,
-        key_atom: cute.CopyAtom,
-        key: cute.Tensor,
-        value_atom: cute.CopyAtom,
-        value: cute.Tensor,
-        out: cute.Pointer,
-        query_seq_lengths: cute.Pointer | None,
-        key_value_seq_lengths: cute.Pointer | None,
-        query_offset: cute.Pointer | None,
-        sinks: cute.Pointer | None,
-        lse: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        num_heads: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        sinks_stride: Int32,
-        scale: Float32,
-        logits_soft_cap: Float32,
-    ):
+    def kernel(self, tma: Tma, buffers: ForwardBuffers, scalars: Scalars):
         spec, config = self.spec, self.config
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
-        self._initialize(warp_index, shared, (query_atom, key_atom, value_atom))
-        call = SimpleNamespace(
-            query=(query_atom, query),
-            key=(key_atom, key),
-            value=(value_atom, value),
-            out=out,
-            lse=lse,
-            sinks=sinks,
-            sinks_stride=sinks_stride,
-            operands=(query_seq_lengths, key_value_seq_lengths, query_offset),
-            batch=batch,
-            query_length=query_length,
-            key_length=key_length,
-            num_heads=num_heads,
-            left=window_left,
-            right=window_right,
-            scaling=softmax.scaling(scale, logits_soft_cap if spec.logits_soft_cap else None),
-        )
+        self._initialize(warp_index, shared, tma)
+        cap = scalars.logits_soft_cap if spec.logits_soft_cap else None
+        call = _Call(tma, buffers, scalars, softmax.scaling(scalars.scale, cap))
 
         def produce() -> None:
             if cutlass.const_expr(config.moves_registers):
@@ -196,13 +148,12 @@ class ForwardKernel:
             query_empty=barriers + (2 * config.slots + config.warpgroups),
         )
 
-    def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
+    def _initialize(self, warp_index: Int32, shared: SimpleNamespace, tma: Tma) -> None:
         """Initialises the barriers, and makes them visible to all threads and to TMA."""
         config = self.config
 
         def initialize() -> None:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
+            tma.prefetch_descriptors()
             with cute.arch.elect_one():
                 for slot in range(config.slots):
                     cute.arch.mbarrier_init(shared.full + slot, 1)
@@ -217,7 +168,7 @@ class ForwardKernel:
 
     # Schedule.
 
-    def _each_work(self, call: SimpleNamespace, body: Callable[[SimpleNamespace], None]) -> None:
+    def _each_work(self, call: _Call, body: Callable[[SimpleNamespace], None]) -> None:
         """Runs `body` for each query tile of this CTA; the producer and the consumers walk alike.
 
         Heads of a group come next to each other (they share K and V in L2), then the query tiles of the group, then
@@ -229,8 +180,8 @@ class ForwardKernel:
         spec, config = self.spec, self.config
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        tile_count = (call.query_length + (config.rows - 1)) // config.rows
-        kv_heads = call.num_heads // spec.group
+        tile_count = self._tile_count(call.scalars)
+        kv_heads = call.scalars.num_heads // spec.group
 
         def locate(index: Int32, tiles_per_head: Int32) -> tuple[Int32, Int32, Int32, Int32]:
             member, index = index % spec.group, index // spec.group
@@ -246,7 +197,7 @@ class ForwardKernel:
             self._walk_sections(call, tile_count, body)
             return
         pair_count = (tile_count + 1) // 2
-        total = pair_count * call.num_heads * call.batch
+        total = pair_count * call.scalars.num_heads * call.scalars.batch
 
         def walk(i: Int32) -> None:
             position, *where = locate(block + i * grid, pair_count)
@@ -261,7 +212,7 @@ class ForwardKernel:
 
         wgmma.loop((total - block + (grid - 1)) // grid, walk)
 
-    def _walk_sections(self, call: SimpleNamespace, tile_count: Int32, body: Callable[[SimpleNamespace], None]) -> None:
+    def _walk_sections(self, call: _Call, tile_count: Int32, body: Callable[[SimpleNamespace], None]) -> None:
         """Walks the query tiles under a window: equally long but for the short ones at the beginning of each head.
 
         Heads come in sections. In a section the last tile of every head comes first, then the one before it of every
@@ -271,7 +222,7 @@ class ForwardKernel:
         spec = self.spec
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        heads = call.num_heads * call.batch
+        heads = call.scalars.num_heads * call.scalars.batch
         full_section = _SECTION_HEADS * spec.group
 
         def walk(i: Int32) -> None:
@@ -281,7 +232,7 @@ class ForwardKernel:
             index = index - first_head * tile_count
             section_heads = Int32(cutlass.min(heads - first_head, Int32(full_section)))
             position, head = index // section_heads, first_head + index % section_heads
-            batch, head = head // call.num_heads, head % call.num_heads
+            batch, head = head // call.scalars.num_heads, head % call.scalars.num_heads
             body(self._work(call, tile_count - 1 - position, head // spec.group, head, batch))
 
         total = heads * tile_count
@@ -289,13 +240,11 @@ class ForwardKernel:
         last = ptx.where(rounds % 2 == 0, block, grid - 1 - block)
         wgmma.loop(rounds + ptx.where(last < rest, Int32(1), Int32(0)), walk)
 
-    def _work(self, call: SimpleNamespace, tile: Int32, kv_head: Int32, head: Int32, batch: Int32) -> SimpleNamespace:
+    def _work(self, call: _Call, tile: Int32, kv_head: Int32, head: Int32, batch: Int32) -> SimpleNamespace:
         """One query tile of one head: its rows, what they may see, and the key tiles to visit."""
         config = self.config
         row = tile * config.rows
-        bounds = tiles.load_bounds(
-            self.spec, batch, (call.query_length, call.key_length), call.operands, (call.left, call.right)
-        )
+        bounds = tiles.entry_bounds(self.spec, batch, call.buffers, call.scalars)
         visit = tiles.key_tiles(row, config.rows, config.keys, **bounds)
         return SimpleNamespace(
             tile=tile, row=row, batch=batch, head=head, kv_head=kv_head, bounds=bounds, visit=_uniform(visit)
@@ -314,7 +263,7 @@ class ForwardKernel:
 
     # Producer.
 
-    def _produce(self, shared: SimpleNamespace, call: SimpleNamespace) -> None:
+    def _produce(self, shared: SimpleNamespace, call: _Call) -> None:
         """Loads Q, K and V tiles in the order in which the consumers take them. Runs in one warp."""
         config = self.config
         ring = wgmma.Ring(shared.full, shared.empty, config.slots)
@@ -322,9 +271,9 @@ class ForwardKernel:
         query_phase[0] = Int32(1)
 
         def load(work: SimpleNamespace) -> None:
-            copy_query = wgmma.tma_copy(*call.query, shared.query, (work.head, work.batch))
-            copy_key = wgmma.tma_copy(*call.key, shared.key, (work.kv_head, work.batch))
-            copy_value = wgmma.tma_copy(*call.value, shared.value, (work.kv_head, work.batch))
+            copy_query = call.tma.query.copy(shared.query, work.head, work.batch)
+            copy_key = call.tma.key.copy(shared.key, work.kv_head, work.batch)
+            copy_value = call.tma.value.copy(shared.value, work.kv_head, work.batch)
 
             def load_key(tile: Int32) -> None:
                 ring.fill(copy_key, tile, config.keys * self.memory.head_dim * 2)
@@ -360,7 +309,7 @@ class ForwardKernel:
 
     # Consumers.
 
-    def _consume(self, shared: SimpleNamespace, call: SimpleNamespace, thread: Int32, warp_index: Int32) -> None:
+    def _consume(self, shared: SimpleNamespace, call: _Call, thread: Int32, warp_index: Int32) -> None:
         """Everything a consumer warpgroup does."""
         config = self.config
         score_mma, out_mma = self._products()
@@ -424,7 +373,7 @@ class ForwardKernel:
         cutlass.if_generate(state.visit.begin < state.visit.end, lambda: self._visit(state), pass_by)
         sink = None
         if self.spec.sinks:
-            sink = _load(state.call.sinks, work.batch * state.call.sinks_stride + work.head)
+            sink = _load(state.call.buffers.sinks, work.batch * state.call.scalars.sinks_stride + work.head)
         weights = self._finish_rows(state, sink, first_row)
         self._store(state, weights, first_row)
 
@@ -599,7 +548,7 @@ class ForwardKernel:
         wgmma.zero_hidden_rows(
             WARPGROUP_ROWS,
             lambda: [(state.shared.address + state.group * memory.query_nbytes, memory.head_dim)],
-            tiles.Rows.live(inside, first, hides_first=False, length=state.call.query_length),
+            tiles.Rows.live(inside, first, hides_first=False, length=state.call.scalars.query_length),
             threads=128,
             barrier=1,
         )
@@ -609,7 +558,7 @@ class ForwardKernel:
         spec, config, memory, work = self.spec, self.config, self.memory, state.work
         live = tiles.live_keys(**tiles.moved(work.bounds))
         rows = tiles.Rows.live(
-            live, tile * config.keys, hides_first=spec.hides_first_keys, length=state.call.key_length
+            live, tile * config.keys, hides_first=spec.hides_first_keys, length=state.call.scalars.key_length
         )
 
         wgmma.zero_hidden_rows(
@@ -740,7 +689,7 @@ class ForwardKernel:
         """Stores the log-sum-exp and returns (weight, whether the row has an output) of each row of the lane."""
         call, work = state.call, state.work
         weights = []
-        lse_row = Int64(work.batch) * call.query_length
+        lse_row = Int64(work.batch) * call.scalars.query_length
         for i in range(2):
             row = first_row + 8 * i
             total = softmax.quad_sum(state.sums[i])
@@ -755,25 +704,26 @@ class ForwardKernel:
                 log_max = top
             value = (log_max + ptx.log2(total)) * softmax.LN_2
             value = ptx.where(row < work.bounds["query_end"], value, Float32(_NEVER))
-            address = call.lse.toint() + ((lse_row + row) * call.num_heads + work.head) * 4
-            stores = Boolean((row < call.query_length) & (state.column == 0))
+            address = call.buffers.lse.toint() + ((lse_row + row) * call.scalars.num_heads + work.head) * 4
+            stores = Boolean((row < call.scalars.query_length) & (state.column == 0))
             cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
             weights.append((weight * ptx.reciprocal(total), live))
         return weights
 
     def _store(self, state: SimpleNamespace, weights: list, first_row: Int32) -> None:
         """Stores this warpgroup's output from registers: 16 bytes a lane, 64 neighbouring bytes of a row the quad."""
-        call, work = state.call, state.work
+        work, scalars, out = state.work, state.call.scalars, state.call.buffers.out
         nbytes = 2 * self.spec.v_head_dim
         lane = state.column // 2
         for i, (weight, live) in enumerate(weights):
             row = first_row + 8 * i
-            address = ((Int64(work.batch) * call.query_length + row) * call.num_heads + work.head) * nbytes
-            address = call.out.toint() + address + lane * 16
+            index = (Int64(work.batch) * scalars.query_length + row) * scalars.num_heads + work.head
+            offset = index * nbytes
+            address = out.toint() + offset + lane * 16
             for block in range(0, self.spec.v_head_dim // 8, 4):
                 chunk = [self._rounded(state, block + j, i, weight, live) for j in range(4)]
                 chunk = ptx.transpose_quad(chunk, lane)
-                stores = row < call.query_length
+                stores = row < scalars.query_length
                 if block + 4 > self.spec.v_head_dim // 8:
                     stores = Boolean(stores & (lane < self.spec.v_head_dim // 8 - block))
 
