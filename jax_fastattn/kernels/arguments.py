@@ -165,6 +165,33 @@ class Scalars(NamedTuple):
         return tuple(value for name, value in self._asdict().items() if SCALAR_DTYPES[name] == dtype)
 
 
+class Sizes(NamedTuple):
+    """The scalars in the order in which the backward kernels with products take them from their host function.
+
+    ptxas loads two neighbors at once if the first one is aligned to 8 bytes. Where T and S, or both bounds of a window,
+    are no such pair, these kernels grow by up to 42 instructions.
+
+    Attributes:
+        query_length, key_length, num_heads, batch, window_left, window_right, scale, logits_soft_cap, sinks_stride: see
+            `Scalars`.
+    """
+
+    query_length: Any
+    key_length: Any
+    num_heads: Any
+    batch: Any
+    window_left: Any
+    window_right: Any
+    scale: Any
+    logits_soft_cap: Any
+    sinks_stride: Any
+
+    @classmethod
+    def of(cls, scalars: Scalars) -> Sizes:
+        """Those of a launch."""
+        return cls(**{name: getattr(scalars, name) for name in cls._fields})
+
+
 SCALAR_DTYPES: Mapping[str, str] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Scalars, include_extras=True).items()
 }

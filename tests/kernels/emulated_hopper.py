@@ -18,18 +18,18 @@ from hopper_emulator import launch as emulate
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import fake_arguments
-from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments import Scalars, buffers_type
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.wgmma import atom_columns
-from jax_fastattn.kernels.sm90.backward import BackwardKernel
+from jax_fastattn.kernels.sm90.backward import BackwardKernel, HeadOrders
 from jax_fastattn.kernels.sm90.backward_config import (
     BackwardConfig,
-    BackwardMemory,
     DqConfig,
     backward_scratch,
 )
-from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig
+from jax_fastattn.kernels.sm90.config import ForwardConfig
 from jax_fastattn.kernels.sm90.forward import ForwardKernel
+from jax_fastattn.kernels.sm90.key_tiles import HeadOrder
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 from jax_fastattn.ops.cuda import row_delta
 
@@ -37,14 +37,8 @@ from jax_fastattn.ops.cuda import row_delta
 MULTIPROCESSORS = 3
 
 
-def heads_together(count: int, heads: int) -> int:
-    """Heads of a section: fewer than there are."""
-    return max(1, min(heads - 1, MULTIPROCESSORS // count))
-
-
 def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
     """The PTX of a host function's kernels by module, class and function; no GPU needed."""
-
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
         ptx = cute.compile(kernel, *fake_arguments(spec), options=options).artifacts.PTX
@@ -69,15 +63,11 @@ def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
     )
 
 
-def describe(memory: Memory, address: int, array: np.ndarray, rows: int, columns: int) -> Operand:
-    """The TMA descriptor of an array `[batch, rows, heads, head dim]` for tiles of `rows` rows and padded columns."""
-    return Operand(address, array.shape, rows, atom_columns(columns))
-
-
-def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, dict[str, int]]:
+def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, Any]:
     """A memory with the buffers of a launch, and their addresses."""
     memory = Memory()
-    return memory, {name: memory.add(arrays[name]) for name, dtype in launch_buffers(spec).items() if dtype is not None}
+    addresses = {name: dtype and memory.add(arrays[name]) for name, dtype in launch_buffers(spec).items()}
+    return memory, buffers_type(spec)(**addresses)
 
 
 def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
@@ -91,6 +81,7 @@ def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
     kernel: Any = launch.kernel
     module = type(kernel.__self__).__module__.rpartition(".")[2]
     name = f"{module}{type(kernel.__self__).__name__}.{kernel.__name__}"
+    assert texts[name].partition(")")[0].count(".param") == len(parameters), name
     emulate(texts[name], parameters, memory, _number(launch.grid), launch.shared_bytes)
 
 
@@ -108,16 +99,30 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardC
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
-    memory, address = place(spec, arrays)
-    buffers = ForwardBuffers(**{name: address.get(name) for name in ForwardBuffers._fields})
+    memory, buffers = place(spec, arrays)
     texts = compile_kernel(kernel, spec)
     for launch in kernel.launches(buffers, launch_scalars(spec, sizes)):
         start(launch, texts, memory)
 
     tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10
-    got = memory.read(address["out"], out.shape, arrays["out"].dtype).astype(np.float64)
+    got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
     np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
-    np.testing.assert_allclose(memory.read(address["lse"], lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
+    np.testing.assert_allclose(memory.read(buffers.lse, lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
+
+
+def few_heads(kernel: BackwardKernel, scalars: Scalars) -> HeadOrders:
+    """The orders of a launch, with fewer heads than there are begun together or prepared, as where there are many."""
+
+    def few(order: HeadOrder, tiles: int) -> int:
+        return max(1, min(order.heads - 1, MULTIPROCESSORS // tiles))
+
+    keys, queries = kernel.orders(scalars)
+    together = few(keys, -(-scalars.key_length // kernel.main.config.keys))
+    prepared = together if kernel.statistics.leaves else keys.heads
+    keys = keys._replace(section=together, ahead=together, prepared=prepared)
+    if queries is not None:
+        queries = queries._replace(section=few(queries, -(-scalars.query_length // kernel.dq.config.rows)))
+    return HeadOrders(keys, queries)
 
 
 def check_backward(
@@ -149,73 +154,17 @@ def run_backward(
 ) -> dict[str, np.ndarray]:
     """What the kernels make of operands: the gradients in float64, and the statistics."""
     kernel = BackwardKernel(spec, config, dq)
-    config, shared = kernel.main.config, kernel.main.memory
-    heads = sizes.kv_heads * spec.group
     operands = {"dq": "query", "dk": "key", "dv": "value"}
     arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
-    scratch = backward_scratch(spec, sizes.batch, sizes.queries, heads)
+    scratch = backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group)
     for name, (shape, dtype) in zip(("stats", "dq_sum", "arrivals"), scratch, strict=False):
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
-    memory, address = place(spec, arrays)
-    buffers = BackwardBuffers(**{name: address.get(name) for name in BackwardBuffers._fields})
-    given = launch_scalars(spec, sizes)
-    ptx = compile_kernel(kernel, spec)
-    sums = [address[name] for name in ("dq_sum", "arrivals") if spec.fused]
-    optional = [address[x] for x in ("query_seq_lengths", "key_value_seq_lengths", "query_offset") if x in address]
-    residuals = [address[name] for name in ("out", "lse", "dout", *(["dlse"] if spec.dlse else []))]
-    key_tiles = -(-sizes.keys // config.keys)
-    kv_heads = sizes.batch * sizes.kv_heads
-    ahead = heads_together(key_tiles, kv_heads)
-    prepared = min(ahead, kv_heads) if kernel.statistics.leaves else kv_heads
-    scalars = sizes.batch, sizes.queries, sizes.keys, heads, sizes.left, sizes.right
-    written = [*optional, *residuals, *([address["dq"]] if spec.fused else []), address["stats"]]
-    emulate(
-        ptx.pop("statisticsStatisticsKernel.kernel"),
-        [*written, *(sums[1:] if spec.ordered else sums), *scalars, ahead, prepared, sizes.scale],
-        memory,
-        kernel.statistics.blocks(sizes.batch, sizes.queries, heads, prepared),
-        0,
-    )
-    if kernel.statistics.leaves:
-        emulate(
-            ptx.pop("statisticsStatisticsKernel.later"),
-            [*written, *sums[1:], *scalars, prepared, sizes.scale],
-            memory,
-            kernel.statistics.later_blocks(kv_heads, prepared),
-        )
-
-    def run(text: str, rows: tuple[int, int], columns: BackwardMemory, grid: tuple[int, int]) -> None:
-        """One of the kernels with products, given rows of the boxes of queries and of keys, and (tiles, heads)."""
-        parameters: list[Any] = []
-        for name, box_rows, box_columns in (
-            ("query", rows[0], columns.head_dim),
-            ("key", rows[1], columns.head_dim),
-            ("value", rows[1], columns.v_head_dim),
-            ("dout", rows[0], columns.v_head_dim),
-        ):
-            parameters += [describe(memory, address[name], arrays[name], box_rows, box_columns), None]
-        results = ["dk", "dv", *(["dq"] if spec.fused else [])]
-        parameters += [*optional, *(address[name] for name in ("stats", *results))]
-        parameters += sums
-        together = heads_together(*grid)
-        parameters += [sizes.queries, sizes.keys, heads, grid[1], together]
-        parameters += [together]
-        parameters += [sizes.left, sizes.right, sizes.scale, sizes.cap]
-        tiles = grid[0] * grid[1]
-        emulate(text, parameters, memory, min(tiles, MULTIPROCESSORS) if spec.fused else tiles, columns.nbytes)
-
-    if not spec.fused:
-        order = kernel.dq.order(given)
-        query_tiles = -(-sizes.queries // kernel.dq.config.rows)
-        order = order._replace(section=heads_together(query_tiles, order.heads))
-        start(kernel.dq.launch(buffers, given, order), ptx, memory)
-        ptx.pop("dqDqKernel.kernel")
-    (main,) = ptx.values()
-    run(
-        main,
-        (config.queries, WARPGROUP_ROWS),
-        shared,
-        (key_tiles, sizes.batch * sizes.kv_heads),
-    )
-    gradients = {x: memory.read(address[x], arrays[x].shape, arrays[x].dtype).astype(np.float64) for x in operands}
-    return gradients | {"stats": memory.read(address["stats"], arrays["stats"].shape, np.float32)}
+    memory, buffers = place(spec, arrays)
+    scalars = launch_scalars(spec, sizes)
+    texts = compile_kernel(kernel, spec)
+    for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
+        start(launch, texts, memory)
+    gradients = {
+        x: memory.read(getattr(buffers, x), arrays[x].shape, arrays[x].dtype).astype(np.float64) for x in operands
+    }
+    return gradients | {"stats": memory.read(buffers.stats, arrays["stats"].shape, np.float32)}

@@ -189,8 +189,10 @@ def from_bits(x: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
     return Float32(llvm.bitcast(T.f32(), Int32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
-def where(condition: Boolean, a: Any, b: Any) -> Any:
-    """a where the condition holds, else b; both of the same device type."""
+def where(condition: Boolean | bool, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b; both of the same device type, or anything for a Python condition."""
+    if isinstance(condition, bool):
+        return a if condition else b
     return type(a)(select_(condition, a, b))
 
 

@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
@@ -173,7 +173,7 @@ def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any
 
 
 def entry_bounds(
-    spec: KernelSpec, batch: Int32, buffers: ForwardBuffers | BackwardBuffers, scalars: Scalars
+    spec: KernelSpec, batch: Int32, buffers: ForwardBuffers | BackwardBuffers, scalars: Scalars | Sizes
 ) -> dict[str, Int32]:
     """Ends, offset and window of one batch entry: the keyword arguments of the tile plan."""
     offset = load_entry(buffers.query_offset, batch, Int32(0), -UNBOUNDED, UNBOUNDED)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""TMA and WGMMA vocabulary of the Hopper kernels: swizzled tiles, products of a warpgroup, rings of slots, loops.
+"""WGMMA vocabulary of the Hopper kernels: swizzled tiles, products of a warpgroup, rings of slots, loops.
 
 Layouts, descriptors and fragments come from CuTe's own partitioning. A warpgroup's accumulator, like that of `mma.py`
 with `m_blocks = 1`, holds element e of column block n at flat index `4 n + e`; two neighbouring blocks rounded to 16
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int8, Int32, Int64, cute
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass import Boolean, Float32, Int8, Int32, cute
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cutlass_dsl import LoopUnroll, for_generate, if_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx, tiles
@@ -61,51 +61,7 @@ def transposed(tile: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0, 2]))
 
 
-# TMA
-
-
-def tma_operand(
-    op: Any, pointer: cute.Pointer, sizes: tuple[Int32, Int32, Int32], head_dim: int, tile: tuple[int, int]
-) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """The copy atom (with descriptor) and coordinates `[rows, columns, heads, batch]` of a global operand.
-
-    Args:
-        op: the direction.
-        pointer: `[batch, rows, heads, head_dim]`, contiguous.
-        sizes: (batch, rows, heads).
-        head_dim: columns, a multiple of 8.
-        tile: (rows, columns) of a copy; what lies outside the operand is filled with zeros, or not stored.
-    """
-    batch, rows, heads = sizes
-    row_stride = cute.assume(Int64(heads) * head_dim, divby=8)
-    batch_stride = cute.assume(Int64(heads) * head_dim * Int64(rows), divby=8)
-    layout = cute.make_layout((rows, Int32(head_dim), heads, batch), stride=(row_stride, 1, head_dim, batch_stride))
-    operand = cute.make_tensor(pointer, layout)
-    atom, coordinates = cpasync.make_tiled_tma_atom(op, operand, tile_layout(pointer.dtype, tile), tile)
-    return atom, coordinates
-
-
-def tma_copy(
-    atom: cute.CopyAtom, coordinates: cute.Tensor, shared: cute.Tensor, head: tuple[Int32, Int32]
-) -> Callable[..., None]:
-    """A function `(tile, stage, barrier)` by which one warp loads a tile of rows; TMA completes the barrier.
-
-    Args:
-        atom: from `tma_operand`, like the coordinates.
-        coordinates: of the operand.
-        shared: `[rows, columns, stage]`.
-        head: (head, batch entry).
-    """
-    shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
-    tiles = cute.local_tile(coordinates[None, None, head[0], head[1]], shape, (None, 0))
-    inner, outer = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-    )
-
-    def copy(tile: Int32, stage: Any, barrier: cute.Pointer) -> None:
-        cute.copy(atom, outer[None, tile], inner[None, stage], tma_bar_ptr=barrier)
-
-    return copy
+# Barriers
 
 
 def expect(barrier: cute.Pointer, nbytes: int) -> None:

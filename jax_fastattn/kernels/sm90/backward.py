@@ -12,17 +12,27 @@ for by itself is written: CTAs of the next one take the SMs that have nothing le
 one before it, so that whoever comes next waits for both.
 """
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
-import cutlass
 from cutlass import cute
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
+from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, DqConfig, backward_config
 from jax_fastattn.kernels.sm90.dq import DqKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
-from jax_fastattn.kernels.sm90.statistics import LATER_THREADS, THREADS, StatisticsKernel
+from jax_fastattn.kernels.sm90.key_tiles import HeadOrder
+from jax_fastattn.kernels.sm90.statistics import StatisticsKernel
 from jax_fastattn.kernels.sm90.wide import WideKernel
 from jax_fastattn.kernels.spec import KernelSpec
+
+
+class HeadOrders(NamedTuple):
+    """The orders in which kernels work on heads: those with a tile of keys, and the dq kernel if there is one."""
+
+    keys: HeadOrder
+    queries: HeadOrder | None
 
 
 class BackwardKernel:
@@ -43,47 +53,18 @@ class BackwardKernel:
             self.dq = DqKernel(spec, dq)
 
     @cute.jit
-    def __call__(self, buffers: BackwardBuffers, given: Scalars, stream: cuda.CUstream):
+    def __call__(self, buffers: BackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
         """Launches the kernels."""
-        query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset, out, lse, dout, dlse = buffers[:10]
-        dq, dk, dv, stats, dq_sum, arrivals = buffers[10:]
-        batch, query_length, key_length, num_heads = given[:4]
-        window_left, window_right, _, multiprocessors, scale, logits_soft_cap = given[4:]
-        fused = cutlass.const_expr(self.spec.fused)
-        operands = (query_seq_lengths, key_value_seq_lengths, query_offset)
-        scalars = (batch, query_length, key_length, num_heads, window_left, window_right)
-        kv_heads = batch * (num_heads // self.spec.group)
-        section, ahead = self.main.key_tiles.sections(query_length, key_length, kv_heads, multiprocessors)
-        prepared = self.statistics.prepared(key_length, window_left, window_right, ahead, kv_heads)
-        residuals = (out, lse, dout, dlse, dq if fused else None, stats)
-        # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
-        self.statistics.kernel(
-            *operands,
-            *residuals,
-            None if cutlass.const_expr(self.spec.ordered) else dq_sum,
-            arrivals,
-            *scalars,
-            ahead,
-            prepared,
-            scale,
-        ).launch(
-            grid=(self.statistics.blocks(batch, query_length, num_heads, prepared), 1, 1),
-            block=(THREADS, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-        if cutlass.const_expr(self.statistics.leaves):
-            self.statistics.later(*operands, *residuals, arrivals, *scalars, prepared, scale).launch(
-                grid=(self.statistics.later_blocks(kv_heads, prepared), 1, 1),
-                block=(LATER_THREADS, 1, 1),
-                stream=stream,
-                min_blocks_per_mp=1,
-                use_pdl=True,
-            )
-        products = (query, key, value, *operands, dout, stats)
-        rest = (scale, logits_soft_cap, stream)
-        if cutlass.const_expr(not self.spec.fused):
-            self.dq.launch(buffers, given, self.dq.order(given)).start(stream)
-        order = (section, ahead, multiprocessors)
-        sums = (dq if fused else None, dq_sum, arrivals)
-        self.main.launch(*products, dk, dv, *sums, *scalars, *order, *rest)
+        start_all(self.launches(buffers, scalars, self.orders(scalars)), stream)
+
+    def orders(self, scalars: Scalars) -> HeadOrders:
+        """In which orders the kernels work on heads."""
+        keys = self.statistics.order(scalars, self.main.key_tiles.order(scalars))
+        return HeadOrders(keys, None if self.spec.fused else self.dq.order(scalars))
+
+    def launches(self, buffers: BackwardBuffers, scalars: Scalars, orders: HeadOrders) -> list[Launch]:
+        """What is launched, in order."""
+        launches = self.statistics.launches(buffers, scalars, orders.keys)
+        if orders.queries is not None:
+            launches.append(self.dq.launch(buffers, scalars, orders.queries))
+        return [*launches, self.main.launch(buffers, scalars, orders.keys)]

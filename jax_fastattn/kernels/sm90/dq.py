@@ -25,7 +25,7 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
@@ -58,9 +58,9 @@ class DqKernel:
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
 
-    def _query_tiles(self, scalars: Scalars) -> Int32:
+    def _query_tiles(self, sizes: Scalars | Sizes) -> Int32:
         """Tiles of a head: CTAs."""
-        return (scalars.query_length + (self.config.rows - 1)) // self.config.rows
+        return (sizes.query_length + (self.config.rows - 1)) // self.config.rows
 
     def order(self, scalars: Scalars) -> HeadOrder:
         """The order of the heads of a launch."""
@@ -73,7 +73,7 @@ class DqKernel:
         config, memory = self.config, self.memory
         return Launch(
             self.kernel,
-            (buffers, scalars, order),
+            (buffers, Sizes.of(scalars), order),
             grid=self._query_tiles(scalars) * order.heads,
             block=config.threads,
             shared_bytes=memory.nbytes,
@@ -82,7 +82,7 @@ class DqKernel:
         )
 
     @cute.kernel
-    def kernel(self, tma: Tma, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
+    def kernel(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder):
         config = self.config
         thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -91,7 +91,7 @@ class DqKernel:
         # Of statistics; what is launched next may rely on them, then.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        work = self._work(buffers, scalars, order)
+        work = self._work(buffers, sizes, order)
 
         def produce() -> None:
             cute.arch.setmaxregister_decrease(config.registers[1])
@@ -100,10 +100,10 @@ class DqKernel:
 
         def consume() -> None:
             cute.arch.setmaxregister_increase(config.registers[0])
-            transform = softmax.Transform.of(self.spec, scalars.scale, scalars.logits_soft_cap)
+            transform = softmax.Transform.of(self.spec, sizes.scale, sizes.logits_soft_cap)
             state = self._consumer(shared, work, transform, buffers.stats, thread, warp_index)
             self._consume(state)
-            self._store(state, buffers.dq, scalars.scale)
+            self._store(state, buffers.dq, sizes.scale)
 
         cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
 
@@ -149,16 +149,16 @@ class DqKernel:
         cutlass.if_generate(warp_index == 0, initialize)
         cute.arch.sync_threads()
 
-    def _work(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> SimpleNamespace:
+    def _work(self, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder) -> SimpleNamespace:
         """The query rows of this CTA and the key tiles that they see; under a causal mask the last rows see most."""
-        spec, config, num_heads = self.spec, self.config, scalars.num_heads
+        spec, config, num_heads = self.spec, self.config, sizes.num_heads
         block, _, _ = cute.arch.block_idx()
-        query_tiles = self._query_tiles(scalars)
+        query_tiles = self._query_tiles(sizes)
         place, head_index = tiles.place_in_sections(block, order.section, query_tiles, order.heads)
         tile = query_tiles - 1 - place
         batch, head = head_index // num_heads, head_index % num_heads
         row = tile * config.rows
-        bounds = tiles.entry_bounds(spec, batch, buffers, scalars)
+        bounds = tiles.entry_bounds(spec, batch, buffers, sizes)
         return SimpleNamespace(
             tile=tile,
             row=row,
@@ -167,8 +167,8 @@ class DqKernel:
             head_index=head_index,
             kv_head=head // spec.group,
             num_heads=num_heads,
-            query_length=scalars.query_length,
-            key_length=scalars.key_length,
+            query_length=sizes.query_length,
+            key_length=sizes.key_length,
             bounds=bounds,
             visit=gradient.uniform(tiles.key_tiles(row, config.rows, config.keys, **bounds)),
         )

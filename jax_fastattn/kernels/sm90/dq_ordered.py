@@ -24,6 +24,7 @@ from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.sm90.backward_config import SLOTS
 from jax_fastattn.kernels.sm90.dq_sum import DqSum
@@ -37,9 +38,9 @@ class DqOrdered(DqSum):
         del work
         return Int32(0)
 
-    def zero(self, work: SimpleNamespace, sums: tuple, slot: Int32) -> None:
+    def zero(self, work: SimpleNamespace, buffers: BackwardBuffers, slot: Int32) -> None:
         """Does nothing: the first CTA to add to a tile stores its sums."""
-        del work, sums, slot
+        del work, buffers, slot
 
     def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
         """The same."""
@@ -62,18 +63,18 @@ class DqOrdered(DqSum):
         buffer, chunks, seen = turn % 2, self._chunks(), self._seen(work, at[1])
         is_first, is_last = Boolean(seen.begin == work.tile), Boolean(seen.end == work.tile + 1)
         wgmma.wait(shared.counted + state.slot[0], state.slot[1])
-        for chunk, (row_block, column) in enumerate(chunks):
-            address = self._sums(state, at, chunk) + state.thread % 32 * 16
+        for index, chunk in enumerate(chunks):
+            address = self._sums(state, at, index) + state.thread % 32 * 16
             places = [address + 512 * n for n in range(self.columns // 8)]
             state.dq.fill(0.0)
             cutlass.if_generate(
                 Boolean(is_last & (seen.begin < work.tile)), lambda places=places: self._load(state, places)
             )
-            if chunk == 0:
+            if index == 0:
                 wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
-            self._start(state, buffer, row_block, column, accumulate=True)
+            self._start(state, buffer, chunk, accumulate=True)
             warpgroup.wait_group(0)
-            if chunk == len(chunks) - 1:
+            if index == len(chunks) - 1:
                 wgmma.release(shared.dscore_empty + buffer)
 
             cutlass.if_generate(
@@ -103,12 +104,12 @@ class DqOrdered(DqSum):
         self,
         shared: SimpleNamespace,
         work: SimpleNamespace,
-        place: tuple[Int64, Int32],
+        counter: Int64,
+        tile: Int32,
         slot: Int32,
         added: Callable[[], None],
     ) -> None:
         """Waits for the CTA's turn, tells the third warpgroup, and counts what that has added."""
-        counter, tile = place
         seen = self._seen(work, tile)
         before = work.tile - seen.begin
         cutlass.if_generate(before > 0, lambda: ptx.wait_global(counter, before))

@@ -15,11 +15,13 @@ The last bits of these sums depend on the order of the additions, which varies; 
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
@@ -29,6 +31,20 @@ from jax_fastattn.kernels.spec import KernelSpec
 
 # Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
 BLOCK = 64
+
+
+class Chunk(NamedTuple):
+    """A part of a tile of dq: its block of 64 rows, and its first column."""
+
+    row_block: int
+    column: int
+
+
+class TileRows(NamedTuple):
+    """The first row of a tile of dq, and its place among all rows of all heads."""
+
+    first: Int32
+    place: Int64
 
 
 class DqSum:
@@ -51,7 +67,7 @@ class DqSum:
     def start(
         self,
         shared: SimpleNamespace,
-        sums: tuple,
+        buffers: BackwardBuffers,
         thread: Int32,
         scale: Float32,
     ) -> SimpleNamespace:
@@ -59,11 +75,10 @@ class DqSum:
 
         Args:
             shared: tiles and barriers.
-            sums: dq, its sums, and the counters.
+            buffers: of the launch: dq, its sums, and the counters.
             thread: index in the warpgroup.
             scale: factor on the sums.
         """
-        dq, dq_sum, arrivals = sums
         mma = wgmma.product(self.dtype, self.columns, a_in_registers=False, b_transposed=True)
         lane_row, _ = accumulator_lane(thread % 32)
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -76,9 +91,9 @@ class DqSum:
             thread=thread,
             warp=warp,
             row=warp * 16 + lane_row,
-            dq_address=dq.toint(),
-            sums=dq_sum.toint(),
-            arrivals=arrivals,
+            dq_address=buffers.dq.toint(),
+            sums=buffers.dq_sum.toint(),
+            arrivals=buffers.arrivals,
             scale=scale,
             # Query head and tile of the next one to add, and of the next one to finish; and the slots of both.
             added=wgmma.Uniform(Int32(0), Int32(0)),
@@ -124,12 +139,12 @@ class DqSum:
         buffer = turn % 2
         wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
         chunks = self._chunks()
-        for chunk, (row_block, column) in enumerate(chunks):
-            self._start(state, buffer, row_block, column)
+        for index, chunk in enumerate(chunks):
+            self._start(state, buffer, chunk)
             warpgroup.wait_group(0)
-            if chunk == len(chunks) - 1:
+            if index == len(chunks) - 1:
                 wgmma.release(shared.dscore_empty + buffer)
-            address = self._sums(state, state.added, chunk) + state.thread % 32 * 16
+            address = self._sums(state, state.added, index) + state.thread % 32 * 16
             for n in range(self.columns // 8):
                 ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + k] for k in range(4)])
         wgmma.release(shared.added + state.slot[0], state.thread % 32 == 31)
@@ -145,14 +160,12 @@ class DqSum:
         ends = at[1] == work.visit.begin
         at[0], at[1] = at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        """(Block of 64 rows, first column) of the parts of a tile that are computed one after the other."""
+    def _chunks(self) -> list[Chunk]:
+        """The parts of a tile that are computed one after the other."""
         rows, columns = self.config.queries // BLOCK, self.memory.head_dim
-        return [(row, column) for row in range(rows) for column in range(0, columns, self.columns)]
+        return [Chunk(row, column) for row in range(rows) for column in range(0, columns, self.columns)]
 
-    def _start(
-        self, state: SimpleNamespace, buffer: Int32, row_block: int, column: int, accumulate: bool = False
-    ) -> None:
+    def _start(self, state: SimpleNamespace, buffer: Int32, chunk: Chunk, accumulate: bool = False) -> None:
         """Starts dS K of a part of a tile."""
         tall, wide = self.config.queries // BLOCK, self.memory.head_dim // self.columns
         warpgroup.fence()
@@ -160,18 +173,18 @@ class DqSum:
             for k in range(BLOCK // 16):
                 mma = cute.make_mma_atom(state.mma.op)
                 mma.set(warpgroup.Field.ACCUMULATE, accumulate or half + k > 0)
-                a = state.dscore[None, None, k, (buffer * 2 + half) * tall + row_block]
-                b = state.key[None, None, k, half * wide + column // self.columns]
+                a = state.dscore[None, None, k, (buffer * 2 + half) * tall + chunk.row_block]
+                b = state.key[None, None, k, half * wide + chunk.column // self.columns]
                 cute.gemm(mma, state.dq, a, b, state.dq)
         warpgroup.commit_group()
 
-    def _sums(self, state: SimpleNamespace, at: wgmma.Uniform, chunk: int) -> Int64:
+    def _sums(self, state: SimpleNamespace, at: wgmma.Uniform, index: int) -> Int64:
         """Address of the warp's first sums of a part of a tile."""
         work, columns = state.work, self.memory.head_dim
         rows = (Int64(work.batch) * work.num_heads + at[0]) * padded_rows(work.query_length)
         rows = rows + at[1] * self.config.queries
         part_nbytes = 4 * BLOCK * self.columns
-        return state.sums + rows * (4 * columns) + (chunk * part_nbytes + state.warp * (part_nbytes // 4))
+        return state.sums + rows * (4 * columns) + (index * part_nbytes + state.warp * (part_nbytes // 4))
 
     # Zeros, some heads ahead.
 
@@ -186,12 +199,12 @@ class DqSum:
         """
         return self._counter(work, arrivals, Int64(head_index) * self.spec.group, Int32(-1))
 
-    def zero(self, work: SimpleNamespace, sums: tuple, slot: Int32) -> None:
+    def zero(self, work: SimpleNamespace, buffers: BackwardBuffers, slot: Int32) -> None:
         """Zeroes a share of the sums of a head that other CTAs add to later. Runs in one warp.
 
         Those of the first heads are zeroed by `StatisticsKernel`; the others here, where nothing waits for memory.
         """
-        (_, dq_sum, arrivals), nbytes = sums, 512
+        nbytes = 512
         target = work.head_index + work.ahead
         warps = self._zeroing_warps(work)
         index = work.tile * SLOTS + slot
@@ -200,14 +213,14 @@ class DqSum:
         first = Int64(target) * count * nbytes + index * nbytes + ptx.thread_index() % 32 * 16
 
         def clear(i: Int32) -> None:
-            address = dq_sum.toint() + first + Int64(warps) * nbytes * i
+            address = buffers.dq_sum.toint() + first + Int64(warps) * nbytes * i
             ptx.store_global_chunk(address, [Int32(0)] * 4)
 
         def run() -> None:
             wgmma.loop((count - index + (warps - 1)) // warps, clear)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                ptx.fetch_add_global(self._zeroed(work, arrivals, target), Int32(1), "release")
+                ptx.fetch_add_global(self._zeroed(work, buffers.arrivals, target), Int32(1), "release")
 
         cutlass.if_generate(target < work.all_heads, run)
 
@@ -227,7 +240,7 @@ class DqSum:
             i = first + SLOTS * lap
             head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
             tile = work.visit.end - 1 - i % visited
-            self._count(shared, work, (self._counter(work, arrivals, head, tile), tile), slot, added)
+            self._count(shared, work, self._counter(work, arrivals, head, tile), tile, slot, added)
 
         def added() -> None:
             wgmma.wait(shared.added + slot, at[1])
@@ -240,7 +253,8 @@ class DqSum:
         self,
         shared: SimpleNamespace,
         work: SimpleNamespace,
-        place: tuple[Int64, Int32],
+        counter: Int64,
+        tile: Int32,
         slot: Int32,
         added: Callable[[], None],
     ) -> None:
@@ -251,12 +265,12 @@ class DqSum:
         Args:
             shared: tiles and barriers.
             work: the tile of keys.
-            place: address of the tile's counter, and the tile.
+            counter: address of the tile's counter.
+            tile: of dq.
             slot: its slot.
             added: waits until the third warpgroup has added to it.
         """
-        del work
-        counter, _ = place
+        del work, tile
         added()
         with cute.arch.elect_one():
             left = ptx.fetch_add_global(counter, Int32(-1), "acq_rel")
@@ -279,8 +293,8 @@ class DqSum:
     def _store(self, state: SimpleNamespace) -> None:
         """Stores dq of the tile that has been counted, from its sums."""
         rows = self._rows(state, state.counted)
-        for chunk in range(len(self._chunks())):
-            address = self._sums(state, state.counted, chunk) + state.thread % 32 * 16
+        for index, chunk in enumerate(self._chunks()):
+            address = self._sums(state, state.counted, index) + state.thread % 32 * 16
             self._load(state, [address + 512 * n for n in range(self.columns // 8)])
             self._store_part(state, rows, chunk)
 
@@ -290,23 +304,23 @@ class DqSum:
             for k, x in enumerate(ptx.load_global_ordered(place)):
                 state.dq[4 * n + k] = x
 
-    def _rows(self, state: SimpleNamespace, at: wgmma.Uniform) -> tuple[Int32, Int64]:
-        """The first row of a tile, and its index among all rows of all heads."""
+    def _rows(self, state: SimpleNamespace, at: wgmma.Uniform) -> TileRows:
+        """Where the rows of a tile of dq are."""
         work, row = state.work, at[1] * self.config.queries
-        return row, (Int64(work.batch) * work.query_length + row) * work.num_heads + at[0]
+        return TileRows(row, (Int64(work.batch) * work.query_length + row) * work.num_heads + at[0])
 
-    def _store_part(self, state: SimpleNamespace, rows: tuple[Int32, Int64], chunk: int) -> None:
+    def _store_part(self, state: SimpleNamespace, rows: TileRows, chunk: Chunk) -> None:
         """Stores dq of a part of a tile, whose `_rows` these are, from the accumulator."""
-        work, spec, (row, first), (row_block, column) = state.work, self.spec, rows, self._chunks()[chunk]
+        work, spec = state.work, self.spec
         gradient.store_rows(
             state.dq,
-            min(self.columns, spec.head_dim - column),
-            state.dq_address + first * (2 * spec.head_dim) + 2 * column,
+            min(self.columns, spec.head_dim - chunk.column),
+            state.dq_address + rows.place * (2 * spec.head_dim) + 2 * chunk.column,
             Int64(work.num_heads) * (2 * spec.head_dim),
-            row=state.row + row_block * BLOCK,
+            row=state.row + chunk.row_block * BLOCK,
             quad_lane=state.thread % 4,
-            live=tiles.Rows(None, work.bounds["query_end"] - row),
-            stored_rows=work.query_length - row,
+            live=tiles.Rows(None, work.bounds["query_end"] - rows.first),
+            stored_rows=work.query_length - rows.first,
             mma_dtype=ptx.MMA_DTYPE[spec.dtype],
             factor=state.scale,
         )

@@ -20,19 +20,21 @@ mask code, masked ones (right window edge). Reads the statistics that are descri
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
+from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import SLOTS, BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_ordered import DqOrdered
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
-from jax_fastattn.kernels.sm90.key_tiles import KeyTiles
+from jax_fastattn.kernels.sm90.key_tiles import Call, HeadOrder, KeyTiles
 from jax_fastattn.kernels.sm90.producer import Producer
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
@@ -66,207 +68,68 @@ class FusedKernel:
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
 
-    def launch(
-        self,
-        query: cute.Pointer,
-        key: cute.Pointer,
-        value: cute.Pointer,
-        query_seq_lengths: cute.Pointer | None,
-        key_value_seq_lengths: cute.Pointer | None,
-        query_offset: cute.Pointer | None,
-        dout: cute.Pointer,
-        stats: cute.Pointer,
-        dk: cute.Pointer,
-        dv: cute.Pointer,
-        dq: cute.Pointer | None,
-        dq_sum: cute.Pointer | None,
-        arrivals: cute.Pointer | None,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        num_heads: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        section: Int32,
-        ahead: Int32,
-        multiprocessors: Int32,
-        scale: Float32,
-        logits_soft_cap: Float32,
-        stream: cuda.CUstream,
-    ) -> None:
-        """Launches the kernel; to be called from a `cute.jit` function.
+    def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+        """The launch of the kernel.
 
-        Args:
-            query: `[B, T, N, H]`; this and the operands up to dv as `backward.py` says.
-            key: `[B, S, K, H]`.
-            value: `[B, S, K, D]`.
-            query_seq_lengths: int32 `[B]` or None.
-            key_value_seq_lengths: int32 `[B]` or None.
-            query_offset: int32 `[B]` or None.
-            dout: `[B, T, N, D]`.
-            stats: float32 `[B, N, 2, padded_rows(T)]`; where dq is added, those of the first `ahead` heads are written,
-                and others once their counter says so.
-            dk: `[B, S, K, H]`, written in full, like dv.
-            dv: `[B, S, K, D]`.
-            dq: `[B, T, N, H]`; None unless the config adds dq, like the next two. Rows that no key tile adds to stay as
-                they are.
-            dq_sum: float32 `[B, N, padded_rows(T), padded H]` in its own order, zeros for the first `ahead`
-                heads; with `spec.ordered` anything.
-            arrivals: int32 `[B, N, 1 + padded_rows(T) / queries of a tile]`: one for zeros and statistics of a head, or
-                of the first head for tiles taken; then how many key tiles see each query tile, or with `spec.ordered`
-                zeros.
-            batch: B.
-            query_length: T.
-            key_length: S.
-            num_heads: N.
-            window_left: keys to the left of its own position that a query sees.
-            window_right: the same to the right.
-            section: key/value heads that are begun together, see `sections`.
-            ahead: heads from that which a CTA works on to that whose sums it zeroes.
-            multiprocessors: of the GPU.
-            scale: factor on q . k, of any sign.
-            logits_soft_cap: the cap.
-            stream: CUDA stream.
+        The statistics of the first `order.prepared` heads, and the zeros of the first `order.ahead` heads, are written
+        before it begins, and those of others once their counter says so. With `spec.ordered` sums may hold anything.
+        Rows of dq that no key tile adds to stay as they are.
         """
-        spec, config, memory = self.spec, self.config, self.memory
-        kv_heads = num_heads // spec.group
-        keys, queries = (batch, key_length, kv_heads), (batch, query_length, num_heads)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        query_tma = wgmma.tma_operand(load, query, queries, spec.head_dim, (config.queries, memory.head_dim))
-        key_tma = wgmma.tma_operand(load, key, keys, spec.head_dim, (WARPGROUP_ROWS, memory.head_dim))
-        value_tma = wgmma.tma_operand(load, value, keys, spec.v_head_dim, (WARPGROUP_ROWS, memory.v_head_dim))
-        dout_tma = wgmma.tma_operand(load, dout, queries, spec.v_head_dim, (config.queries, memory.v_head_dim))
-        self.kernel(
-            *query_tma,
-            *key_tma,
-            *value_tma,
-            *dout_tma,
-            query_seq_lengths,
-            key_value_seq_lengths,
-            query_offset,
-            stats,
-            dk,
-            dv,
-            dq,
-            dq_sum,
-            arrivals,
-            query_length,
-            key_length,
-            num_heads,
-            batch * kv_heads,
-            section,
-            ahead,
-            window_left,
-            window_right,
-            scale,
-            logits_soft_cap,
-        ).launch(
-            grid=(self.key_tiles.blocks(key_length, batch * kv_heads, multiprocessors), 1, 1),
-            block=(config.threads, 1, 1),
-            smem=memory.nbytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
-            use_pdl=True,
+        config, memory = self.config, self.memory
+        return Launch(
+            self.kernel,
+            (buffers, Sizes.of(scalars), order),
+            grid=self.key_tiles.blocks(scalars, order),
+            block=config.threads,
+            shared_bytes=memory.nbytes,
+            tma=Tma.boxes(self.spec, memory, buffers, scalars, query_rows=config.queries, key_rows=WARPGROUP_ROWS),
+            begins_early=True,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        query_atom: cute.CopyAtom,
-        query: cute.Tensor,
-        key_atom: cute.CopyAtom,
-        key: cute.Tensor,
-        value_atom: cute.CopyAtom,
-        value: cute.Tensor,
-        dout_atom: cute.CopyAtom,
-        dout: cute.Tensor,
-        query_seq_lengths: cute.Pointer | None,
-        key_value_seq_lengths: cute.Pointer | None,
-        query_offset: cute.Pointer | None,
-        stats: cute.Pointer,
-        dk: cute.Pointer,
-        dv: cute.Pointer,
-        dq: cute.Pointer | None,
-        dq_sum: cute.Pointer | None,
-        arrivals: cute.Pointer | None,
-        query_length: Int32,
-        key_length: Int32,
-        num_heads: Int32,
-        all_heads: Int32,
-        section: Int32,
-        ahead: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        scale: Float32,
-        logits_soft_cap: Float32,
-    ):
-        spec, config = self.spec, self.config
+    def kernel(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder):
         thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
-        if config.adds_dq:
+        if self.config.adds_dq:
             self._write_constants(thread, shared)
-        self._initialize(warp_index, shared, (query_atom, key_atom, value_atom, dout_atom))
-        problem = (
-            (query_length, key_length, num_heads, all_heads, section, ahead),
-            (query_seq_lengths, key_value_seq_lengths, query_offset),
-            (window_left, window_right),
-        )
-        operands = ((query_atom, query), (key_atom, key), (value_atom, value), (dout_atom, dout))
-        sums, factors = (dq, dq_sum, arrivals), (scale, logits_soft_cap)
-        self._divide(shared, problem, (thread, warp_index), operands, stats, (dk, dv), sums, factors)
+        self._initialize(warp_index, shared, tma)
+        self._divide(shared, Call(tma, buffers, sizes, order), thread, warp_index)
         # For the kernel before it, beside which it runs: what is launched next relies on both.
         cute.arch.griddepcontrol_wait()
 
-    def _divide(
-        self,
-        shared: SimpleNamespace,
-        problem: tuple,
-        who: tuple[Int32, Int32],
-        operands: tuple,
-        stats: cute.Pointer,
-        outputs: tuple,
-        sums: tuple,
-        factors: tuple[Float32, Float32],
-    ) -> None:
+    def _divide(self, shared: SimpleNamespace, call: Call, thread: Int32, warp_index: Int32) -> None:
         """Warpgroups: two consumers, the one that computes dq if the kernel does, and the producer's.
 
         The producer's other warps zero sums of dq and count their tiles.
         """
-        spec, config = self.spec, self.config
-        thread, warp_index = who
-        _, _, arrivals = sums
-        scale, logits_soft_cap = factors
+        spec, config, buffers, scale = self.spec, self.config, call.buffers, call.sizes.scale
         adder = (DqOrdered if spec.ordered else DqSum)(spec, self.memory, self.dtype)
         consumers, producer = config.consumer_threads // 32, config.threads // 32 - 4
 
         def produce() -> None:
             cute.arch.setmaxregister_decrease(config.registers[2])
             emit = Producer(spec.group, self.memory)
-            load = emit.start(shared, operands, stats, lambda work: adder.prepare(work, arrivals))
+            load = emit.start(shared, call.tma, buffers.stats, lambda work: adder.prepare(work, buffers.arrivals))
             if not config.adds_dq:
-                cutlass.if_generate(
-                    warp_index == producer, lambda: self.key_tiles.each(shared, problem, load, arrivals)
-                )
+                cutlass.if_generate(warp_index == producer, lambda: self.key_tiles.each(shared, call, load, takes=True))
                 return
             slot, at = warp_index - (producer + 1), wgmma.Uniform(Int32(0), Int32(0))
 
             def zero_and_count(work: SimpleNamespace, _: Int32) -> None:
-                adder.zero(work, sums, slot)
-                adder.count(shared, work, arrivals, slot, at)
+                adder.zero(work, buffers, slot)
+                adder.count(shared, work, buffers.arrivals, slot, at)
 
-            # The first head's counter of zeros and statistics, which nobody waits for, is that of the tiles taken.
             cutlass.if_generate(
                 slot >= 0,
-                lambda: self.key_tiles.each(shared, problem, zero_and_count),
-                lambda: self.key_tiles.each(shared, problem, load, arrivals),
+                lambda: self.key_tiles.each(shared, call, zero_and_count),
+                lambda: self.key_tiles.each(shared, call, load, takes=True),
             )
 
         def add_dq() -> None:
             cute.arch.setmaxregister_decrease(config.registers[1])
-            state = adder.start(shared, sums, thread - config.consumer_threads, scale)
-            self.key_tiles.each(shared, problem, lambda work, phase: adder.run(state, work, phase))
+            state = adder.start(shared, buffers, thread - config.consumer_threads, scale)
+            self.key_tiles.each(shared, call, lambda work, phase: adder.run(state, work, phase))
 
         def others() -> None:
             if config.adds_dq:
@@ -277,9 +140,9 @@ class FusedKernel:
         def consume() -> None:
             cute.arch.setmaxregister_increase(config.registers[0])
             factor = gradient.nonzero(scale) if spec.divides_lse else scale
-            transform = softmax.Transform.of(spec, factor, logits_soft_cap)
-            state = self._consumer(shared, transform, who)
-            self.key_tiles.each(shared, problem, lambda work, phase: self._consume(state, work, phase, outputs, scale))
+            transform = softmax.Transform.of(spec, factor, call.sizes.logits_soft_cap)
+            state = self._consumer(shared, transform, thread, warp_index)
+            self.key_tiles.each(shared, call, lambda work, phase: self._consume(state, work, phase, buffers, scale))
 
         cutlass.if_generate(warp_index >= consumers, others, consume)
 
@@ -331,14 +194,13 @@ class FusedKernel:
             shared.key_columns = staged(0, WARPGROUP_ROWS, columns, 2 * memory.head_dim // columns)
         return shared
 
-    def _initialize(self, warp_index: Int32, shared: SimpleNamespace, atoms: tuple) -> None:
+    def _initialize(self, warp_index: Int32, shared: SimpleNamespace, tma: Tma) -> None:
         """Initialises the barriers, and makes them visible to all threads and to TMA."""
         config = self.config
         arrivals = config.consumer_threads // 32
 
         def initialize() -> None:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
+            tma.prefetch_descriptors()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(shared.key_full, 1)
                 cute.arch.mbarrier_init(shared.value_full, 1)
@@ -378,11 +240,10 @@ class FusedKernel:
     # Consumers.
 
     def _consumer(
-        self, shared: SimpleNamespace, transform: softmax.Transform, who: tuple[Int32, Int32]
+        self, shared: SimpleNamespace, transform: softmax.Transform, thread: Int32, warp_index: Int32
     ) -> SimpleNamespace:
         """What a consumer warpgroup keeps from one tile of keys to the next."""
         config, memory = self.config, self.memory
-        thread, warp_index = who
         group = warp_index // 4
         lane_row, lane_column = accumulator_lane(thread % 32)
         score_mma = wgmma.product(self.dtype, config.queries, a_in_registers=False, b_transposed=False)
@@ -423,7 +284,7 @@ class FusedKernel:
         return state
 
     def _consume(
-        self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32, outputs: tuple, scale: Float32
+        self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32, buffers: BackwardBuffers, scale: Float32
     ) -> None:
         """Everything a consumer warpgroup does for a tile of keys."""
         config, spec, shared, visit = self.config, self.spec, state.shared, work.visit
@@ -462,7 +323,7 @@ class FusedKernel:
 
         wgmma.loop(Int32(spec.group), visit_head)
         wgmma.release(shared.keys_empty)
-        self._store(state, outputs, scale)
+        self._store(state, buffers, scale)
 
     def _tile(self, state: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
         """One query tile: scores and dP pass through the same registers, to leave enough."""
@@ -662,14 +523,14 @@ class FusedKernel:
 
     # Results.
 
-    def _store(self, state: SimpleNamespace, outputs: tuple, scale: Float32) -> None:
+    def _store(self, state: SimpleNamespace, buffers: BackwardBuffers, scale: Float32) -> None:
         """Stores dk and dv from registers."""
-        work, (dk, dv) = state.work, outputs
+        work = state.work
         thread, row, _ = self._lane()
         first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
         for acc, target, head_dim, factor in (
-            (state.dk, dk, self.spec.head_dim, scale),
-            (state.dv, dv, self.spec.v_head_dim, None),
+            (state.dk, buffers.dk, self.spec.head_dim, scale),
+            (state.dv, buffers.dv, self.spec.v_head_dim, None),
         ):
             gradient.store_rows(
                 acc,

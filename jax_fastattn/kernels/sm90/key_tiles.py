@@ -3,14 +3,17 @@
 """Which tiles of keys a CTA of a key-stationary kernel works on, and in which order."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
+from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import BackwardMemory
 from jax_fastattn.kernels.spec import KernelSpec
@@ -21,19 +24,29 @@ SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
 
 
 class HeadOrder(NamedTuple):
-    """In which order heads are worked on.
+    """In which order a kernel works on heads: on query heads for dq alone, else on key/value heads.
 
     Attributes:
-        heads: those of all batch entries; key/value heads in a key-stationary kernel, as below.
-        section: heads that are begun together, see `plan.section`.
-        ahead: key/value heads from that which a CTA works on to that whose sums it zeroes.
-        prepared: key/value heads whose statistics are written before the key-stationary kernel begins.
+        heads: those of all batch entries.
+        section: how many are begun together, see `plan.section`.
+        ahead: from the head that a CTA works on to that whose sums it zeroes; None for dq alone, like the next one.
+        prepared: how many have their statistics written before the key-stationary kernel begins.
     """
 
     heads: Int32
     section: Int32
-    ahead: Int32 | None = None
-    prepared: Int32 | None = None
+    ahead: Any = None
+    prepared: Any = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a key-stationary kernel computes with."""
+
+    tma: Tma
+    buffers: BackwardBuffers
+    sizes: Sizes
+    order: HeadOrder
 
 
 class KeyTiles:
@@ -51,39 +64,40 @@ class KeyTiles:
         """Tiles of a key/value head."""
         return (key_length + (self.config.keys - 1)) // self.config.keys
 
-    def blocks(self, key_length: Int32, heads: Int32, multiprocessors: Int32) -> Int32:
-        """CTAs: one for each tile of `heads` heads; where dq is computed one per SM, which takes many tiles."""
-        count = self.count(key_length) * heads
-        return Int32(cutlass.min(count, multiprocessors)) if self.config.adds_dq else count
+    def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
+        """CTAs: one for each tile of keys; where dq is computed one per SM, which takes many tiles."""
+        count = self.count(scalars.key_length) * order.heads
+        return Int32(cutlass.min(count, scalars.multiprocessors)) if self.config.adds_dq else count
 
-    def sections(
-        self, query_length: Int32, key_length: Int32, heads: Int32, multiprocessors: Int32
-    ) -> tuple[Int32, Int32]:
-        """Returns how many of `heads` key/value heads are begun together, and how many heads ahead sums are zeroed.
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """The order of the heads of a launch, without `prepared`.
 
-        As many heads as the latter are begun before zeros and statistics of others can be there.
+        As many heads as are `ahead` are begun before zeros and statistics of others can be there.
         """
-        key_tiles, spec = self.count(key_length), self.spec
+        heads, multiprocessors = scalars.batch * (scalars.num_heads // self.spec.group), scalars.multiprocessors
+        key_tiles, spec = self.count(scalars.key_length), self.spec
         if spec.ordered:
             row_nbytes = 2 * (self.memory.head_dim + self.memory.v_head_dim) + 4 * self.memory.head_dim
             most_rows = SECTION_NBYTES[spec.uneven] // row_nbytes // spec.group
-            section = Int32(tiles.alike_section(most_rows, query_length, heads))
+            section = Int32(tiles.alike_section(most_rows, scalars.query_length, heads))
         else:
             section = Int32(tiles.section(multiprocessors, key_tiles, heads, int(spec.uneven)))
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
-        return section, Int32(cutlass.max(section, filling))
+        return HeadOrder(heads, section, Int32(cutlass.max(section, filling)))
 
     def each(
         self,
         shared: SimpleNamespace,
-        problem: tuple,
+        call: Call,
         visit: Callable[[SimpleNamespace, Int32], None],
-        taken: cute.Pointer | None = None,
+        *,
+        takes: bool = False,
     ) -> None:
         """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
 
-        Then the producer, which alone passes the counter of tiles that have been `taken`, takes the next one for all of
-        the CTA. `problem` has the last three arguments of `_work`.
+        Then the producer, which alone `takes` tiles, takes the next one for all of the CTA. The counter of the tiles
+        that have been taken is the first one in `arrivals`: that of the first head's zeros and statistics, for which
+        nothing waits.
 
         No CTA waits for ever, however few CTAs run and however many tiles there are. Work on a tile waits for work on
         tiles that are earlier in the order: for zeros of sums, which come with an earlier section of heads, or for a
@@ -92,16 +106,16 @@ class KeyTiles:
         tile waits for no other one, and its CTA is at work on it.
         """
         if not self.config.adds_dq:
-            visit(self._work(cute.arch.block_idx()[0], *problem), Int32(0))
+            visit(self._work(cute.arch.block_idx()[0], call), Int32(0))
             return
-        key_length, all_heads = problem[0][1], problem[0][3]
         address, phase = shared.address + self.memory.index_start, wgmma.Uniform(Int32(0))
 
         def take() -> Int32:
-            if taken is not None:
+            if takes:
                 wgmma.wait(shared.index_empty, phase[0] ^ 1)
                 with cute.arch.elect_one():
-                    ptx.store_shared(address, ptx.fetch_add_global(taken.toint(), Int32(1), "relaxed"))
+                    taken = call.buffers.arrivals.toint()
+                    ptx.store_shared(address, ptx.fetch_add_global(taken, Int32(1), "relaxed"))
                     cute.arch.mbarrier_arrive(shared.index_full)
             wgmma.wait(shared.index_full, phase[0])
             index = cute.arch.make_warp_uniform(ptx.load_shared(address))
@@ -109,26 +123,25 @@ class KeyTiles:
             return index
 
         def available(index: Int32) -> Boolean:
-            return Boolean(index < self.count(key_length) * all_heads)
+            return Boolean(index < self.count(call.sizes.key_length) * call.order.heads)
 
         with while_generate([take()], available) as (index,):
-            visit(self._work(index, *problem), phase[0])
+            visit(self._work(index, call), phase[0])
             phase[0] = phase[0] ^ 1
             yield_out([take()])
 
-    def _work(self, index: Int32, sizes: tuple[Int32, ...], operands: tuple, window: tuple) -> SimpleNamespace:
+    def _work(self, index: Int32, call: Call) -> SimpleNamespace:
         """The keys of a tile and the query tiles that see them; under a causal mask the first keys have most.
 
         The index is that of a tile in the order in which they are taken.
         """
-        spec, config = self.spec, self.config
-        query_length, key_length, num_heads, all_heads, section, ahead = sizes
-        kv_heads = num_heads // spec.group
-        key_tiles = self.count(key_length)
-        tile, head_index = tiles.place_in_sections(index, section, key_tiles, all_heads)
+        spec, config, sizes, order = self.spec, self.config, call.sizes, call.order
+        kv_heads = sizes.num_heads // spec.group
+        key_tiles = self.count(sizes.key_length)
+        tile, head_index = tiles.place_in_sections(index, order.section, key_tiles, order.heads)
         batch = head_index // kv_heads
         row = tile * config.keys
-        bounds = tiles.load_bounds(spec, batch, (query_length, key_length), operands, window)
+        bounds = tiles.entry_bounds(spec, batch, call.buffers, sizes)
         visit = tiles.query_tiles(row, config.keys, config.queries, **bounds)
         if config.adds_dq:
             # Keys past the end would add to dq: where there are some, every tile is masked.
@@ -138,17 +151,17 @@ class KeyTiles:
         return SimpleNamespace(
             tile=tile,
             key_tiles=key_tiles,
-            ahead=ahead,
+            ahead=order.ahead,
             head_index=head_index,
-            all_heads=all_heads,
+            all_heads=order.heads,
             row=row,
             batch=batch,
             kv_head=head_index % kv_heads,
             kv_heads=kv_heads,
             first_head=head_index % kv_heads * spec.group,
-            num_heads=num_heads,
-            query_length=query_length,
-            key_length=key_length,
+            num_heads=sizes.num_heads,
+            query_length=sizes.query_length,
+            key_length=sizes.key_length,
             bounds=bounds,
             visit=visit,
             steps=(visit.end - visit.begin) * spec.group,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.tma import Tma, TmaOperand
 from jax_fastattn.kernels.sm90.backward_config import BackwardMemory, padded_rows, stats_row_nbytes
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 
@@ -26,7 +27,7 @@ class Producer:
     def start(
         self,
         shared: SimpleNamespace,
-        operands: tuple,
+        tma: Tma,
         stats: cute.Pointer,
         prepare: Callable[[SimpleNamespace], None],
     ) -> Callable[[SimpleNamespace, Int32], None]:
@@ -34,28 +35,27 @@ class Producer:
 
         Args:
             shared: tiles and barriers.
-            operands: copy atom and coordinates of Q, K, V, dO.
+            tma: Q, K, V, dO.
             stats: see `gradient.py`.
             prepare: where dq is computed comes before all, see `DqSum.prepare`.
         """
         config, memory = self.config, self.memory
-        query, key, value, dout = operands
         queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
         douts = wgmma.Ring(shared.dout_full, shared.dout_empty, config.stages)
         groups = config.keys // WARPGROUP_ROWS
 
         def load_keys(
-            work: SimpleNamespace, operand: tuple, tile: cute.Tensor, barrier: cute.Pointer, columns: int
+            work: SimpleNamespace, operand: TmaOperand, tile: cute.Tensor, barrier: cute.Pointer, columns: int
         ) -> None:
-            copy = wgmma.tma_copy(*operand, tile, (work.kv_head, work.batch))
+            copy = operand.copy(tile, work.kv_head, work.batch)
             wgmma.expect(barrier, config.keys * columns * 2)
             for group in range(groups):
                 copy(groups * work.tile + group, group, barrier)
 
         def load_head(work: SimpleNamespace, member: Int32) -> None:
             head = work.first_head + member
-            copy_query = wgmma.tma_copy(*query, shared.query, (head, work.batch))
-            copy_dout = wgmma.tma_copy(*dout, shared.dout, (head, work.batch))
+            copy_query = tma.query.copy(shared.query, head, work.batch)
+            copy_dout = tma.dout.copy(shared.dout, head, work.batch)
             head_row = (Int64(work.batch) * work.num_heads + head) * padded_rows(work.query_length)
 
             def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
@@ -81,8 +81,8 @@ class Producer:
             if config.adds_dq:
                 prepare(work)
                 wgmma.wait(shared.keys_empty, phase ^ 1)
-            load_keys(work, key, shared.key, shared.key_full, memory.head_dim)
-            load_keys(work, value, shared.value, shared.value_full, memory.v_head_dim)
+            load_keys(work, tma.key, shared.key, shared.key_full, memory.head_dim)
+            load_keys(work, tma.value, shared.value, shared.value_full, memory.v_head_dim)
             wgmma.loop(Int32(self.group), lambda member: load_head(work, member))
 
         return load_all

@@ -16,11 +16,13 @@ each other, and those of the other warpgroup fill the gaps.
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
@@ -31,14 +33,28 @@ from jax_fastattn.kernels.sm90.fused import Edges, FusedKernel
 _WEIGHTS_READY = 3
 
 
+class _Stages(NamedTuple):
+    """Tiles in shared memory, `[rows, columns, stage]`, and the barriers on which their stages are given back."""
+
+    tiles: cute.Tensor
+    empty: cute.Pointer
+
+
+class _Result(NamedTuple):
+    """Where a sum goes, its head dim, and the factor on it."""
+
+    target: cute.Pointer
+    head_dim: int
+    factor: Float32 | None
+
+
 class WideKernel(FusedKernel):
     """Writes dk and dv."""
 
     def _consumer(
-        self, shared: SimpleNamespace, transform: softmax.Transform, who: tuple[Int32, Int32]
+        self, shared: SimpleNamespace, transform: softmax.Transform, thread: Int32, warp_index: Int32
     ) -> SimpleNamespace:
         """What a consumer warpgroup has for its tile of keys."""
-        thread, warp_index = who
         lane_row, lane_column = accumulator_lane(thread % 32)
         mma = wgmma.product(self.dtype, self.config.queries, a_in_registers=False, b_transposed=False)
         return SimpleNamespace(
@@ -54,21 +70,22 @@ class WideKernel(FusedKernel):
         )
 
     def _consume(
-        self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32, outputs: tuple, scale: Float32
+        self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32, buffers: BackwardBuffers, scale: Float32
     ) -> None:
         """Everything a consumer warpgroup does."""
         shared, state.work = state.shared, work
         wgmma.wait(shared.key_full, phase)
         wgmma.wait(shared.value_full, phase)
 
-        queries, douts = (shared.query, shared.query_empty), (shared.dout, shared.dout_empty)
-        dk, dv = outputs
+        queries, douts = _Stages(shared.query, shared.query_empty), _Stages(shared.dout, shared.dout_empty)
+        dk = _Result(buffers.dk, self.spec.head_dim, scale)
+        dv = _Result(buffers.dv, self.spec.v_head_dim, None)
 
         def compute_dv() -> None:
-            self._run(state, shared.key, queries, douts, self._give_weights, (dv, self.spec.v_head_dim, None))
+            self._run(state, shared.key, queries, douts, self._give_weights, dv)
 
         def compute_dk() -> None:
-            self._run(state, shared.value, douts, queries, self._take_weights, (dk, self.spec.head_dim, scale))
+            self._run(state, shared.value, douts, queries, self._take_weights, dk)
 
         cutlass.if_generate(state.group == 0, compute_dv, compute_dk)
 
@@ -76,34 +93,34 @@ class WideKernel(FusedKernel):
         self,
         state: SimpleNamespace,
         left: cute.Tensor,
-        right: tuple[cute.Tensor, cute.Pointer],
-        added: tuple[cute.Tensor, cute.Pointer],
+        right: _Stages,
+        added: _Stages,
         differentiate: Callable[..., list[Int32]],
-        result: tuple[cute.Pointer, int, Float32 | None],
+        result: _Result,
     ) -> None:
         """All tiles of one warpgroup: its product `left right^T`, and `sum += fragment^T added`.
 
         Args:
             state: what both warpgroups have.
             left: factor of the product, of the keys.
-            right: the other one, a ring, and the barriers on which its stages are given back.
-            added: the same of the sum.
+            right: the other one.
+            added: right factor of the sum.
             differentiate: from the product to the fragment, in 16 bits.
-            result: where the sum goes, its head dim and its factor.
+            result: where the sum goes.
         """
         spec, visit = self.spec, state.work.visit
-        columns = cute.size(added[0], mode=[1])
+        columns = cute.size(added.tiles, mode=[1])
         shape = (WARPGROUP_ROWS, self.config.queries)
-        state.differentiate, state.right_empty, state.added_empty = differentiate, right[1], added[1]
+        state.differentiate, state.right_empty, state.added_empty = differentiate, right.empty, added.empty
         held_mma = wgmma.product(self.dtype, self.config.queries, a_in_registers=True, b_transposed=False)
         steps = cute.size(left, mode=[1]) // 16
         count = min(self.config.held, steps)
         held = wgmma.load_a(held_mma, left, 0, count, state.thread % 128)
         rest = wgmma.operand_a(state.mma, left)[None, None, None, 0]
         state.left = [(held_mma, held, k) if k < count else (state.mma, rest, k) for k in range(steps)]
-        state.right = wgmma.operand_b(state.mma, right[0])
+        state.right = wgmma.operand_b(state.mma, right.tiles)
         state.sum_mma = wgmma.product(self.dtype, columns, a_in_registers=True, b_transposed=True)
-        state.added = wgmma.operand_b(state.sum_mma, wgmma.transposed(added[0]))
+        state.added = wgmma.operand_b(state.sum_mma, wgmma.transposed(added.tiles))
         state.fragment = wgmma.fragment_a(state.sum_mma, shape, self.dtype)
         state.sum = wgmma.accumulator(state.sum_mma, (WARPGROUP_ROWS, columns))
         state.sum.fill(0.0)
@@ -131,7 +148,7 @@ class WideKernel(FusedKernel):
                 self._finish_sum(state)
 
         wgmma.loop(ptx.where(visit.begin < visit.end, Int32(spec.group), Int32(0)), visit_head)
-        self._store_sum(state, *result)
+        self._store_sum(state, result)
 
     def _step(self, state: SimpleNamespace, tile: Int32, edges: Edges | None, first: bool = False) -> None:
         """The product of one tile and its sum, or with overlap that of the one before."""
@@ -207,7 +224,7 @@ class WideKernel(FusedKernel):
         start = state.shared.address + self.memory.weights_start + stage * self.memory.weights_nbytes
         return start + state.thread % 128 * 16 + pair // 4 * 2048
 
-    def _store_sum(self, state: SimpleNamespace, target: cute.Pointer, head_dim: int, factor: Float32 | None) -> None:
+    def _store_sum(self, state: SimpleNamespace, result: _Result) -> None:
         """Stores dk or dv from registers. Rows of keys that no query sees may hold NaN there, of their K or V."""
         work, spec = state.work, self.spec
         live = tiles.Rows(None, work.bounds["key_end"] - work.row)
@@ -217,13 +234,13 @@ class WideKernel(FusedKernel):
         first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
         gradient.store_rows(
             state.sum,
-            head_dim,
-            target.toint() + first * (2 * head_dim),
-            Int64(work.kv_heads) * (2 * head_dim),
+            result.head_dim,
+            result.target.toint() + first * (2 * result.head_dim),
+            Int64(work.kv_heads) * (2 * result.head_dim),
             row=state.row,
             quad_lane=state.thread % 4,
             live=live,
             stored_rows=work.key_length - work.row,
             mma_dtype=self.mma_dtype,
-            factor=factor,
+            factor=result.factor,
         )
