@@ -61,12 +61,12 @@ def test_dlse_of_rows_that_see_nothing_reaches_the_gradient_of_sinks(
     sees, _, _ = visible_rows(spec, operands)
     found = evaluate(attention_reference, spec, operands, dout, dlse)
 
-    def launch(kernel: KernelSpec, problem: Any, arrays: Any, results: Any) -> list[jax.Array]:
-        del problem, arrays
+    def launch(kernel: KernelSpec, problem: Any, given: Any, shapes: Any) -> dict[str, jax.Array]:
+        del problem, given
         delta = jnp.where(sees, (found.out * dout).sum(-1) - dlse, 0.0).swapaxes(1, 2)
         lse = jnp.where(sees, found.lse, jnp.inf).swapaxes(1, 2)
-        gradients = [jnp.zeros(shape) for shape, _ in results[:3]]
-        return [*gradients, stored(kernel, lse, delta, results[3][0])]
+        gradients = {name: jnp.zeros(shapes[name]) for name in ("dq", "dk", "dv")}
+        return gradients | {"stats": stored(kernel, lse, delta, shapes["stats"])}
 
     monkeypatch.setattr(ffi, "arch", lambda: arch)
     monkeypatch.setattr(cuda, "_launch", launch)

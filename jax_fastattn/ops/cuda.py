@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.core
@@ -14,6 +13,7 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
+from jax_fastattn.kernels.arguments import present_buffers
 from jax_fastattn.kernels.sm80 import backward_config as sm80
 from jax_fastattn.kernels.sm90 import backward_config as sm90
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
@@ -60,13 +60,13 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     padded = _for_kernels(operands)
     problem = Problem.of(spec, padded)
     rows = padded.query.shape[:3]
-    out, lse = _launch(
+    found = _launch(
         kernel_spec(problem, "forward", ffi.arch()),  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
         problem,
-        padded.arrays(),
-        [(rows + padded.value.shape[3:], padded.query.dtype), (rows, jnp.float32)],
+        padded._asdict(),
+        {"out": rows + padded.value.shape[3:], "lse": rows},
     )
-    return cut_head_dim(out, operands.value.shape[3]), lse
+    return cut_head_dim(found["out"], operands.value.shape[3]), found["lse"]
 
 
 def backward(
@@ -81,29 +81,33 @@ def backward(
     """One custom call, which launches every kernel of the backward pass; see `portable.backward` for `wanted`."""
     padded = _for_kernels(operands)._replace(sinks=None)
     problem = Problem.of(spec, padded)
-    cotangents = [pad_head_dim(out), lse, pad_head_dim(dout)] + ([] if dlse is None else [dlse])
+    residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
     kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
     batch, query_length, num_heads = lse.shape
-    backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
-    scratch = backward_scratch(kernel, batch, query_length, num_heads)
-    dq, dk, dv, stats, *_ = _launch(
-        kernel,
-        problem,
-        padded.arrays() + cotangents,
-        [*((x.shape, x.dtype) for x in padded[:3]), *scratch],
-    )
+    scratch = _backward_scratch(kernel, batch, query_length, num_heads)
+    gradients = {"dq": padded.query.shape, "dk": padded.key.shape, "dv": padded.value.shape}
+    found = _launch(kernel, problem, padded._asdict() | residuals, gradients | scratch)
     dsinks = None
     if operands.sinks is not None and "sinks" in wanted:
-        dsinks = sinks_gradient(operands.sinks, lse, row_delta(kernel, stats, query_length, dlse))
-    dscaled = cut_head_dim(dq, operands.query.shape[3])
+        dsinks = sinks_gradient(operands.sinks, lse, row_delta(kernel, found["stats"], query_length, dlse))
+    dscaled = cut_head_dim(found["dq"], operands.query.shape[3])
     return Gradients(
         query=_scaled(dscaled, operands),
-        key=cut_head_dim(dk, operands.key.shape[3]),
-        value=cut_head_dim(dv, operands.value.shape[3]),
+        key=cut_head_dim(found["dk"], operands.key.shape[3]),
+        value=cut_head_dim(found["dv"], operands.value.shape[3]),
         bias=None,
         sinks=dsinks,
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
+
+
+def _backward_scratch(kernel: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the scratch arrays by name."""
+    if kernel.family == "sm90":
+        return sm90.backward_scratch(kernel, batch, query_length, num_heads)
+    names = [name for name, buffer in present_buffers(kernel).items() if buffer and buffer.role == "scratch"]
+    shapes = (shape for shape, _ in sm80.backward_scratch(kernel, batch, query_length, num_heads))
+    return dict(zip(names, shapes, strict=True))
 
 
 def row_delta(kernel: KernelSpec, stats: jax.Array, query_length: int, dlse: jax.Array | None) -> jax.Array:
@@ -142,12 +146,36 @@ def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Ar
 
 
 def _launch(
-    kernel: KernelSpec, problem: Problem, arrays: Sequence[jax.Array], results: Sequence[tuple[tuple[int, ...], Any]]
-) -> list[jax.Array]:
+    kernel: KernelSpec,
+    problem: Problem,
+    operands: Mapping[str, jax.Array | None],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, jax.Array]:
+    """One custom call; the buffers are those of `present_buffers`.
+
+    Args:
+        kernel: the compile key.
+        problem: what it is made from.
+        operands: the operands by name; None is absent.
+        shapes: of the results and of scratch, by name.
+
+    Returns:
+        results and scratch by name.
+    """
+    buffers = {name: buffer for name, buffer in present_buffers(kernel).items() if buffer is not None}
+    names = [name for name, buffer in buffers.items() if buffer.role == "operand"]
+    results = {name: (shapes[name], buffer.dtype) for name, buffer in buffers.items() if buffer.role != "operand"}
+    given = {name for name, x in operands.items() if x is not None}
+    assert given == set(names) and shapes.keys() == results.keys(), (kernel, given, set(shapes))
     scalars = launch_scalars(problem, ffi.multiprocessors())
-    ints, floats = scalars.of_dtype("int32"), scalars.of_dtype("float32")
-    shapes = tuple((shape, jnp.dtype(dtype).name) for shape, dtype in results)
-    return launch_p.bind(*arrays, kernel=kernel, ints=ints, floats=floats, results=shapes)
+    found = launch_p.bind(
+        *(operands[name] for name in names),
+        kernel=kernel,
+        ints=scalars.of_dtype("int32"),
+        floats=scalars.of_dtype("float32"),
+        results=tuple(results.values()),
+    )
+    return dict(zip(results, found, strict=True))
 
 
 def _launch_abstract(*_, results, **params):  # type: ignore[no-untyped-def]

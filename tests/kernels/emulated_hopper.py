@@ -156,15 +156,13 @@ def run_backward(
     kernel = BackwardKernel(spec, config, dq)
     operands = {"dq": "query", "dk": "key", "dv": "value"}
     arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
-    scratch = backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group)
-    for name, (shape, dtype) in zip(("stats", "dq_sum", "arrivals"), scratch, strict=False):
+    for name, shape in backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group).items():
+        dtype = launch_buffers(spec)[name]
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
     memory, buffers = place(spec, arrays)
     scalars = launch_scalars(spec, sizes)
     texts = compile_kernel(kernel, spec)
     for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
         start(launch, texts, memory)
-    gradients = {
-        x: memory.read(getattr(buffers, x), arrays[x].shape, arrays[x].dtype).astype(np.float64) for x in operands
-    }
-    return gradients | {"stats": memory.read(buffers.stats, arrays["stats"].shape, np.float32)}
+    found = {x: memory.read(getattr(buffers, x), arrays[x].shape, arrays[x].dtype) for x in (*operands, "stats")}
+    return {x: found[x].astype(np.float64) for x in operands} | {"stats": found["stats"]}

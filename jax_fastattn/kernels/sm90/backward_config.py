@@ -325,18 +325,14 @@ def dq_config(spec: KernelSpec) -> DqConfig:
     return next(config for config in configs if DqMemory.of(spec, config).fits)
 
 
-def backward_scratch(
-    spec: KernelSpec, batch: int, query_length: int, num_heads: int
-) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the scratch arrays of a launch: statistics and, if dq is added up, its sums and counters.
+def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the scratch arrays of a launch by name: statistics and, if dq is added up, its sums and counters.
 
-    Statistics are float32, or if dq is added up eight bfloat16 in the place of four. Counters are of zeros and of
-    tiles.
+    Where dq is added up a statistic has eight bfloat16, in the place of four float32.
     """
     heads, rows = (batch, num_heads), padded_rows(query_length)
-    scratch: list[tuple[tuple[int, ...], str]] = [((*heads, 2, rows * stats_row_nbytes(spec.fused) // 4), "float32")]
+    scratch: dict[str, tuple[int, ...]] = {"stats": (*heads, 2, rows * stats_row_nbytes(spec.fused) // 4)}
     if spec.fused:
-        scratch += [((*heads, rows, padded_head_dim(spec.head_dim)), "float32")]
-        counters = (*heads, head_counters(query_length, backward_config(spec).queries))
-        scratch += [(counters, "int32")]
+        scratch["dq_sum"] = (*heads, rows, padded_head_dim(spec.head_dim))
+        scratch["arrivals"] = (*heads, head_counters(query_length, backward_config(spec).queries))
     return scratch

@@ -1,0 +1,76 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The definition of a launch's arguments, on which custom calls, host functions and kernels rely."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jax_fastattn import ffi
+from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, Sizes, buffers_type, present_buffers
+from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_buffers, launch_scalars
+from jax_fastattn.ops import cuda
+from jax_fastattn.spec import AttentionSpec, Operands, Problem
+
+ROLES = ("operand", "result", "scratch")
+SPECS = [
+    KernelSpec(op, arch, "float16", head_dim, head_dim, family=family)
+    for op in ("forward", "backward")
+    for arch, family in (("sm_80", "sm80"), ("sm_90a", "sm90"))
+    for head_dim in (64, 192)
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda x: f"{x.family}-{x.op}-{x.head_dim}")
+def test_operands_come_before_results_and_results_before_scratch(spec: KernelSpec) -> None:
+    """Custom calls pass operands, then results; whoever reads results takes those before scratch."""
+    buffers = present_buffers(spec)
+    assert tuple(buffers) == buffers_type(spec)._fields
+    order = [ROLES.index(buffer.role) for buffer in buffers.values() if buffer is not None]
+    assert order == sorted(order)
+
+
+def test_buffers_are_there_if_the_compile_key_says_so() -> None:
+    plain = KernelSpec("backward", "sm_90a", "float16", 64, 64, family="sm90")
+    absent = {"query_seq_lengths", "key_value_seq_lengths", "query_offset", "dlse"}
+    assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent
+    full = dataclasses.replace(plain, **dict.fromkeys(absent, True))
+    assert None not in launch_buffers(full).values()
+    assert launch_buffers(full)["dq"] == "float16" and launch_buffers(full)["arrivals"] == "int32"
+    wide = launch_buffers(dataclasses.replace(full, head_dim=192))
+    assert wide["dq_sum"] is wide["arrivals"] is None
+
+
+def test_integers_come_before_floats() -> None:
+    """A custom call has an array of either, and passes all integers first."""
+    scalars = Scalars(*Scalars._fields)
+    assert set(SCALAR_DTYPES.values()) == {"int32", "float32"}
+    assert scalars.of_dtype("int32") + scalars.of_dtype("float32") == tuple(scalars)
+    assert Sizes.of(scalars) == Sizes._fields
+
+
+def test_a_launch_takes_all_operands_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the kernel lacks would be dropped without a word."""
+    x = jnp.zeros((2, 3, 4, 64), jnp.bfloat16)
+    operands = Operands(x, x, x, query_offset=jnp.zeros(2, jnp.int32))
+    problem = Problem.of(AttentionSpec(0.5, present=operands.present()), operands)
+    kernel = kernel_spec(problem, "forward", "sm_90a")
+    bound: list[dict[str, Any]] = []
+    monkeypatch.setattr(ffi, "multiprocessors", lambda: 7)
+    monkeypatch.setattr(cuda.launch_p, "bind", lambda *xs, **params: bound.append({"xs": xs, **params}) or [1, 2])
+    shapes = {"out": x.shape, "lse": x.shape[:3]}
+    found = cuda._launch(kernel, problem, operands._asdict(), shapes)
+    assert found == {"out": 1, "lse": 2}
+    (call,) = bound
+    assert [id(a) for a in call["xs"]] == [id(a) for a in operands.arrays()]
+    assert call["results"] == ((x.shape, "bfloat16"), (x.shape[:3], "float32"))
+    assert (*call["ints"], *call["floats"]) == tuple(launch_scalars(problem, 7))
+    for wrong in (operands._replace(sinks=jnp.zeros((1, 4))), operands._replace(query_offset=None)):
+        with pytest.raises(AssertionError):
+            cuda._launch(kernel, problem, wrong._asdict(), shapes)
+    with pytest.raises(AssertionError):
+        cuda._launch(kernel, problem, operands._asdict(), shapes | {"dq": x.shape})
