@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_fastattn.kernels.device.layout import padded
-from jax_fastattn.kernels.sm90.config import SHARED_MEMORY, WARPGROUP_ROWS, padded_head_dim
+from jax_fastattn.kernels.sm90.config import SHARED_MEMORY, WARPGROUP_ROWS, Registers, padded_head_dim
 from jax_fastattn.kernels.spec import KernelSpec
 
 # Query rows to a multiple of which statistics and sums of dq are padded.
@@ -98,9 +98,9 @@ class BackwardConfig:
         return begin + i if self.wide else end - 1 - i
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """Registers of a thread of the consumers, of the warpgroup that computes dq, and of the last one."""
-        return (244 - self.dq_registers // 2, self.dq_registers, 24) if self.adds_dq else (240, 0, 24)
+    def registers(self) -> Registers:
+        """Registers of a thread."""
+        return Registers(244 - self.dq_registers // 2 if self.adds_dq else 240, 24, self.dq_registers)
 
 
 @dataclass(frozen=True)
@@ -240,9 +240,9 @@ class DqConfig:
         return self.consumer_threads + 128
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a consumer and of a producer thread."""
-        return 240, 24
+    def registers(self) -> Registers:
+        """Registers of a thread."""
+        return Registers(240, 24)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ fast it was measured is in docs/kernels/sm90.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax_fastattn.kernels.device.layout import padded
 from jax_fastattn.kernels.spec import KernelSpec
@@ -20,8 +21,17 @@ WARPGROUP_ROWS = 64
 SHARED_MEMORY = 227 * 1024
 _SM_SHARED_MEMORY = 228 * 1024
 
-# Registers of a consumer and of a producer thread after setmaxnreg, by consumer warpgroups: 64 K of them per SM.
-_REGISTERS = {2: (240, 24), 3: (160, 32)}
+
+class Registers(NamedTuple):
+    """Registers of a thread after setmaxnreg: of consumers, of the producer's warpgroup, of that which adds dq up."""
+
+    consumer: int
+    producer: int
+    dq: int = 0
+
+
+# By consumer warpgroups: an SM has 64 K registers.
+_REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
 
 # Every shared-memory tile starts at a whole repetition of the 128-byte swizzle.
 _TILE_ALIGNMENT = 1024
@@ -81,8 +91,8 @@ class ForwardConfig:
         return self.blocks == 1 and self.warpgroups > 1
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a consumer and a producer thread where `moves_registers` holds."""
+    def registers(self) -> Registers:
+        """Registers of a thread where `moves_registers` holds."""
         return _REGISTERS[self.warpgroups]
 
 

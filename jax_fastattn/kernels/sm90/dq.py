@@ -94,12 +94,12 @@ class DqKernel:
         work = self._work(buffers, sizes, order)
 
         def produce() -> None:
-            cute.arch.setmaxregister_decrease(config.registers[1])
+            cute.arch.setmaxregister_decrease(config.registers.producer)
             producer = config.consumer_threads // 32
             cutlass.if_generate(warp_index == producer, lambda: self._produce(shared, work, tma))
 
         def consume() -> None:
-            cute.arch.setmaxregister_increase(config.registers[0])
+            cute.arch.setmaxregister_increase(config.registers.consumer)
             transform = softmax.Transform.of(self.spec, sizes.scale, sizes.logits_soft_cap)
             state = self._consumer(shared, work, transform, buffers.stats, thread, warp_index)
             self._consume(state)

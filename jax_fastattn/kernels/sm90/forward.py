@@ -23,7 +23,7 @@ no shuffles, no rescaling. Where that turns out wrong, the warp computes the sco
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -55,6 +55,15 @@ class _Call:
     buffers: ForwardBuffers
     scalars: Scalars
     scaling: softmax.Scaling
+
+
+class _Place(NamedTuple):
+    """A tile or a pair of tiles of a head: its position among those of the head, and which head it is."""
+
+    position: Int32
+    kv_head: Int32
+    head: Int32
+    batch: Int32
 
 
 class ForwardKernel:
@@ -114,12 +123,12 @@ class ForwardKernel:
 
         def produce() -> None:
             if cutlass.const_expr(config.moves_registers):
-                cute.arch.setmaxregister_decrease(config.registers[1])
+                cute.arch.setmaxregister_decrease(config.registers.producer)
             cutlass.if_generate(warp_index == config.consumer_threads // 32, lambda: self._produce(shared, call))
 
         def consume() -> None:
             if cutlass.const_expr(config.moves_registers):
-                cute.arch.setmaxregister_increase(config.registers[0])
+                cute.arch.setmaxregister_increase(config.registers.consumer)
             self._consume(shared, call, thread, warp_index)
 
         cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
@@ -183,15 +192,15 @@ class ForwardKernel:
         tile_count = self._tile_count(call.scalars)
         kv_heads = call.scalars.num_heads // spec.group
 
-        def locate(index: Int32, tiles_per_head: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        def locate(index: Int32, tiles_per_head: Int32) -> _Place:
             member, index = index % spec.group, index // spec.group
             position, index = index % tiles_per_head, index // tiles_per_head
             kv_head, batch = index % kv_heads, index // kv_heads
-            return position, kv_head, kv_head * spec.group + member, batch
+            return _Place(position, kv_head, kv_head * spec.group + member, batch)
 
         if not config.walks:
-            position, *where = locate(block, tile_count)
-            body(self._work(call, tile_count - 1 - position, *where))
+            place = locate(block, tile_count)
+            body(self._work(call, tile_count - 1 - place.position, place))
             return
         if spec.window_left:
             self._walk_sections(call, tile_count, body)
@@ -200,13 +209,13 @@ class ForwardKernel:
         total = pair_count * call.scalars.num_heads * call.scalars.batch
 
         def walk(i: Int32) -> None:
-            position, *where = locate(block + i * grid, pair_count)
+            place = locate(block + i * grid, pair_count)
             # The middle of an odd number of tiles is its own counterpart.
-            count = ptx.where(2 * position == tile_count - 1, Int32(1), Int32(2))
+            count = ptx.where(2 * place.position == tile_count - 1, Int32(1), Int32(2))
 
             def visit(half: Int32) -> None:
-                tile = ptx.where(half == 0, tile_count - 1 - position, position)
-                body(self._work(call, tile, *where))
+                tile = ptx.where(half == 0, tile_count - 1 - place.position, place.position)
+                body(self._work(call, tile, place))
 
             wgmma.loop(count, visit)
 
@@ -233,21 +242,28 @@ class ForwardKernel:
             section_heads = Int32(cutlass.min(heads - first_head, Int32(full_section)))
             position, head = index // section_heads, first_head + index % section_heads
             batch, head = head // call.scalars.num_heads, head % call.scalars.num_heads
-            body(self._work(call, tile_count - 1 - position, head // spec.group, head, batch))
+            tile = tile_count - 1 - position
+            body(self._work(call, tile, _Place(position, head // spec.group, head, batch)))
 
         total = heads * tile_count
         rounds, rest = total // grid, total % grid
         last = ptx.where(rounds % 2 == 0, block, grid - 1 - block)
         wgmma.loop(rounds + ptx.where(last < rest, Int32(1), Int32(0)), walk)
 
-    def _work(self, call: _Call, tile: Int32, kv_head: Int32, head: Int32, batch: Int32) -> SimpleNamespace:
+    def _work(self, call: _Call, tile: Int32, place: _Place) -> SimpleNamespace:
         """One query tile of one head: its rows, what they may see, and the key tiles to visit."""
         config = self.config
         row = tile * config.rows
-        bounds = tiles.entry_bounds(self.spec, batch, call.buffers, call.scalars)
+        bounds = tiles.entry_bounds(self.spec, place.batch, call.buffers, call.scalars)
         visit = tiles.key_tiles(row, config.rows, config.keys, **bounds)
         return SimpleNamespace(
-            tile=tile, row=row, batch=batch, head=head, kv_head=kv_head, bounds=bounds, visit=_uniform(visit)
+            tile=tile,
+            row=row,
+            batch=place.batch,
+            head=place.head,
+            kv_head=place.kv_head,
+            bounds=bounds,
+            visit=_uniform(visit),
         )
 
     def _own_visit(self, work: SimpleNamespace, group: Int32) -> plan.TileRange:

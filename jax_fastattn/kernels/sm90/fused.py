@@ -108,7 +108,7 @@ class FusedKernel:
         consumers, producer = config.consumer_threads // 32, config.threads // 32 - 4
 
         def produce() -> None:
-            cute.arch.setmaxregister_decrease(config.registers[2])
+            cute.arch.setmaxregister_decrease(config.registers.producer)
             emit = Producer(spec.group, self.memory)
             load = emit.start(shared, call.tma, buffers.stats, lambda work: adder.prepare(work, buffers.arrivals))
             if not config.adds_dq:
@@ -127,7 +127,7 @@ class FusedKernel:
             )
 
         def add_dq() -> None:
-            cute.arch.setmaxregister_decrease(config.registers[1])
+            cute.arch.setmaxregister_decrease(config.registers.dq)
             state = adder.start(shared, buffers, thread - config.consumer_threads, scale)
             self.key_tiles.each(shared, call, lambda work, phase: adder.run(state, work, phase))
 
@@ -138,7 +138,7 @@ class FusedKernel:
                 produce()
 
         def consume() -> None:
-            cute.arch.setmaxregister_increase(config.registers[0])
+            cute.arch.setmaxregister_increase(config.registers.consumer)
             factor = gradient.nonzero(scale) if spec.divides_lse else scale
             transform = softmax.Transform.of(spec, factor, call.sizes.logits_soft_cap)
             state = self._consumer(shared, transform, thread, warp_index)
