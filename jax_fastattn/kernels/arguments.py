@@ -168,12 +168,11 @@ class Scalars(NamedTuple):
 class Sizes(NamedTuple):
     """The scalars in the order in which the backward kernels with products take them from their host function.
 
-    ptxas loads two neighbors at once if the first one is aligned to 8 bytes. Where T and S, or both bounds of a window,
-    are no such pair, these kernels grow by up to 42 instructions.
+    ptxas loads two neighbors at once if the first one is aligned to 8 bytes. These kernels have more instructions if T
+    and S, or both bounds of a window, are not such a pair.
 
     Attributes:
-        query_length, key_length, num_heads, batch, window_left, window_right, scale, logits_soft_cap, sinks_stride: see
-            `Scalars`.
+        query_length, key_length, num_heads, batch, window_left, window_right, scale, logits_soft_cap: see `Scalars`.
     """
 
     query_length: Any
@@ -184,7 +183,6 @@ class Sizes(NamedTuple):
     window_right: Any
     scale: Any
     logits_soft_cap: Any
-    sinks_stride: Any
 
     @classmethod
     def of(cls, scalars: Scalars) -> Sizes:
