@@ -3,7 +3,7 @@
 """Compares the machine code of two commits, kernel by kernel: a change of structure alone leaves it as it is.
 
     python benchmarks/machine_code.py --before main --after HEAD
-    python benchmarks/machine_code.py --before main --after HEAD --rows 'sm90-*-forward-*' '*-d192v128'
+    python benchmarks/machine_code.py --before main --after HEAD --rows 'sm90-*-forward-*' '*-d192v128-*'
 
 Compiles the compile keys of `rows` in `tests/kernels/test_resources.py`, those of each commit in a git worktree of it,
 and disassembles them with nvdisasm (`pip install '.[dev]'`). Needs no GPU and no C++ extension. For each kernel of a
@@ -18,7 +18,7 @@ row that both commits have it prints
 and what changed among registers, local and shared memory, the number of instructions, and that in each loop. The exit
 status is 1 if a kernel changed beyond the limits: registers, local and shared memory have to be equal; a kernel may
 have `MORE_INSTRUCTIONS` more, a loop `MORE_IN_LOOP` or `MORE_OF_LOOP`. Listings are kept by commit, so that a second
-comparison compiles only what is new.
+comparison compiles only what is new. Commits from before this script have no `rows`.
 """
 
 from __future__ import annotations
@@ -198,10 +198,9 @@ def _blocks(instructions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
 
 
 def _target(instruction: str) -> int | None:
-    """The index of the instruction that this one may go to."""
+    """The index of the instruction that this one names: where a branch goes, or where threads meet again."""
     found = re.search(r"\(@(\d+)\)", instruction)
-    # BSSY names where diverged threads meet again, which they reach by themselves.
-    return int(found[1]) if found and not _opcode(instruction).startswith("BSSY") else None
+    return int(found[1]) if found else None
 
 
 def _ends(instruction: str) -> bool:
@@ -294,7 +293,8 @@ def report(before: dict[str, dict[str, Kernel]], after: dict[str, dict[str, Kern
     if not verdicts:
         print("no row of both commits matches")
         return 1
-    print("; ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()), f"; {failed} beyond the limits")
+    counts = [f"{count} {verdict}" for verdict, count in verdicts.most_common()]
+    print("; ".join([*counts, f"{failed} beyond the limits"]))
     return int(failed > 0)
 
 
