@@ -39,13 +39,14 @@ def compiler() -> Any:
     return compiler
 
 
-@pytest.mark.parametrize(("spec", "kernels"), [(FORWARD, 1), (BACKWARD, 2)], ids=["forward", "backward"])
+@pytest.mark.parametrize(("spec", "kernels"), [(FORWARD, 1), (BACKWARD, 3)], ids=["forward", "backward"])
 def test_one_object_holds_every_kernel_of_an_operation(compiler: Any, spec: KernelSpec, kernels: int) -> None:
     found = compiler.inspect_kernel(spec)
     assert len(found) == kernels
     for resources in found:
         assert 16 <= resources.registers <= 255
-        assert 0 < resources.shared_bytes <= 163 * 1024
+        assert resources.shared_bytes <= 163 * 1024
+    assert any(resources.shared_bytes > 0 for resources in found)
 
 
 def _chip(kernel: bytes) -> int:
