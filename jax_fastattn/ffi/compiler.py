@@ -99,9 +99,7 @@ def fake_arguments(spec: KernelSpec) -> list[Any]:
     """Returns what a host function is traced with."""
     buffers = buffers_type(spec)(*[_fake_pointer(dtype) for dtype in launch_buffers(spec).values()])
     scalars = Scalars(**{name: _DTYPES[dtype](0) for name, dtype in SCALAR_DTYPES.items()})
-    # Host functions of the portable family list them one by one.
-    arguments = [buffers, scalars] if spec.family == "sm90" else [*buffers, *scalars]
-    return [*arguments, make_fake_stream()]
+    return [buffers, scalars, make_fake_stream()]
 
 
 def _fake_pointer(dtype: str | None) -> Any:

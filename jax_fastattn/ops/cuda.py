@@ -84,7 +84,8 @@ def backward(
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
     kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
     batch, query_length, num_heads = lse.shape
-    scratch = _backward_scratch(kernel, batch, query_length, num_heads)
+    backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
+    scratch = backward_scratch(kernel, batch, query_length, num_heads)
     gradients = {"dq": padded.query.shape, "dk": padded.key.shape, "dv": padded.value.shape}
     found = _launch(kernel, problem, padded._asdict() | residuals, gradients | scratch)
     dsinks = None
@@ -99,15 +100,6 @@ def backward(
         sinks=dsinks,
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
-
-
-def _backward_scratch(kernel: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the scratch arrays by name."""
-    if kernel.family == "sm90":
-        return sm90.backward_scratch(kernel, batch, query_length, num_heads)
-    names = [name for name, buffer in present_buffers(kernel).items() if buffer and buffer.role == "scratch"]
-    shapes = (shape for shape, _ in sm80.backward_scratch(kernel, batch, query_length, num_heads))
-    return dict(zip(names, shapes, strict=True))
 
 
 def row_delta(kernel: KernelSpec, stats: jax.Array, query_length: int, dlse: jax.Array | None) -> jax.Array:

@@ -4,21 +4,17 @@
 
 from __future__ import annotations
 
-import re
-import tempfile
 from typing import Any
 
-import cutlass
 import jax.numpy as jnp
 import numpy as np
-from cutlass import cute
 from emulated_backward import Sizes, draw_operands, with_sinks
+from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, launch_scalars, number, place, text
 from hopper_emulator import Operand
 from hopper_emulator import launch as emulate
 from ptx_emulator import Memory
 
-from jax_fastattn.ffi.compiler import fake_arguments
-from jax_fastattn.kernels.arguments import Scalars, buffers_type
+from jax_fastattn.kernels.arguments import Scalars
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.wgmma import atom_columns
 from jax_fastattn.kernels.sm90.backward import BackwardKernel, HeadOrders
@@ -33,42 +29,6 @@ from jax_fastattn.kernels.sm90.key_tiles import HeadOrder
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 from jax_fastattn.ops.cuda import row_delta
 
-# So many that every CTA walks through several tiles.
-MULTIPROCESSORS = 3
-
-
-def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
-    """The PTX of a host function's kernels by module, class and function; no GPU needed."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch {spec.arch} --keep-ptx --dump-dir {folder}"
-        ptx = cute.compile(kernel, *fake_arguments(spec), options=options).artifacts.PTX
-    entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
-    names = [re.search(r"cutlass_(\w+?)_jax\w*sm90(\w+Kernel)_object", text.split("(")[0]) for text in entries]
-    return {f"{name[2]}.{name[1]}": text for name, text in zip(names, entries, strict=True)}
-
-
-def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
-    """The scalars of a launch."""
-    return Scalars(
-        batch=sizes.batch,
-        query_length=sizes.queries,
-        key_length=sizes.keys,
-        num_heads=sizes.kv_heads * spec.group,
-        window_left=sizes.left,
-        window_right=sizes.right,
-        sinks_stride=sizes.kv_heads * spec.group,
-        multiprocessors=MULTIPROCESSORS,
-        scale=sizes.scale,
-        logits_soft_cap=sizes.cap,
-    )
-
-
-def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, Any]:
-    """A memory with the buffers of a launch, and their addresses."""
-    memory = Memory()
-    addresses = {name: dtype and memory.add(arrays[name]) for name, dtype in launch_buffers(spec).items()}
-    return memory, buffers_type(spec)(**addresses)
-
 
 def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
     """Runs a launch that was made of addresses and Python numbers, given the kernels of its host function."""
@@ -77,16 +37,10 @@ def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
         if box is not None:
             shape = (box.batch, box.rows, box.heads, box.head_dim)
             parameters += [Operand(box.pointer, shape, box.box_rows, atom_columns(box.box_columns)), None]
-    parameters += [_number(x) for members in launch.arguments for x in members if x is not None]
-    kernel: Any = launch.kernel
-    module = type(kernel.__self__).__module__.rpartition(".")[2]
-    name = f"{module}{type(kernel.__self__).__name__}.{kernel.__name__}"
-    assert texts[name].partition(")")[0].count(".param") == len(parameters), name
-    emulate(texts[name], parameters, memory, _number(launch.grid), launch.shared_bytes)
-
-
-def _number(x: Any) -> Any:
-    return x.value if isinstance(x, cutlass.Int32) else x
+    parameters += arguments(launch)
+    ptx = text(launch, texts)
+    assert ptx.partition(")")[0].count(".param") == len(parameters), launch.kernel
+    emulate(ptx, parameters, memory, number(launch.grid), launch.shared_bytes)
 
 
 def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardConfig | None = None) -> None:

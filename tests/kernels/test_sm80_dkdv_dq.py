@@ -11,7 +11,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_dkdv_dq
 import numpy as np
 from emulated_backward import Sizes
-from emulated_dkdv_dq import Launch, compile_kernels
+from emulated_dkdv_dq import Run
 from warp_emulator import SCHEDULES
 
 from jax_fastattn.kernels.sm80 import roles
@@ -59,11 +59,11 @@ def test_every_head_dim_has_a_tiling(arch: str) -> None:
 def test_scratch_has_a_count_for_each_warp_and_tile() -> None:
     spec = _spec(128, 128, ordered=True)
     config = dkdv_dq_config(spec)
-    stats, accum, semaphore = backward_scratch(spec, 3, 130, 5)
+    shapes = backward_scratch(spec, 3, 130, 5)
     tiles = -(-130 // config.queries)
-    assert stats == ((3, 5, 130, 2), "float32")
-    assert accum == ((3, 5, tiles * config.queries, 128), "float32")
-    assert semaphore == ((3 * 5 * tiles * config.dq_warps + 1,), "int32")
+    assert shapes["stats"] == (3, 5, 130, 2)
+    assert shapes["dq_accum"] == (3, 5, tiles * config.queries, 128)
+    assert shapes["dq_semaphore"] == (3 * 5 * tiles * config.dq_warps + 1,)
 
 
 _ALL = {
@@ -113,26 +113,26 @@ def test_gradients(spec: KernelSpec, sizes: Sizes) -> None:
 def test_infinite_probabilities_of_keys_past_the_end_do_not_reach_dq(arch: str) -> None:
     """Scores are about -130, so P of a zero-filled key, whose score is 0, overflows."""
     spec, sizes = _spec(64, 64, arch=arch), Sizes(batch=1, queries=40, keys=37, scale=0.4, shift=2.3)
-    launch = Launch(spec, sizes, *compile_kernels(spec))
-    assert (launch.wanted["lse"] < -89).all()
+    run = Run(spec, sizes)
+    assert (run.wanted["lse"] < -89).all()
     for name in ("Preprocess", "DkdvDq", "Convert"):
-        launch.run(name)
-    launch.compare()
+        run.run(name)
+    run.compare()
 
 
 @pytest.mark.slow
 def test_ordered_sums_have_the_same_bits_under_every_schedule() -> None:
     spec, sizes = _spec(128, 128, window_right=True, ordered=True), Sizes(batch=1, right=0, queries=130, keys=257)
-    launch = Launch(spec, sizes, *compile_kernels(spec))
-    launch.run("Preprocess")
-    before, found = launch.memory.data.copy(), []
+    run = Run(spec, sizes)
+    run.run("Preprocess")
+    before, found = run.memory.data.copy(), []
     for schedule in ("first", "random"):
-        launch.memory.data = before.copy()
-        launch.run("DkdvDq", schedule=schedule)
-        launch.run("Convert")
-        found.append(launch.read("dq"))
+        run.memory.data = before.copy()
+        run.run("DkdvDq", schedule=schedule)
+        run.run("Convert")
+        found.append(run.read("dq"))
     np.testing.assert_array_equal(*(x.view(np.uint16) for x in found))
-    counts = launch.read("dq_semaphore")[:-1].reshape(-1, launch.kernel.config.dq_warps)
+    counts = run.read("dq_semaphore")[:-1].reshape(-1, run.kernel.config.dq_warps)
     assert (counts == counts[:, :1]).all()
     # Query tiles of 64, key tiles of 128, causal.
     assert counts[:, 0].tolist() == [1, 1, 2]
@@ -162,16 +162,16 @@ def test_each_barrier_is_needed(config: DkdvDqConfig, barriers: dict[str, set[in
     """Without one of them, a schedule exists that gives wrong gradients or hangs; with all of them, none."""
     spec = _spec(64, 64, window_right=True)
     sizes = Sizes(batch=1, right=0, queries=201, keys=config.keys)
-    launch = Launch(spec, sizes, *compile_kernels(spec, config))
-    launch.run("Preprocess")
-    before = launch.memory.data.copy()
+    run = Run(spec, sizes, config)
+    run.run("Preprocess")
+    before = run.memory.data.copy()
 
     def is_right(schedule: str, left_out: set[int]) -> bool:
-        launch.memory.data = before.copy()
+        run.memory.data = before.copy()
         try:
-            launch.run("DkdvDq", schedule=schedule, left_out=left_out)
-            launch.run("Convert")
-            launch.compare()
+            run.run("DkdvDq", schedule=schedule, left_out=left_out)
+            run.run("Convert")
+            run.compare()
         except (AssertionError, RuntimeError):
             return False
         return True

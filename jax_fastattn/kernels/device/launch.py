@@ -26,7 +26,7 @@ class Launch:
         block: threads of a CTA.
         shared_bytes: dynamic shared memory of a CTA.
         tma: boxes that the kernel loads.
-        min_blocks: CTAs that must fit on an SM together.
+        min_blocks: CTAs that must fit on an SM together; 0 leaves the registers of a thread to ptxas.
         begins_early: whether CTAs may begin when those of the launch before it allow that, else when these have ended.
     """
 

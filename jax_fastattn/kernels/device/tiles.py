@@ -5,14 +5,14 @@
 Plain Python functions that emit code when they are traced; call them from a `@cute.kernel` with device integers.
 """
 
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
@@ -37,6 +37,16 @@ live_queries = _device_plan["live_queries"]  # plan.live_queries on device integ
 section = _device_plan["section"]  # plan.section on device integers
 alike_section = _device_plan["alike_section"]  # plan.alike_section on device integers
 place_in_sections = _device_plan["place_in_sections"]  # plan.place_in_sections on device integers
+
+
+def count(length: Int32, rows: int) -> Int32:
+    """How many tiles of `rows` rows cover a length."""
+    return (length + (rows - 1)) // rows
+
+
+def row_head(entry: Int32, length: Int32, row: Int32, heads: Int32, head: Int32) -> Int64:
+    """Index of a row and head in an array `[batch, length, heads]`."""
+    return (Int64(entry) * length + row) * heads + head
 
 
 def clamp(x: Int32, low: Any, high: Any) -> Int32:
@@ -172,9 +182,7 @@ def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any
     return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
 
 
-def entry_bounds(
-    spec: KernelSpec, batch: Int32, buffers: ForwardBuffers | BackwardBuffers, scalars: Scalars | Sizes
-) -> dict[str, Int32]:
+def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> dict[str, Int32]:
     """Ends, offset and window of one batch entry: the keyword arguments of the tile plan."""
     offset = load_entry(buffers.query_offset, batch, Int32(0), -UNBOUNDED, UNBOUNDED)
     queries, keys = scalars.query_length, scalars.key_length
@@ -186,29 +194,6 @@ def entry_bounds(
         "left": scalars.window_left if spec.window_left else offset + UNBOUNDED,
         "right": scalars.window_right if spec.window_right else UNBOUNDED - offset,
     }
-
-
-def load_bounds(
-    spec: KernelSpec,
-    batch: Int32,
-    lengths: tuple[Int32, Int32],
-    operands: tuple[Any, Any, Any],
-    window: tuple[Int32, Int32],
-) -> dict[str, Int32]:
-    """`entry_bounds` of a kernel that takes its arguments one by one.
-
-    Args:
-        spec: the compile key.
-        batch: index of the batch entry.
-        lengths: T and S.
-        operands: query_seq_lengths, key_value_seq_lengths, query_offset, each a pointer or None.
-        window: window_left and window_right, read where the spec has the bound.
-    """
-    names = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
-    buffers = SimpleNamespace(**dict(zip(names, operands, strict=True)))
-    names = ("query_length", "key_length", "window_left", "window_right")
-    scalars = SimpleNamespace(**dict(zip(names, (*lengths, *window), strict=True)))
-    return entry_bounds(spec, batch, buffers, scalars)  # pyright: ignore[reportArgumentType] (they have what it reads)
 
 
 def moved(bounds: dict[str, Int32]) -> dict[str, Int32]:

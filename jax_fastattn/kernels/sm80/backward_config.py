@@ -218,19 +218,20 @@ def _candidates(width: int, is_capped: bool) -> tuple[DkdvDqConfig, ...]:
 
 
 def backward_scratch(
-    spec: KernelSpec, batch: int, query_length: int, num_heads: int
-) -> list[tuple[tuple[int, ...], str]]:
-    """Returns shapes and dtypes of a launch's scratch: row statistics, dq_accum and, in order, dq_semaphore.
+    spec: KernelSpec, batch: int, query_length: int, num_heads: int, config: DkdvDqConfig | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the scratch arrays of a launch by name: row statistics, dq_accum and, in order, dq_semaphore.
 
     dq_semaphore has one count for each warp that adds to a tile, and one last element, the tickets of the CTAs.
+    `config` is by default that of the table.
     """
-    heads, config = (batch, num_heads), dkdv_dq_config(spec)
+    heads, config = (batch, num_heads), config or dkdv_dq_config(spec)
     tile_count = -(-query_length // config.queries)
     columns = config.memory(spec.head_dim, spec.v_head_dim).dq.padded_columns
-    scratch: list[tuple[tuple[int, ...], str]] = [
-        ((*heads, query_length, 2), "float32"),
-        ((*heads, tile_count * config.queries, columns), "float32"),
-    ]
+    scratch: dict[str, tuple[int, ...]] = {
+        "stats": (*heads, query_length, 2),
+        "dq_accum": (*heads, tile_count * config.queries, columns),
+    }
     if spec.ordered:
-        scratch.append(((batch * num_heads * tile_count * config.dq_warps + 1,), "int32"))
+        scratch["dq_semaphore"] = (batch * num_heads * tile_count * config.dq_warps + 1,)
     return scratch

@@ -5,9 +5,11 @@
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx, tiles
+from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.sm80 import gradient, launch
+from jax_fastattn.kernels.sm80 import gradient
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.dq_reduce import dq_reduce
 from jax_fastattn.kernels.spec import KernelSpec
@@ -30,14 +32,25 @@ class ConvertKernel:
         self.shared_nbytes = self.tile.nbytes
         self.factor = 2.0 ** -gradient.log2_probability_factor(spec, config)
 
+    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, query_tiles: Int32) -> Launch:
+        """Its launch; `query_tiles` is how many there are of all heads."""
+        return Launch(
+            self.kernel,
+            (buffers, scalars),
+            grid=query_tiles,
+            block=self.threads,
+            shared_bytes=self.shared_nbytes,
+            min_blocks=0,
+        )
+
     @cute.kernel
-    def kernel(self, buffers: launch.Buffers, scalars: launch.Scalars):
+    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
         spec, rows, part = self.spec, self.config.queries, self.reduce.tile
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         length, heads = scalars.query_length, scalars.num_heads
-        count = launch.tile_count(length, rows)
+        count = tiles.count(length, rows)
         head, tile = block % heads, block // heads % count
         # From the last entry to the first: the sums of the heads that were visited last are in L2.
         entry = scalars.batch - 1 - block // heads // count
@@ -51,7 +64,7 @@ class ConvertKernel:
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
         self._scatter(acc, shared, warp, lane, end, scalars.scale)
         cute.arch.sync_threads()
-        target = buffers.dq.toint() + launch.row_head(entry, length, first, heads, head) * (2 * spec.head_dim)
+        target = buffers.dq.toint() + tiles.row_head(entry, length, first, heads, head) * (2 * spec.head_dim)
         self._store(shared, target, warp, lane, gradient.row_stride(heads, spec.head_dim), length - first)
 
     def _scatter(self, acc: list[Float32], shared: Int32, warp: Int32, lane: Int32, end: Int32, scale: Float32) -> None:

@@ -8,18 +8,30 @@ global memory. Scores have keys as rows, so P^T and dS^T are A operands from reg
 """
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx, softmax, tiles
-from jax_fastattn.kernels.sm80 import launch
+from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.roles import GradientRole, ProbabilityRole, Role
 from jax_fastattn.kernels.spec import KernelSpec
+
+
+class HeadOrder(NamedTuple):
+    """In which order CTAs take key tiles.
+
+    Attributes:
+        group: how many key/value heads are visited together: first all first key tiles, then all second ones.
+    """
+
+    group: Int32
 
 
 class DkdvDqKernel:
@@ -36,9 +48,21 @@ class DkdvDqKernel:
         self.reduce = dq_reduce(spec, config)
         self.shared_nbytes = config.shared_memory(spec.head_dim, spec.v_head_dim)
 
+    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+        """Its launch."""
+        kv_heads = scalars.batch * (scalars.num_heads // self.spec.group)
+        return Launch(
+            self.kernel,
+            (buffers, scalars, order),
+            grid=tiles.count(scalars.key_length, self.config.keys) * kv_heads,
+            block=self.config.threads,
+            shared_bytes=self.shared_nbytes,
+            min_blocks=self.config.blocks,
+        )
+
     @cute.kernel
-    def kernel(self, buffers: launch.Buffers, scalars: launch.Scalars):
-        at = self._locate(buffers, scalars)
+    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder):
+        at = self._locate(buffers, scalars, order)
         state = self._state(buffers, scalars, at)
         self._load_first(state)
         if cutlass.const_expr(self.config.roles == 1):
@@ -56,15 +80,15 @@ class DkdvDqKernel:
         role.run()
         role.finish(scale)
 
-    def _locate(self, buffers: launch.Buffers, scalars: launch.Scalars) -> SimpleNamespace:
+    def _locate(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> SimpleNamespace:
         """Returns which thread this is, and the CTA's keys. Heads are visited in groups, whose sums of dq fit L2."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
         kv_heads = scalars.num_heads // self.spec.group
-        count = launch.tile_count(scalars.key_length, config.keys)
+        count = tiles.count(scalars.key_length, config.keys)
         ticket = self.reduce.ticket(buffers, scalars, thread, shared)
-        tile, head = tiles.place_in_sections(ticket, scalars.head_group, count, scalars.batch * kv_heads)
+        tile, head = tiles.place_in_sections(ticket, order.group, count, scalars.batch * kv_heads)
         warp = cute.arch.make_warp_uniform(thread // 32)
         # Warps w and w + 4 share a scheduler: one of each role.
         role_warp = warp % config.role_warps
@@ -87,10 +111,10 @@ class DkdvDqKernel:
             warp_row=key_warp * config.keys_per_warp,
         )
 
-    def _state(self, buffers: launch.Buffers, scalars: launch.Scalars, at: SimpleNamespace) -> SimpleNamespace:
+    def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: SimpleNamespace) -> SimpleNamespace:
         """Returns the device values that all roles share."""
         spec, config, heads = self.spec, self.config, scalars.num_heads
-        bounds = launch.load_bounds(spec, at.batch, buffers, scalars)
+        bounds = tiles.entry_bounds(spec, at.batch, buffers, scalars)
         visit = tiles.query_tiles(at.row, config.keys, config.queries, **bounds)
         # Keys past the end would add to dQ: a tile that has some is masked for all queries.
         partial = at.row + config.keys > bounds["key_end"]
@@ -100,8 +124,8 @@ class DkdvDqKernel:
         )
         kv_heads, first_head = heads // spec.group, at.kv_head * spec.group
         hides = spec.hides_first_queries or spec.hides_last_queries
-        key_row = launch.row_head(at.batch, scalars.key_length, at.row, kv_heads, at.kv_head)
-        query_row = launch.row_head(at.batch, scalars.query_length, Int32(0), heads, first_head)
+        key_row = tiles.row_head(at.batch, scalars.key_length, at.row, kv_heads, at.kv_head)
+        query_row = tiles.row_head(at.batch, scalars.query_length, Int32(0), heads, first_head)
         first_tile = self.reduce.tile.index(scalars, at.batch, first_head, Int32(0))
         head = Int64(at.batch) * heads + first_head
         state = SimpleNamespace(
@@ -118,7 +142,7 @@ class DkdvDqKernel:
             dout=buffers.dout.toint() + query_row * (2 * spec.v_head_dim),
             stats=buffers.stats.toint() + head * scalars.query_length * 8,
             dq_accum=buffers.dq_accum.toint() + first_tile * self.reduce.tile.nbytes,
-            tile_count=launch.tile_count(scalars.query_length, config.queries),
+            tile_count=tiles.count(scalars.query_length, config.queries),
             query_length=scalars.query_length,
             heads=heads,
             kv_heads=kv_heads,

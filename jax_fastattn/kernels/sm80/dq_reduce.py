@@ -13,9 +13,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import mma, ptx, tiles
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
-from jax_fastattn.kernels.sm80.launch import Buffers, Scalars, tile_count
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -51,7 +51,7 @@ class DqTile:
 
     def index(self, scalars: Scalars, entry: Int32, head: Int32, tile: Int32) -> Int64:
         """Returns the index of a tile in dq_accum."""
-        return (Int64(entry) * scalars.num_heads + head) * tile_count(scalars.query_length, self.queries) + tile
+        return (Int64(entry) * scalars.num_heads + head) * tiles.count(scalars.query_length, self.queries) + tile
 
     def lane_address(self, address: Int64, warp: Int32, lane: Int32) -> Int64:
         """Returns the address of a lane's first element in a tile at `address`."""
@@ -94,7 +94,9 @@ class AtomicReduce:
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config, self.tile = spec, config, DqTile(spec, config)
 
-    def clear(self, buffers: Buffers, scalars: Scalars, index: Int64, thread: Int32, threads: int) -> None:
+    def clear(
+        self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
+    ) -> None:
         """Zeroes the sums of tile `index`, by all threads of a CTA of the preprocess kernel."""
         del scalars
         address = buffers.dq_accum.toint() + index * self.tile.nbytes + Int64(thread * 16)
@@ -102,7 +104,7 @@ class AtomicReduce:
         for i in range(0, self.tile.nbytes, 16 * threads):
             ptx.store_global_chunk(address + i, zero)
 
-    def ticket(self, buffers: Buffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
+    def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
         """Returns the CTA's place in the order of key tiles."""
         del buffers, scalars, thread, shared
         return cute.arch.block_idx()[0]
@@ -124,7 +126,7 @@ class AtomicReduce:
         """Ends a warp's additions."""
         del state, turn
 
-    def is_empty(self, buffers: Buffers, index: Int64, warp: Int32) -> Any:
+    def is_empty(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32) -> Any:
         """Returns whether no CTA has added to a tile, whose sums hold anything then; None if they hold zeros."""
         del buffers, index, warp
         return None
@@ -145,7 +147,9 @@ class SemaphoreReduce(AtomicReduce):
     and a CTA that has a ticket runs until it is done.
     """
 
-    def clear(self, buffers: Buffers, scalars: Scalars, index: Int64, thread: Int32, threads: int) -> None:
+    def clear(
+        self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
+    ) -> None:
         """Zeroes the counts of tile `index`, and the tickets."""
         del threads
         counts = self._counts(buffers) + (index * self.tile.warps + thread) * 4
@@ -154,7 +158,7 @@ class SemaphoreReduce(AtomicReduce):
         is_first = Boolean((index == 0) & (thread == 0))
         cutlass.if_generate(is_first, lambda: ptx.store_global_int(tickets, Int32(0)))
 
-    def ticket(self, buffers: Buffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
+    def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
         """Takes a ticket. Uses shared memory at `shared`, which is free again afterwards."""
         tickets = self._tickets(buffers, scalars)
 
@@ -167,11 +171,11 @@ class SemaphoreReduce(AtomicReduce):
         cute.arch.sync_threads()
         return ticket
 
-    def _counts(self, buffers: Buffers) -> Int64:
+    def _counts(self, buffers: PortableBackwardBuffers) -> Int64:
         assert buffers.dq_semaphore is not None
         return Int64(buffers.dq_semaphore.toint())
 
-    def _tickets(self, buffers: Buffers, scalars: Scalars) -> Int64:
+    def _tickets(self, buffers: PortableBackwardBuffers, scalars: Scalars) -> Int64:
         tiles_of_all = self.tile.index(scalars, scalars.batch, Int32(0), Int32(0))
         return self._counts(buffers) + tiles_of_all * (4 * self.tile.warps)
 
@@ -208,7 +212,7 @@ class SemaphoreReduce(AtomicReduce):
         cute.arch.sync_warp()
         cutlass.if_generate(Boolean((due >= 0) & (state.at.lane == 0)), count)
 
-    def is_empty(self, buffers: Buffers, index: Int64, warp: Int32) -> Any:
+    def is_empty(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32) -> Any:
         """Returns whether no CTA has added to a tile."""
         count = self._counts(buffers) + (index * self.tile.warps + warp) * 4
         return ptx.bits(ptx.load_global(count)) == 0

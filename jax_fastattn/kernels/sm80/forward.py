@@ -23,7 +23,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import mma, ptx, softmax, tiles
+from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.sm80.config import ForwardConfig, forward_config
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
@@ -57,115 +59,32 @@ class ForwardKernel:
         self.out_blocks = self.out_tile.padded_columns // 8
 
     @cute.jit
-    def __call__(
-        self,
-        query: cute.Pointer,
-        key: cute.Pointer,
-        value: cute.Pointer,
-        query_seq_lengths: cute.Pointer | None,
-        key_value_seq_lengths: cute.Pointer | None,
-        query_offset: cute.Pointer | None,
-        sinks: cute.Pointer | None,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        batch: Int32,
-        query_length: Int32,
-        key_length: Int32,
-        num_heads: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        sinks_stride: Int32,
-        multiprocessors: Int32,
-        scale: Float32,
-        logits_soft_cap: Float32,
-        stream: cuda.CUstream,
-    ):
-        """Launches the kernel.
+    def __call__(self, buffers: ForwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+        """Launches the kernel."""
+        start_all(self.launches(buffers, scalars), stream)
 
-        Args:
-            query: `[B, T, N, H]`; it, key, value and out are contiguous, aligned to 16 bytes, of the spec's dtype.
-            key: `[B, S, K, H]`, K = N // group.
-            value: `[B, S, K, D]`.
-            query_seq_lengths: int32 `[B]`; None, like the next three, when the spec lacks the operand.
-            key_value_seq_lengths: int32 `[B]`.
-            query_offset: int32 `[B]`.
-            sinks: float32 `[b, N]`.
-            out: `[B, T, N, D]`.
-            lse: float32 `[B, T, N]`.
-            batch: B; it and the lengths are positive.
-            query_length: T.
-            key_length: S.
-            num_heads: N.
-            window_left: keys to the left of its own position that a query sees; read if the spec has the bound.
-            window_right: the same to the right.
-            sinks_stride: elements from one row of sinks to the next, 0 when all batch entries share one.
-            multiprocessors: not read; every kernel takes the same scalars.
-            scale: factor on q . k, of any sign.
-            logits_soft_cap: the cap; read if the spec has one.
-            stream: CUDA stream.
-        """
-        tile_count = (query_length + (self.config.rows - 1)) // self.config.rows
-        self.kernel(
-            query,
-            key,
-            value,
-            query_seq_lengths,
-            key_value_seq_lengths,
-            query_offset,
-            sinks,
-            out,
-            lse,
-            query_length,
-            key_length,
-            num_heads,
-            window_left,
-            window_right,
-            sinks_stride,
-            scale,
-            logits_soft_cap,
-        ).launch(
-            grid=(batch * num_heads * tile_count, 1, 1),
-            block=(self.config.threads, 1, 1),
-            smem=self.config.shared_memory(self.spec.head_dim, self.spec.v_head_dim),
-            stream=stream,
-            min_blocks_per_mp=self.config.blocks,
-            preferred_smem_carveout=100,
-        )
+    def launches(self, buffers: ForwardBuffers, scalars: Scalars) -> list[Launch]:
+        """What is launched."""
+        return [
+            Launch(
+                self.kernel,
+                (buffers, scalars),
+                grid=scalars.batch * scalars.num_heads * tiles.count(scalars.query_length, self.config.rows),
+                block=self.config.threads,
+                shared_bytes=self.config.shared_memory(self.spec.head_dim, self.spec.v_head_dim),
+                min_blocks=self.config.blocks,
+            )
+        ]
 
     @cute.kernel
-    def kernel(
-        self,
-        query: cute.Pointer,
-        key: cute.Pointer,
-        value: cute.Pointer,
-        query_seq_lengths: cute.Pointer | None,
-        key_value_seq_lengths: cute.Pointer | None,
-        query_offset: cute.Pointer | None,
-        sinks: cute.Pointer | None,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        query_length: Int32,
-        key_length: Int32,
-        num_heads: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        sinks_stride: Int32,
-        scale: Float32,
-        logits_soft_cap: Float32,
-    ):
+    def kernel(self, buffers: ForwardBuffers, scalars: Scalars):
         spec, config = self.spec, self.config
-        at = self._locate(query_length, num_heads)
-        bounds = tiles.load_bounds(
-            spec,
-            at.batch,
-            (query_length, key_length),
-            (query_seq_lengths, key_value_seq_lengths, query_offset),
-            (window_left, window_right),
-        )
+        at = self._locate(scalars)
+        bounds = tiles.entry_bounds(spec, at.batch, buffers, scalars)
         query_end, key_end = bounds["query_end"], bounds["key_end"]
         visit = tiles.key_tiles(at.row, config.rows, config.keys, **bounds)
-        scaling = softmax.scaling(scale, logits_soft_cap if spec.logits_soft_cap else None)
-        source = self._source(at, query, key, value, query_length, key_length, num_heads)
+        scaling = softmax.scaling(scalars.scale, scalars.logits_soft_cap if spec.logits_soft_cap else None)
+        source = self._source(at, buffers, scalars)
         row, column = accumulator_lane(at.lane)
         first_row = at.row + at.warp * config.rows_per_warp + row
         limits = [
@@ -207,13 +126,13 @@ class ForwardKernel:
 
         sink = None
         if cutlass.const_expr(spec.sinks):
-            sink = _load(sinks, at.batch * sinks_stride + at.head)
-        weights = self._finish_rows(state, lse, sink, first_row, query_end, query_length, num_heads)
-        self._store(state, weights, out, query_length, num_heads)
+            sink = _load(buffers.sinks, at.batch * scalars.sinks_stride + at.head)
+        weights = self._finish_rows(state, buffers, scalars, sink, first_row, query_end)
+        self._store(state, buffers, scalars, weights)
 
     # Set-up.
 
-    def _locate(self, query_length: Int32, num_heads: Int32) -> SimpleNamespace:
+    def _locate(self, scalars: Scalars) -> SimpleNamespace:
         """Who this thread is.
 
         Block index, fastest first: head of the group (they share K and V in L2), query tile from the last to the
@@ -222,8 +141,8 @@ class ForwardKernel:
         spec, config = self.spec, self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        tile_count = (query_length + (config.rows - 1)) // config.rows
-        kv_heads = num_heads // spec.group
+        tile_count = tiles.count(scalars.query_length, config.rows)
+        kv_heads = scalars.num_heads // spec.group
         member, block = block % spec.group, block // spec.group
         tile, block = tile_count - 1 - block % tile_count, block // tile_count
         kv_head, batch = block % kv_heads, block // kv_heads
@@ -238,21 +157,19 @@ class ForwardKernel:
             kv_head=kv_head,
         )
 
-    def _source(
-        self, at: SimpleNamespace, query: Any, key: Any, value: Any, query_length: Any, key_length: Any, num_heads: Any
-    ) -> SimpleNamespace:
+    def _source(self, at: SimpleNamespace, buffers: ForwardBuffers, scalars: Scalars) -> SimpleNamespace:
         """Byte addresses of this CTA's rows and the bytes between them."""
         spec = self.spec
-        kv_heads = num_heads // spec.group
-        query_stride = Int64(num_heads) * (2 * spec.head_dim)
+        kv_heads = scalars.num_heads // spec.group
+        query_stride = Int64(scalars.num_heads) * (2 * spec.head_dim)
         key_stride = Int64(kv_heads) * (2 * spec.head_dim)
         value_stride = Int64(kv_heads) * (2 * spec.v_head_dim)
-        query_row = Int64(at.batch) * query_length + at.row
-        key_row = Int64(at.batch) * key_length
+        query_row = Int64(at.batch) * scalars.query_length + at.row
+        key_row = Int64(at.batch) * scalars.key_length
         return SimpleNamespace(
-            query=query.toint() + query_row * query_stride + Int64(at.head) * (2 * spec.head_dim),
-            key=key.toint() + key_row * key_stride + Int64(at.kv_head) * (2 * spec.head_dim),
-            value=value.toint() + key_row * value_stride + Int64(at.kv_head) * (2 * spec.v_head_dim),
+            query=buffers.query.toint() + query_row * query_stride + Int64(at.head) * (2 * spec.head_dim),
+            key=buffers.key.toint() + key_row * key_stride + Int64(at.kv_head) * (2 * spec.head_dim),
+            value=buffers.value.toint() + key_row * value_stride + Int64(at.kv_head) * (2 * spec.v_head_dim),
             query_stride=query_stride,
             key_stride=key_stride,
             value_stride=value_stride,
@@ -432,16 +349,15 @@ class ForwardKernel:
     def _finish_rows(
         self,
         state: SimpleNamespace,
-        lse: Any,
+        buffers: ForwardBuffers,
+        scalars: Scalars,
         sink: Any,
         first_row: Int32,
         query_end: Int32,
-        query_length: Int32,
-        num_heads: Int32,
     ) -> list[tuple[Float32, Any]]:
         """Stores the log-sum-exp and returns (weight, whether the row has an output) of each row of the lane."""
         weights = []
-        lse_row = Int64(state.at.batch) * query_length
+        lse_row = Int64(state.at.batch) * scalars.query_length
         for i in range(2 * self.m_blocks):
             row = first_row + 8 * i
             total = softmax.quad_sum(state.sums[i])
@@ -456,13 +372,13 @@ class ForwardKernel:
                 log_max = top
             value = (log_max + ptx.log2(total)) * softmax.LN_2
             value = ptx.where(row < query_end, value, Float32(_NEVER))
-            address = lse.toint() + ((lse_row + row) * num_heads + state.at.head) * 4
-            stores = cutlass.Boolean((row < query_length) & (state.column == 0))
+            address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + state.at.head) * 4
+            stores = cutlass.Boolean((row < scalars.query_length) & (state.column == 0))
             cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
             weights.append((weight * ptx.reciprocal(total), live))
         return weights
 
-    def _store(self, state: SimpleNamespace, weights: list, out: Any, query_length: Int32, num_heads: Int32) -> None:
+    def _store(self, state: SimpleNamespace, buffers: ForwardBuffers, scalars: Scalars, weights: list) -> None:
         """Stores the output tile, through shared memory so that global stores are 16 bytes wide."""
         at, tile, rows = state.at, self.out_tile, self.config.rows_per_warp
         warp_row = at.warp * rows
@@ -477,11 +393,11 @@ class ForwardKernel:
                 pair = [ptx.where(live, state.out[index + e] * weight, Float32(0.0)) for e in range(2)]
                 ptx.store_shared(lane_address + tile.offset(8 * i, 8 * n), ptx.pack(*pair, dtype=self.mma_dtype))
         cute.arch.sync_warp()
-        stride = Int64(num_heads) * (2 * self.spec.v_head_dim)
+        stride = Int64(scalars.num_heads) * (2 * self.spec.v_head_dim)
         first = at.row + warp_row
-        row = Int64(at.batch) * query_length + first
-        target = out.toint() + row * stride + Int64(at.head) * (2 * self.spec.v_head_dim)
-        tiles.store_rows(tile, rows, at.lane, shared, target, stride, query_length - first)
+        row = Int64(at.batch) * scalars.query_length + first
+        target = buffers.out.toint() + row * stride + Int64(at.head) * (2 * self.spec.v_head_dim)
+        tiles.store_rows(tile, rows, at.lane, shared, target, stride, scalars.query_length - first)
 
 
 def _load(pointer: cute.Pointer, index: Int32) -> Any:

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx, softmax, tiles
+from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
-from jax_fastattn.kernels.sm80 import gradient, launch
+from jax_fastattn.kernels.sm80 import gradient
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.dq_reduce import dq_reduce
 from jax_fastattn.kernels.spec import KernelSpec
@@ -35,19 +37,23 @@ class PreprocessKernel:
         self.reduce = dq_reduce(spec, config)
         self.log2_factor = float(gradient.log2_probability_factor(spec, config))
 
+    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, query_tiles: Int32) -> Launch:
+        """Its launch; `query_tiles` is how many there are of all heads."""
+        return Launch(self.kernel, (buffers, scalars), grid=query_tiles, block=self.threads, min_blocks=0)
+
     @cute.kernel
-    def kernel(self, buffers: launch.Buffers, scalars: launch.Scalars):
+    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
         spec, rows = self.spec, self.config.queries
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         length, heads = scalars.query_length, scalars.num_heads
-        count = launch.tile_count(length, rows)
+        count = tiles.count(length, rows)
         head, tile = block % heads, block // heads % count
         # From the last entry to the first: zeros of the heads that are visited first are in L2 then.
         entry = scalars.batch - 1 - block // heads // count
         first = tile * rows
-        bounds = launch.load_bounds(spec, entry, buffers, scalars)
-        row_head = launch.row_head(entry, length, first, heads, head)
+        bounds = tiles.entry_bounds(spec, entry, buffers, scalars)
+        row_head = tiles.row_head(entry, length, first, heads, head)
         state = SimpleNamespace(
             heads=heads,
             live=tiles.Rows.live(tiles.live_queries(**bounds), first, hides_first=spec.hides_first_queries),
@@ -55,7 +61,7 @@ class PreprocessKernel:
             dout=buffers.dout.toint() + row_head * (2 * spec.v_head_dim),
             lse=buffers.lse.toint() + row_head * 4,
             dlse=None if buffers.dlse is None else buffers.dlse.toint() + row_head * 4,
-            stats=buffers.stats.toint() + launch.row_head(entry, heads, head, length, first) * 8,
+            stats=buffers.stats.toint() + tiles.row_head(entry, heads, head, length, first) * 8,
         )
         index = self.reduce.tile.index(scalars, entry, head, tile)
         self.reduce.clear(buffers, scalars, index, thread, self.threads)

@@ -1,0 +1,72 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What emulators of both families read from a host function: the PTX of its kernels, and its launches."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from typing import Any
+
+import cutlass
+import numpy as np
+from cutlass import cute
+from emulated_backward import Sizes
+from ptx_emulator import Memory
+
+from jax_fastattn.ffi.compiler import fake_arguments
+from jax_fastattn.kernels.arguments import Scalars, buffers_type
+from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+
+# So many that every CTA walks through several tiles.
+MULTIPROCESSORS = 3
+
+
+def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
+    """The PTX of a host function's kernels by module, class and function; no GPU needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch {spec.gpu_arch} --keep-ptx --dump-dir {folder}"
+        ptx = cute.compile(kernel, *fake_arguments(spec), options=options).artifacts.PTX
+    entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
+    names = [re.search(r"cutlass_(\w+?)_jax\w*sm\d0(\w+Kernel)_object", text.split("(")[0]) for text in entries]
+    return {f"{name[2]}.{name[1]}": text for name, text in zip(names, entries, strict=True)}
+
+
+def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
+    """The scalars of a launch."""
+    return Scalars(
+        batch=sizes.batch,
+        query_length=sizes.queries,
+        key_length=sizes.keys,
+        num_heads=sizes.kv_heads * spec.group,
+        window_left=sizes.left,
+        window_right=sizes.right,
+        sinks_stride=sizes.kv_heads * spec.group,
+        multiprocessors=MULTIPROCESSORS,
+        scale=sizes.scale,
+        logits_soft_cap=sizes.cap,
+    )
+
+
+def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, Any]:
+    """A memory with the buffers of a launch, and their addresses."""
+    memory = Memory()
+    addresses = {name: dtype and memory.add(arrays[name]) for name, dtype in launch_buffers(spec).items()}
+    return memory, buffers_type(spec)(**addresses)
+
+
+def text(launch: Launch, texts: dict[str, str]) -> str:
+    """The PTX of a launch's kernel, given the kernels of its host function."""
+    kernel: Any = launch.kernel
+    module = type(kernel.__self__).__module__.rpartition(".")[2]
+    return texts[f"{module}{type(kernel.__self__).__name__}.{kernel.__name__}"]
+
+
+def arguments(launch: Launch) -> list[Any]:
+    """The parameters of a kernel, one by one; TMA's come before them."""
+    return [number(x) for members in launch.arguments for x in members if x is not None]
+
+
+def number(x: Any) -> Any:
+    return x.value if isinstance(x, cutlass.Int32) else x
