@@ -44,11 +44,6 @@ def count(length: Int32, rows: int) -> Int32:
     return (length + (rows - 1)) // rows
 
 
-def row_head(entry: Int32, length: Int32, row: Int32, heads: Int32, head: Int32) -> Int64:
-    """Index of a row and head in an array `[batch, length, heads]`."""
-    return (Int64(entry) * length + row) * heads + head
-
-
 def clamp(x: Int32, low: Any, high: Any) -> Int32:
     """x moved into [low, high]."""
     return Int32(cutlass.min(cutlass.max(x, Int32(low)), Int32(high)))

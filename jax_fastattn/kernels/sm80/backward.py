@@ -37,7 +37,7 @@ class BackwardKernel:
 
     def launches(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
         """What is launched, in order."""
-        query_tiles = tiles.count(scalars.query_length, self.config.queries) * scalars.batch * scalars.num_heads
+        query_tiles = self.preprocess.schedule.blocks(scalars.query_length, scalars.batch, scalars.num_heads)
         return [
             self.preprocess.launch(buffers, scalars, query_tiles),
             self.dkdv_dq.launch(buffers, scalars, order),

@@ -12,6 +12,7 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm80 import gradient
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.dq_reduce import dq_reduce
+from jax_fastattn.kernels.sm80.schedule import EntryTiles
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -25,6 +26,7 @@ class ConvertKernel:
 
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config = spec, config
+        self.schedule = EntryTiles(spec, config.queries)
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.reduce = dq_reduce(spec, config)
         self.tile = self.reduce.tile.shared
@@ -49,14 +51,11 @@ class ConvertKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        length, heads = scalars.query_length, scalars.num_heads
-        count = tiles.count(length, rows)
-        head, tile = block % heads, block // heads % count
-        # From the last entry to the first: the sums of the heads that were visited last are in L2.
-        entry = scalars.batch - 1 - block // heads // count
-        first = tile * rows
-        end = tiles.load_entry(buffers.query_seq_lengths, entry, length, 0, length) - first
-        index = part.index(scalars, entry, head, tile)
+        # The sums of the heads that were visited last are in L2.
+        tile, head, _, sequence = self.schedule.last_entry_first(block, buffers, scalars)
+        heads, first, queries = scalars.num_heads, tile * rows, sequence.queries
+        end = sequence.bounds()["query_end"] - first
+        index = self.schedule.index(sequence, scalars, head, tile)
         is_empty = self.reduce.is_empty(buffers, index, warp)
         if cutlass.const_expr(is_empty is not None):
             end = ptx.where(is_empty, Int32(0), end)
@@ -64,8 +63,8 @@ class ConvertKernel:
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
         self._scatter(acc, shared, warp, lane, end, scalars.scale)
         cute.arch.sync_threads()
-        target = buffers.dq.toint() + tiles.row_head(entry, length, first, heads, head) * (2 * spec.head_dim)
-        self._store(shared, target, warp, lane, gradient.row_stride(heads, spec.head_dim), length - first)
+        target = buffers.dq.toint() + queries.row_head(first, heads, head) * (2 * spec.head_dim)
+        self._store(shared, target, warp, lane, gradient.row_stride(heads, spec.head_dim), queries.length - first)
 
     def _scatter(self, acc: list[Float32], shared: Int32, warp: Int32, lane: Int32, end: Int32, scale: Float32) -> None:
         blocks, (row, column) = self.reduce.tile.blocks, self.reduce.tile.place(warp)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
@@ -21,6 +21,7 @@ from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.roles import GradientRole, ProbabilityRole, Role
+from jax_fastattn.kernels.sm80.schedule import EntryTiles
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -44,17 +45,18 @@ class DkdvDqKernel:
 
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config = spec, config
+        self.schedule, self.query_tiles = EntryTiles(spec, config.keys), EntryTiles(spec, config.queries)
         self.products = Products(spec, config)
         self.reduce = dq_reduce(spec, config)
         self.shared_nbytes = config.shared_memory(spec.head_dim, spec.v_head_dim)
 
     def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Its launch."""
-        kv_heads = scalars.batch * (scalars.num_heads // self.spec.group)
+        kv_heads = scalars.num_heads // self.spec.group
         return Launch(
             self.kernel,
             (buffers, scalars, order),
-            grid=tiles.count(scalars.key_length, self.config.keys) * kv_heads,
+            grid=self.schedule.blocks(scalars.key_length, scalars.batch, kv_heads),
             block=self.config.threads,
             shared_bytes=self.shared_nbytes,
             min_blocks=self.config.blocks,
@@ -85,19 +87,17 @@ class DkdvDqKernel:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
-        kv_heads = scalars.num_heads // self.spec.group
-        count = tiles.count(scalars.key_length, config.keys)
         ticket = self.reduce.ticket(buffers, scalars, thread, shared)
-        tile, head = tiles.place_in_sections(ticket, order.group, count, scalars.batch * kv_heads)
+        work = self.schedule.in_sections(ticket, order.group, buffers, scalars)
         warp = cute.arch.make_warp_uniform(thread // 32)
         # Warps w and w + 4 share a scheduler: one of each role.
         role_warp = warp % config.role_warps
         key_warp = role_warp // config.column_warps
         return SimpleNamespace(
-            tile=tile,
-            row=tile * config.keys,
-            batch=head // kv_heads,
-            kv_head=head % kv_heads,
+            tile=work.tile,
+            row=work.tile * config.keys,
+            kv_head=work.kv_head,
+            sequence=work.sequence,
             shared=shared,
             thread=thread,
             lane=thread % 32,
@@ -114,7 +114,7 @@ class DkdvDqKernel:
     def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: SimpleNamespace) -> SimpleNamespace:
         """Returns the device values that all roles share."""
         spec, config, heads = self.spec, self.config, scalars.num_heads
-        bounds = tiles.entry_bounds(spec, at.batch, buffers, scalars)
+        queries, keys, bounds = at.sequence.queries, at.sequence.keys, at.sequence.bounds()
         visit = tiles.query_tiles(at.row, config.keys, config.queries, **bounds)
         # Keys past the end would add to dQ: a tile that has some is masked for all queries.
         partial = at.row + config.keys > bounds["key_end"]
@@ -124,10 +124,9 @@ class DkdvDqKernel:
         )
         kv_heads, first_head = heads // spec.group, at.kv_head * spec.group
         hides = spec.hides_first_queries or spec.hides_last_queries
-        key_row = tiles.row_head(at.batch, scalars.key_length, at.row, kv_heads, at.kv_head)
-        query_row = tiles.row_head(at.batch, scalars.query_length, Int32(0), heads, first_head)
-        first_tile = self.reduce.tile.index(scalars, at.batch, first_head, Int32(0))
-        head = Int64(at.batch) * heads + first_head
+        key_row = keys.row_head(at.row, kv_heads, at.kv_head)
+        query_row = queries.row_head(Int32(0), heads, first_head)
+        first_tile = self.query_tiles.index(at.sequence, scalars, first_head, Int32(0))
         state = SimpleNamespace(
             at=at,
             bounds=bounds,
@@ -140,14 +139,14 @@ class DkdvDqKernel:
             dv=buffers.dv.toint() + key_row * (2 * spec.v_head_dim),
             query=buffers.query.toint() + query_row * (2 * spec.head_dim),
             dout=buffers.dout.toint() + query_row * (2 * spec.v_head_dim),
-            stats=buffers.stats.toint() + head * scalars.query_length * 8,
+            stats=buffers.stats.toint() + queries.head_row(heads, first_head) * 8,
             dq_accum=buffers.dq_accum.toint() + first_tile * self.reduce.tile.nbytes,
-            tile_count=tiles.count(scalars.query_length, config.queries),
+            tile_count=self.query_tiles.pitch(scalars),
             query_length=scalars.query_length,
             heads=heads,
             kv_heads=kv_heads,
             valid_rows=bounds["key_end"] - at.row,
-            stored_rows=scalars.key_length - at.row,
+            stored_rows=keys.length - at.row,
             transform=softmax.Transform.of(spec, scalars.scale, scalars.logits_soft_cap),
         )
         if buffers.dq_semaphore is not None:

@@ -16,6 +16,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import mma, ptx, tiles
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
+from jax_fastattn.kernels.sm80.schedule import EntryTiles
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -36,7 +37,6 @@ class DqTile:
         self.chunks = adds_chunks(spec.arch)
         self.warps, self.column_warps = config.dq_warps, config.dq_column_warps
         self.shared = config.memory(spec.head_dim, spec.v_head_dim).dq
-        self.queries = config.queries
         self.blocks = (
             config.queries // (16 * config.dq_row_warps),
             self.shared.padded_columns // (8 * config.dq_column_warps),
@@ -48,10 +48,6 @@ class DqTile:
     def place(self, warp: Int32) -> tuple[Int32, Int32]:
         """Returns the first row and column of a warp's part."""
         return warp // self.column_warps * (16 * self.blocks[0]), warp % self.column_warps * (8 * self.blocks[1])
-
-    def index(self, scalars: Scalars, entry: Int32, head: Int32, tile: Int32) -> Int64:
-        """Returns the index of a tile in dq_accum."""
-        return (Int64(entry) * scalars.num_heads + head) * tiles.count(scalars.query_length, self.queries) + tile
 
     def lane_address(self, address: Int64, warp: Int32, lane: Int32) -> Int64:
         """Returns the address of a lane's first element in a tile at `address`."""
@@ -176,7 +172,9 @@ class SemaphoreReduce(AtomicReduce):
         return Int64(buffers.dq_semaphore.toint())
 
     def _tickets(self, buffers: PortableBackwardBuffers, scalars: Scalars) -> Int64:
-        tiles_of_all = self.tile.index(scalars, scalars.batch, Int32(0), Int32(0))
+        tiles_of_all = EntryTiles(self.spec, self.config.queries).blocks(
+            scalars.query_length, Int64(scalars.batch), scalars.num_heads
+        )
         return self._counts(buffers) + tiles_of_all * (4 * self.tile.warps)
 
     def start(self) -> Any:

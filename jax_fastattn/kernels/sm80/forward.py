@@ -28,6 +28,7 @@ from jax_fastattn.kernels.device import mma, ptx, softmax, tiles
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.sm80.config import ForwardConfig, forward_config
+from jax_fastattn.kernels.sm80.schedule import EntryTiles
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
@@ -47,6 +48,7 @@ class ForwardKernel:
     def __init__(self, spec: KernelSpec, config: ForwardConfig | None = None):
         self.spec = spec
         self.config = config or forward_config(spec)
+        self.schedule = EntryTiles(spec, self.config.rows)
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.query_tile = SharedTile(self.config.rows, spec.head_dim)
         self.key_tile = SharedTile(self.config.keys, spec.head_dim)
@@ -69,7 +71,7 @@ class ForwardKernel:
             Launch(
                 self.kernel,
                 (buffers, scalars),
-                grid=scalars.batch * scalars.num_heads * tiles.count(scalars.query_length, self.config.rows),
+                grid=self.schedule.blocks(scalars.query_length, scalars.batch, scalars.num_heads),
                 block=self.config.threads,
                 shared_bytes=self.config.shared_memory(self.spec.head_dim, self.spec.v_head_dim),
                 min_blocks=self.config.blocks,
@@ -79,8 +81,8 @@ class ForwardKernel:
     @cute.kernel
     def kernel(self, buffers: ForwardBuffers, scalars: Scalars):
         spec, config = self.spec, self.config
-        at = self._locate(scalars)
-        bounds = tiles.entry_bounds(spec, at.batch, buffers, scalars)
+        at = self._locate(buffers, scalars)
+        bounds = at.sequence.bounds()
         query_end, key_end = bounds["query_end"], bounds["key_end"]
         visit = tiles.key_tiles(at.row, config.rows, config.keys, **bounds)
         scaling = softmax.scaling(scalars.scale, scalars.logits_soft_cap if spec.logits_soft_cap else None)
@@ -126,35 +128,26 @@ class ForwardKernel:
 
         sink = None
         if cutlass.const_expr(spec.sinks):
-            sink = _load(buffers.sinks, at.batch * scalars.sinks_stride + at.head)
+            sink = _load(buffers.sinks, at.sequence.queries.batch * scalars.sinks_stride + at.head)
         weights = self._finish_rows(state, buffers, scalars, sink, first_row, query_end)
         self._store(state, buffers, scalars, weights)
 
     # Set-up.
 
-    def _locate(self, scalars: Scalars) -> SimpleNamespace:
-        """Who this thread is.
-
-        Block index, fastest first: head of the group (they share K and V in L2), query tile from the last to the
-        first (the longest of a causal mask start first), key/value head, batch entry.
-        """
-        spec, config = self.spec, self.config
+    def _locate(self, buffers: ForwardBuffers, scalars: Scalars) -> SimpleNamespace:
+        """Returns which thread this is, and the CTA's queries."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        tile_count = tiles.count(scalars.query_length, config.rows)
-        kv_heads = scalars.num_heads // spec.group
-        member, block = block % spec.group, block // spec.group
-        tile, block = tile_count - 1 - block % tile_count, block // tile_count
-        kv_head, batch = block % kv_heads, block // kv_heads
+        work = self.schedule.longest_first(block, buffers, scalars)
         return SimpleNamespace(
             thread=thread,
             lane=thread % 32,
             warp=cute.arch.make_warp_uniform(thread // 32),
             shared=cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint(),
-            row=tile * config.rows,
-            batch=batch,
-            head=kv_head * spec.group + member,
-            kv_head=kv_head,
+            row=work.tile * self.config.rows,
+            head=work.head,
+            kv_head=work.kv_head,
+            sequence=work.sequence,
         )
 
     def _source(self, at: SimpleNamespace, buffers: ForwardBuffers, scalars: Scalars) -> SimpleNamespace:
@@ -164,8 +157,7 @@ class ForwardKernel:
         query_stride = Int64(scalars.num_heads) * (2 * spec.head_dim)
         key_stride = Int64(kv_heads) * (2 * spec.head_dim)
         value_stride = Int64(kv_heads) * (2 * spec.v_head_dim)
-        query_row = Int64(at.batch) * scalars.query_length + at.row
-        key_row = Int64(at.batch) * scalars.key_length
+        query_row, key_row = at.sequence.queries.row(at.row), at.sequence.keys.row()
         return SimpleNamespace(
             query=buffers.query.toint() + query_row * query_stride + Int64(at.head) * (2 * spec.head_dim),
             key=buffers.key.toint() + key_row * key_stride + Int64(at.kv_head) * (2 * spec.head_dim),
@@ -356,8 +348,8 @@ class ForwardKernel:
         query_end: Int32,
     ) -> list[tuple[Float32, Any]]:
         """Stores the log-sum-exp and returns (weight, whether the row has an output) of each row of the lane."""
-        weights = []
-        lse_row = Int64(state.at.batch) * scalars.query_length
+        weights, queries = [], state.at.sequence.queries
+        lse_row = queries.row()
         for i in range(2 * self.m_blocks):
             row = first_row + 8 * i
             total = softmax.quad_sum(state.sums[i])
@@ -373,7 +365,7 @@ class ForwardKernel:
             value = (log_max + ptx.log2(total)) * softmax.LN_2
             value = ptx.where(row < query_end, value, Float32(_NEVER))
             address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + state.at.head) * 4
-            stores = cutlass.Boolean((row < scalars.query_length) & (state.column == 0))
+            stores = cutlass.Boolean((row < queries.length) & (state.column == 0))
             cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
             weights.append((weight * ptx.reciprocal(total), live))
         return weights
@@ -395,9 +387,9 @@ class ForwardKernel:
         cute.arch.sync_warp()
         stride = Int64(scalars.num_heads) * (2 * self.spec.v_head_dim)
         first = at.row + warp_row
-        row = Int64(at.batch) * scalars.query_length + first
-        target = buffers.out.toint() + row * stride + Int64(at.head) * (2 * self.spec.v_head_dim)
-        tiles.store_rows(tile, rows, at.lane, shared, target, stride, scalars.query_length - first)
+        queries = at.sequence.queries
+        target = buffers.out.toint() + queries.row(first) * stride + Int64(at.head) * (2 * self.spec.v_head_dim)
+        tiles.store_rows(tile, rows, at.lane, shared, target, stride, queries.length - first)
 
 
 def _load(pointer: cute.Pointer, index: Int32) -> Any:

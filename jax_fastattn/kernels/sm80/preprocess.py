@@ -18,6 +18,7 @@ from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.sm80 import gradient
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.dq_reduce import dq_reduce
+from jax_fastattn.kernels.sm80.schedule import EntryTiles
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -33,6 +34,7 @@ class PreprocessKernel:
 
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config = spec, config
+        self.schedule = EntryTiles(spec, config.queries)
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.reduce = dq_reduce(spec, config)
         self.log2_factor = float(gradient.log2_probability_factor(spec, config))
@@ -46,26 +48,22 @@ class PreprocessKernel:
         spec, rows = self.spec, self.config.queries
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        length, heads = scalars.query_length, scalars.num_heads
-        count = tiles.count(length, rows)
-        head, tile = block % heads, block // heads % count
-        # From the last entry to the first: zeros of the heads that are visited first are in L2 then.
-        entry = scalars.batch - 1 - block // heads // count
-        first = tile * rows
-        bounds = tiles.entry_bounds(spec, entry, buffers, scalars)
-        row_head = tiles.row_head(entry, length, first, heads, head)
+        # Zeros of the heads that are visited first are in L2 then.
+        tile, head, _, sequence = self.schedule.last_entry_first(block, buffers, scalars)
+        heads, first, queries = scalars.num_heads, tile * rows, sequence.queries
+        row_head = queries.row_head(first, heads, head)
         state = SimpleNamespace(
             heads=heads,
-            live=tiles.Rows.live(tiles.live_queries(**bounds), first, hides_first=spec.hides_first_queries),
+            live=tiles.Rows.live(tiles.live_queries(**sequence.bounds()), first, hides_first=spec.hides_first_queries),
             out=buffers.out.toint() + row_head * (2 * spec.v_head_dim),
             dout=buffers.dout.toint() + row_head * (2 * spec.v_head_dim),
             lse=buffers.lse.toint() + row_head * 4,
             dlse=None if buffers.dlse is None else buffers.dlse.toint() + row_head * 4,
-            stats=buffers.stats.toint() + tiles.row_head(entry, heads, head, length, first) * 8,
+            stats=buffers.stats.toint() + queries.head_row(heads, head, first) * 8,
         )
-        index = self.reduce.tile.index(scalars, entry, head, tile)
+        index = self.schedule.index(sequence, scalars, head, tile)
         self.reduce.clear(buffers, scalars, index, thread, self.threads)
-        self._write(state, thread, length - first)
+        self._write(state, thread, queries.length - first)
 
     def _write(self, state: SimpleNamespace, thread: Int32, stored_rows: Int32) -> None:
         tile = SharedTile(self.config.queries, self.spec.v_head_dim)

@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tile of which head and batch entry a CTA works on. Each kernel has one CTA for each tile."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cutlass import Int32, Int64
+
+from jax_fastattn.kernels.arguments import Buffers, Scalars
+from jax_fastattn.kernels.device import tiles
+from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.spec import KernelSpec
+
+
+class Work(NamedTuple):
+    """What a CTA works on.
+
+    Attributes:
+        tile: index of the tile among those of its sequence.
+        head: query head; None where keys have tiles.
+        kv_head: key/value head.
+        sequence: the rows.
+    """
+
+    tile: Int32
+    head: Int32 | None
+    kv_head: Int32
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
+class EntryTiles:
+    """Tiles of batch entries of one length.
+
+    Args:
+        spec: the compile key.
+        rows: of a tile.
+    """
+
+    spec: KernelSpec
+    rows: int
+
+    def blocks(self, length: Int32, batch: Int32, heads: Int32) -> Int32:
+        """How many tiles there are."""
+        return tiles.count(length, self.rows) * batch * heads
+
+    def pitch(self, scalars: Scalars) -> Int32:
+        """Query tiles from one head to the next."""
+        return tiles.count(scalars.query_length, self.rows)
+
+    def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:
+        """Index of a query tile in an array `[batch, heads, tiles]`."""
+        return sequence.queries.head(scalars.num_heads, head) * self.pitch(scalars) + tile
+
+    def longest_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """Query tiles. Index, fastest first: head of the group, tile from the last to the first, key/value head, entry.
+
+        Heads that share K and V run side by side, and of a causal mask the longest tiles start first.
+        """
+        group = self.spec.group
+        count, kv_heads = tiles.count(scalars.query_length, self.rows), scalars.num_heads // group
+        member, block = block % group, block // group
+        tile, block = count - 1 - block % count, block // count
+        kv_head, batch = block % kv_heads, block // kv_heads
+        return Work(tile, kv_head * group + member, kv_head, Sequence.of_entry(self.spec, batch, buffers, scalars))
+
+    def last_entry_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """Query tiles, of all heads together, from the last entry to the first: the entry that comes next is in L2."""
+        count, heads = tiles.count(scalars.query_length, self.rows), scalars.num_heads
+        head, tile = block % heads, block // heads % count
+        batch = scalars.batch - 1 - block // heads // count
+        return Work(tile, head, head // self.spec.group, Sequence.of_entry(self.spec, batch, buffers, scalars))
+
+    def in_sections(self, index: Int32, section: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """Key tiles; heads are visited in sections, see `plan.place_in_sections`."""
+        kv_heads = scalars.num_heads // self.spec.group
+        count = tiles.count(scalars.key_length, self.rows)
+        tile, head = tiles.place_in_sections(index, section, count, scalars.batch * kv_heads)
+        batch, kv_head = head // kv_heads, head % kv_heads
+        return Work(tile, None, kv_head, Sequence.of_entry(self.spec, batch, buffers, scalars))
