@@ -164,6 +164,8 @@ def cuda_text(function: Any, *arrays: Any) -> str:
     return re.sub(r'object = "[^"]*"', "", text)
 
 
-def count_launches(text: str) -> int:
-    """How often a program launches kernels; calls of one function count each."""
-    return len(re.findall(r"[ .]call @jax_fastattn_launch", text))
+def count_launches(text: str, function: str = "main") -> int:
+    """How often a program launches kernels: as often as its functions are called, with loops counted once."""
+    bodies = dict(re.findall(r"func\.func (?:public |private )?@(\w+)(.*?)(?=func\.func|\Z)", text, re.DOTALL))
+    called = re.findall(r"[ .]call @(\w+)", bodies[function])
+    return sum(name.startswith("jax_fastattn_launch") or count_launches(text, name) for name in called)

@@ -74,8 +74,9 @@ def _default(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     return abstract.lower_on_one_device(functools.partial(_portable, **params), ctx, *values)
 
 
-mlir.register_lowering(backward_p, _cuda, platform="cuda")
-mlir.register_lowering(backward_p, _default)
+# Not inlined: the layers of a model share one function, on every path.
+mlir.register_lowering(backward_p, _cuda, platform="cuda", inline=False)
+mlir.register_lowering(backward_p, _default, inline=False)
 
 
 @functools.lru_cache(maxsize=batching.CACHED_OPS)
