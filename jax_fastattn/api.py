@@ -125,7 +125,8 @@ def attention(
         local_window_size: `(left, right)` keys around the query's position, None for an unlimited side; an int means
             both sides. Default: unlimited.
         implementation: None takes the CUDA kernels where they apply and the XLA path elsewhere (on a GPU with a
-            warning that names the reasons); "cuda" insists; "xla" is the portable path, which holds no `T x S` array.
+            warning that names the reasons); "cuda" insists; "xla" is the portable path, whose memory is linear in T
+            and S beyond the 4 GiB of logits of a GPU, or 8 MiB of a CPU, that it computes at once.
         return_residual: also return the log-sum-exp.
         logits_soft_cap: `cap * tanh(x / cap)` on the biased logits, before masks (Gemma 2,
             https://arxiv.org/abs/2408.00118). Default: off.

@@ -143,7 +143,7 @@ def test_layers_share_one_xla_path(dtype: Any, length: int) -> None:
 
     traced = jax.jit(jax.grad(model)).trace(jax.ShapeDtypeStruct((4, length, 16, 64), dtype))
     for platform in ("cpu", "cuda"):
-        assert len(traced.lower(lowering_platforms=(platform,)).as_text()) < 100e3
+        assert len(traced.lower(lowering_platforms=(platform,)).as_text()) < 300e3
 
 
 @pytest.mark.usefixtures("_cuda")

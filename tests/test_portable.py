@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.export
@@ -18,42 +19,41 @@ from calls import quick_jit
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_fastattn import attention, portable
+from jax_fastattn import attention, blocks, portable
+from jax_fastattn.blocks import CPU, Tuning
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.cases import CPU_CASES, Case
 from jax_fastattn.testing.compare import Results, assert_within_budget, expected
 from jax_fastattn.testing.poison import poison
 
+# Three chunks of 13, 13 and 11 queries, four of keys: the last ones overlap.
+SMALL_CHUNKS = dataclasses.replace(CPU, whole=0, block=0, chunk=16, min_chunk=16)
 
-def run(spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None) -> Results:
-    """All results of the portable path. Traces anew, since chunk sizes are not in a cache key."""
+
+def run(
+    spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None, tuning: Tuning = CPU
+) -> Results:
+    """All results of the portable path."""
 
     @jax.jit
     def call(operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> Results:
-        out, lse = portable.forward(spec, operands)
-        return Results(out, lse, *portable.backward(spec, operands, out, lse, dout, dlse))
+        out, lse = portable.forward(spec, operands, tuning)
+        return Results(out, lse, *portable.backward(spec, operands, out, lse, dout, dlse, tuning=tuning))
 
     return call(operands, dout, dlse)
 
 
-def check(case: Case, key: jax.Array) -> None:
+def check(case: Case, key: jax.Array, tuning: Tuning = CPU) -> None:
     """Compares results from poisoned arrays with those expected of the arrays themselves."""
     spec, operands = case.spec(), case.operands(key)
     dout, dlse = case.cotangents(key)
-    found = run(spec, *poison(spec, operands, dout, dlse))
+    found = run(spec, *poison(spec, operands, dout, dlse), tuning)
     assert_within_budget(found, *expected(spec, operands, dout, dlse))
 
 
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three chunks of 13, 13 and 11 queries, four of keys: the last ones overlap."""
-    monkeypatch.setattr(portable, "CHUNK", 16)
-
-
-@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("case", CPU_CASES, ids=str)
 def test_chunks(case: Case, key: jax.Array) -> None:
-    check(case, key)
+    check(case, key, SMALL_CHUNKS)
 
 
 @pytest.mark.parametrize("case", CPU_CASES[::4], ids=str)
@@ -70,9 +70,8 @@ def test_single_chunk(case: Case, key: jax.Array) -> None:
     ],
     ids=str,
 )
-def test_low_precision(case: Case, key: jax.Array, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable, "CHUNK", 100)
-    check(case, key)
+def test_low_precision(case: Case, key: jax.Array) -> None:
+    check(case, key, dataclasses.replace(CPU, whole=0, chunk=100))
 
 
 # Axes of the arrays that a caller transposes to BTNH. Only the first two failed; the slow ones complete the sweep.
@@ -113,7 +112,6 @@ def test_cpu_runs_products_of_transposed_bfloat16(layout: str) -> None:
     assert total == 2 * 64 * 4 * 16  # means of ones
 
 
-@pytest.mark.usefixtures("small_chunks")
 def test_float64(key: jax.Array) -> None:
     """A float32 anywhere on the way would show at 1e-7."""
     case = dataclasses.replace(CPU_CASES[0], dtype="float64", is_causal=True, logits_soft_cap=2.0, dlse=True)
@@ -121,12 +119,12 @@ def test_float64(key: jax.Array) -> None:
         spec, operands = case.spec(), case.operands(key)
         dout, dlse = case.cotangents(key)
         oracle, baseline = expected(spec, operands, dout, dlse)
-        assert_within_budget(run(spec, operands, dout, dlse), oracle, baseline, rounding=1e-13)
+        found = run(spec, operands, dout, dlse, SMALL_CHUNKS)
+        assert_within_budget(found, oracle, baseline, rounding=1e-13)
 
 
-@pytest.mark.parametrize("chunk", [16, 512])
-def test_what_is_invisible_is_not_read(chunk: int, key: jax.Array, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable, "CHUNK", chunk)
+@pytest.mark.parametrize("tuning", [SMALL_CHUNKS, CPU], ids=["chunks", "whole"])
+def test_what_is_invisible_is_not_read(tuning: Tuning, key: jax.Array) -> None:
     case = dataclasses.replace(
         CPU_CASES[0],
         query_seq_lengths=(0, 23),
@@ -140,7 +138,8 @@ def test_what_is_invisible_is_not_read(chunk: int, key: jax.Array, monkeypatch: 
     )
     spec, operands = case.spec(), case.operands(key)
     dout, dlse = case.cotangents(key)
-    clean, found = run(spec, operands, dout, dlse), run(spec, *poison(spec, operands, dout, dlse))
+    clean = run(spec, operands, dout, dlse, tuning)
+    found = run(spec, *poison(spec, operands, dout, dlse), tuning)
     for name, x, y in zip(Results._fields, clean, found, strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
 
@@ -158,6 +157,48 @@ def test_keys_without_a_query_are_not_read(key: jax.Array) -> None:
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        ({"is_causal": True}, 0.6),
+        ({"window": (9, 3)}, 0.6),
+        ({"window": (5, None), "query_length": 53, "key_length": 37}, 0.7),
+        ({"window": (5, 0), "query_length": 90, "key_length": 37}, 0.3),
+        ({"is_causal": True, "query_offset": (4, -9)}, 1.0),
+        ({"query_length": 0, "is_causal": True}, 1.0),
+        ({"key_length": 0, "is_causal": True, "sinks": "n"}, 1.0),
+    ],
+    ids=["causal", "window", "left", "hidden queries", "offset", "no query", "no key"],
+)
+def test_bands_skip_what_is_hidden(
+    change: dict[str, Any], most: float, key: jax.Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bands of queries leave out keys that none of them can see; here they are of 8 queries, in steps of 4 keys."""
+    monkeypatch.setattr(blocks, "MIN_BAND", 8)
+    monkeypatch.setattr(blocks, "BAND_KEYS", 4)
+    case, tuning = dataclasses.replace(CPU_CASES[0], bias="nts", dlse=True, **change), dataclasses.replace(CPU, band=1)
+    spec, operands = case.spec(), jax.eval_shape(case.operands, key)
+    bands = blocks.bands(spec, operands, tuning)
+    computed = sum(queries.size * keys.size for queries, keys in bands)
+    assert computed <= most * case.query_length * case.key_length
+    check(case, key, tuning)
+
+
+def test_temporaries_on_an_accelerator() -> None:
+    """Up to 4 GiB of float32 logits are whole; beyond, no array has T x S elements, forward or backward."""
+
+    def text(length: int) -> str:
+        x = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)
+        loss = lambda x: attention(x, x, x, implementation="xla").astype(jnp.float32).sum()
+        return jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+    whole, chunks = text(1 << 14), text(1 << 15)
+    assert f"{1 << 14}x{1 << 14}xf32" in whole
+    assert "stablehlo.while" not in whole
+    assert f"{1 << 15}x{1 << 15}x" not in chunks
+    assert "stablehlo.while" in chunks
+
+
 def test_temporaries_are_linear_in_length() -> None:
     """One T x S array of float32 would be 64 MiB."""
     case = Case(batch=1, num_kv_heads=2, query_length=4096, key_length=4096, is_causal=True, bias="n", dlse=True)
@@ -172,7 +213,6 @@ def test_temporaries_are_linear_in_length() -> None:
     assert memory.temp_size_in_bytes < 32 * 2**20
 
 
-@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("wrap", ["shard_map", "export"])
 def test_inside_transformations(wrap: str, key: jax.Array) -> None:
     """Loop states must vary over mesh axes as the operands do; exported code must not depend on this process."""
@@ -194,12 +234,12 @@ def test_inside_transformations(wrap: str, key: jax.Array) -> None:
     results_axes = P("data", None, "model")
 
     def forward(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return portable.forward(spec, spec.operands(arrays))
+        return portable.forward(spec, spec.operands(arrays), SMALL_CHUNKS)
 
     def backward(
         out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array, *arrays: jax.Array
     ) -> list[jax.Array]:
-        found = portable.backward(spec, spec.operands(arrays), out, lse, dout, dlse)
+        found = portable.backward(spec, spec.operands(arrays), out, lse, dout, dlse, tuning=SMALL_CHUNKS)
         if wrap == "shard_map":
             found = found._replace(bias=jax.lax.psum(found.bias, "data"), sinks=jax.lax.psum(found.sinks, "data"))
         return [x for x in found if x is not None]

@@ -13,4 +13,4 @@ def test_lines_of_use() -> None:
     names: dict[str, Any] = {}
     exec(code.replace("4096", "96"), names)
     assert names["out"].shape == names["dq"].shape == names["q"].shape == (2, 96, 32, 128)
-    assert (names["out"] == 1).all()  # the mean of ones
+    assert (abs(names["out"] - 1) < 2**-7).all()  # the mean of ones, with weights that are rounded to bfloat16

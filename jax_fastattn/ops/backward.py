@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 
 from jax_fastattn import portable
 from jax_fastattn._compat import Primitive
+from jax_fastattn.blocks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
 from jax_fastattn.portable import Gradients
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
@@ -60,23 +61,24 @@ def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool, want
 
 
 @backward_p.def_impl
-def _portable(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
-    return _gradients(portable.backward, arrays, **params)
+def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> list[jax.Array]:
+    return _gradients(functools.partial(portable.backward, tuning=tuning), arrays, **params)
 
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, **params: Any) -> Any:
-    problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
-    run = cuda.backward if dispatch.takes_cuda(problem) else functools.partial(portable.backward, barriers=False)
-    return abstract.lower_on_one_device(lambda *arrays: _gradients(run, arrays, spec, **params), ctx, *values)
+    if not dispatch.takes_cuda(Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))):
+        return _lower_portable(ACCELERATOR, ctx, *values, spec=spec, **params)
+    return abstract.lower_on_one_device(lambda *arrays: _gradients(cuda.backward, arrays, spec, **params), ctx, *values)
 
 
-def _default(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    return abstract.lower_on_one_device(functools.partial(_portable, **params), ctx, *values)
+def _lower_portable(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    return abstract.lower_on_one_device(functools.partial(_portable, tuning=tuning, **params), ctx, *values)
 
 
 # Not inlined: the layers of a model share one function, on every path.
 mlir.register_lowering(backward_p, _cuda, platform="cuda", inline=False)
-mlir.register_lowering(backward_p, _default, inline=False)
+mlir.register_lowering(backward_p, functools.partial(_lower_portable, CPU), platform="cpu", inline=False)
+mlir.register_lowering(backward_p, functools.partial(_lower_portable, ACCELERATOR), inline=False)
 
 
 @functools.lru_cache(maxsize=batching.CACHED_OPS)

@@ -14,6 +14,7 @@ from jax.interpreters import mlir
 
 from jax_fastattn import portable
 from jax_fastattn._compat import Primitive
+from jax_fastattn.blocks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -51,24 +52,29 @@ def _problem(avals: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Probl
 
 
 @forward_p.def_impl
-def _portable(*arrays: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
-    return _results(portable.forward, arrays, **params)
+def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[jax.Array, jax.Array]:
+    return _results(functools.partial(portable.forward, tuning=tuning), arrays, **params)
 
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    takes_cuda = dispatch.takes_cuda(_problem(ctx.avals_in, **params))
-    run = cuda.forward if takes_cuda else functools.partial(portable.forward, barriers=False)
-    return abstract.lower_on_one_device(lambda *arrays: _results(run, arrays, **params), ctx, *values)
+    if not dispatch.takes_cuda(_problem(ctx.avals_in, **params)):
+        return _lower_portable(ACCELERATOR, ctx, *values, **params)
+    return abstract.lower_on_one_device(lambda *arrays: _results(cuda.forward, arrays, **params), ctx, *values)
 
 
-def _default(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+def _lower_portable(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    return abstract.lower_on_one_device(functools.partial(_portable, tuning=tuning, **params), ctx, *values)
+
+
+def _elsewhere(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     dispatch.refuse_platform(_problem(ctx.avals_in, **params))
-    return abstract.lower_on_one_device(functools.partial(_portable, **params), ctx, *values)
+    return _lower_portable(tuning, ctx, *values, **params)
 
 
 # Not inlined: the layers of a model share one function, on every path.
 mlir.register_lowering(forward_p, _cuda, platform="cuda", inline=False)
-mlir.register_lowering(forward_p, _default, inline=False)
+mlir.register_lowering(forward_p, functools.partial(_elsewhere, CPU), platform="cpu", inline=False)
+mlir.register_lowering(forward_p, functools.partial(_elsewhere, ACCELERATOR), inline=False)
 
 
 @functools.lru_cache(maxsize=batching.CACHED_OPS)

@@ -1,0 +1,362 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of the plane of logits: how a platform wants it cut, and what one block of queries and keys holds.
+
+`portable.py` walks the blocks. In product equations: b batch, t query, s key, k key/value head, g query head within its
+group, h head_dim, d v_head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_fastattn.spec import AttentionSpec, Operands
+
+Index = jax.Array | int
+
+# Wider than any sequence, and far from int32 overflow when a position is added.
+UNBOUNDED = 1 << 29
+
+# Bands of queries of a call that is computed at once: at most so many, of at least so many rows. Their first and last
+# keys are multiples of BAND_KEYS.
+MAX_BANDS = 8
+MIN_BAND = 256
+BAND_KEYS = 64
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a platform wants the plane of logits cut; decides about speed and memory alone.
+
+    Attributes:
+        whole: the most logits, over batch and heads, that are in memory at once. A call of no more is not cut into
+            chunks; it is cut into bands of queries if masks hide a static part of the plane.
+        band: the fewest logits of a band.
+        block: about how many logits, over batch and heads, a chunk of queries and keys has.
+        chunk: the most queries and keys of a chunk, unless there are fewer queries than that.
+        min_chunk: the fewest, even if they have more logits than `block`.
+        barriers: whether to work around a fault of XLA:CPU, see `Blocks.product`.
+    """
+
+    whole: int
+    band: int
+    block: int
+    chunk: int
+    min_chunk: int
+    barriers: bool
+
+
+# What a CPU's cache holds. On two cores of an AMD EPYC with AVX-512 (2026-11-24; 8 heads of 64), a call of 2**21 logits
+# (8 MiB) took as long or shorter whole, one of 2**23 took 1.3 to 2 times as long as in chunks. Blocks of 2**20 logits
+# took 0 to 30 % less time than blocks of 2**21.
+CPU = Tuning(whole=1 << 21, band=1 << 20, block=1 << 20, chunk=512, min_chunk=128, barriers=True)
+# Logits of 4 GiB, as jax.nn keeps them on the same device.
+ACCELERATOR = Tuning(whole=1 << 30, band=1 << 23, block=1 << 28, chunk=4096, min_chunk=512, barriers=False)
+
+
+class Span(NamedTuple):
+    """The queries or the keys of a block.
+
+    Attributes:
+        start: the first one; a Python number if it is known when the call is traced.
+        size: how many there are.
+        own: the span before this one has those before `own`; None if it has none of this span.
+    """
+
+    start: Index
+    size: int
+    own: Index | None = None
+
+    def positions(self) -> jax.Array:
+        """int32 `[size]`."""
+        return self.start + jnp.arange(self.size, dtype=jnp.int32)
+
+    def take(self, x: jax.Array, axis: int, length: int) -> jax.Array:
+        """The part of x, or x itself if it is broadcast along the axis, of which `length` is the whole."""
+        if self.size == length or x.shape[axis] != length:
+            return x
+        if isinstance(self.start, int):
+            return lax.slice_in_dim(x, self.start, self.start + self.size, axis=axis)
+        return lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
+
+    def put(self, x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
+        """x with `part` in the place of what `take` returns."""
+        part = part.astype(x.dtype)
+        return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, self.start, axis)
+
+    def add(self, x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
+        return self.put(x, self.take(x, axis, x.shape[axis]) + part, axis)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A sequence axis, cut into `count` chunks of one size.
+
+    The last chunk is moved back to end with the sequence, so it may begin with elements of the chunk before it.
+    """
+
+    length: int
+    chunk: int
+    count: int
+
+    @classmethod
+    def cut(cls, length: int, limit: int) -> Axis:
+        """The fewest chunks of at most `limit` elements, as even as can be."""
+        count = max(-(-length // limit), 1)
+        return cls(length, -(-length // count), count)
+
+    def span(self, i: Index) -> Span:
+        if self.count == 1:
+            return Span(0, self.length)
+        own = jnp.int32(i) * self.chunk
+        overlaps = self.chunk * self.count != self.length
+        return Span(jnp.minimum(own, self.length - self.chunk), self.chunk, own if overlaps else None)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The operands with the heads of a group apart, and the blocks of their `T x S` plane.
+
+    Attributes:
+        query: `[B, K, G, T, H]`; key `[B, S, K, H]`; value `[B, S, K, D]`.
+        bias: `[b, k, g, t, s]`; mask as well.
+        bands: queries of a band and the keys that they may see, if the call is computed at once; else empty.
+        queries, keys: the chunks of T and of S otherwise.
+        zero: the number 0 in the accumulation dtype. Loop states start from it, so that inside `shard_map` they vary
+            over the same mesh axes as the operands.
+    """
+
+    spec: AttentionSpec
+    operands: Operands
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    mask: jax.Array | None
+    bands: tuple[tuple[Span, Span], ...]
+    queries: Axis
+    keys: Axis
+    barriers: bool
+    zero: jax.Array
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, operands: Operands, tuning: Tuning) -> Blocks:
+        batch, query_length, num_heads, _ = operands.query.shape
+        _, key_length, num_kv_heads, _ = operands.key.shape
+        rows = batch * num_heads
+        chunk = tuning.chunk
+        while chunk > tuning.min_chunk and rows * chunk**2 > tuning.block:
+            chunk //= 2
+        queries = Axis.cut(query_length, chunk)
+        # A few queries take more keys at a time.
+        key_chunk = (
+            max(chunk, tuning.block // (rows * query_length)) if 0 < rows * query_length < rows * chunk else chunk
+        )
+        dtype = np.promote_types(operands.query.dtype, np.float32)
+        # The sum of an empty slice is a constant 0 to XLA.
+        zeros = [jnp.sum(x[:0].astype(dtype)) for x in operands.arrays()]
+        return cls(
+            spec=spec,
+            operands=operands,
+            query=rows_of(operands.query, num_kv_heads),
+            key=operands.key,
+            value=operands.value,
+            bias=None if operands.bias is None else split_heads(operands.bias, num_kv_heads, 1),
+            mask=None if operands.mask is None else split_heads(operands.mask, num_kv_heads, 1),
+            bands=bands(spec, operands, tuning),
+            queries=queries,
+            keys=Axis.cut(key_length, key_chunk),
+            barriers=tuning.barriers,
+            zero=functools.reduce(jnp.add, zeros),
+        )
+
+    def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
+        return jnp.full(shape, value, self.zero.dtype) + self.zero
+
+    def product(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Multiplies in the dtype of the operands and accumulates in that of `zero`.
+
+        The axes of the result are those that x and y share, those of x, and those of y, in their order. `jnp.einsum`
+        may exchange the operands, and transposes a plane of logits then: on a CPU that takes longer than the product.
+
+        XLA:CPU cannot run some bfloat16 products into which it has folded a transpose ("Unsupported element type for
+        DotThunk", jax 0.8 to 0.12). A barrier keeps transposes out of the product, and took no measurable time;
+        float32 operands took 20 to 40 % longer. On a GPU, it would prevent fusions.
+        """
+        if self.barriers and x.dtype == jnp.bfloat16:
+            x, y = lax.optimization_barrier((x, y))
+        operands, result = equation.split("->")
+        of_x, of_y = operands.split(",")
+        shared = [axis for axis in of_x if axis in of_y]
+        batch = [axis for axis in shared if axis in result]
+        summed = [axis for axis in shared if axis not in result]
+        numbers = tuple((list(map(of_x.index, axes)), list(map(of_y.index, axes))) for axes in (summed, batch))
+        return lax.dot_general(x, y, (numbers[0], numbers[1]), preferred_element_type=self.zero.dtype)
+
+    def sinks(self) -> jax.Array | None:
+        """`[b, K, G, 1]`."""
+        sinks = self.operands.sinks
+        if sinks is None:
+            return None
+        return split_heads(sinks, self.key.shape[2], 1).astype(self.zero.dtype)[..., None]
+
+    def scale(self, ndim: int) -> jax.Array | float:
+        """The factor on query . key, in a form that multiplies arrays `[B, ...]` of `ndim` axes."""
+        scale = self.operands.scale
+        return self.spec.scale if scale is None else scale.reshape(-1, *(1,) * (ndim - 1))
+
+    def take_query(self, x: jax.Array, queries: Span) -> jax.Array:
+        """The rows of x `[B, K, G, T, ...]`."""
+        return queries.take(x, 3, self.queries.length)
+
+    def take_key(self, x: jax.Array, keys: Span) -> jax.Array:
+        """The rows of x `[B, S, ...]`."""
+        return keys.take(x, 1, self.keys.length)
+
+    def take_plane(self, x: jax.Array, queries: Span, keys: Span) -> jax.Array:
+        """The block of a bias or mask."""
+        return keys.take(self.take_query(x, queries), 4, self.keys.length)
+
+    def add_plane(self, dbias: jax.Array, dlogits: jax.Array, queries: Span, keys: Span) -> jax.Array:
+        """dbias with the gradient of one block added, summed over the broadcast dimensions."""
+        block = self.take_plane(dbias, queries, keys)
+        block = block + reduce_to(block.shape, dlogits)
+        if block.shape == dbias.shape:
+            return block
+        starts = [queries.start, keys.start]
+        starts = [0 if block.shape[3 + i] == dbias.shape[3 + i] else start for i, start in enumerate(starts)]
+        return lax.dynamic_update_slice(dbias, block, [jnp.int32(start) for start in (0, 0, 0, *starts)])
+
+    def query_positions(self, queries: Span) -> jax.Array:
+        """int32 `[b, t]`: where the queries stand among the keys."""
+        positions = queries.positions()[None, :]
+        offset = self.operands.query_offset
+        if offset is None:
+            return positions
+        offset = offset[:, None] if offset.ndim == 1 else queries.take(offset, 1, self.queries.length)
+        return positions + jnp.clip(offset, -UNBOUNDED, UNBOUNDED)
+
+    def key_chunks(self, queries: Span) -> tuple[Index, Index]:
+        """The chunks of keys of which the queries may see any: [begin, end)."""
+        left, right = self.spec.bounds
+        begin, end = jnp.int32(0), jnp.int32(self.keys.count)
+        last = self.keys.length - 1
+        position = self.query_positions(queries)
+        if left is not None:
+            first = jnp.min(position, initial=UNBOUNDED) - min(left, UNBOUNDED)
+            begin = jnp.clip(first, 0, last) // self.keys.chunk
+        if right is not None:
+            final = jnp.max(position, initial=-UNBOUNDED) + min(right, UNBOUNDED)
+            end = jnp.clip(final, -1, last) // self.keys.chunk + 1
+        lengths = self.operands.key_value_seq_lengths
+        if lengths is not None:
+            longest = jnp.max(lengths, initial=0)
+            end = jnp.minimum(end, (jnp.minimum(longest, last + 1) + self.keys.chunk - 1) // self.keys.chunk)
+        return begin, end
+
+    def visible(self, queries: Span, keys: Span, *, skip_stored_queries: bool = False) -> jax.Array | None:
+        """bool, broadcasts to `[B, K, G, t, s]`; None where all of any block is visible."""
+        operands = self.operands
+        query_positions, key_positions = queries.positions(), keys.positions()
+        terms: list[jax.Array] = []
+        if keys.own is not None:
+            terms.append((key_positions >= keys.own)[None, None, :])
+        if skip_stored_queries and queries.own is not None:
+            terms.append((query_positions >= queries.own)[None, :, None])
+        if operands.key_value_seq_lengths is not None:
+            terms.append(key_positions[None, None, :] < operands.key_value_seq_lengths[:, None, None])
+        if operands.query_seq_lengths is not None:
+            terms.append(query_positions[None, :, None] < operands.query_seq_lengths[:, None, None])
+        left, right = self.spec.bounds
+        distance = key_positions[None, None, :] - self.query_positions(queries)[:, :, None]
+        if left is not None:
+            terms.append(distance >= -min(left, UNBOUNDED))
+        if right is not None:
+            terms.append(distance <= min(right, UNBOUNDED))
+        query_ids, key_ids = operands.query_segment_ids, operands.key_value_segment_ids
+        if query_ids is not None and key_ids is not None:
+            query_ids = queries.take(query_ids, 1, self.queries.length)
+            terms.append(query_ids[:, :, None] == self.take_key(key_ids, keys)[:, None, :])
+        terms = [term[:, None, None] for term in terms]
+        if self.mask is not None:
+            terms.append(self.take_plane(self.mask, queries, keys))
+        return functools.reduce(jnp.logical_and, terms) if terms else None
+
+    def logits(self, queries: Span, keys: Span, visible: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """`[B, K, G, t, s]`, -inf where invisible, and the derivative of the soft cap, or None without one."""
+        query, key = self.take_query(self.query, queries), self.take_key(self.key, keys)
+        logits = self.product("bkgth,bskh->bkgts", query, key) * self.scale(5)
+        if self.bias is not None:
+            logits = logits + self.take_plane(self.bias, queries, keys).astype(logits.dtype)
+        slope = None
+        if self.spec.logits_soft_cap is not None:
+            capped = jnp.tanh(logits / self.spec.logits_soft_cap)
+            logits, slope = capped * self.spec.logits_soft_cap, 1.0 - capped**2
+        return logits if visible is None else jnp.where(visible, logits, -jnp.inf), slope
+
+
+def bands(spec: AttentionSpec, operands: Operands, tuning: Tuning) -> tuple[tuple[Span, Span], ...]:
+    """Bands of queries, each with the keys that any of them sees by position; none if there are too many logits."""
+    batch, query_length, num_heads, _ = operands.query.shape
+    key_length = operands.key.shape[1]
+    logits = batch * num_heads * query_length * key_length
+    if logits > tuning.whole:
+        return ()
+    left, right = spec.bounds if operands.query_offset is None else (None, None)
+    if left is None and right is None:
+        return ((Span(0, query_length), Span(0, key_length)),)
+    count = max(min(logits // tuning.band, query_length // MIN_BAND, MAX_BANDS), 1)
+    rows = max(-(-query_length // count), 1)
+    found: list[tuple[Span, Span]] = []
+    for start in range(0, max(query_length, 1), rows):
+        stop = min(start + rows, query_length)
+        first = 0 if left is None else min(max(start - left, 0) // BAND_KEYS * BAND_KEYS, key_length)
+        end = key_length if right is None else min(-(-(stop + right) // BAND_KEYS) * BAND_KEYS, key_length)
+        found.append((Span(start, stop - start), Span(first, max(end - first, 0))))
+    return tuple(found)
+
+
+def split_heads(x: jax.Array, num_kv_heads: int, axis: int) -> jax.Array:
+    """Axis N to K, G; an axis of size 1 to 1, 1."""
+    heads = x.shape[axis]
+    kv_heads = 1 if heads == 1 else num_kv_heads
+    return x.reshape(*x.shape[:axis], kv_heads, heads // max(kv_heads, 1), *x.shape[axis + 1 :])
+
+
+def rows_of(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """`[B, T, N, ...]` to `[B, K, G, T, ...]`."""
+    return jnp.moveaxis(split_heads(x, num_kv_heads, 2), 1, 3)
+
+
+def merge_rows(x: jax.Array) -> jax.Array:
+    """Inverse of `rows_of`."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+def reduce_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """Sums x over the dimensions that are 1 in shape."""
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return jnp.sum(x, axis=axes, keepdims=True) if axes else x
+
+
+def zero_unseen_keys(x: jax.Array, visible: jax.Array | None) -> jax.Array:
+    """x `[B, s, K, ...]` with 0 for keys that no query of the block sees: 0 * NaN would be NaN."""
+    if visible is None:
+        return x
+    seen = jnp.any(visible, axis=(2, 3))
+    return jnp.where(jnp.moveaxis(seen, 2, 1)[..., None], x, jnp.zeros((), x.dtype))
+
+
+def zero_unseeing_queries(x: jax.Array, visible: jax.Array | None) -> jax.Array:
+    """x `[B, K, G, t, ...]` with 0 for queries that see no key of the block."""
+    if visible is None:
+        return x
+    return jnp.where(jnp.any(visible, axis=4)[..., None], x, jnp.zeros((), x.dtype))
