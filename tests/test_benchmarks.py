@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import cases
 import compare
+import jax_nn
 import peers
 import report
 import run
@@ -170,3 +171,17 @@ def test_trees_are_compared_in_alternating_processes(tmp_path: Path, monkeypatch
     cell = "tiny-causal forward"
     assert record["ms"] == {cell: {"before": [10.0, 4.0, 5.0], "after": [1.0, 2.0, 3.0]}}
     assert (record["ratios"], record["worst"], record["rounds"]) == ({cell: 0.4}, {cell: 0.4}, 3)
+
+
+def test_beside_jax_nn(tmp_path: Path) -> None:
+    output = tmp_path / "records.jsonl"
+    jax_nn.main(["--set", "tiny", "--rounds", "2", "--measurement-ms", "0.1", "--output", str(output), "--commit", "0"])
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(x["row"], x["mode"]) for x in found] == [("tiny", "forward"), ("tiny", "both")]
+    for record in found:
+        assert set(record["ms"]) == {jax_nn.OUR_XLA, jax_nn.THEIRS}
+        assert [len(times) for times in record["times_ms"].values()] == [2, 2]
+        assert record["ratio"] == {
+            jax_nn.OUR_XLA: pytest.approx(record["ms"][jax_nn.OUR_XLA] / record["ms"][jax_nn.THEIRS], rel=0.2)
+        }
+        assert max(record["largest_difference"].values()) < 1e-5
