@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_fastattn import explain, target_arch
+from jax_fastattn import attention, explain, target_arch
 
 Q, K, V = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 129, 6, 64), (2, 193, 3, 64), (2, 193, 3, 40)))
 
@@ -79,6 +81,46 @@ def test_reasons_against_the_kernels_on_a_gpu(change: dict[str, Any], reason: st
     assert found.implementation == "xla"
     assert len(found.reasons) == 1
     assert reason in found.reasons[0]
+
+
+def one_query(batch: int = 1, kv_heads: int = 8, key_length: int = 1 << 17) -> dict[str, Any]:
+    query = jax.ShapeDtypeStruct((batch, 1, 4 * kv_heads, 128), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, key_length, kv_heads, 128), jnp.bfloat16)
+    return {"query": query, "key": key, "value": key}
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_one_query_over_few_heads_takes_the_xla_path() -> None:
+    """On an H100, b1 with 128k keys and 32/8 heads of 128: 0.97 ms in the kernel, 0.22 ms in `jax.nn`."""
+    found = explain(**one_query())
+    assert found.implementation == "xla"
+    assert found.reasons == (
+        "the XLA path is faster: one query over 8 key/value heads, batch included, keeps 8 of 132 multiprocessors busy "
+        "in the kernels; XLA splits the 131072 keys",
+    )
+    arrays = one_query()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a choice, not a fallback
+        assert "custom_call" not in calls.cuda_text(attention, *arrays.values())
+    insisting = functools.partial(attention, implementation="cuda")
+    assert calls.count_launches(calls.cuda_text(insisting, *arrays.values())) == 1
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(
+    "call",
+    [
+        one_query(batch=4),
+        one_query(key_length=1024),
+        one_query() | {"query": jax.ShapeDtypeStruct((1, 2, 32, 128), jnp.bfloat16)},
+        one_query() | {"key_value_seq_lengths": jnp.ones(1, jnp.int32)},
+        one_query() | {"local_window_size": (5, None)},
+        one_query() | {"implementation": "cuda"},
+    ],
+    ids=["heads", "keys", "queries", "lengths", "window", "cuda"],
+)
+def test_other_calls_of_few_queries_take_the_kernels(call: dict[str, Any]) -> None:
+    assert explain(**call).implementation == "cuda"
 
 
 @pytest.mark.usefixtures("_gpu")

@@ -14,6 +14,11 @@ from jax_fastattn import ffi
 from jax_fastattn.kernels.support import describe_kernels, unsupported_reasons
 from jax_fastattn.spec import Problem
 
+# From how many keys on, and up to which share of a GPU's multiprocessors, one query takes the XLA path; see
+# `faster_on_xla`.
+ONE_QUERY_KEYS = 4096
+ONE_QUERY_SHARE = 1 / 8
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -23,7 +28,7 @@ class Explanation:
         implementation: "cuda" or "xla".
         kernel: families of the CUDA kernels, such as "sm90 forward, sm80 backward"; None on the XLA path.
         tile: tile sizes of forward and backward, in words; None on the XLA path.
-        reasons: why the CUDA kernels were not taken, each one; empty when they were.
+        reasons: why the CUDA kernels are not taken, each one; empty if they are.
     """
 
     implementation: str
@@ -44,6 +49,24 @@ def cuda_reasons(problem: Problem) -> list[str]:
     return missing + [reason for reason in unsupported_reasons(problem, arch) if arch or "architecture" not in reason]
 
 
+def faster_on_xla(problem: Problem, multiprocessors: int) -> str | None:
+    """Says why the XLA path is the faster one for a call that the kernels can run; None if it is not.
+
+    A kernel gives all keys of a key/value head to one CTA for each tile of queries. One query over few heads leaves
+    most multiprocessors idle, whereas XLA splits the keys. This holds for calls that read every key: XLA reads those
+    that lengths or a window hide, too.
+    """
+    heads = problem.batch * problem.num_kv_heads
+    reads_all = problem.spec.bounds == (None, None) and "key_value_seq_lengths" not in problem.spec.present
+    few = problem.query_length == 1 and heads <= ONE_QUERY_SHARE * multiprocessors
+    if not (reads_all and few and problem.key_length >= ONE_QUERY_KEYS):
+        return None
+    return (
+        f"the XLA path is faster: one query over {heads} key/value heads, batch included, keeps {heads} of "
+        f"{multiprocessors} multiprocessors busy in the kernels; XLA splits the {problem.key_length} keys"
+    )
+
+
 def takes_cuda(problem: Problem) -> bool:
     """Whether a call that is lowered for CUDA runs the kernels.
 
@@ -58,7 +81,8 @@ def takes_cuda(problem: Problem) -> bool:
         raise _refusal(reasons)
     if reasons:
         _warn_once("; ".join(reasons))
-    return not reasons
+        return False
+    return implementation == "cuda" or faster_on_xla(problem, ffi.multiprocessors()) is None
 
 
 def refuse_platform(problem: Problem) -> None:
@@ -77,6 +101,10 @@ def explain(problem: Problem) -> Explanation:
         reasons = [f"the platform is {jax.default_backend()}", *unsupported_reasons(problem, "sm_80")]
     else:
         reasons = cuda_reasons(problem)
+        slower = (
+            None if reasons or problem.spec.implementation == "cuda" else faster_on_xla(problem, ffi.multiprocessors())
+        )
+        reasons = reasons if slower is None else [slower]
     if reasons:
         return Explanation("xla", None, None, tuple(reasons))
     return Explanation("cuda", *describe_kernels(problem, ffi.arch() or ""), ())
