@@ -56,7 +56,15 @@ class Axes:
                 raise ValueError(
                     f"`{name}` has shape {x.shape} with {axis} = {size}, "
                     f"expected 1 or {axis} = {self[axis]} as in `{self._sizes[axis][1]}`; it must broadcast to {axes}"
+                    f"{self._index_for_heads(name, x)}"
                 )
+
+    def _index_for_heads(self, name: str, x: Any) -> str:
+        """Says how to add the missing axes if x is `[B, S]` or `[B, T, S]`, as many models keep their masks."""
+        for axes, index in (("BS", ":, None, None, :"), ("BTS", ":, None, :, :")):
+            if x.ndim == len(axes) and all(size in (1, self[axis]) for axis, size in zip(axes, x.shape, strict=True)):
+                return f", so pass `{name}[{index}]` if it is [{', '.join(axes)}]"
+        return ""
 
 
 def as_array(name: str, x: Any) -> jax.Array:
@@ -98,7 +106,12 @@ def check_kind(name: str, x: jax.Array, expected: str) -> None:
     """`expected` is "bool", "integer" or "float"."""
     kinds = {"bool": np.bool_, "integer": np.integer, "float": np.floating}
     if not jnp.issubdtype(x.dtype, kinds[expected]):
-        remedy = "pass additive masks as `bias`" if name == "mask" else "cast it first"
+        remedy = "cast it first"
+        if name == "mask":
+            remedy = "if it is of zeros and ones, pass `mask.astype(bool)`"
+            remedy += "; pass an additive mask as `bias`" if jnp.issubdtype(x.dtype, np.floating) else ""
+        if name == "bias" and x.dtype == np.bool_:
+            remedy = "pass it as `mask`"
         raise TypeError(f"`{name}` has dtype {x.dtype}, expected {expected}; {remedy}")
 
 

@@ -342,7 +342,28 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mask-dtype": (
         {"mask": jnp.zeros((5, 7))},
         TypeError,
-        r"`mask` has dtype float32, expected bool; pass additive masks as `bias`",
+        r"`mask` has dtype float32, expected bool; if it is of zeros and ones, pass `mask.astype\(bool\)`; pass an "
+        r"additive mask as `bias`",
+    ),
+    "mask-of-integers": (
+        {"mask": jnp.zeros((5, 7), int)},
+        TypeError,
+        r"`mask` has dtype int32, expected bool; if it is of zeros and ones, pass `mask.astype\(bool\)`$",
+    ),
+    "mask-of-keys": (
+        {"mask": jnp.ones((2, 7), bool)},
+        ValueError,
+        r"`mask` .* with T = 2, .* so pass `mask\[:, None, None, :\]` if it is \[B, S\]",
+    ),
+    "mask-of-pairs": (
+        {"mask": jnp.ones((2, 5, 7), bool)},
+        ValueError,
+        r"`mask` .* with N = 2, .* so pass `mask\[:, None, :, :\]` if it is \[B, T, S\]",
+    ),
+    "bias-of-bools": (
+        {"bias": jnp.ones((5, 7), bool)},
+        TypeError,
+        r"`bias` has dtype bool, expected float; pass it as `mask`",
     ),
     "lengths-shape": (
         {"key_value_seq_lengths": jnp.zeros(3, jnp.int32)},
