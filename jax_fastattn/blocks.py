@@ -198,7 +198,13 @@ class Blocks:
         batch = [axis for axis in shared if axis in result]
         summed = [axis for axis in shared if axis not in result]
         numbers = tuple((list(map(of_x.index, axes)), list(map(of_y.index, axes))) for axes in (summed, batch))
-        return lax.dot_general(x, y, (numbers[0], numbers[1]), preferred_element_type=self.zero.dtype)
+        return lax.dot_general(
+            x,
+            y,
+            (numbers[0], numbers[1]),
+            precision=self.spec.precision,
+            preferred_element_type=self.zero.dtype,
+        )
 
     def sinks(self) -> jax.Array | None:
         """`[b, K, G, 1]`."""

@@ -138,9 +138,19 @@ def _resolve(
         logits_soft_cap=logits_soft_cap,
         deterministic=validation.check_flag("deterministic", deterministic),
         implementation=implementation,
+        precision=_precision(operands.query.dtype),
         present=operands.present(),
     )
     return spec, operands
+
+
+def _precision(dtype: Any) -> str:
+    """The precision of products that JAX is set to here: a call may be lowered and differentiated elsewhere.
+
+    Products of 16-bit operands are exact at any precision, and a higher one would only slow them down.
+    """
+    setting: str | None = jax.config.jax_default_matmul_precision  # pyright: ignore (settings are made at run time)
+    return "default" if setting is None or dtype != jnp.float32 else setting
 
 
 def _checked(name: str, x: Any, kind: str) -> jax.Array:

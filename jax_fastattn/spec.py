@@ -80,6 +80,7 @@ class AttentionSpec:
         logits_soft_cap: `cap * tanh(x / cap)` on scaled, biased logits; None is off.
         deterministic: gradients must be bitwise equal from run to run.
         implementation: "cuda", "xla" or None: the CUDA kernels where they apply.
+        precision: of products of float32 on the XLA path, as `jax.lax.dot_general` takes it.
         present: names of the operands that are given, see `Operands.present`.
     """
 
@@ -89,6 +90,7 @@ class AttentionSpec:
     logits_soft_cap: float | None = None
     deterministic: bool = False
     implementation: Implementation | None = None
+    precision: str = "default"
     present: tuple[str, ...] = ("query", "key", "value")
 
     @property

@@ -316,12 +316,32 @@ def test_sowing_weights_raises_in_one_line(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["linen", "nnx"])
-def test_precision_raises(family: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "found"),
+    [
+        (None, "DEFAULT"),
+        (jax.lax.Precision.HIGHEST, "HIGHEST"),
+        ("high", "HIGH"),
+        ((jax.lax.Precision.HIGHEST,) * 2, "HIGHEST"),
+        (jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3, "num_primitive_operations = 3"),
+    ],
+    ids=["none", "precision", "name", "pair", "algorithm"],
+)
+def test_precision_reaches_every_product(family: str, precision: Any, found: str) -> None:
+    """A precision raised `NotImplementedError`, though the products of float32 can have one."""
     inputs = make_inputs((2, QUERIES))
-    layer = make_layer(family, precision=jax.lax.Precision.HIGHEST, attention_fn=attention_fn)
     params = make_layer(family)(None, *inputs)
-    with pytest.raises(NotImplementedError, match="precision=None"):
-        layer(params, *inputs)
+    layer = make_layer(family, precision=precision, attention_fn=attention_fn)
+    text = jax.jit(lambda params: layer(params, *inputs)).trace(params).lower(lowering_platforms=("tpu",)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) == 6  # three of the layer before, one after
+    assert all(found in line or (found == "DEFAULT" and "precision" not in line) for line in products)
+
+
+def test_two_precisions_raise() -> None:
+    query = make_inputs((2, QUERIES))[0].reshape(2, QUERIES, HEADS, -1)
+    with pytest.raises(NotImplementedError, match="`precision`: set one precision for both operands"):
+        attention_fn(query, query, query, precision=(jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT))
 
 
 def test_linens_own_einsums_raise() -> None:

@@ -257,3 +257,29 @@ def test_inside_transformations(wrap: str, key: jax.Array) -> None:
         out, lse, dout, dlse, *operands.arrays()
     )
     assert_within_budget(Results(out, lse, *gradients), *expected(spec, operands, dout, dlse))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "setting", "found"),
+    [
+        (jnp.float32, None, "DEFAULT"),
+        (jnp.float32, "highest", "HIGHEST"),
+        (jnp.float32, "TF32_TF32_F32", "algorithm"),
+        (jnp.bfloat16, "highest", "DEFAULT"),
+    ],
+    ids=["default", "highest", "algorithm", "bfloat16"],
+)
+def test_products_have_the_precision_of_where_the_call_is_traced(dtype: Any, setting: Any, found: str) -> None:
+    """Lowered elsewhere and differentiated there, products had the precision of that place."""
+    x = jnp.ones((1, 5, 2, 8), dtype)
+
+    def step(x: jax.Array) -> Any:
+        with jax.default_matmul_precision(setting):
+            out, vjp = jax.vjp(functools.partial(attention, implementation="xla"), x, x, x)
+        return vjp(out)
+
+    with jax.default_matmul_precision("high"):
+        text = jax.jit(step).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) == 7
+    assert all(found in line or (found == "DEFAULT" and "precision" not in line) for line in products)

@@ -14,6 +14,7 @@ function, with one warning: such a call means what Flax means by it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -65,7 +66,8 @@ def attention_fn(
             computes the call.
         deterministic: Flax's meaning: dropout is off. Default False.
         dtype: what query, key and value are cast to. Default None: their common dtype.
-        precision: None (the default) or `jax.lax.Precision.DEFAULT`.
+        precision: of products of float32, as in Flax: a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, the name
+            of one, or a pair of the same. Default None: that of `jax.default_matmul_precision`.
         module: where to sow the attention weights; must be None, the default.
         force_fp32_for_softmax: either way the softmax is in float32.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None, the default.
@@ -81,8 +83,8 @@ def attention_fn(
         `[batch..., T, N, D]` in the common dtype.
 
     Raises:
-        NotImplementedError: for sown weights, einsums of one's own, a precision, or dropout together with options that
-            Flax's function lacks; every one is listed.
+        NotImplementedError: for sown weights, einsums of one's own, another precision, or dropout together with options
+            that Flax's function lacks; every one is listed.
         ValueError: for shapes that do not fit, or `is_causal` in a decoding step.
     """
     del input_positions
@@ -93,7 +95,7 @@ def attention_fn(
     _refuse(
         dropout=given if drops else [],
         module=module is not None,
-        precision=precision,
+        precision=not drops and _precision_name(precision) == "",
         einsum_dot_general=einsum_dot_general,
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
@@ -127,14 +129,15 @@ def attention_fn(
             force_fp32_for_softmax=force_fp32_for_softmax,
         )
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    out = attention(
-        *(x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)),
-        bias=None if bias is None else _fold_broadcast("bias", bias, batch),
-        mask=None if mask is None else _fold_broadcast("mask", mask.astype(bool), batch),
-        is_causal=is_causal,
-        deterministic=deterministic_gradients,
-        **options,
-    )
+    with contextlib.nullcontext() if precision is None else jax.default_matmul_precision(_precision_name(precision)):
+        out = attention(
+            *(x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)),
+            bias=None if bias is None else _fold_broadcast("bias", bias, batch),
+            mask=None if mask is None else _fold_broadcast("mask", mask.astype(bool), batch),
+            is_causal=is_causal,
+            deterministic=deterministic_gradients,
+            **options,
+        )
     return out.reshape(*batch, *out.shape[1:])
 
 
@@ -205,14 +208,12 @@ def _refuse(**arguments: Any) -> None:
     remedies = {
         "dropout": f"Flax's own attention computes it and lacks {lacking}; set `dropout_rate=0.0`",
         "module": "the weights to sow never exist in memory: call the module with `sow_weights=False`",
-        "precision": "set `precision=None`: operands are multiplied in their own dtype and summed in float32",
+        "precision": "set one precision for both operands, by a name that `jax.default_matmul_precision` takes",
         "einsum_dot_general": "the products are part of the kernel: leave it out",
         "qk_attn_weights_einsum": "the products are part of the kernel: leave `qk_attn_weights_einsum_cls` out",
         "attn_weights_value_einsum": "the products are part of the kernel: leave `attn_weights_value_einsum_cls` out",
         "return_residual": "a module takes one array: call `jax_fastattn.attention` for the residual",
     }
-    if arguments["precision"] in ("default", jax.lax.Precision.DEFAULT):
-        arguments["precision"] = None
     # Names alone: a module is printed on pages.
     asked = [f"`{name}`: {remedies[name]}" for name, value in arguments.items() if value]
     if asked:
@@ -221,6 +222,18 @@ def _refuse(**arguments: Any) -> None:
             + "; ".join(asked)
             + ". Or leave the module its own attention_fn, which makes the whole array of weights."
         )
+
+
+def _precision_name(precision: Any) -> str:
+    """The name that `jax.default_matmul_precision` takes; "" for what it has no name for."""
+    if isinstance(precision, (tuple, list)):
+        first, *others = {_precision_name(x) for x in precision}  # pyright: ignore (any objects)
+        return "" if others else first
+    if isinstance(precision, jax.lax.Precision):
+        return precision.name.lower()
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        return precision.name
+    return precision if isinstance(precision, str) else "default" if precision is None else ""
 
 
 def _fold_broadcast(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
