@@ -1,0 +1,65 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_fastattn.attention` in the place of `jax.nn.dot_product_attention`, for code that calls the latter.
+
+    with jax_nn.installed():        # or jax_nn.install(), until jax_nn.uninstall()
+        model.fit(...)
+
+Keras, equimo, ejkernel and Flax's nnx look the function up in `jax.nn` at each call, and then call ours. Not reached is
+what looked it up before (`from jax.nn import dot_product_attention`), and what was traced before: functions that JAX
+has cached keep the attention that they were traced with. The replacement holds for all threads of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+
+from jax_fastattn.api import attention
+
+_NAME = "dot_product_attention"
+_replaced: list[Callable[..., Any]] = []
+
+
+@functools.wraps(jax.nn.dot_product_attention)
+def dot_product_attention(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
+    """Attends as `jax_fastattn.attention`, with every `implementation` of `jax.nn`.
+
+    Args:
+        *args, **kwargs: as for `jax_fastattn.attention`.
+        implementation: "xla" and "cudnn" mean None here: the CUDA kernels where they apply, else the XLA path. Other
+            values are those of `jax_fastattn.attention`.
+
+    Returns:
+        What `jax_fastattn.attention` returns; docs/semantics.md lists what differs from `jax.nn`.
+    """
+    return attention(*args, implementation=None if implementation in ("xla", "cudnn") else implementation, **kwargs)  # pyright: ignore (attention checks it)
+
+
+def install() -> None:
+    """Puts the function above into `jax.nn`, until `uninstall`. A second call changes nothing."""
+    if getattr(jax.nn, _NAME) is not dot_product_attention:
+        _replaced.append(getattr(jax.nn, _NAME))
+        setattr(jax.nn, _NAME, dot_product_attention)
+
+
+def uninstall() -> None:
+    """Restores what `install` replaced; nothing if it is not installed."""
+    if getattr(jax.nn, _NAME) is dot_product_attention:
+        setattr(jax.nn, _NAME, _replaced.pop())
+
+
+@contextlib.contextmanager
+def installed() -> Generator[None, None, None]:
+    """Installs the function inside a `with` block, and restores what was there before the block."""
+    before = getattr(jax.nn, _NAME)
+    install()
+    try:
+        yield
+    finally:
+        if before is not dot_product_attention:
+            uninstall()
