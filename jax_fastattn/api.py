@@ -104,9 +104,13 @@ def attention(
 
     .. math:: \mathrm{out}_i = \sum_j \exp(x_{ij} - \mathrm{lse}_i) v_j, \; x = \mathrm{scale}\, q k^T + \mathrm{bias}
 
-    as in FlashAttention (https://arxiv.org/abs/2205.14135). A query with no visible key gets output 0, log-sum-exp
-    -inf and zero gradients (`jax.nn` returns the mean of `value` there: the one deliberate difference). Keys, values
-    and rows that are invisible never reach a result, NaN or not.
+    as in FlashAttention (https://arxiv.org/abs/2205.14135). Keys, values and rows that are invisible never reach a
+    result, NaN or not.
+
+    It differs from `jax.nn` in this: a query with no visible key gets output 0, log-sum-exp -inf and zero gradients
+    (there the mean of `value`); the log-sum-exp is float32 and differentiable (there in the dtype of `query`, its
+    gradient stopped); `implementation` may be None, "cuda" or "xla" (there "xla" or "cudnn"). docs/semantics.md has a
+    table of these and of smaller differences.
 
     Sizes: B batch, T query length, S key length, N query heads, K key/value heads (N a multiple of K: grouped-query
     attention), H head dim, D head dim of `value`.

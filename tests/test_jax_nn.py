@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attention` in the place of `jax.nn.dot_product_attention`: same signature, same results, same gradients.
 
-Two differences are deliberate, and tested as such: a query that sees no key gives 0 where jax.nn gives the mean of all
-values, and the log-sum-exp is float32 and differentiable where jax.nn rounds it to the dtype of the operands and stops
-its gradient.
+docs/semantics.md lists the differences. They are tested as such, and `as_jax_nn` undoes them: through it, all that
+JAX's own tests of its function check holds for ours, in sizes of our own.
 """
 
 from __future__ import annotations
@@ -56,6 +55,33 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def as_jax_nn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    **options: Any,
+) -> Any:
+    """`attention` without its differences from `jax.nn`: rows that see nothing, the log-sum-exp, `implementation`."""
+    assert implementation in (None, "xla", "cudnn")
+    out, lse = attention(query, key, value, bias, mask, return_residual=True, **options)
+    batch = (query.shape[:-3] or (1,))[0]
+    lengths = options.get("query_seq_lengths")
+    lengths = jnp.full(batch, query.shape[-3]) if lengths is None else lengths
+    sees_none = jnp.isneginf(jax.lax.stop_gradient(lse))
+    inside = (jnp.arange(query.shape[-3]) < lengths[:, None])[..., None].reshape((*query.shape[:-2], 1))
+    mean = jnp.repeat(jnp.mean(value, axis=-3, keepdims=True), query.shape[-2] // key.shape[-2], axis=-2)
+    out = jnp.where((sees_none & inside)[..., None], mean, out)
+    # jax.nn has a large negative number in the place of a logit that is hidden.
+    hidden = -0.7 * jnp.finfo(jnp.float32).max
+    lse = jax.lax.stop_gradient(jnp.where(sees_none, hidden, lse)).astype(query.dtype)
+    return (out, lse) if return_residual else out
+
+
 @pytest.fixture(autouse=True)
 def _as_jax_nn_likes_it() -> Iterator[None]:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -100,6 +126,153 @@ def test_same_results_and_gradients(name: str) -> None:
         assert np.all(np.isneginf(found["lse"]) | inside)
         found["lse"], expected["lse"] = (jnp.where(inside, x["lse"], 0.0) for x in (found, expected))
     calls.assert_same(found, expected, tolerance=2e-5 if case.dtype == "float32" else 2e-2)
+
+
+def written_out(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    visible: jax.Array,
+    rows: jax.Array,
+) -> jax.Array:
+    """What `jax.nn` says it computes, in float32: softmax over whole rows, with 0 in rows of padding."""
+    group = query.shape[2] // key.shape[2]
+    query, key, value = (x.astype(jnp.float32) for x in (query, jnp.repeat(key, group, 2), jnp.repeat(value, group, 2)))
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
+    logits = logits if bias is None else logits + bias
+    weights = jax.nn.softmax(jnp.where(visible, logits, -1e30), axis=-1)
+    return jnp.einsum("bnts,bsnd->btnd", weights, value) * rows
+
+
+# Which keys a query sees in each of JAX's own tests of masks, by the names that those have.
+MASKS = {
+    name: tuple(name.split("-"))
+    for name in (
+        "none",
+        "bias",
+        "causal",
+        "padding",
+        "custom",
+        "causal-padding",
+        "custom-padding",
+        "bias-causal",
+        "causal-window",
+        "window",
+    )
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masks_of_jax_against_a_softmax_that_is_written_out(name: str, dtype: str) -> None:
+    """Output and gradients of query, key, value and bias, of grouped heads; some rows see nothing (padding)."""
+    modes, case = MASKS[name], dataclasses.replace(SMALL, dtype=dtype, query_length=16, key_length=16, group=2)
+    query, key, value = make_arrays(case).values()
+    i, j = jnp.arange(16)[:, None], jnp.arange(16)[None, :]
+    visible, rows = jnp.ones((2, 1, 16, 16), bool), jnp.ones((2, 16, 1, 1))
+    arrays: calls.Arrays = {"query": query, "key": key, "value": value}
+    options: dict[str, Any] = {}
+    if "bias" in modes:
+        arrays["bias"] = jax.random.normal(jax.random.key(4), (1, 6, 16, 16), dtype)
+    if "causal" in modes:
+        options["is_causal"], visible = True, visible & (j <= i)
+    if "custom" in modes:
+        options["mask"], visible = (j <= i)[None, None], visible & (j <= i)
+    if "window" in modes:
+        options["local_window_size"] = (3, 2)
+        options["mask"] = jnp.ones((1, 1, 16, 16), bool)  # without any mask, jax.nn of jax 0.8 ignores the window
+        visible = visible & (j >= i - 3) & (j <= i + 2)
+    if "padding" in modes:
+        lengths = {"query_seq_lengths": jnp.array([8, 4]), "key_value_seq_lengths": jnp.array([0, 8])}
+        options |= {name: x.astype(jnp.int32) for name, x in lengths.items()}
+        rows = (jnp.arange(16) < lengths["query_seq_lengths"][:, None])[..., None, None]
+        visible = visible & (jnp.arange(16) < lengths["key_value_seq_lengths"][:, None])[:, None, None, :]
+
+    def expected(arrays: calls.Arrays) -> jax.Array:
+        return written_out(*(arrays.get(name) for name in ("query", "key", "value", "bias")), visible, rows)
+
+    def found(function: Any) -> Any:
+        out, vjp = jax.vjp(lambda arrays: function(arrays).astype(jnp.float32), arrays)
+        dout = jax.random.normal(jax.random.key(5), out.shape)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), (out, vjp(dout)[0]))
+
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    results = [found(functools.partial(_call, f, options)) for f in (as_jax_nn, theirs)]
+    for result in results:  # that theirs passes says that these are its checks
+        calls.assert_same(result, found(expected), tolerance)
+
+
+def _call(function: Any, options: dict[str, Any], arrays: calls.Arrays) -> jax.Array:
+    return function(**arrays, **options)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["", "vmap"])
+def test_gradient_of_a_bias_with_one_array_as_query_key_and_value(batch: int, is_mapped: bool) -> None:
+    """As in JAX's own test: a bias of all axes, and a mask of three that hides nothing."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (batch, 16, 3, 8), jnp.bfloat16)
+    bias, mask = jax.random.normal(keys[1], (batch, 3, 16, 16), jnp.bfloat16), jnp.ones((1, 1, 16), bool)
+
+    def gradients(function: Any) -> Any:
+        call = lambda x, bias: function(x, x, x, bias, mask)
+        out, vjp = jax.vjp(jax.vmap(call) if is_mapped else call, x, bias)
+        return out, vjp(x)
+
+    calls.assert_same(jax.jit(gradients, static_argnums=0)(as_jax_nn), gradients(theirs), tolerance=3e-2)
+
+
+@pytest.mark.skipif(not HAS_RESIDUAL, reason="this jax.nn has no return_residual")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("unbatched", [False, True], ids=["", "unbatched"])
+def test_residual_as_jax_nn_has_it(dtype: str, unbatched: bool) -> None:
+    """Shape, dtype and value, for rows that see nothing as well, and no gradient."""
+    arrays = make_arrays(dataclasses.replace(SMALL, dtype=dtype, group=2))
+    query, key, value = (x[0] if unbatched else x for x in arrays.values())
+    mask = jnp.ones((1, 1, 11, 13), bool).at[:, :, 4].set(False)
+    ours, others = (f(query, key, value, mask=mask, return_residual=True) for f in (as_jax_nn, theirs))
+    calls.assert_same(ours, others, tolerance=2e-5 if dtype == "float32" else 2e-2)
+    gradient = jax.grad(lambda query: as_jax_nn(query, key, value, return_residual=True)[1].astype(jnp.float32).sum())
+    assert not np.any(gradient(query))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "cudnn"])
+def test_implementations_of_jax_nn_through_the_wrapper(implementation: str | None) -> None:
+    query, key, value = make_arrays(SMALL).values()
+    calls.assert_same(as_jax_nn(query, key, value, implementation=implementation), theirs(query, key, value))
+
+
+def test_difference_implementation_cudnn_raises() -> None:
+    query, key, value = make_arrays(SMALL).values()
+    with pytest.raises(ValueError, match="cuDNN is reached through"):
+        attention(query, key, value, implementation="cudnn")  # pyright: ignore
+
+
+def test_difference_only_first_derivatives_in_reverse_mode() -> None:
+    query, key, value = make_arrays(SMALL).values()
+
+    def loss(function: Any, query: jax.Array) -> jax.Array:
+        return function(query, key, value).sum()
+
+    for derivative in (
+        lambda f: jax.jvp(f, (query,), (query,)),
+        lambda f: jax.grad(lambda x: jax.grad(f)(x).sum())(query),
+    ):
+        derivative(functools.partial(loss, theirs))
+        with pytest.raises((TypeError, NotImplementedError)):
+            derivative(functools.partial(loss, attention))
+
+
+def test_difference_softmax_of_float64_is_float64() -> None:
+    """`jax.nn` rounds logits to float32."""
+    with jax.enable_x64(True):
+        query, key, value = (x.astype(jnp.float64) for x in make_arrays(SMALL).values())
+        rows, visible = jnp.ones((2, 11, 1, 1)), jnp.ones((2, 1, 11, 13), bool)
+        logits = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
+        expected = jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(jnp.where(visible, logits, 0.0)), value) * rows
+        errors = [float(jnp.abs(f(query, key, value) - expected).max()) for f in (attention, theirs)]
+    assert errors[0] < 1e-13 < 1e-9 < errors[1]
 
 
 def test_every_parameter_and_default_is_there() -> None:
