@@ -169,6 +169,7 @@ def attention(
         query_offset=query_offset,
         deterministic=deterministic,
     )
+    dispatch.note_call_site(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return canonical.restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
 
@@ -184,7 +185,8 @@ def explain(
             else what is here.
 
     Returns:
-        A readable record: implementation, kernel, tiles, and the reasons against the others.
+        A readable record: implementation, kernels, tiles, how dq is added up, or the reasons against the kernels and
+        what to do instead.
     """
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     arrays |= {name: options.pop(name) for name in canonical.ARRAY_OPTIONS if name in options}
@@ -289,5 +291,6 @@ def attention_varlen(
         query_offset=query_offset,
         deterministic=deterministic,
     )
+    dispatch.note_call_site(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return canonical.restore(results, batched=False)  # pyright: ignore (untyped in jax 0.10)

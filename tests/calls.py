@@ -155,7 +155,7 @@ def lower_for_cuda(patch: Any, directory: Any, arch: str | None = "sm_90a") -> N
     stand_in.stand_in_compiler(patch)
     patch.setattr(registry, "_is_installed", lambda module: True)
     patch.setattr(registry, "named_arch", lambda: registry._target.value or arch)
-    dispatch._warn_once.cache_clear()
+    dispatch._warned.cache_clear()
 
 
 def cuda_text(function: Any, *arrays: Any) -> str:

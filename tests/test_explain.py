@@ -54,7 +54,31 @@ def test_on_a_gpu() -> None:
     assert found.tile is not None
     for word in ("forward", "backward"):
         assert word in found.tile
-    assert str(found) == f"CUDA kernels {found.kernel} ({found.tile})"
+    assert str(found) == f"CUDA kernels {found.kernel} ({found.tile}; {found.variant})"
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(
+    ("options", "length", "head_dim", "variant"),
+    [
+        ({"arch": "sm_90a"}, 129, 64, "forward for short lengths; backward in one kernel, dq added by atomics"),
+        ({"arch": "sm_90a"}, 4096, 128, "forward for any length; backward in one kernel, dq added by atomics"),
+        ({"arch": "sm_90a", "deterministic": True}, 4096, 128, "dq added in semaphore order, always the same bits"),
+        ({"arch": "sm_90a"}, 4096, 256, "forward for any length; dq in a kernel of its own, in registers"),
+        (
+            {"arch": "sm_80", "deterministic": True},
+            129,
+            64,
+            "forward for any length; backward in one kernel, dq added in",
+        ),
+    ],
+    ids=["short", "long", "deterministic", "large head dim", "sm80"],
+)
+def test_kernels_that_run(options: dict[str, Any], length: int, head_dim: int, variant: str) -> None:
+    x = jax.ShapeDtypeStruct((2, length, 3, head_dim), jnp.bfloat16)
+    found = explain(x, x, x, **options)
+    assert found.variant is not None
+    assert variant in found.variant
 
 
 @pytest.mark.usefixtures("_gpu")

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import importlib.util
+import inspect
 import re
 import threading
 import warnings
@@ -18,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_fastattn import attention, ffi, target_arch
+from jax_fastattn import attention, explain, ffi, target_arch
 from jax_fastattn.ffi import call
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops import dispatch
@@ -171,12 +173,27 @@ def test_the_xla_path_of_a_gpu_multiplies_bfloat16_without_barriers() -> None:
     assert "optimization_barrier" not in text
 
 
+def line_of(function: Any, text: str) -> int:
+    """The line of this file with `text` in a function."""
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
 @pytest.mark.usefixtures("_cuda")
 def test_a_fallback_warns_once_with_its_reasons() -> None:
     query, key, value = (x.astype(jnp.float32) for x in BASE.operands(jax.random.key(0))[:3])
-    text = r"takes the XLA path, .*: the dtype is float32; the kernels take bfloat16 and float16\. Pass implementation"
+
+    def model(*arrays: jax.Array) -> jax.Array:
+        return jax.vmap(jax.checkpoint(attention))(*(x[:, None] for x in arrays))
+
+    site = f"{__file__}:{line_of(test_a_fallback_warns_once_with_its_reasons, 'jax.vmap')}"
+    text = (
+        rf"takes the XLA path for the call at {re.escape(site)}: the dtype is float32; the kernels take bfloat16 and "
+        r"float16 \(cast query, key and value to bfloat16\)\. It takes about \d to \d times as long .* Pass "
+        r"implementation"
+    )
     with pytest.warns(UserWarning, match=text) as caught:
-        assert "custom_call" not in calls.cuda_text(attention, query, key, value)
+        assert "custom_call" not in calls.cuda_text(model, query, key, value)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -185,6 +202,38 @@ def test_a_fallback_warns_once_with_its_reasons() -> None:
     with pytest.warns(UserWarning, match="head dim 264"):
         wide = jnp.zeros((2, 5, 3, 264), jnp.bfloat16)
         calls.cuda_text(attention, wide, wide, wide)
+
+
+@pytest.mark.usefixtures("_cuda")
+@pytest.mark.parametrize(
+    ("option", "remedies"),
+    [
+        ({"mask": jnp.ones((5, 7), bool)}, ["`is_causal=True`", "`key_value_seq_lengths`", "`local_window_size`"]),
+        ({"bias": jnp.ones((5, 7))}, ["as for `mask`"]),
+    ],
+    ids=["mask", "bias"],
+)
+def test_a_fallback_says_what_to_do_instead(option: dict[str, Any], remedies: list[str]) -> None:
+    """And `explain` says the same."""
+    query, key = jnp.zeros((2, 5, 3, 8), jnp.bfloat16), jnp.zeros((2, 7, 3, 8), jnp.bfloat16)
+    with pytest.warns(UserWarning, match="takes the XLA path") as caught, target_arch("sm_90a"):
+        calls.cuda_text(functools.partial(attention, **option), query, key, key)
+        explained = str(explain(query, key, key, **option))
+    for remedy in remedies:
+        assert remedy in str(caught[0].message)
+    assert explained.removeprefix("XLA path, because ") in str(caught[0].message)
+
+
+def test_segment_ids_are_to_be_packed_if_the_kernels_take_packed_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(BASE, segments=3)
+
+    def advice(takes_packed: bool) -> str:
+        segments = lambda problem, arch: [] if takes_packed and problem.packed else ["segment ids are given"]
+        monkeypatch.setattr(dispatch, "unsupported_reasons", segments)
+        return dispatch._advice(case.problem(), ["segment ids are given"])
+
+    assert "attention_varlen" in advice(takes_packed=True)
+    assert "attention_varlen" not in advice(takes_packed=False)
 
 
 @pytest.mark.usefixtures("_cuda")
@@ -286,4 +335,4 @@ def test_new_sizes_windows_and_caps_compile_nothing(monkeypatch: pytest.MonkeyPa
         assert ffi.compile_count() == before + 2
         calls.cuda_text(attention, *(jnp.zeros((2, 5, 3, 16), jnp.bfloat16) for _ in range(3)))
         assert ffi.compile_count() == before + 3
-    dispatch._warn_once.cache_clear()
+    dispatch._warned.cache_clear()

@@ -5,19 +5,44 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
 from jax_fastattn import ffi
+from jax_fastattn.kernels.spec import kernel_spec
 from jax_fastattn.kernels.support import describe_kernels, unsupported_reasons
-from jax_fastattn.spec import Problem
+from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 # From how many keys on, and up to which share of a GPU's multiprocessors, one query takes the XLA path; see
 # `faster_on_xla`.
 ONE_QUERY_KEYS = 4096
 ONE_QUERY_SHARE = 1 / 8
+
+
+# What to do instead, by how a reason begins. A reason that no argument can remove has none.
+REMEDIES = {
+    "the dtype is": "cast query, key and value to bfloat16",
+    "`bias` is given": "if it hides pairs, pass what hides them by number, as for `mask`",
+    "`mask` is given": (
+        "leave the array out and pass `is_causal=True` for a causal mask, `key_value_seq_lengths` for padding, or "
+        "`local_window_size` for a band"
+    ),
+    "segment ids are given": "pack the sequences and call `attention_varlen`",
+}
+
+# At head dims 64 and 128, lengths 1k to 4k, on an H100.
+SLOWDOWN = "5 to 8 times as long as the kernels on an H100"
+
+# Packages whose frames are not the user's.
+_LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox")
+
+# Where calls were traced last, by what vmap and meshes leave as it is. A warning is given later, when XLA programs are
+# made, and Python's stack says nothing of the call then.
+_call_sites: dict[object, str] = {}
+_MAX_CALL_SITES = 256
 
 
 @dataclass(frozen=True)
@@ -28,18 +53,22 @@ class Explanation:
         implementation: "cuda" or "xla".
         kernel: families of the CUDA kernels, such as "sm90 forward, sm80 backward"; None on the XLA path.
         tile: tile sizes of forward and backward, in words; None on the XLA path.
+        variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
         reasons: why the CUDA kernels are not taken, each one; empty if they are.
+        advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
     """
 
     implementation: str
     kernel: str | None
     tile: str | None
+    variant: str | None
     reasons: tuple[str, ...]
+    advice: str
 
     def __str__(self) -> str:
         if self.implementation == "cuda":
-            return f"CUDA kernels {self.kernel} ({self.tile})"
-        return "XLA path, because " + "; ".join(self.reasons)
+            return f"CUDA kernels {self.kernel} ({self.tile}; {self.variant})"
+        return "XLA path, because " + self.advice
 
 
 def cuda_reasons(problem: Problem) -> list[str]:
@@ -80,7 +109,7 @@ def takes_cuda(problem: Problem) -> bool:
     if reasons and implementation == "cuda":
         raise _refusal(reasons)
     if reasons:
-        _warn_once("; ".join(reasons))
+        _warn_once(problem, reasons)
         return False
     return implementation == "cuda" or faster_on_xla(problem, ffi.multiprocessors()) is None
 
@@ -93,21 +122,69 @@ def refuse_platform(problem: Problem) -> None:
 
 def explain(problem: Problem) -> Explanation:
     """What `attention` would do with `problem` on the GPU that `ffi.target_arch` names, else on the default backend."""
+    falls_back = False
     if problem.spec.implementation == "xla":
         reasons = ['`implementation` is "xla"']
     elif problem.is_empty:
         reasons = ["there is nothing to compute: a size is 0"]
     elif ffi.named_arch() is None and jax.default_backend() not in ("gpu", "cuda"):
         reasons = [f"the platform is {jax.default_backend()}", *unsupported_reasons(problem, "sm_80")]
-    else:
-        reasons = cuda_reasons(problem)
-        slower = (
-            None if reasons or problem.spec.implementation == "cuda" else faster_on_xla(problem, ffi.multiprocessors())
-        )
-        reasons = reasons if slower is None else [slower]
+    elif reasons := cuda_reasons(problem):
+        falls_back = True
+    elif problem.spec.implementation is None and (faster := faster_on_xla(problem, ffi.multiprocessors())):
+        reasons = [faster]
     if reasons:
-        return Explanation("xla", None, None, tuple(reasons))
-    return Explanation("cuda", *describe_kernels(problem, ffi.arch() or ""), ())
+        advice = _advice(problem, reasons) + (f". It takes about {SLOWDOWN}" if falls_back else "")
+        return Explanation("xla", None, None, None, tuple(reasons), advice)
+    arch = ffi.arch() or ""
+    return Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "")
+
+
+def note_call_site(spec: AttentionSpec, operands: Operands) -> None:
+    """Notes where the user calls attention, for the warning that this call may need when it is lowered."""
+    if spec.implementation is not None:
+        return
+    key = _site_key(Problem.of(spec, operands))
+    _call_sites.pop(key, None)
+    _call_sites[key] = _user_frame()
+    while len(_call_sites) > _MAX_CALL_SITES:
+        _call_sites.pop(next(iter(_call_sites)), None)
+
+
+def _site_key(problem: Problem) -> object:
+    return problem.spec, problem.dtype, problem.head_dim, problem.v_head_dim
+
+
+def _user_frame() -> str:
+    """File and line of the innermost frame that belongs to no library."""
+    frame = inspect.currentframe()
+    assert frame is not None  # CPython has frames
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _variant(problem: Problem, arch: str) -> str:
+    """Which kernels run, and how dq is added up."""
+    forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
+    length = "short lengths" if forward.short else "any length"
+    if not backward.fused:
+        return f"forward for {length}; dq in a kernel of its own, in registers"
+    order = "in semaphore order, always the same bits" if backward.ordered else "by atomics, in an order that may vary"
+    return f"forward for {length}; backward in one kernel, dq added {order}"
+
+
+def _advice(problem: Problem, reasons: list[str]) -> str:
+    """The reasons, each with what to do instead."""
+    packed = replace(problem, packed=True)
+    takes_packed = not any(reason.startswith("segment ids") for reason in unsupported_reasons(packed, "sm_80"))
+
+    def remedy(reason: str) -> str:
+        found = next((text for start, text in REMEDIES.items() if reason.startswith(start)), "")
+        is_of_use = found and (takes_packed or not reason.startswith("segment ids"))
+        return f" ({found})" if is_of_use else ""
+
+    return "; ".join(reason + remedy(reason) for reason in reasons)
 
 
 def _refusal(reasons: list[str]) -> NotImplementedError:
@@ -117,10 +194,22 @@ def _refusal(reasons: list[str]) -> NotImplementedError:
     )
 
 
-@functools.lru_cache(maxsize=1024)  # a new head dim is a new reason
-def _warn_once(reasons: str) -> None:
+def _warn_once(problem: Problem, reasons: list[str]) -> None:
+    """Warns of the XLA path, once for each set of reasons."""
+    warned = _warned("; ".join(reasons))
+    if warned:
+        return
+    warned.append(True)
+    site = _call_sites.get(_site_key(problem), "a place that is not known")
     warnings.warn(
-        f"jax_fastattn takes the XLA path, which is slower than its CUDA kernels: {reasons}. "
-        'Pass implementation="xla" to accept that without this warning.',
+        f"jax_fastattn takes the XLA path for the call at {site}: {_advice(problem, reasons)}. It takes about "
+        f'{SLOWDOWN}. Pass implementation="xla" to accept that without this warning.',
         stacklevel=2,
     )
+
+
+@functools.lru_cache(maxsize=1024)  # a new head dim is a new reason
+def _warned(reasons: str) -> list[bool]:
+    """An empty list until somebody has warned of these reasons."""
+    del reasons
+    return []
