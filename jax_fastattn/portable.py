@@ -82,8 +82,9 @@ def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tu
 def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array, jax.Array]:
     """Output `[B, K, G, t, D]` and log-sum-exp of queries that see no key but these.
 
-    Each reduction meets its row again through a maximum with a constant alone, which leaves XLA for GPUs a softmax that
-    it makes one kernel of.
+    Without sinks, each reduction meets its row again through a maximum with a constant alone, which leaves XLA for GPUs
+    a softmax that it makes one kernel of. With sinks there is no such kernel, and weights are rounded before they are
+    divided: the greatest one is then 1, exactly, and the gradient of sinks is a sum of small differences.
     """
     visible = blocks.visible(queries, keys)
     logits, _ = blocks.logits(queries, keys, visible)
@@ -97,8 +98,9 @@ def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array,
     total = weights.sum(-1)
     total = total if sinks is None else total + jnp.exp(sinks - shift)
     total = jnp.maximum(total, limits.tiny)
-    weights = (weights / total[..., None]).astype(value.dtype)
-    out = blocks.product("bkgts,bskd->bkgtd", weights, value)
+    weights = weights if sinks is not None else weights / total[..., None]
+    out = blocks.product("bkgts,bskd->bkgtd", weights.astype(value.dtype), value)
+    out = out if sinks is None else out / total[..., None]
     return out.astype(value.dtype), top + jnp.log(total)
 
 
