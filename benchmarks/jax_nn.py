@@ -32,9 +32,9 @@ from run import describe_run
 
 from jax_fastattn import attention
 
-OURS, OUR_XLA, THEIRS = "jax_fastattn", "jax_fastattn-xla", "jax.nn-xla"
+KERNELS, OUR_XLA, THEIRS = "jax_fastattn-cuda", "jax_fastattn-xla", "jax.nn-xla"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    OURS: attention,
+    KERNELS: functools.partial(attention, implementation="cuda"),
     OUR_XLA: functools.partial(attention, implementation="xla"),
     THEIRS: functools.partial(jax.nn.dot_product_attention, implementation="xla"),
 }
@@ -111,14 +111,14 @@ class Row:
             return jax.jit(call).lower(self.shapes()).compile()
 
 
-_ONE = Row(1, 32, 131072, 128, queries=1, kv_heads=8, modes=("forward",), implementations=(OURS, OUR_XLA, THEIRS))
+_ONE = Row(1, 32, 131072, 128, queries=1, kv_heads=8, modes=("forward",), implementations=tuple(FUNCTIONS))
 _SQUARE = {
     f"b4-n16-d128-{length // 1024}k-{'causal' if is_causal else 'full'}-{dtype}": Row(
-        4, 16, length, 128, dtype, is_causal=is_causal
+        4, 16, length, 128, dtype, is_causal=is_causal, implementations=implementations
     )
     for length in (1024, 4096)
     for is_causal in (False, True)
-    for dtype in ("bfloat16", "float32")
+    for dtype, implementations in (("bfloat16", tuple(FUNCTIONS)), ("float32", (OUR_XLA, THEIRS)))
 }
 _BATCHES_OF_ONE_QUERY = [(1, 1024), (1, 4096), (1, 16384), (1, 131072), (2, 32768), (4, 4096), (4, 32768)]
 _BATCHES_OF_ONE_QUERY += [(8, 2048), (8, 16384), (16, 2048), (16, 16384), (32, 2048), (32, 8192), (64, 8192)]
