@@ -183,8 +183,8 @@ class Blocks:
     def product(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """Multiplies in the dtype of the operands and accumulates in that of `zero`.
 
-        The axes of the result are those that x and y share, those of x, and those of y, in their order. `jnp.einsum`
-        may exchange the operands, and transposes a plane of logits then: on a CPU that takes longer than the product.
+        The axes of a result should be those that x and y share, those of x, and those of y, in their order. Otherwise a
+        plane of logits is transposed, which takes a CPU longer than the product.
 
         XLA:CPU cannot run some bfloat16 products into which it has folded a transpose ("Unsupported element type for
         DotThunk", jax 0.8 to 0.12). A barrier keeps transposes out of the product, and took no measurable time;
@@ -192,19 +192,7 @@ class Blocks:
         """
         if self.barriers and x.dtype == jnp.bfloat16:
             x, y = lax.optimization_barrier((x, y))
-        operands, result = equation.split("->")
-        of_x, of_y = operands.split(",")
-        shared = [axis for axis in of_x if axis in of_y]
-        batch = [axis for axis in shared if axis in result]
-        summed = [axis for axis in shared if axis not in result]
-        numbers = tuple((list(map(of_x.index, axes)), list(map(of_y.index, axes))) for axes in (summed, batch))
-        return lax.dot_general(
-            x,
-            y,
-            (numbers[0], numbers[1]),
-            precision=self.spec.precision,
-            preferred_element_type=self.zero.dtype,
-        )
+        return jnp.einsum(equation, x, y, precision=self.spec.precision, preferred_element_type=self.zero.dtype)
 
     def sinks(self) -> jax.Array | None:
         """`[b, K, G, 1]`."""

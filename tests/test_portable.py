@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,24 @@ def test_bands_skip_what_is_hidden(
     computed = sum(queries.size * keys.size for queries, keys in bands)
     assert computed <= most * case.query_length * case.key_length
     check(case, key, tuning)
+
+
+@pytest.mark.parametrize("tuning", [SMALL_CHUNKS, CPU], ids=["chunks", "whole"])
+def test_no_logits_are_transposed(tuning: Tuning, key: jax.Array) -> None:
+    """The order of axes in products had logits transposed, which took a CPU longer than the products."""
+    case = Case(query_length=37, key_length=53, num_kv_heads=3, group=2, head_dim=8, bias="bnts", mask="ts")
+    spec, operands = case.spec(), jax.eval_shape(case.operands, key)
+    dout, _ = jax.eval_shape(case.cotangents, key)
+
+    def call(operands: Operands, dout: jax.Array) -> portable.Gradients:
+        out, lse = portable.forward(spec, operands, tuning)
+        return portable.backward(spec, operands, out, lse, dout, None, tuning=tuning)
+
+    text = jax.jit(call).lower(operands, dout).as_text()
+    sizes = {f"{blocks.Axis.cut(length, 16).chunk}" for length in (37, 53)} if tuning is SMALL_CHUNKS else {"37", "53"}
+    transposes = [line for line in text.splitlines() if "stablehlo.transpose" in line]
+    assert transposes
+    assert not [line for line in transposes if sizes <= set(re.findall(r"\d+", line.split("->")[1]))]
 
 
 def test_temporaries_on_an_accelerator() -> None:
