@@ -96,14 +96,15 @@ def _launches_in_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What ops/cuda.py launches is computed by the portable path, from the launch's own arrays and scale."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
 
-    def launch(kernel: Any, problem: Any, arrays: Any, results: Any) -> list[jax.Array]:
+    def launch(kernel: Any, problem: Any, arrays: Any, shapes: Any) -> dict[str, jax.Array]:
         present = tuple(name for name in problem.spec.present if name != "scale")
         spec = dataclasses.replace(problem.spec, present=present)
-        operands, rest = spec.operands(arrays[: len(present)]), arrays[len(present) :]
+        operands = Operands(**{name: arrays[name] for name in present})
         if kernel.op == "forward":
-            return list(portable.forward(spec, operands))
-        found = portable.backward(spec, operands, *rest, *(() if kernel.dlse else (None,)))
-        return [*found[:3], *(jnp.zeros(shape, dtype) for shape, dtype in results[3:])]
+            return dict(zip(("out", "lse"), portable.forward(spec, operands), strict=True))
+        found = portable.backward(spec, operands, *(arrays[name] for name in ("out", "lse", "dout", "dlse")))
+        scratch = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        return scratch | {"dq": found.query, "dk": found.key, "dv": found.value}
 
     monkeypatch.setattr(cuda, "_launch", launch)
 
