@@ -25,7 +25,7 @@ from jax_fastattn.kernels.sm90.backward_config import (
 )
 from jax_fastattn.kernels.sm90.config import ForwardConfig
 from jax_fastattn.kernels.sm90.forward import ForwardKernel
-from jax_fastattn.kernels.sm90.key_tiles import HeadOrder
+from jax_fastattn.kernels.sm90.schedule import HeadOrder
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 from jax_fastattn.ops.cuda import row_delta
 

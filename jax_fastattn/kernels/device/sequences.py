@@ -4,6 +4,7 @@
 
 array `[batch, rows, heads, columns]`      row r of the entry is row `batch * rows + r` of all
 array `[batch, heads, rows]`               ... row `(batch * heads + head) * rows + r`
+array `[batch, heads, padded rows]`        ... row `(batch * heads + head) * padded_rows + r`
 """
 
 import functools
@@ -47,6 +48,18 @@ class Span:
     def head_row(self, heads: Int32, head: Int32, row: Int32 | None = None) -> Int64:
         """Index of a head's row, or of its first one, in an array `[batch, heads, rows]`."""
         first = self.head(heads, head) * self.length
+        return first if row is None else first + row
+
+    def padded_rows(self, alignment: int) -> Int32:
+        """Rows from one head to the next in an array `[batch, heads, padded rows]`: a multiple of `alignment`."""
+        return (self.length + (alignment - 1)) // alignment * alignment
+
+    def padded_row(self, head: Int64, alignment: int, row: Int32 | None = None) -> Int64:
+        """Index of a head's row, or of its first one, in an array `[batch, heads, padded rows]`.
+
+        `head` is the index of the head in an array `[batch, heads]`.
+        """
+        first = head * self.padded_rows(alignment)
         return first if row is None else first + row
 
 

@@ -9,6 +9,7 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars
+from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.wgmma import tile_layout
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -24,16 +25,16 @@ class TmaOperand(NamedTuple):
     atom: cute.CopyAtom
     coordinates: cute.Tensor
 
-    def copy(self, shared: cute.Tensor, head: Int32, batch: Int32) -> Callable[[Int32, Any, cute.Pointer], None]:
+    def copy(self, shared: cute.Tensor, head: Int32, span: Span) -> Callable[[Int32, Any, cute.Pointer], None]:
         """A function `(tile, stage, barrier)` by which one warp loads a tile of rows; TMA completes the barrier.
 
         Args:
             shared: `[rows, columns, stage]`.
             head: its index.
-            batch: index of the batch entry.
+            span: the rows; tile 0 begins with the first one.
         """
         shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
-        tiles = cute.local_tile(self.coordinates[None, None, head, batch], shape, (None, 0))
+        tiles = cute.local_tile(self.coordinates[None, None, head, span.batch], shape, (None, 0))
         inner, outer = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )

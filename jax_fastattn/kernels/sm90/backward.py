@@ -22,7 +22,7 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, DqConfig, backward_config
 from jax_fastattn.kernels.sm90.dq import DqKernel
 from jax_fastattn.kernels.sm90.fused import FusedKernel
-from jax_fastattn.kernels.sm90.key_tiles import HeadOrder
+from jax_fastattn.kernels.sm90.schedule import HeadOrder
 from jax_fastattn.kernels.sm90.statistics import StatisticsKernel
 from jax_fastattn.kernels.sm90.wide import WideKernel
 from jax_fastattn.kernels.spec import KernelSpec
@@ -60,7 +60,7 @@ class BackwardKernel:
     def orders(self, scalars: Scalars) -> HeadOrders:
         """In which orders the kernels work on heads."""
         keys = self.statistics.order(scalars, self.main.key_tiles.order(scalars))
-        return HeadOrders(keys, None if self.spec.fused else self.dq.order(scalars))
+        return HeadOrders(keys, None if self.spec.fused else self.dq.schedule.order(scalars))
 
     def launches(self, buffers: BackwardBuffers, scalars: Scalars, orders: HeadOrders) -> list[Launch]:
         """What is launched, in order."""

@@ -27,9 +27,9 @@ def padded_rows(rows: Any) -> Any:
     return (rows + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
 
 
-def head_counters(query_length: Any, queries: int) -> Any:
-    """Counters of a query head: the first one of its zeros, the others of its tiles of `queries` rows."""
-    return padded_rows(query_length) // queries + 1
+def head_counters(rows: Any, queries: int) -> Any:
+    """Counters of a query head of so many padded rows: the first one of its zeros, the others of its tiles."""
+    return rows // queries + 1
 
 
 def stats_row_nbytes(fused: bool) -> int:
@@ -334,5 +334,5 @@ def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads:
     scratch: dict[str, tuple[int, ...]] = {"stats": (*heads, 2, rows * stats_row_nbytes(spec.fused) // 4)}
     if spec.fused:
         scratch["dq_sum"] = (*heads, rows, padded_head_dim(spec.head_dim))
-        scratch["arrivals"] = (*heads, head_counters(query_length, backward_config(spec).queries))
+        scratch["arrivals"] = (*heads, head_counters(rows, backward_config(spec).queries))
     return scratch

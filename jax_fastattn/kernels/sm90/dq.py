@@ -31,9 +31,9 @@ from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import DqConfig, DqMemory, dq_config, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, DqConfig, DqMemory, dq_config
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
-from jax_fastattn.kernels.sm90.key_tiles import HeadOrder
+from jax_fastattn.kernels.sm90.schedule import HeadOrder, SectionedTiles
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -55,18 +55,9 @@ class DqKernel:
     def __init__(self, spec: KernelSpec, config: DqConfig | None = None):
         self.spec, self.config = spec, config or dq_config(spec)
         self.memory = DqMemory.of(spec, self.config)
+        self.schedule = SectionedTiles(spec, self.config.rows)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
-
-    def _query_tiles(self, sizes: Scalars | Sizes) -> Int32:
-        """Tiles of a head: CTAs."""
-        return (sizes.query_length + (self.config.rows - 1)) // self.config.rows
-
-    def order(self, scalars: Scalars) -> HeadOrder:
-        """The order of the heads of a launch."""
-        heads, count = scalars.batch * scalars.num_heads, self._query_tiles(scalars)
-        section = tiles.section(scalars.multiprocessors, count, heads, int(self.spec.uneven))
-        return HeadOrder(heads, Int32(section))
 
     def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """The launch of the kernel."""
@@ -74,7 +65,7 @@ class DqKernel:
         return Launch(
             self.kernel,
             (buffers, Sizes.of(scalars), order),
-            grid=self._query_tiles(scalars) * order.heads,
+            grid=self.schedule.blocks(scalars, order),
             block=config.threads,
             shared_bytes=memory.nbytes,
             tma=Tma.boxes(self.spec, memory, buffers, scalars, query_rows=WARPGROUP_ROWS, key_rows=config.keys),
@@ -150,25 +141,21 @@ class DqKernel:
         cute.arch.sync_threads()
 
     def _work(self, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder) -> SimpleNamespace:
-        """The query rows of this CTA and the key tiles that they see; under a causal mask the last rows see most."""
-        spec, config, num_heads = self.spec, self.config, sizes.num_heads
+        """The query rows of this CTA, and the key tiles that they see."""
+        config = self.config
         block, _, _ = cute.arch.block_idx()
-        query_tiles = self._query_tiles(sizes)
-        place, head_index = tiles.place_in_sections(block, order.section, query_tiles, order.heads)
-        tile = query_tiles - 1 - place
-        batch, head = head_index // num_heads, head_index % num_heads
+        tile, head, head_index, kv_head, sequence = self.schedule.at(block, order, buffers, sizes)
         row = tile * config.rows
-        bounds = tiles.entry_bounds(spec, batch, buffers, sizes)
+        bounds = sequence.bounds()
         return SimpleNamespace(
             tile=tile,
             row=row,
-            batch=batch,
+            queries=sequence.queries,
+            keys=sequence.keys,
             head=head,
             head_index=head_index,
-            kv_head=head // spec.group,
-            num_heads=num_heads,
-            query_length=sizes.query_length,
-            key_length=sizes.key_length,
+            kv_head=kv_head,
+            num_heads=sizes.num_heads,
             bounds=bounds,
             visit=gradient.uniform(tiles.key_tiles(row, config.rows, config.keys, **bounds)),
         )
@@ -187,10 +174,10 @@ class DqKernel:
         """Loads Q, dO and all tiles of V and K. Runs in one warp."""
         config, memory = self.config, self.memory
         ring = wgmma.Ring(shared.full, shared.empty, config.slots)
-        copy_query = tma.query.copy(shared.query, work.head, work.batch)
-        copy_dout = tma.dout.copy(shared.dout, work.head, work.batch)
-        copy_key = tma.key.copy(shared.key, work.kv_head, work.batch)
-        copy_value = tma.value.copy(shared.value, work.kv_head, work.batch)
+        copy_query = tma.query.copy(shared.query, work.head, work.queries)
+        copy_dout = tma.dout.copy(shared.dout, work.head, work.queries)
+        copy_key = tma.key.copy(shared.key, work.kv_head, work.keys)
+        copy_value = tma.value.copy(shared.value, work.kv_head, work.keys)
 
         def load_rows(copy: Callable[..., None], barrier: cute.Pointer, nbytes: int) -> None:
             for group in range(2):
@@ -267,8 +254,8 @@ class DqKernel:
 
     def _stats(self, stats: cute.Pointer, work: SimpleNamespace, row: Int32) -> list[RowStatistics]:
         """Those of the lane's two rows."""
-        rows = padded_rows(work.query_length)
-        first = stats.toint() + (Int64(work.head_index) * (2 * rows) + row) * 4
+        rows = work.queries.padded_rows(ROW_ALIGNMENT)
+        first = stats.toint() + (work.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT) * 2 + row) * 4
         addresses = [first + 32 * i for i in range(2)]
         return [RowStatistics(ptx.load_global(at), ptx.load_global(at + Int64(rows) * 4)) for at in addresses]
 
@@ -367,7 +354,7 @@ class DqKernel:
         wgmma.zero_hidden_rows(
             config.keys,
             lambda: [(state.shared.address + memory.ring_start + slot * memory.slot_nbytes, memory.head_dim)],
-            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.key_length),
+            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.length),
             threads=128,
             barrier=1,
         )
@@ -375,7 +362,7 @@ class DqKernel:
     def _store(self, state: SimpleNamespace, dq: cute.Pointer, scale: Float32) -> None:
         """Stores dq from registers."""
         work, nbytes = state.work, 2 * self.spec.head_dim
-        first = (Int64(work.batch) * work.query_length + work.row) * work.num_heads + work.head
+        first = work.queries.row_head(work.row, work.num_heads, work.head)
         gradient.store_rows(
             state.dq,
             self.spec.head_dim,
@@ -384,7 +371,7 @@ class DqKernel:
             row=state.row,
             quad_lane=state.thread % 4,
             live=tiles.Rows(None, work.bounds["query_end"] - work.row),
-            stored_rows=work.query_length - work.row,
+            stored_rows=work.queries.length - work.row,
             mma_dtype=self.mma_dtype,
             factor=scale,
         )

@@ -25,8 +25,9 @@ from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, SLOTS, BackwardMemory, head_counters, padded_rows
+from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, SLOTS, BackwardMemory
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.schedule import tile_counter
 from jax_fastattn.kernels.spec import KernelSpec
 
 # Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
@@ -152,8 +153,8 @@ class DqSum:
         state.turn[0] = turn + 1
 
     def _counter(self, work: SimpleNamespace, arrivals: cute.Pointer, head: Int64, tile: Int32) -> Int64:
-        """Address of the counter of a tile of a query head; before the first one lies that of `_zeroed`."""
-        return arrivals.toint() + (head * head_counters(work.query_length, self.config.queries) + 1 + tile) * 4
+        """Address of the counter of a tile of a query head; of tile -1 that of `_zeroed`."""
+        return arrivals.toint() + tile_counter(work.queries, head, tile, self.config.queries) * 4
 
     def _advance(self, work: SimpleNamespace, at: wgmma.Uniform) -> None:
         """Goes to the next tile: all visible ones of one head, the last first, then those of the next head."""
@@ -181,7 +182,7 @@ class DqSum:
     def _sums(self, state: SimpleNamespace, at: wgmma.Uniform, index: int) -> Int64:
         """Address of the warp's first sums of a part of a tile."""
         work, columns = state.work, self.memory.head_dim
-        rows = (Int64(work.batch) * work.num_heads + at[0]) * padded_rows(work.query_length)
+        rows = work.queries.padded_row(work.queries.head(work.num_heads, at[0]), ROW_ALIGNMENT)
         rows = rows + at[1] * self.config.queries
         part_nbytes = 4 * BLOCK * self.columns
         return state.sums + rows * (4 * columns) + (index * part_nbytes + state.warp * (part_nbytes // 4))
@@ -208,7 +209,7 @@ class DqSum:
         target = work.head_index + work.ahead
         warps = self._zeroing_warps(work)
         index = work.tile * SLOTS + slot
-        count = padded_rows(work.query_length) // ROW_ALIGNMENT
+        count = work.queries.padded_rows(ROW_ALIGNMENT) // ROW_ALIGNMENT
         count = count * (ROW_ALIGNMENT * 4 * self.spec.group * self.memory.head_dim // nbytes)
         first = Int64(target) * count * nbytes + index * nbytes + ptx.thread_index() % 32 * 16
 
@@ -238,7 +239,7 @@ class DqSum:
 
         def step(lap: Int32) -> None:
             i = first + SLOTS * lap
-            head = Int64(work.batch) * work.num_heads + work.first_head + i // visited
+            head = work.queries.head(work.num_heads, work.first_head) + i // visited
             tile = work.visit.end - 1 - i % visited
             self._count(shared, work, self._counter(work, arrivals, head, tile), tile, slot, added)
 
@@ -307,7 +308,7 @@ class DqSum:
     def _rows(self, state: SimpleNamespace, at: wgmma.Uniform) -> TileRows:
         """Where the rows of a tile of dq are."""
         work, row = state.work, at[1] * self.config.queries
-        return TileRows(row, (Int64(work.batch) * work.query_length + row) * work.num_heads + at[0])
+        return TileRows(row, work.queries.row_head(row, work.num_heads, at[0]))
 
     def _store_part(self, state: SimpleNamespace, rows: TileRows, chunk: Chunk) -> None:
         """Stores dq of a part of a tile, whose `_rows` these are, from the accumulator."""
@@ -320,7 +321,7 @@ class DqSum:
             row=state.row + chunk.row_block * BLOCK,
             quad_lane=state.thread % 4,
             live=tiles.Rows(None, work.bounds["query_end"] - rows.first),
-            stored_rows=work.query_length - rows.first,
+            stored_rows=work.queries.length - rows.first,
             mma_dtype=ptx.MMA_DTYPE[spec.dtype],
             factor=state.scale,
         )

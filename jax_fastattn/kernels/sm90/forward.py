@@ -35,6 +35,7 @@ from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
@@ -254,12 +255,14 @@ class ForwardKernel:
         """One query tile of one head: its rows, what they may see, and the key tiles to visit."""
         config = self.config
         row = tile * config.rows
-        bounds = tiles.entry_bounds(self.spec, place.batch, call.buffers, call.scalars)
+        sequence = Sequence.of_entry(self.spec, place.batch, call.buffers, call.scalars)
+        bounds = sequence.bounds()
         visit = tiles.key_tiles(row, config.rows, config.keys, **bounds)
         return SimpleNamespace(
             tile=tile,
             row=row,
-            batch=place.batch,
+            queries=sequence.queries,
+            keys=sequence.keys,
             head=place.head,
             kv_head=place.kv_head,
             bounds=bounds,
@@ -287,9 +290,9 @@ class ForwardKernel:
         query_phase[0] = Int32(1)
 
         def load(work: SimpleNamespace) -> None:
-            copy_query = call.tma.query.copy(shared.query, work.head, work.batch)
-            copy_key = call.tma.key.copy(shared.key, work.kv_head, work.batch)
-            copy_value = call.tma.value.copy(shared.value, work.kv_head, work.batch)
+            copy_query = call.tma.query.copy(shared.query, work.head, work.queries)
+            copy_key = call.tma.key.copy(shared.key, work.kv_head, work.keys)
+            copy_value = call.tma.value.copy(shared.value, work.kv_head, work.keys)
 
             def load_key(tile: Int32) -> None:
                 ring.fill(copy_key, tile, config.keys * self.memory.head_dim * 2)
@@ -389,7 +392,7 @@ class ForwardKernel:
         cutlass.if_generate(state.visit.begin < state.visit.end, lambda: self._visit(state), pass_by)
         sink = None
         if self.spec.sinks:
-            sink = _load(state.call.buffers.sinks, work.batch * state.call.scalars.sinks_stride + work.head)
+            sink = _load(state.call.buffers.sinks, work.queries.batch * state.call.scalars.sinks_stride + work.head)
         weights = self._finish_rows(state, sink, first_row)
         self._store(state, weights, first_row)
 
@@ -564,7 +567,7 @@ class ForwardKernel:
         wgmma.zero_hidden_rows(
             WARPGROUP_ROWS,
             lambda: [(state.shared.address + state.group * memory.query_nbytes, memory.head_dim)],
-            tiles.Rows.live(inside, first, hides_first=False, length=state.call.scalars.query_length),
+            tiles.Rows.live(inside, first, hides_first=False, length=work.queries.length),
             threads=128,
             barrier=1,
         )
@@ -573,10 +576,7 @@ class ForwardKernel:
         """Zeroes the rows of V that no query sees; `slot` waits for it. Every warpgroup does so for itself."""
         spec, config, memory, work = self.spec, self.config, self.memory, state.work
         live = tiles.live_keys(**tiles.moved(work.bounds))
-        rows = tiles.Rows.live(
-            live, tile * config.keys, hides_first=spec.hides_first_keys, length=state.call.scalars.key_length
-        )
-
+        rows = tiles.Rows.live(live, tile * config.keys, hides_first=spec.hides_first_keys, length=work.keys.length)
         wgmma.zero_hidden_rows(
             config.keys,
             lambda: [(state.shared.address + memory.ring_start + slot() * memory.slot_nbytes, memory.v_head_dim)],
@@ -705,7 +705,7 @@ class ForwardKernel:
         """Stores the log-sum-exp and returns (weight, whether the row has an output) of each row of the lane."""
         call, work = state.call, state.work
         weights = []
-        lse_row = Int64(work.batch) * call.scalars.query_length
+        lse_row = work.queries.row()
         for i in range(2):
             row = first_row + 8 * i
             total = softmax.quad_sum(state.sums[i])
@@ -721,25 +721,24 @@ class ForwardKernel:
             value = (log_max + ptx.log2(total)) * softmax.LN_2
             value = ptx.where(row < work.bounds["query_end"], value, Float32(_NEVER))
             address = call.buffers.lse.toint() + ((lse_row + row) * call.scalars.num_heads + work.head) * 4
-            stores = Boolean((row < call.scalars.query_length) & (state.column == 0))
+            stores = Boolean((row < work.queries.length) & (state.column == 0))
             cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
             weights.append((weight * ptx.reciprocal(total), live))
         return weights
 
     def _store(self, state: SimpleNamespace, weights: list, first_row: Int32) -> None:
         """Stores this warpgroup's output from registers: 16 bytes a lane, 64 neighbouring bytes of a row the quad."""
-        work, scalars, out = state.work, state.call.scalars, state.call.buffers.out
+        work, num_heads, out = state.work, state.call.scalars.num_heads, state.call.buffers.out
         nbytes = 2 * self.spec.v_head_dim
         lane = state.column // 2
         for i, (weight, live) in enumerate(weights):
             row = first_row + 8 * i
-            index = (Int64(work.batch) * scalars.query_length + row) * scalars.num_heads + work.head
-            offset = index * nbytes
+            offset = work.queries.row_head(row, num_heads, work.head) * nbytes
             address = out.toint() + offset + lane * 16
             for block in range(0, self.spec.v_head_dim // 8, 4):
                 chunk = [self._rounded(state, block + j, i, weight, live) for j in range(4)]
                 chunk = ptx.transpose_quad(chunk, lane)
-                stores = row < scalars.query_length
+                stores = row < work.queries.length
                 if block + 4 > self.spec.v_head_dim // 8:
                     stores = Boolean(stores & (lane < self.spec.v_head_dim // 8 - block))
 

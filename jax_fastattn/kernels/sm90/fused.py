@@ -34,8 +34,9 @@ from jax_fastattn.kernels.sm90.backward_config import SLOTS, BackwardConfig, Bac
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_ordered import DqOrdered
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
-from jax_fastattn.kernels.sm90.key_tiles import Call, HeadOrder, KeyTiles
+from jax_fastattn.kernels.sm90.key_tiles import Call, KeyTiles
 from jax_fastattn.kernels.sm90.producer import Producer
+from jax_fastattn.kernels.sm90.schedule import HeadOrder
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Columns of a step of a product.
@@ -496,7 +497,7 @@ class FusedKernel:
         wgmma.zero_hidden_rows(
             WARPGROUP_ROWS,
             operands,
-            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.key_length),
+            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.length),
             threads=128,
             barrier=2,
         )
@@ -516,7 +517,7 @@ class FusedKernel:
                     (memory.dout_start, memory.dout_nbytes, memory.v_head_dim),
                 )
             ],
-            tiles.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.query_length),
+            tiles.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.queries.length),
             threads=config.consumer_threads,
             barrier=1,
         )
@@ -527,7 +528,7 @@ class FusedKernel:
         """Stores dk and dv from registers."""
         work = state.work
         thread, row, _ = self._lane()
-        first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
+        first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
         for acc, target, head_dim, factor in (
             (state.dk, buffers.dk, self.spec.head_dim, scale),
             (state.dv, buffers.dv, self.spec.v_head_dim, None),
@@ -540,7 +541,7 @@ class FusedKernel:
                 row=row,
                 quad_lane=thread % 4,
                 live=tiles.Rows(None, work.bounds["key_end"] - work.row),
-                stored_rows=work.key_length - work.row,
+                stored_rows=work.keys.length - work.row,
                 mma_dtype=self.mma_dtype,
                 factor=factor,
             )

@@ -5,7 +5,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -13,30 +12,16 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
+from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import BackwardMemory
+from jax_fastattn.kernels.sm90.schedule import HeadOrder
 from jax_fastattn.kernels.spec import KernelSpec
 
 # Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, for even and uneven tiles.
 # With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the next tile of keys.
 SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
-
-
-class HeadOrder(NamedTuple):
-    """In which order a kernel works on heads: on query heads for dq alone, else on key/value heads.
-
-    Attributes:
-        heads: those of all batch entries.
-        section: how many are begun together, see `plan.section`.
-        ahead: from the head that a CTA works on to that whose sums it zeroes; None for dq alone, like the next one.
-        prepared: how many have their statistics written before the key-stationary kernel begins.
-    """
-
-    heads: Int32
-    section: Int32
-    ahead: Any = None
-    prepared: Any = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +47,7 @@ class KeyTiles:
 
     def count(self, key_length: Int32) -> Int32:
         """Tiles of a key/value head."""
-        return (key_length + (self.config.keys - 1)) // self.config.keys
+        return tiles.count(key_length, self.config.keys)
 
     def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
         """CTAs: one for each tile of keys; where dq is computed one per SM, which takes many tiles."""
@@ -141,7 +126,8 @@ class KeyTiles:
         tile, head_index = tiles.place_in_sections(index, order.section, key_tiles, order.heads)
         batch = head_index // kv_heads
         row = tile * config.keys
-        bounds = tiles.entry_bounds(spec, batch, call.buffers, sizes)
+        sequence = Sequence.of_entry(spec, batch, call.buffers, sizes)
+        bounds = sequence.bounds()
         visit = tiles.query_tiles(row, config.keys, config.queries, **bounds)
         if config.adds_dq:
             # Keys past the end would add to dq: where there are some, every tile is masked.
@@ -155,13 +141,12 @@ class KeyTiles:
             head_index=head_index,
             all_heads=order.heads,
             row=row,
-            batch=batch,
+            queries=sequence.queries,
+            keys=sequence.keys,
             kv_head=head_index % kv_heads,
             kv_heads=kv_heads,
             first_head=head_index % kv_heads * spec.group,
             num_heads=sizes.num_heads,
-            query_length=sizes.query_length,
-            key_length=sizes.key_length,
             bounds=bounds,
             visit=visit,
             steps=(visit.end - visit.begin) * spec.group,

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.tma import Tma, TmaOperand
-from jax_fastattn.kernels.sm90.backward_config import BackwardMemory, padded_rows, stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 
 
@@ -47,20 +47,20 @@ class Producer:
         def load_keys(
             work: SimpleNamespace, operand: TmaOperand, tile: cute.Tensor, barrier: cute.Pointer, columns: int
         ) -> None:
-            copy = operand.copy(tile, work.kv_head, work.batch)
+            copy = operand.copy(tile, work.kv_head, work.keys)
             wgmma.expect(barrier, config.keys * columns * 2)
             for group in range(groups):
                 copy(groups * work.tile + group, group, barrier)
 
         def load_head(work: SimpleNamespace, member: Int32) -> None:
             head = work.first_head + member
-            copy_query = tma.query.copy(shared.query, head, work.batch)
-            copy_dout = tma.dout.copy(shared.dout, head, work.batch)
-            head_row = (Int64(work.batch) * work.num_heads + head) * padded_rows(work.query_length)
+            copy_query = tma.query.copy(shared.query, head, work.queries)
+            copy_dout = tma.dout.copy(shared.dout, head, work.queries)
+            head_row = work.queries.padded_row(work.queries.head(work.num_heads, head), ROW_ALIGNMENT)
 
             def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
                 copy_query(tile, stage, barrier)
-                rows, nbytes = padded_rows(work.query_length), memory.stats_nbytes
+                rows, nbytes = work.queries.padded_rows(ROW_ALIGNMENT), memory.stats_nbytes
                 row_nbytes = stats_row_nbytes(config.adds_dq)
                 source = stats.toint() + (2 * head_row + tile * config.queries) * row_nbytes
                 target = shared.address + memory.stats_start + stage * (2 * memory.stats_pitch)

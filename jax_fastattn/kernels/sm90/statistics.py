@@ -21,7 +21,7 @@ from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, head_counters, padded_rows, stats_row_nbytes
 from jax_fastattn.kernels.sm90.config import padded_head_dim
-from jax_fastattn.kernels.sm90.key_tiles import HeadOrder
+from jax_fastattn.kernels.sm90.schedule import HeadOrder
 from jax_fastattn.kernels.spec import KernelSpec
 
 THREADS = 256
@@ -106,7 +106,7 @@ class StatisticsKernel:
 
     def _counters(self, query_length: Int32) -> Int32:
         """Counters of a query head."""
-        return head_counters(query_length, self.config.queries)
+        return head_counters(padded_rows(query_length), self.config.queries)
 
     def _counter_blocks(self, all_heads: Int32, query_length: Int32) -> Int32:
         """CTAs that set counters."""

@@ -231,7 +231,7 @@ class WideKernel(FusedKernel):
         if spec.hides_first_keys or spec.hides_last_keys:
             live = tiles.live_keys(**tiles.moved(work.bounds))
             live = tiles.Rows.live(live, work.row, hides_first=spec.hides_first_keys)
-        first = (Int64(work.batch) * work.key_length + work.row) * work.kv_heads + work.kv_head
+        first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
         gradient.store_rows(
             state.sum,
             result.head_dim,
@@ -240,7 +240,7 @@ class WideKernel(FusedKernel):
             row=state.row,
             quad_lane=state.thread % 4,
             live=live,
-            stored_rows=work.key_length - work.row,
+            stored_rows=work.keys.length - work.row,
             mma_dtype=self.mma_dtype,
             factor=result.factor,
         )
