@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tile of which head and sequence a CTA works on next. `key_tiles.py` has the tiles of keys."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cutlass import Int32, Int64
+import cutlass
+from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
-from jax_fastattn.kernels.device import tiles
+from jax_fastattn.kernels.device import tiles, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span
-from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, head_counters
+from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, head_counters, padded_rows
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -89,6 +91,85 @@ class SectionedTiles(QueryTiles):
         count = self.count(sizes)
         place, index = tiles.place_in_sections(block, order.section, count, order.heads)
         return self.of_head(count - 1 - place, index, buffers, sizes)
+
+
+@dataclass(frozen=True)
+class RowUnits(QueryTiles):
+    """Units of rows of which statistics are written, padding included, and counters of tiles of dq.
+
+    Args:
+        rows: of a unit, a divisor of `ROW_ALIGNMENT`.
+        queries: rows of a tile of dq.
+    """
+
+    queries: int
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Units of a head."""
+        return padded_rows(scalars.query_length) // self.rows
+
+    def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Units of the heads that are not left to `StatisticsKernel.later`: the first ones."""
+        return order.prepared * self.spec.group * self.count(scalars)
+
+    def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """One of all units."""
+        count = self.count(scalars)
+        return self.of_head(index % count, index // count, buffers, scalars)
+
+    def each_left(
+        self,
+        order: HeadOrder,
+        buffers: Buffers,
+        scalars: Scalars,
+        *,
+        place: Int32,
+        step: int,
+        write: Callable[[Work], None],
+        finish: Callable[[Int64], None],
+    ) -> None:
+        """Visits the units that are left to `StatisticsKernel.later`, in the order in which heads are worked on.
+
+        Args:
+            order: of the heads.
+            buffers: of the launch.
+            scalars: of the launch.
+            place: which of the CTA's next units this thread's is.
+            step: units that a CTA works on at a time.
+            write: is called with a unit; with the last one again, by threads that have no other.
+            finish: is called behind the units of the query heads of a key/value head, with the index of its counter.
+        """
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        group, count = self.spec.group, self.count(scalars)
+        kv_heads = scalars.batch * scalars.num_heads // group
+
+        def visit_head(i: Int32) -> None:
+            first = (order.prepared + block + i * blocks) * group
+
+            def visit_member(member: Int32) -> None:
+                def visit(j: Int32) -> None:
+                    unit = Int32(cutlass.min(j * step + place, count - 1))
+                    write(self.of_head(unit, first + member, buffers, scalars))
+
+                wgmma.loop((count + (step - 1)) // step, visit)
+
+            wgmma.loop(Int32(group), visit_member)
+            finish(Int64(first) * self._head_counters(scalars))
+
+        wgmma.loop((kv_heads - order.prepared - block + (blocks - 1)) // blocks, visit_head)
+
+    def _head_counters(self, scalars: Scalars) -> Int32:
+        return head_counters(padded_rows(scalars.query_length), self.queries)
+
+    def counters(self, scalars: Scalars) -> Int32:
+        """Counters of all heads."""
+        return scalars.batch * scalars.num_heads * self._head_counters(scalars)
+
+    def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """The tile of dq of one of all counters; -1 where the counter is the head's own."""
+        count = self._head_counters(scalars)
+        return self.of_head(index % count - 1, index // count, buffers, scalars)
 
 
 def tile_counter(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:

@@ -19,9 +19,9 @@ from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import BackwardConfig, head_counters, padded_rows, stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
 from jax_fastattn.kernels.sm90.config import padded_head_dim
-from jax_fastattn.kernels.sm90.schedule import HeadOrder
+from jax_fastattn.kernels.sm90.schedule import HeadOrder, RowUnits, Work
 from jax_fastattn.kernels.spec import KernelSpec
 
 THREADS = 256
@@ -32,14 +32,6 @@ _ROWS = 8
 _LATER_CTAS, LATER_THREADS = 16, 512
 # Where a query sees fewer keys, the fused kernel might wait: by arithmetic it takes statistics from 7 of those SMs.
 _FEW_KEYS = 512
-
-
-class _Counter(NamedTuple):
-    """A counter's place among all of them; its query head, counted over all batch entries; its number there."""
-
-    place: Int32
-    head_index: Int32
-    number: Int32
 
 
 class _Rows(NamedTuple):
@@ -70,6 +62,7 @@ class StatisticsKernel:
         self.spec, self.config = spec, config
         # Lanes that share a row.
         self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
+        self.schedule = RowUnits(spec, _ROWS, config.queries)
 
     @property
     def leaves(self) -> bool:
@@ -89,10 +82,10 @@ class StatisticsKernel:
         The first CTAs of `kernel` set counters, if dq is added up. Where nothing is left a CTA of `later` does nothing.
         """
         arguments = (buffers, scalars, order)
-        lanes = order.prepared * self.spec.group * self._units(scalars.query_length) * self.lanes
+        lanes = self.schedule.prepared(order, scalars) * self.lanes
         blocks = (lanes + (THREADS - 1)) // THREADS
         if self.spec.fused:
-            blocks = blocks + self._counter_blocks(scalars.batch * scalars.num_heads, scalars.query_length)
+            blocks = blocks + self._counter_blocks(scalars)
         # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
         launches = [Launch(self.kernel, arguments, grid=blocks, block=THREADS, min_blocks=1)]
         if self.leaves:
@@ -100,17 +93,9 @@ class StatisticsKernel:
             launches.append(Launch(self.later, arguments, grid=later_blocks, block=LATER_THREADS, begins_early=True))
         return launches
 
-    def _units(self, query_length: Int32) -> Int32:
-        """Of `_ROWS` rows, in a query head."""
-        return padded_rows(query_length) // _ROWS
-
-    def _counters(self, query_length: Int32) -> Int32:
-        """Counters of a query head."""
-        return head_counters(padded_rows(query_length), self.config.queries)
-
-    def _counter_blocks(self, all_heads: Int32, query_length: Int32) -> Int32:
+    def _counter_blocks(self, scalars: Scalars) -> Int32:
         """CTAs that set counters."""
-        return (all_heads * self._counters(query_length) + (THREADS - 1)) // THREADS
+        return (self.schedule.counters(scalars) + (THREADS - 1)) // THREADS
 
     @cute.kernel
     def kernel(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
@@ -118,77 +103,59 @@ class StatisticsKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
-        all_heads, group = scalars.batch * scalars.num_heads, self.spec.group
+        schedule, group = self.schedule, self.spec.group
 
         def write_rows(block: Int32) -> None:
-            units = self._units(scalars.query_length)
-            unit = Int32(cutlass.min((block * THREADS + thread) // self.lanes, order.prepared * group * units - 1))
-            head_index, first, lane = unit // units, unit % units * _ROWS, thread % self.lanes
-            self._write_rows(buffers, scalars, head_index, first, lane)
-            first_row = Int64(head_index) * padded_rows(scalars.query_length) + first
-            self._zero_sums(buffers, first_row, lane, head_index < order.ahead * group)
+            last = schedule.prepared(order, scalars) - 1
+            unit = Int32(cutlass.min((block * THREADS + thread) // self.lanes, last))
+            work, lane = schedule.unit(unit, buffers, scalars), thread % self.lanes
+            self._write_rows(buffers, scalars, work, lane)
+            first_row = work.sequence.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT, work.tile * _ROWS)
+            self._zero_sums(buffers, first_row, lane, work.head_index < order.ahead * group)
 
         def write_counter(block: Int32) -> None:
             index = block * THREADS + thread
-            counters = self._counters(scalars.query_length)
-            counter = _Counter(index, index // counters, index % counters)
-
-            def write() -> None:
-                self._write_counter(buffers, scalars, order, counter)
-
-            cutlass.if_generate(counter.head_index < all_heads, write)
+            exists = index < schedule.counters(scalars)
+            cutlass.if_generate(exists, lambda: self._write_counter(buffers, scalars, order, index))
 
         if cutlass.const_expr(not self.spec.fused):
             write_rows(block)
         else:
-            counters = self._counter_blocks(all_heads, scalars.query_length)
+            counters = self._counter_blocks(scalars)
             cutlass.if_generate(block < counters, lambda: write_counter(block), lambda: write_rows(block - counters))
 
     @cute.kernel
     def later(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
         """Statistics of the other heads, in the order in which they are worked on; counts each of them."""
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
         # The fused kernel, which this lets begin, relies on what `kernel` has written.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        group, units, step = self.spec.group, self._units(scalars.query_length), LATER_THREADS // self.lanes
-        kv_heads = scalars.batch * scalars.num_heads // group
 
-        def write_head(i: Int32) -> None:
-            first = (order.prepared + block + i * blocks) * group
-
-            def write_member(member: Int32) -> None:
-                def write_rows(j: Int32) -> None:
-                    unit = Int32(cutlass.min(j * step + thread // self.lanes, units - 1))
-                    self._write_rows(buffers, scalars, first + member, unit * _ROWS, thread % self.lanes)
-
-                wgmma.loop((units + (step - 1)) // step, write_rows)
-
-            wgmma.loop(Int32(group), write_member)
+        def finish(counter: Int64) -> None:
             cute.arch.sync_threads()
-            counter = buffers.arrivals.toint() + Int64(first) * self._counters(scalars.query_length) * 4
 
             def count() -> None:
-                ptx.fetch_add_global(counter, Int32(1), "release")
+                ptx.fetch_add_global(buffers.arrivals.toint() + counter * 4, Int32(1), "release")
 
             cutlass.if_generate(thread == 0, count)
 
-        wgmma.loop((kv_heads - order.prepared - block + (blocks - 1)) // blocks, write_head)
+        self.schedule.each_left(
+            order,
+            buffers,
+            scalars,
+            place=thread // self.lanes,
+            step=LATER_THREADS // self.lanes,
+            write=lambda work: self._write_rows(buffers, scalars, work, thread % self.lanes),
+            finish=finish,
+        )
 
-    def _write_rows(
-        self, buffers: BackwardBuffers, scalars: Scalars, head_index: Int32, first: Int32, lane: Int32
-    ) -> None:
-        """Statistics of `_ROWS` rows from `first` on, of a query head, counted over all batch entries.
-
-        Where no key sees the rows nobody adds to their dq: it is zeroed here.
-        """
-        entry, head = head_index // scalars.num_heads, head_index % scalars.num_heads
-        bounds = tiles.entry_bounds(self.spec, entry, buffers, scalars)
+    def _write_rows(self, buffers: BackwardBuffers, scalars: Scalars, work: Work, lane: Int32) -> None:
+        """Statistics of a unit of rows. Where no key sees them nobody adds to their dq: it is zeroed here."""
+        queries, bounds, first = work.sequence.queries, work.sequence.bounds(), work.tile * _ROWS
         # Past the end the last row is read once more, or the first one, which always exists, and dropped.
         last = Int32(cutlass.max(bounds["query_end"] - 1, 0))
-        before = Int64(entry) * scalars.query_length * scalars.num_heads + head
+        before = queries.row() * scalars.num_heads + work.head
         rows = _Rows(before, scalars.num_heads, first, last)
         delta = self._row_delta(buffers, rows, lane)
         row = first + lane % _ROWS
@@ -197,10 +164,11 @@ class StatisticsKernel:
         row_lse, delta = self._statistics(buffers, source * 4, delta, live, scalars.scale)
 
         def write() -> None:
-            nbytes, first_row = stats_row_nbytes(self.spec.fused), Int64(head_index) * padded_rows(scalars.query_length)
+            nbytes = stats_row_nbytes(self.spec.fused)
+            first_row = queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT)
             address = buffers.stats.toint() + (2 * first_row + row) * nbytes
             for which, value in enumerate((row_lse, delta)):
-                target = address + Int64(padded_rows(scalars.query_length)) * (which * nbytes)
+                target = address + Int64(queries.padded_rows(ROW_ALIGNMENT)) * (which * nbytes)
                 if self.spec.fused:
                     ptx.store_global_chunk(target, gradient.thirds(-value))
                 else:
@@ -209,14 +177,14 @@ class StatisticsKernel:
         cutlass.if_generate(lane < _ROWS, write)
         if not self.spec.fused:
             return
-        queries, nbytes = self.config.queries, 2 * self.spec.head_dim
-        visit = tiles.key_tiles(first // queries * queries, queries, self.config.keys, **bounds)
+        rows_of_tile, nbytes = self.config.queries, 2 * self.spec.head_dim
+        visit = tiles.key_tiles(first // rows_of_tile * rows_of_tile, rows_of_tile, self.config.keys, **bounds)
 
         def clear(i: Int32) -> None:
             target = buffers.dq.toint() + (before + Int64(first + i) * scalars.num_heads) * nbytes
             self._zero(target, lane, nbytes)
 
-        hidden = ptx.where(Boolean(visit.end == visit.begin), scalars.query_length - first, Int32(0))
+        hidden = ptx.where(Boolean(visit.end == visit.begin), queries.length - first, Int32(0))
         wgmma.loop(tiles.clamp(hidden, 0, _ROWS), clear)
 
     def _live(self, bounds: dict[str, Int32], row: Int32) -> Boolean:
@@ -283,21 +251,21 @@ class StatisticsKernel:
             values = [ptx.where(upper, y, x) + z for (x, y), z in zip(pairs, given, strict=True)]
         return values[0]
 
-    def _write_counter(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder, counter: _Counter) -> None:
-        """Sets a counter.
+    def _write_counter(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder, index: Int32) -> None:
+        """Sets a counter, given which of all it is.
 
         A query tile's counter starts at the number of key tiles that will add to it; in semaphore order it starts at 0
         and counts those that have. The counter before a head's tiles is that of its zeros, none as yet, and of its
         statistics.
         """
-        bounds = tiles.entry_bounds(self.spec, counter.head_index // scalars.num_heads, buffers, scalars)
+        work = self.schedule.counter(index, buffers, scalars)
         rows = self.config.queries
-        visit = tiles.key_tiles((counter.number - 1) * rows, rows, self.config.keys, **bounds)
+        visit = tiles.key_tiles(work.tile * rows, rows, self.config.keys, **work.sequence.bounds())
         # The first head's is that of the tiles of keys that have been taken.
-        written = Boolean((counter.head_index > 0) & (counter.head_index < order.prepared * self.spec.group))
+        written = Boolean((work.head_index > 0) & (work.head_index < order.prepared * self.spec.group))
         count = Int32(0) if self.spec.ordered else visit.end - visit.begin
-        value = ptx.where(counter.number > 0, count, ptx.where(written, Int32(1), Int32(0)))
-        ptx.store_global_int(buffers.arrivals.toint() + Int64(counter.place) * 4, value)
+        value = ptx.where(work.tile >= 0, count, ptx.where(written, Int32(1), Int32(0)))
+        ptx.store_global_int(buffers.arrivals.toint() + Int64(index) * 4, value)
 
     def _zero_sums(self, buffers: BackwardBuffers, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
         """Zeroes `_ROWS` rows of the sums, if there are any that CTAs add to in any order."""
