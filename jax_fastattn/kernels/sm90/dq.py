@@ -144,7 +144,7 @@ class DqKernel:
         """The query rows of this CTA, and the key tiles that they see."""
         config = self.config
         block, _, _ = cute.arch.block_idx()
-        tile, head, head_index, kv_head, sequence = self.schedule.at(block, order, buffers, sizes)
+        tile, head, kv_head, sequence, head_index = self.schedule.at(block, order, buffers, sizes)
         row = tile * config.rows
         bounds = sequence.bounds()
         return SimpleNamespace(

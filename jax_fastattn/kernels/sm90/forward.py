@@ -23,7 +23,7 @@ no shuffles, no rescaling. Where that turns out wrong, the warp computes the sco
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -35,17 +35,14 @@ from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
+from jax_fastattn.kernels.sm90.schedule import Work, forward_schedule
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Beyond which a lane's sum of a tile's probabilities is not accepted. P has to fit its 16 bits, O and the sums float32.
 _SUM_LIMITS = {"bfloat16": 2.0**24, "float16": 2.0**14}
 _NEVER = float("-inf")
-
-# Key/value heads whose tiles of one position come next to each other under a left window bound.
-_SECTION_HEADS = 16
 
 
 @dataclass(frozen=True)
@@ -56,15 +53,6 @@ class _Call:
     buffers: ForwardBuffers
     scalars: Scalars
     scaling: softmax.Scaling
-
-
-class _Place(NamedTuple):
-    """A tile or a pair of tiles of a head: its position among those of the head, and which head it is."""
-
-    position: Int32
-    kv_head: Int32
-    head: Int32
-    batch: Int32
 
 
 class ForwardKernel:
@@ -79,6 +67,7 @@ class ForwardKernel:
         self.spec = spec
         self.config = config or forward_config(spec)
         self.memory = SharedMemory.of(spec, self.config)
+        self.schedule = forward_schedule(spec, self.config)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.out_blocks = self.memory.v_head_dim // 8
@@ -91,26 +80,16 @@ class ForwardKernel:
     def launches(self, buffers: ForwardBuffers, scalars: Scalars) -> list[Launch]:
         """What is launched."""
         spec, config, memory = self.spec, self.config, self.memory
-        tile_count = self._tile_count(scalars)
-        ctas = scalars.batch * scalars.num_heads * tile_count
-        if config.walks:
-            if not spec.window_left:
-                ctas = scalars.batch * scalars.num_heads * ((tile_count + 1) // 2)
-            ctas = Int32(cutlass.min(ctas, config.blocks * scalars.multiprocessors))
         launch = Launch(
             self.kernel,
             (buffers, scalars),
-            grid=ctas,
+            grid=self.schedule.blocks(scalars),
             block=config.threads,
             shared_bytes=memory.nbytes,
             tma=Tma.boxes(spec, memory, buffers, scalars, query_rows=WARPGROUP_ROWS, key_rows=config.keys),
             min_blocks=config.blocks,
         )
         return [launch]
-
-    def _tile_count(self, scalars: Scalars) -> Int32:
-        """Query tiles of a head."""
-        return (scalars.query_length + (self.config.rows - 1)) // self.config.rows
 
     @cute.kernel
     def kernel(self, tma: Tma, buffers: ForwardBuffers, scalars: Scalars):
@@ -176,95 +155,25 @@ class ForwardKernel:
         cutlass.if_generate(warp_index == 0, initialize)
         cute.arch.sync_threads()
 
-    # Schedule.
+    # Work.
 
     def _each_work(self, call: _Call, body: Callable[[SimpleNamespace], None]) -> None:
-        """Runs `body` for each query tile of this CTA; the producer and the consumers walk alike.
+        """Runs `body` for each query tile of this CTA."""
+        self.schedule.each(call.buffers, call.scalars, lambda work: body(self._work(work)))
 
-        Heads of a group come next to each other (they share K and V in L2), then the query tiles of the group, then
-        key/value heads and batch entries. One CTA per tile: from the last tile to the first, since the longest of a
-        causal mask should start first. Walking CTAs take a tile from the end and its counterpart from the beginning:
-        with a causal mask all such pairs are equally long; with a left window bound too they are not, see
-        `_walk_sections`.
-        """
-        spec, config = self.spec, self.config
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        tile_count = self._tile_count(call.scalars)
-        kv_heads = call.scalars.num_heads // spec.group
-
-        def locate(index: Int32, tiles_per_head: Int32) -> _Place:
-            member, index = index % spec.group, index // spec.group
-            position, index = index % tiles_per_head, index // tiles_per_head
-            kv_head, batch = index % kv_heads, index // kv_heads
-            return _Place(position, kv_head, kv_head * spec.group + member, batch)
-
-        if not config.walks:
-            place = locate(block, tile_count)
-            body(self._work(call, tile_count - 1 - place.position, place))
-            return
-        if spec.window_left:
-            self._walk_sections(call, tile_count, body)
-            return
-        pair_count = (tile_count + 1) // 2
-        total = pair_count * call.scalars.num_heads * call.scalars.batch
-
-        def walk(i: Int32) -> None:
-            place = locate(block + i * grid, pair_count)
-            # The middle of an odd number of tiles is its own counterpart.
-            count = ptx.where(2 * place.position == tile_count - 1, Int32(1), Int32(2))
-
-            def visit(half: Int32) -> None:
-                tile = ptx.where(half == 0, tile_count - 1 - place.position, place.position)
-                body(self._work(call, tile, place))
-
-            wgmma.loop(count, visit)
-
-        wgmma.loop((total - block + (grid - 1)) // grid, walk)
-
-    def _walk_sections(self, call: _Call, tile_count: Int32, body: Callable[[SimpleNamespace], None]) -> None:
-        """Walks the query tiles under a window: equally long but for the short ones at the beginning of each head.
-
-        Heads come in sections. In a section the last tile of every head comes first, then the one before it of every
-        head: the short ones come last, and several tiles of a head still run at a time, on the same keys. Each round
-        deals one tile to each CTA, every other one in reverse.
-        """
-        spec = self.spec
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        heads = call.scalars.num_heads * call.scalars.batch
-        full_section = _SECTION_HEADS * spec.group
-
-        def walk(i: Int32) -> None:
-            index = i * grid + ptx.where(i % 2 == 0, block, grid - 1 - block)
-            section = index // (full_section * tile_count)
-            first_head = section * full_section
-            index = index - first_head * tile_count
-            section_heads = Int32(cutlass.min(heads - first_head, Int32(full_section)))
-            position, head = index // section_heads, first_head + index % section_heads
-            batch, head = head // call.scalars.num_heads, head % call.scalars.num_heads
-            tile = tile_count - 1 - position
-            body(self._work(call, tile, _Place(position, head // spec.group, head, batch)))
-
-        total = heads * tile_count
-        rounds, rest = total // grid, total % grid
-        last = ptx.where(rounds % 2 == 0, block, grid - 1 - block)
-        wgmma.loop(rounds + ptx.where(last < rest, Int32(1), Int32(0)), walk)
-
-    def _work(self, call: _Call, tile: Int32, place: _Place) -> SimpleNamespace:
-        """One query tile of one head: its rows, what they may see, and the key tiles to visit."""
+    def _work(self, work: Work) -> SimpleNamespace:
+        """A query tile: its rows, what they may see, and the key tiles to visit."""
         config = self.config
-        row = tile * config.rows
-        sequence = Sequence.of_entry(self.spec, place.batch, call.buffers, call.scalars)
-        bounds = sequence.bounds()
+        row = work.tile * config.rows
+        bounds = work.sequence.bounds()
         visit = tiles.key_tiles(row, config.rows, config.keys, **bounds)
         return SimpleNamespace(
-            tile=tile,
+            tile=work.tile,
             row=row,
-            queries=sequence.queries,
-            keys=sequence.keys,
-            head=place.head,
-            kv_head=place.kv_head,
+            queries=work.sequence.queries,
+            keys=work.sequence.keys,
+            head=work.head,
+            kv_head=work.kv_head,
             bounds=bounds,
             visit=_uniform(visit),
         )

@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
-from jax_fastattn.kernels.device import tiles, wgmma
+from jax_fastattn.kernels.arguments import Buffers, ForwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span
 from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, head_counters, padded_rows
+from jax_fastattn.kernels.sm90.config import ForwardConfig
 from jax_fastattn.kernels.spec import KernelSpec
+
+# Key/value heads whose tiles of one position come next to each other under a left window bound.
+_SECTION_HEADS = 16
 
 
 class HeadOrder(NamedTuple):
@@ -38,16 +42,16 @@ class Work(NamedTuple):
     Attributes:
         tile: its index among those of its sequence.
         head: query head.
-        head_index: the same, counted over all batch entries.
         kv_head: key/value head.
         sequence: the rows.
+        head_index: the query head, counted over all batch entries; None in the forward pass.
     """
 
     tile: Int32
     head: Int32
-    head_index: Int32
     kv_head: Int32
     sequence: Sequence
+    head_index: Any = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,139 @@ class QueryTiles:
         """A tile of a head, which is counted over all batch entries."""
         batch, head = index // scalars.num_heads, index % scalars.num_heads
         sequence = Sequence.of_entry(self.spec, batch, buffers, scalars)
-        return Work(tile, head, index, head // self.spec.group, sequence)
+        return Work(tile, head, head // self.spec.group, sequence, index)
+
+
+class _Place(NamedTuple):
+    """A tile or a pair of tiles of a head: its position among those of the head, and which head it is."""
+
+    position: Int32
+    kv_head: Int32
+    head: Int32
+    batch: Int32
+
+
+@dataclass(frozen=True)
+class ForwardTiles(QueryTiles):
+    """Those of the forward kernel with a CTA for each tile, from the last one down: it has most under a causal mask.
+
+    Heads of a group come next to each other (they share K and V in L2), then the query tiles of the group, then
+    key/value heads and batch entries.
+    """
+
+    def blocks(self, scalars: Scalars) -> Int32:
+        """CTAs."""
+        return scalars.batch * scalars.num_heads * self.count(scalars)
+
+    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+        """Calls `visit` for each tile of the CTA; the producer and the consumers go alike."""
+        block, _, _ = cute.arch.block_idx()
+        count = self.count(scalars)
+        place = self._place(block, count, scalars)
+        visit(self._work(count - 1 - place.position, place, buffers, scalars))
+
+    def _place(self, index: Int32, count: Int32, scalars: Scalars) -> _Place:
+        """What has an index, where a head has `count`."""
+        group = self.spec.group
+        kv_heads = scalars.num_heads // group
+        member, index = index % group, index // group
+        position, index = index % count, index // count
+        kv_head, batch = index % kv_heads, index // kv_heads
+        return _Place(position, kv_head, kv_head * group + member, batch)
+
+    def _work(self, tile: Int32, place: _Place, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+        sequence = Sequence.of_entry(self.spec, place.batch, buffers, scalars)
+        return Work(tile, place.head, place.kv_head, sequence)
+
+
+@dataclass(frozen=True)
+class WalkedPairs(ForwardTiles):
+    """Those of CTAs that walk: a tile from the end of a head and its counterpart from the beginning.
+
+    With a causal mask all such pairs are equally long.
+
+    Args:
+        blocks_per_sm: as many CTAs as the GPU holds walk.
+    """
+
+    blocks_per_sm: int
+
+    def blocks(self, scalars: Scalars) -> Int32:
+        """CTAs."""
+        pairs = scalars.batch * scalars.num_heads * ((self.count(scalars) + 1) // 2)
+        return Int32(cutlass.min(pairs, self.blocks_per_sm * scalars.multiprocessors))
+
+    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+        """Calls `visit` for each tile of the CTA."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        count = self.count(scalars)
+        pair_count = (count + 1) // 2
+        total = pair_count * scalars.num_heads * scalars.batch
+
+        def walk(i: Int32) -> None:
+            place = self._place(block + i * grid, pair_count, scalars)
+            # The middle of an odd number of tiles is its own counterpart.
+            halves = ptx.where(2 * place.position == count - 1, Int32(1), Int32(2))
+
+            def visit_half(half: Int32) -> None:
+                tile = ptx.where(half == 0, count - 1 - place.position, place.position)
+                visit(self._work(tile, place, buffers, scalars))
+
+            wgmma.loop(halves, visit_half)
+
+        wgmma.loop((total - block + (grid - 1)) // grid, walk)
+
+
+@dataclass(frozen=True)
+class WalkedSections(ForwardTiles):
+    """Those of CTAs that walk under a left window bound: equally long but for the short ones at the start of each head.
+
+    Heads come in sections. In a section the last tile of every head comes first, then the one before it of every head:
+    the short ones come last, and several tiles of a head still run at a time, on the same keys. Each round deals one
+    tile to each CTA, every other one in reverse.
+
+    Args:
+        blocks_per_sm: as many CTAs as the GPU holds walk.
+    """
+
+    blocks_per_sm: int
+
+    def blocks(self, scalars: Scalars) -> Int32:
+        """CTAs."""
+        tiles = scalars.batch * scalars.num_heads * self.count(scalars)
+        return Int32(cutlass.min(tiles, self.blocks_per_sm * scalars.multiprocessors))
+
+    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+        """Calls `visit` for each tile of the CTA."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        count, group = self.count(scalars), self.spec.group
+        heads = scalars.num_heads * scalars.batch
+        full_section = _SECTION_HEADS * group
+
+        def walk(i: Int32) -> None:
+            index = i * grid + ptx.where(i % 2 == 0, block, grid - 1 - block)
+            section = index // (full_section * count)
+            first_head = section * full_section
+            index = index - first_head * count
+            section_heads = Int32(cutlass.min(heads - first_head, Int32(full_section)))
+            position, head = index // section_heads, first_head + index % section_heads
+            batch, head = head // scalars.num_heads, head % scalars.num_heads
+            place = _Place(position, head // group, head, batch)
+            visit(self._work(count - 1 - position, place, buffers, scalars))
+
+        total = heads * count
+        rounds, rest = total // grid, total % grid
+        last = ptx.where(rounds % 2 == 0, block, grid - 1 - block)
+        wgmma.loop(rounds + ptx.where(last < rest, Int32(1), Int32(0)), walk)
+
+
+def forward_schedule(spec: KernelSpec, config: ForwardConfig) -> ForwardTiles:
+    """The schedule of a forward kernel."""
+    if not config.walks:
+        return ForwardTiles(spec, config.rows)
+    return (WalkedSections if spec.window_left else WalkedPairs)(spec, config.rows, config.blocks)
 
 
 @dataclass(frozen=True)
