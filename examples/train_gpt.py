@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import statistics
 import sysconfig
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--sample", default=256, help="bytes to sample at the end")
     add("--seed", default=0)
     add("--data-parallel", default=1, help="devices that share a batch")
-    add("--tensor-parallel", default=1, help="devices that share the heads and the hidden features")
+    add("--tensor-parallel", default=1, help="devices that share the query heads and the hidden features")
+    parser.add_argument("--fsdp", action="store_true", help="split parameters over the devices that share a batch")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="at the peak of warm-up and cosine decay")
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="default here: %(default)s")
@@ -75,8 +78,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compare", type=Path, nargs="*", default=[], help="metrics.json of runs to draw beside this")
     parser.add_argument("--quiet", action="store_true", help="print no progress bar and no sample")
     options = parser.parse_args(argv)
-    if options.width % options.heads or options.heads % options.kv_heads or options.kv_heads % options.tensor_parallel:
-        parser.error("each must divide the next: --tensor-parallel, --kv-heads, --heads, --width")
+    if options.width % options.heads or options.heads % options.kv_heads or options.heads % options.tensor_parallel:
+        parser.error("--kv-heads and --tensor-parallel must divide --heads, and that --width")
+    if options.fsdp and options.width % options.data_parallel:
+        parser.error("--data-parallel must divide --width with --fsdp")
     if options.batch % options.data_parallel:
         parser.error("--data-parallel must divide --batch")
     return options
@@ -159,19 +164,23 @@ def call_with_remat(block: Block, x: jax.Array) -> jax.Array:
 # Training
 
 
-def shard(mesh: Mesh, tree: Any) -> Any:
-    """Tensor parallelism of parameters, and of optimizer state, whose leaves bear the same names.
+def layout(mesh: Mesh, tree: Any, options: argparse.Namespace, *, fsdp: bool) -> Any:
+    """Shardings of parameters, or of optimizer state, whose leaves bear the same names.
 
-    Heads and hidden features are split over "tensor"; all else is copied to every device.
+    Query heads and hidden features are split over "tensor", and so are key/value heads if there are enough. With `fsdp`
+    the other axis of each matrix is split over "data". All else is copied to every device.
     """
-    layouts = {name: P(None, "tensor") for name in ("query", "key", "value", "up")}
-    layouts |= {name: P("tensor", None) for name in ("out", "down")}
+    data = "data" if fsdp else None
+    kv_heads = None if options.kv_heads % options.tensor_parallel else "tensor"
+    layouts = dict.fromkeys(("query", "up"), P(data, "tensor")) | dict.fromkeys(("key", "value"), P(data, kv_heads))
+    layouts |= {"out": P("tensor", data), "down": P("tensor", data), "embedding": P(None, data), "head": P(data, None)}
 
-    def place(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    def of_leaf(path: tuple[Any, ...], x: jax.Array) -> NamedSharding:
+        del x
         names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-        return jax.device_put(x, NamedSharding(mesh, next((layouts[name] for name in names if name in layouts), P())))
+        return NamedSharding(mesh, next((layouts[name] for name in names if name in layouts), P()))
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
 
 def which_implementation(options: argparse.Namespace) -> str:
@@ -179,10 +188,9 @@ def which_implementation(options: argparse.Namespace) -> str:
     if options.implementation not in ("auto", "cuda", "xla"):
         return {"jax": "jax.nn (xla)", "cudnn": "jax.nn (cudnn)"}.get(options.implementation, options.implementation)
     sizes, head_dim = (options.batch // options.data_parallel, options.length), options.width // options.heads
-    query, key = (
-        jax.ShapeDtypeStruct((*sizes, heads // options.tensor_parallel, head_dim), options.dtype)
-        for heads in (options.heads, options.kv_heads)
-    )
+    heads = options.heads // options.tensor_parallel
+    kv_heads = heads // min(options.heads // options.kv_heads, heads)
+    query, key = (jax.ShapeDtypeStruct((*sizes, count, head_dim), options.dtype) for count in (heads, kv_heads))
     asked = None if options.implementation == "auto" else options.implementation
     found = jax_fastattn.explain(query, key, key, is_causal=True, implementation=asked)
     return f"jax_fastattn ({found.implementation})"
@@ -202,11 +210,14 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     rate, warm_up = options.learning_rate, min(100, options.steps // 10 + 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warm_up, options.steps + 1, 0.1 * rate)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
-    params = shard(mesh, params)
-    state = shard(mesh, optimizer.init(params))
+    gathered = layout(mesh, params, options, fsdp=False)
+    params = jax.device_put(params, layout(mesh, params, options, fsdp=options.fsdp))
+    state = optimizer.init(params)
+    state = jax.device_put(state, layout(mesh, state, options, fsdp=options.fsdp))
 
     @jax.jit
     def evaluate(params: Any, tokens: jax.Array) -> jax.Array:
+        params = jax.lax.with_sharding_constraint(params, gathered)  # else XLA may gather activations instead
         logits = nnx.merge(graphdef, params)(tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -235,11 +246,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     rng, held_out_rng = np.random.default_rng(options.seed), np.random.default_rng(options.seed + 1)
     held_out_batches = [draw(held_out_rng, held_out) for _ in range(8)]
     losses, held_out_losses, seconds = [], [], []
+    compiled = update.lower(params, state, held_out_batches[0]).compile()
     progress = trange(1, options.steps + 1, desc="training", unit="step", disable=options.quiet)
     for step in progress:
         tokens = draw(rng, corpus)
         started = time.perf_counter()
-        params, state, loss = update(params, state, tokens)
+        params, state, loss = compiled(params, state, tokens)
         losses.append(float(loss))  # waits for the device, so that the clock is honest
         seconds.append(time.perf_counter() - started)
         if step % options.eval_every == 0 or step == options.steps:
@@ -256,11 +268,19 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "device": device,
         "versions": {"jax": jax.__version__, "flax": flax.__version__, "python": platform.python_version()},
         "parameters": parameters,
+        "collectives": collectives(compiled.as_text() or ""),
         "tokens_per_second": options.batch * options.length / statistics.median(seconds[min(5, options.steps - 1) :]),
         "losses": losses,
         "held_out_losses": held_out_losses,
         "sample": bytes(np.asarray(sampled[0]).tolist()).decode(errors="replace"),
     }
+
+
+def collectives(hlo: str) -> dict[str, int]:
+    """How many collectives of each kind and shape a step has."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= (.+?) ({kinds})(?:-start)?\(", hlo)
+    return dict(Counter(f"{kind} {shape}" for shape, kind in sorted(found)))
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:

@@ -64,8 +64,13 @@ def test_train_gpt_learns_and_reports(one_device: tuple[Path, dict[str, Any], st
 
 @pytest.mark.parametrize(
     "options",
-    ["--data-parallel 2 --tensor-parallel 2 --remat", "--implementation jax"],
-    ids=["mesh-remat", "jax.nn"],
+    [
+        "--data-parallel 2 --tensor-parallel 2 --remat",
+        "--tensor-parallel 4",
+        "--data-parallel 2 --tensor-parallel 2 --fsdp",
+        "--implementation jax",
+    ],
+    ids=["mesh-remat", "heads-past-key-heads", "fsdp", "jax.nn"],
 )
 def test_train_gpt_has_the_same_losses(
     one_device: tuple[Path, dict[str, Any], str], tmp_path: Path, options: str
@@ -76,6 +81,10 @@ def test_train_gpt_has_the_same_losses(
     # Float32 sums in another order, through 25 steps of Adam.
     np.testing.assert_allclose(got["losses"], want["losses"], rtol=2e-3)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
+    # Of activations `[batch, length, ...]` none is gathered: not q, k or v.
+    gathers = [name for name in got["collectives"] if name.startswith("all-gather")]
+    assert not [name for name in gathers if re.search(r"\[[24],48,", name)]
+    assert bool(gathers) == ("fsdp" in options)
 
 
 def test_benchmark_trains_with_one_implementation_after_the_other(tmp_path: Path) -> None:
