@@ -27,7 +27,7 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda x: f"{x.family}-{x.op}-{x.head_dim}")
 def test_operands_come_before_results_and_results_before_scratch(spec: KernelSpec) -> None:
-    """Custom calls pass operands, then results; whoever reads results takes those before scratch."""
+    """Custom calls pass operands, then results. Readers of results take those before scratch."""
     buffers = present_buffers(spec)
     assert tuple(buffers) == buffers_type(spec)._fields
     order = [ROLES.index(buffer.role) for buffer in buffers.values() if buffer is not None]

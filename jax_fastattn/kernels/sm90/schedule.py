@@ -160,7 +160,7 @@ class WalkedPairs(ForwardTiles):
 
 @dataclass(frozen=True)
 class WalkedSections(ForwardTiles):
-    """Those of CTAs that walk under a left window bound: equally long but for the short ones at the start of each head.
+    """Tiles of CTAs that walk under a left window bound: equally long, except for short ones at the start of a head.
 
     Heads come in sections. In a section the last tile of every head comes first, then the one before it of every head:
     the short ones come last, and several tiles of a head still run at a time, on the same keys. Each round deals one
@@ -273,7 +273,7 @@ class RowUnits(QueryTiles):
             place: which of the CTA's next units this thread's is.
             step: units that a CTA works on at a time.
             write: is called with a unit; with the last one again, by threads that have no other.
-            finish: is called behind the units of the query heads of a key/value head, with the index of its counter.
+            finish: is called after the units of the query heads of a key/value head, with the index of its counter.
         """
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()

@@ -151,7 +151,7 @@ class StatisticsKernel:
         )
 
     def _write_rows(self, buffers: BackwardBuffers, scalars: Scalars, work: Work, lane: Int32) -> None:
-        """Statistics of a unit of rows. Where no key sees them nobody adds to their dq: it is zeroed here."""
+        """Statistics of a unit of rows. If no key sees them, no CTA adds to their dq: it is zeroed here."""
         queries, bounds, first = work.sequence.queries, work.sequence.bounds(), work.tile * _ROWS
         # Past the end the last row is read once more, or the first one, which always exists, and dropped.
         last = Int32(cutlass.max(bounds["query_end"] - 1, 0))
