@@ -39,7 +39,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
 
 
 def tilings(spec: KernelSpec) -> tuple[Any, ...]:
-    """The tile configurations of the kernels in the object of `spec`: forward; dq and dkdv; or all gradients in one."""
+    """The tile configurations of the kernels in the object of `spec`: one forward; backward one, or dq and dkdv."""
     if spec.op == "forward":
         return ((sm90 if spec.family == "sm90" else sm80).forward_config(spec),)
     if spec.family == "sm80":

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the dq and the dkdv kernel share: the score gradient in registers, the store of a gradient.
+"""Pieces of the backward kernels: P and dS of a score in registers, and the store of a gradient.
 
 With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a query row, lse2 in base 2:
 
