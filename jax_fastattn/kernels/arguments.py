@@ -44,6 +44,7 @@ class ForwardBuffers(NamedTuple):
         query_seq_lengths: `[B]`.
         key_value_seq_lengths: `[B]`.
         query_offset: `[B]`.
+        query_tiles: `[slots, 8]`, records of tiles of packed sequences, see `packed.py`.
         sinks: `[b, N]`.
         out: `[B, T, N, D]`.
         lse: `[B, T, N]`.
@@ -54,7 +55,8 @@ class ForwardBuffers(NamedTuple):
     value: Annotated[Any, Buffer("operand")]
     query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
     key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
-    query_offset: Annotated[Any, Buffer("operand", "int32", needs="query_offset")]
+    query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
+    query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
     out: Annotated[Any, Buffer("result")]
     lse: Annotated[Any, Buffer("result", "float32")]
@@ -89,7 +91,7 @@ class BackwardBuffers(NamedTuple):
     value: Annotated[Any, Buffer("operand")]
     query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
     key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
-    query_offset: Annotated[Any, Buffer("operand", "int32", needs="query_offset")]
+    query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
     dout: Annotated[Any, Buffer("operand")]
@@ -107,6 +109,7 @@ class PortableBackwardBuffers(NamedTuple):
 
     Attributes:
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
+        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `packed.py`.
         out, lse, dout, dlse, dq, dk, dv: see `BackwardBuffers`.
         stats, dq_accum, dq_semaphore: see `sm80/backward_config.backward_scratch`.
     """
@@ -116,7 +119,9 @@ class PortableBackwardBuffers(NamedTuple):
     value: Annotated[Any, Buffer("operand")]
     query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
     key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
-    query_offset: Annotated[Any, Buffer("operand", "int32", needs="query_offset")]
+    query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
+    query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
+    key_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
     dout: Annotated[Any, Buffer("operand")]

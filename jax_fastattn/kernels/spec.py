@@ -39,7 +39,9 @@ class KernelSpec:
         head_dim, v_head_dim: multiples of 8, at most 256.
         group: query heads per key/value head.
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
-        query_seq_lengths, key_value_seq_lengths, query_offset, dlse: whether that operand is passed.
+        query_seq_lengths, key_value_seq_lengths, dlse: whether that operand is passed.
+        query_offset: whether there are offsets: an operand, or where sequences are packed in their records.
+        packed: whether rows are those of packed sequences, see `packed.py`.
         sinks: whether the forward pass has that operand. In the backward pass it decides about `exact_cap` alone.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
         short: in the forward pass, T and S are at most SHORT_LENGTH: few tiles per row, which wants other variants.
@@ -59,6 +61,7 @@ class KernelSpec:
     query_seq_lengths: bool = False
     key_value_seq_lengths: bool = False
     query_offset: bool = False
+    packed: bool = False
     logits_soft_cap: bool = False
     sinks: bool = False
     dlse: bool = False
@@ -78,6 +81,11 @@ class KernelSpec:
         return self.op == "backward" and fusible
 
     @property
+    def offset_operand(self) -> bool:
+        """Whether offsets are an operand of their own."""
+        return self.query_offset and not self.packed
+
+    @property
     def hides_first_keys(self) -> bool:
         """Whether there may be keys before those that some query sees; see `plan.live_keys`."""
         return self.window_left and self.query_offset
@@ -85,7 +93,7 @@ class KernelSpec:
     @property
     def hides_last_keys(self) -> bool:
         """Whether there may be keys after those that some query sees."""
-        return self.window_right or self.key_value_seq_lengths
+        return self.window_right or self.key_value_seq_lengths or self.packed
 
     @property
     def hides_first_queries(self) -> bool:
@@ -95,7 +103,7 @@ class KernelSpec:
     @property
     def hides_last_queries(self) -> bool:
         """Whether there may be queries after those that see some key."""
-        return self.window_left or self.query_seq_lengths
+        return self.window_left or self.query_seq_lengths or self.packed
 
     @property
     def divides_lse(self) -> bool:

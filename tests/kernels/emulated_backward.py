@@ -98,9 +98,9 @@ def visible_pairs(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
     return np.asarray(visible_rows(*as_call(spec, sizes, query, key, key))[2])[:, 0]
 
 
-def draw_operands(spec: KernelSpec, sizes: Sizes) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Draws operands, poisoned, and their results. Residuals of rows that see nothing are poisoned as well."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     heads = sizes.kv_heads * spec.group
     shapes = {
         "query": (sizes.batch, sizes.queries, heads, spec.head_dim),

@@ -1,20 +1,23 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of a batch entry lie in the arrays of a launch.
+"""Where the rows of a batch entry, or of a packed sequence, lie in the arrays of a launch.
 
-array `[batch, rows, heads, columns]`      row r of the entry is row `batch * rows + r` of all
-array `[batch, heads, rows]`               ... row `(batch * heads + head) * rows + r`
-array `[batch, heads, padded rows]`        ... row `(batch * heads + head) * padded_rows + r`
+array                              row r of a batch entry                   row r of a packed sequence, batch 1
+`[batch, rows, heads, columns]`    `batch * rows + r`                       `first + r`
+`[batch, heads, rows]`             `(batch * heads + head) * rows + r`      `head * rows + first + r`
+`[batch, heads, padded rows]`      the same, of padded rows                 not read
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cutlass import Int32, Int64
+import cutlass
+from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
-from jax_fastattn.kernels.device import tiles
+from jax_fastattn.kernels.device import ptx, tiles
+from jax_fastattn.kernels.packed import WORDS, Record
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -64,6 +67,33 @@ class Span:
 
 
 @dataclass(frozen=True)
+class PackedSpan(Span):
+    """The queries or the keys of a packed sequence.
+
+    Attributes:
+        batch: the batch entry that the sequence belongs to, for operands that have a row for each.
+        first: first row of the sequence.
+        rows: of the array.
+    """
+
+    first: Int32
+    rows: Int32
+
+    def row(self, row: Int32 | None = None) -> Int64:
+        """Index of a row, or of the first one, in an array `[rows]`."""
+        return Int64(self.first if row is None else self.first + row)
+
+    def head(self, heads: Int32, head: Int32) -> Int64:
+        """Index of a head."""
+        del heads
+        return Int64(head)
+
+    def head_row(self, heads: Int32, head: Int32, row: Int32 | None = None) -> Int64:
+        """Index of a head's row, or of its first one, in an array `[heads, rows]`."""
+        return self.head(heads, head) * self.rows + self.row(row)
+
+
+@dataclass(frozen=True)
 class Sequence:
     """The queries and the keys that attend to each other.
 
@@ -71,14 +101,44 @@ class Sequence:
         queries: their rows.
         keys: their rows.
         bounds: computes ends, offset and window, the keyword arguments of the tile plan, where it is called.
+        first_slot: of the query tiles of a packed sequence; None for a batch entry.
     """
 
     queries: Span
     keys: Span
     bounds: Callable[[], dict[str, Int32]]
+    first_slot: Int32 | None = None
 
     @classmethod
     def of_entry(cls, spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> "Sequence":
         """Those of a batch entry."""
         bounds = functools.partial(tiles.entry_bounds, spec, batch, buffers, scalars)
         return cls(Span(batch, scalars.query_length), Span(batch, scalars.key_length), bounds)
+
+    @classmethod
+    def of_record(
+        cls, spec: KernelSpec, records: cute.Pointer, slot: Int32, scalars: Scalars | Sizes, *, of_keys: bool
+    ) -> "tuple[Int32, Sequence]":
+        """The tile that owns a slot, and its packed sequence.
+
+        Args:
+            spec: the compile key.
+            records: of tiles, see `packed.py`.
+            slot: its index.
+            scalars: of the launch.
+            of_keys: whether keys have the tiles, else queries.
+        """
+        address = records.toint() + Int64(slot) * (4 * WORDS)
+        words = [*ptx.load_global_chunk(address), *ptx.load_global_chunk(address + 16)]
+        record = Record(*[cute.arch.make_warp_uniform(word) for word in words])
+        batch = Int32(cutlass.max(record.entry, 0))
+        live = ptx.where(record.entry < 0, Int32(0), record.rows)
+        lengths = (scalars.query_length, scalars.key_length)
+        own, other = reversed(lengths) if of_keys else lengths
+        span = PackedSpan(batch, record.rows, record.first, own)
+        others = PackedSpan(batch, record.others, record.first_other, other)
+        queries, keys = (others, span) if of_keys else (span, others)
+        offset = record.offset if spec.query_offset else Int32(0)
+        query_end, key_end = (record.others, live) if of_keys else (live, record.others)
+        bounds = functools.partial(tiles.bounds, spec, query_end, key_end, offset, scalars)
+        return record.tile, cls(queries, keys, bounds, record.first_slot)

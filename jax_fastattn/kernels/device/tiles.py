@@ -181,9 +181,18 @@ def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scal
     """Ends, offset and window of one batch entry: the keyword arguments of the tile plan."""
     offset = load_entry(buffers.query_offset, batch, Int32(0), -UNBOUNDED, UNBOUNDED)
     queries, keys = scalars.query_length, scalars.key_length
+    query_end = load_entry(buffers.query_seq_lengths, batch, queries, 0, queries)
+    key_end = load_entry(buffers.key_value_seq_lengths, batch, keys, 0, keys)
+    return bounds(spec, query_end, key_end, offset, scalars)
+
+
+def bounds(
+    spec: KernelSpec, query_end: Int32, key_end: Int32, offset: Int32, scalars: Scalars | Sizes
+) -> dict[str, Int32]:
+    """The keyword arguments of the tile plan from ends and offset of a sequence."""
     return {
-        "query_end": load_entry(buffers.query_seq_lengths, batch, queries, 0, queries),
-        "key_end": load_entry(buffers.key_value_seq_lengths, batch, keys, 0, keys),
+        "query_end": query_end,
+        "key_end": key_end,
         "offset": offset,
         # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
         "left": scalars.window_left if spec.window_left else offset + UNBOUNDED,

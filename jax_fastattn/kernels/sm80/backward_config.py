@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jax_fastattn.kernels.device.layout import SharedTile, padded
+from jax_fastattn.kernels.packed import slot_count
 from jax_fastattn.kernels.sm80.config import first_fit
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -223,15 +224,17 @@ def backward_scratch(
     """Shapes of the scratch arrays of a launch by name: row statistics, dq_accum and, in order, dq_semaphore.
 
     dq_semaphore has one count for each warp that adds to a tile, and one last element, the tickets of the CTAs.
-    `config` is by default that of the table.
+    `config` is by default that of the table. Of packed sequences `batch` is how many there are.
     """
     heads, config = (batch, num_heads), config or dkdv_dq_config(spec)
     tile_count = -(-query_length // config.queries)
+    if spec.packed:
+        heads, tile_count = (1, num_heads), slot_count(query_length, config.queries, batch)
     columns = config.memory(spec.head_dim, spec.v_head_dim).dq.padded_columns
     scratch: dict[str, tuple[int, ...]] = {
         "stats": (*heads, query_length, 2),
         "dq_accum": (*heads, tile_count * config.queries, columns),
     }
     if spec.ordered:
-        scratch["dq_semaphore"] = (batch * num_heads * tile_count * config.dq_warps + 1,)
+        scratch["dq_semaphore"] = (heads[0] * num_heads * tile_count * config.dq_warps + 1,)
     return scratch

@@ -21,7 +21,7 @@ from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.roles import GradientRole, ProbabilityRole, Role
-from jax_fastattn.kernels.sm80.schedule import EntryTiles
+from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -45,7 +45,7 @@ class DkdvDqKernel:
 
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config = spec, config
-        self.schedule, self.query_tiles = EntryTiles(spec, config.keys), EntryTiles(spec, config.queries)
+        self.schedule, self.query_tiles = schedule(spec, config.keys), schedule(spec, config.queries)
         self.products = Products(spec, config)
         self.reduce = dq_reduce(spec, config)
         self.shared_nbytes = config.shared_memory(spec.head_dim, spec.v_head_dim)

@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import mma, ptx, tiles
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
-from jax_fastattn.kernels.sm80.schedule import EntryTiles
+from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -172,7 +172,7 @@ class SemaphoreReduce(AtomicReduce):
         return Int64(buffers.dq_semaphore.toint())
 
     def _tickets(self, buffers: PortableBackwardBuffers, scalars: Scalars) -> Int64:
-        tiles_of_all = EntryTiles(self.spec, self.config.queries).blocks(
+        tiles_of_all = schedule(self.spec, self.config.queries).blocks(
             scalars.query_length, Int64(scalars.batch), scalars.num_heads
         )
         return self._counts(buffers) + tiles_of_all * (4 * self.tile.warps)

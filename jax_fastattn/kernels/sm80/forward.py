@@ -28,7 +28,7 @@ from jax_fastattn.kernels.device import mma, ptx, softmax, tiles
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.sm80.config import ForwardConfig, forward_config
-from jax_fastattn.kernels.sm80.schedule import EntryTiles
+from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
@@ -48,7 +48,7 @@ class ForwardKernel:
     def __init__(self, spec: KernelSpec, config: ForwardConfig | None = None):
         self.spec = spec
         self.config = config or forward_config(spec)
-        self.schedule = EntryTiles(spec, self.config.rows)
+        self.schedule = schedule(spec, self.config.rows)
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.query_tile = SharedTile(self.config.rows, spec.head_dim)
         self.key_tile = SharedTile(self.config.keys, spec.head_dim)

@@ -18,7 +18,7 @@ from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.sm80 import gradient
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.dq_reduce import dq_reduce
-from jax_fastattn.kernels.sm80.schedule import EntryTiles
+from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -34,7 +34,7 @@ class PreprocessKernel:
 
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config = spec, config
-        self.schedule = EntryTiles(spec, config.queries)
+        self.schedule = schedule(spec, config.queries)
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.reduce = dq_reduce(spec, config)
         self.log2_factor = float(gradient.log2_probability_factor(spec, config))

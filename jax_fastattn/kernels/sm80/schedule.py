@@ -1,15 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tile of which head and batch entry a CTA works on. Each kernel has one CTA for each tile."""
+"""Which tile of which head and sequence a CTA works on. Each kernel has one CTA for each tile."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cutlass import Int32, Int64
 
-from jax_fastattn.kernels.arguments import Buffers, Scalars
+from jax_fastattn.kernels.arguments import ForwardBuffers, PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import tiles
 from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.packed import slot_count
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -53,7 +54,7 @@ class EntryTiles:
         """Index of a query tile in an array `[batch, heads, tiles]`."""
         return sequence.queries.head(scalars.num_heads, head) * self.pitch(scalars) + tile
 
-    def longest_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+    def longest_first(self, block: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Work:
         """Query tiles. Index, fastest first: head of the group, tile from the last to the first, key/value head, entry.
 
         Heads that share K and V run side by side, and of a causal mask the longest tiles start first.
@@ -65,17 +66,60 @@ class EntryTiles:
         kv_head, batch = block % kv_heads, block // kv_heads
         return Work(tile, kv_head * group + member, kv_head, Sequence.of_entry(self.spec, batch, buffers, scalars))
 
-    def last_entry_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+    def last_entry_first(self, block: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
         """Query tiles, of all heads together, from the last entry to the first: the entry that comes next is in L2."""
         count, heads = tiles.count(scalars.query_length, self.rows), scalars.num_heads
         head, tile = block % heads, block // heads % count
         batch = scalars.batch - 1 - block // heads // count
         return Work(tile, head, head // self.spec.group, Sequence.of_entry(self.spec, batch, buffers, scalars))
 
-    def in_sections(self, index: Int32, section: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+    def in_sections(self, index: Int32, section: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
         """Key tiles; heads are visited in sections, see `plan.place_in_sections`."""
         kv_heads = scalars.num_heads // self.spec.group
         count = tiles.count(scalars.key_length, self.rows)
         tile, head = tiles.place_in_sections(index, section, count, scalars.batch * kv_heads)
         batch, kv_head = head // kv_heads, head % kv_heads
         return Work(tile, None, kv_head, Sequence.of_entry(self.spec, batch, buffers, scalars))
+
+
+@dataclass(frozen=True)
+class PackedTiles(EntryTiles):
+    """Tiles of packed sequences, from their records."""
+
+    def blocks(self, length: Int32, batch: Int32, heads: Int32) -> Int32:
+        """How many slots there are; `batch` is the number of sequences."""
+        return slot_count(length, self.rows, batch) * heads
+
+    def pitch(self, scalars: Scalars) -> Int32:
+        """Slots from one head to the next."""
+        return slot_count(scalars.query_length, self.rows, scalars.batch)
+
+    def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:
+        """Index of a query tile in an array `[heads, slots]`."""
+        return Int64(head) * self.pitch(scalars) + (sequence.first_slot + tile)
+
+    def longest_first(self, block: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+        """Query tiles, of all heads together, from the last to the first: of a causal mask the longest come first."""
+        return self.last_entry_first(block, buffers, scalars)
+
+    def last_entry_first(
+        self, block: Int32, buffers: ForwardBuffers | PortableBackwardBuffers, scalars: Scalars
+    ) -> Work:
+        """The same."""
+        heads = scalars.num_heads
+        head, slot = block % heads, self.pitch(scalars) - 1 - block // heads
+        tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
+        return Work(tile, head, head // self.spec.group, sequence)
+
+    def in_sections(self, index: Int32, section: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
+        """Key tiles, of all heads together, in ascending order, on which CTAs that add in semaphore order rely."""
+        del section
+        kv_heads = scalars.num_heads // self.spec.group
+        slot, kv_head = index // kv_heads, index % kv_heads
+        tile, sequence = Sequence.of_record(self.spec, buffers.key_tiles, slot, scalars, of_keys=True)
+        return Work(tile, None, kv_head, sequence)
+
+
+def schedule(spec: KernelSpec, rows: int) -> EntryTiles:
+    """The schedule of a compile key, for tiles of so many rows."""
+    return (PackedTiles if spec.packed else EntryTiles)(spec, rows)

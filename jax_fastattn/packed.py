@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Packed sequences: from boundaries to ids of tokens, which the XLA path compares, and to records, which kernels read.
+
+The operand `sequences` is int32 `[B, M, 4]`: first query row, queries, first key row and keys of each sequence; with
+offsets `[B, M, 5]`, the offset last. The first and the last sequence are what lies outside of all boundaries: padding.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastattn.kernels.packed import Record, slot_count
+from jax_fastattn.spec import PADDING_ID
+
+
+def sequences(cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, totals: tuple[int, int]) -> jax.Array:
+    """Returns the sequences `[M, 4]` between boundaries `[C]`, M = C + 1.
+
+    Boundaries that decrease, or lie outside of the rows, become those of empty or shorter sequences.
+    """
+    columns = []
+    for boundaries, total in zip((cu_seqlens_q, cu_seqlens_k), totals, strict=True):
+        inside = jax.lax.cummax(jnp.clip(boundaries, 0, total).astype(jnp.int32))
+        ends = jnp.concatenate([jnp.zeros(1, jnp.int32), inside, jnp.full(1, total, jnp.int32)])
+        columns += [ends[:-1], ends[1:] - ends[:-1]]
+    return jnp.stack(columns, axis=1)
+
+
+def token_ids(sequences: jax.Array, length: int, *, of_keys: bool) -> jax.Array:
+    """Returns the sequence of each token, int32 `[B, length]`; of padding PADDING_ID, or of keys one less."""
+    first = sequences[:, :, 2 * of_keys]
+    tokens = jnp.arange(length, dtype=jnp.int32)
+    ids = jax.vmap(lambda x: jnp.searchsorted(x, tokens, side="right"))(first).astype(jnp.int32) - 1
+    inside = (ids > 0) & (ids < first.shape[1] - 1)
+    return jnp.where(inside, ids, PADDING_ID - of_keys)
+
+
+def token_offsets(sequences: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns where query t stands among all keys, minus t: int32 `[B, T]`, from `token_ids` of queries."""
+    offsets = sequences[:, :, 2] - sequences[:, :, 0]
+    if sequences.shape[2] == 5:
+        offsets = offsets + sequences[:, :, 4]
+    return jnp.take_along_axis(offsets, jnp.maximum(ids, 0), axis=1)
+
+
+def tile_records(sequences: jax.Array, lengths: tuple[int, int], rows: tuple[int, int], *, of_keys: bool) -> jax.Array:
+    """Returns the records of all query tiles or of all key tiles, int32 `[slots, 8]`, see `kernels/packed.py`.
+
+    Args:
+        sequences: `[B, M, 4 or 5]`; their batch entries lie one after the other.
+        lengths: T and S of a batch entry.
+        rows: of a query tile and of a key tile.
+        of_keys: which tiles.
+    """
+    batch, count, columns = sequences.shape
+    entry = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    index = jnp.arange(count, dtype=jnp.int32)
+    is_padding = jnp.broadcast_to((index == 0) | (index == count - 1), (batch, count))
+    first = [(sequences[:, :, 2 * side] + entry * lengths[side]).reshape(-1) for side in range(2)]
+    size = [sequences[:, :, 2 * side + 1].reshape(-1) for side in range(2)]
+    slots = [first[side] // rows[side] + jnp.arange(batch * count, dtype=jnp.int32) for side in range(2)]
+    own, other = int(of_keys), int(not of_keys)
+    total = slot_count(batch * lengths[own], rows[own], batch * count)
+    slot = jnp.arange(total, dtype=jnp.int32)
+    owner = jnp.searchsorted(slots[own], slot, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+    tile = slot - slots[own][owner]
+    exists = tile * rows[own] < size[own][owner]
+    record = Record(
+        first=first[own],
+        rows=size[own],
+        tile=tile,
+        first_other=jnp.minimum(first[other], batch * lengths[other] - 1),
+        others=jnp.where(is_padding.reshape(-1), 0, size[other]),
+        first_slot=slots[0],
+        offset=sequences[:, :, 4].reshape(-1) if columns == 5 else jnp.zeros(batch * count, jnp.int32),
+        entry=jnp.where(is_padding, -1, entry).reshape(-1),
+    )
+    words = [x if name == "tile" else x[owner] for name, x in record._asdict().items()]
+    return jnp.where(exists[:, None], jnp.stack(words, axis=1), 0)

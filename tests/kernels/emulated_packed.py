@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Packed sequences for emulated kernels: each drawn, poisoned and computed by itself, then put into one array."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import ptx_emulator
+import warp_emulator
+from emulated_backward import Sizes, draw_operands, with_sinks
+from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
+
+from jax_fastattn import packed
+from jax_fastattn.kernels.sm80.backward import BackwardKernel
+from jax_fastattn.kernels.sm80.backward_config import backward_scratch
+from jax_fastattn.kernels.sm80.dkdv_dq import HeadOrder
+from jax_fastattn.kernels.sm80.forward import ForwardKernel
+from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+
+QUERY_SIDE = ("query", "out", "lse", "dout", "dlse", "dq", "delta")
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Sequences with other rows, which are padding, before, between and after them.
+
+    Attributes:
+        queries, keys: lengths.
+        padding: rows before the first and after the last sequence, of queries and of keys.
+        offsets: of queries, where the compile key has offsets.
+        sizes: bounds, scale and cap.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    padding: tuple[tuple[int, int], tuple[int, int]] = ((3, 5), (7, 2))
+    offsets: tuple[int, ...] = ()
+    sizes: Sizes = dataclasses.field(default_factory=Sizes)
+
+    def total(self, side: int) -> int:
+        """Rows of all."""
+        return sum((self.queries, self.keys)[side]) + sum(self.padding[side])
+
+    def sequences(self) -> np.ndarray:
+        """The operand of `packed.py`, `[1, M, 4 or 5]`."""
+        boundaries = [
+            self.padding[side][0] + np.cumsum([0, *lengths]) for side, lengths in enumerate((self.queries, self.keys))
+        ]
+        found = np.asarray(packed.sequences(*map(jnp.asarray, boundaries), (self.total(0), self.total(1))))
+        if self.offsets:
+            found = np.concatenate([found, np.array([0, *self.offsets, 0])[:, None]], axis=1)
+        return found[None].astype(np.int32)
+
+    def records(self, rows: tuple[int, int], *, of_keys: bool) -> np.ndarray:
+        """Records of the tiles of so many queries and keys."""
+        totals = self.total(0), self.total(1)
+        return np.asarray(packed.tile_records(jnp.asarray(self.sequences()), totals, rows, of_keys=of_keys))
+
+    def launch_sizes(self) -> Sizes:
+        """Those of the launch, whose batch is the number of sequences."""
+        return dataclasses.replace(self.sizes, batch=len(self.queries) + 2, queries=self.total(0), keys=self.total(1))
+
+
+def draw(spec: KernelSpec, pack: Pack) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Draws operands of all sequences, poisoned, with NaN as padding; and their results."""
+    alone = dataclasses.replace(spec, packed=False)
+    parts, results = [], []
+    for b, (queries, keys) in enumerate(zip(pack.queries, pack.keys, strict=True)):
+        offsets = (pack.offsets[b],) if pack.offsets else ()
+        sizes = dataclasses.replace(pack.sizes, batch=1, queries=queries, keys=keys, offsets=offsets)
+        arrays, wanted = draw_operands(alone, sizes, seed=b)
+        if spec.sinks:
+            arrays["sinks"], wanted["out"], wanted["lse"] = with_sinks(alone, sizes, wanted)
+        parts.append(arrays)
+        results.append(wanted)
+    names = ("query", "key", "value", "out", "lse", "dout", "dlse")
+    arrays = {name: _join(pack, name, parts, np.nan) for name in names}
+    fill = {"lse": -np.inf}
+    wanted = {name: _join(pack, name, results, fill.get(name, 0.0)) for name in results[0]}
+    if spec.sinks:
+        arrays["sinks"] = parts[0]["sinks"]
+    return arrays, wanted
+
+
+def _join(pack: Pack, name: str, parts: list[dict[str, np.ndarray]], fill: float) -> np.ndarray:
+    before, after = pack.padding[0 if name in QUERY_SIDE else 1]
+    shape = parts[0][name].shape[2:]
+    rows = [np.full((1, length, *shape), fill, parts[0][name].dtype) for length in (before, after)]
+    return np.concatenate([rows[0], *(part[name] for part in parts), rows[1]], axis=1)
+
+
+def check_forward(spec: KernelSpec, pack: Pack) -> None:
+    """Runs the portable kernel into buffers of NaN, and compares output and log-sum-exp."""
+    kernel = ForwardKernel(spec)
+    texts = compile_kernel(kernel, spec)
+    arrays, wanted = draw(spec, pack)
+    out, lse = wanted["out"], wanted["lse"]
+    arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
+    arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
+    arrays["query_tiles"] = pack.records((kernel.config.rows, 1), of_keys=False)
+    memory, buffers = place(spec, arrays)
+    for launch in kernel.launches(buffers, launch_scalars(spec, pack.launch_sizes())):
+        ptx_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), launch.shared_bytes)
+    tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10
+    got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
+    np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
+    np.testing.assert_allclose(memory.read(buffers.lse, lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
+
+
+def check_backward(spec: KernelSpec, pack: Pack) -> None:
+    """Runs the portable kernels into buffers of NaN, and compares every gradient."""
+    kernel = BackwardKernel(spec)
+    texts = compile_kernel(kernel, spec)
+    arrays, wanted = draw(spec, pack)
+    operands = {"dq": "query", "dk": "key", "dv": "value"}
+    arrays |= {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
+    rows = (kernel.config.queries, kernel.config.keys)
+    arrays |= {f"{name}_tiles": pack.records(rows, of_keys=name == "key") for name in ("query", "key")}
+    sizes = pack.launch_sizes()
+    for name, shape in backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group).items():
+        dtype = launch_buffers(spec)[name]
+        arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1, dtype)
+    memory, buffers = place(spec, arrays)
+    for launch in kernel.launches(buffers, launch_scalars(spec, sizes), HeadOrder(group=2)):
+        nbytes = max(launch.shared_bytes, 16)
+        warp_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), nbytes)
+    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9
+    for name in operands:
+        got = memory.read(getattr(buffers, name), arrays[name].shape, arrays[name].dtype).astype(np.float64)
+        atol = tolerance * np.abs(wanted[name]).max() + 1e-5
+        np.testing.assert_allclose(got, wanted[name], atol=atol, rtol=0, err_msg=name)

@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Packed sequences in the kernels, without a GPU: records of tiles, and whole launches in an emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fastattn import packed
+from jax_fastattn.kernels.packed import Record, slot_count
+from jax_fastattn.kernels.spec import KernelSpec
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import emulated_packed
+from emulated_backward import Sizes
+from emulated_packed import Pack
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_records_name_each_row_of_each_sequence_once(of_keys: bool) -> None:
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        rows, count = (int(random.choice([4, 8])), int(random.choice([4, 16]))), int(random.integers(1, 6))
+        totals = int(random.integers(1, 60)), int(random.integers(1, 60))
+        cu = [np.sort(random.integers(0, total + 1, count + 1)) for total in totals]
+        sequences = np.asarray(packed.sequences(*map(jnp.asarray, cu), totals))[None]
+        offsets = random.integers(-9, 9, (1, sequences.shape[1], 1))
+        records = np.asarray(
+            packed.tile_records(
+                jnp.asarray(np.concatenate([sequences, offsets], axis=2)), totals, rows, of_keys=of_keys
+            )
+        )
+        assert records.shape == (slot_count(totals[of_keys], rows[of_keys], count + 2), 8)
+        found = []
+        for words in records:
+            record = Record(*map(int, words))
+            owned = range(record.rows)[record.tile * rows[of_keys] :][: rows[of_keys]]
+            found += [record.first + row for row in owned]
+            if record.rows:
+                (m,) = (
+                    m
+                    for m, x in enumerate(sequences[0])
+                    if x[2 * of_keys] <= record.first < x[2 * of_keys] + x[2 * of_keys + 1]
+                )
+                is_padding = m in (0, count + 1)
+                assert record.entry == (-1 if is_padding else 0)
+                assert record.others == (0 if is_padding else sequences[0, m, 3 - 2 * of_keys])
+                assert record.offset == offsets[0, m, 0]
+                assert record.first_slot == sequences[0, m, 0] // rows[0] + m
+        assert found == list(range(totals[of_keys]))
+
+
+def test_boundaries_that_decrease_or_leave_the_rows_are_moved() -> None:
+    wild = jnp.array([-5, 3, 1, 2**31 - 1, -(2**31), 4], jnp.int32)
+    found = np.asarray(packed.sequences(wild, wild, (10, 7)))
+    assert found[:, 1].tolist() == [0, 3, 0, 7, 0, 0, 0] and found[:, 3].tolist() == [0, 3, 0, 4, 0, 0, 0]
+    assert (found[:, 1::2].sum(axis=0) == (10, 7)).all()
+
+
+ALL = {
+    "window_left": True,
+    "window_right": True,
+    "query_offset": True,
+    "group": 2,
+    "logits_soft_cap": True,
+}
+# Lengths about those of tiles, empty on one side or both.
+CAUSAL = Pack((70, 0, 1, 129, 64), (70, 0, 1, 129, 64), sizes=Sizes(right=0))
+OTHERS = Pack((40, 0, 133, 17), (77, 30, 65, 0), offsets=(-5, 3, 40, 0), sizes=Sizes(left=20, right=5))
+CASES = {
+    "causal-d64": (KernelSpec("forward", "sm_80", "bfloat16", 64, 64, window_right=True), CAUSAL),
+    "all-d128": (KernelSpec("forward", "sm_80", "float16", 128, 128, **ALL), OTHERS),
+    "full-d72-40": (KernelSpec("forward", "sm_86", "bfloat16", 72, 40), dataclasses.replace(OTHERS, offsets=())),
+    "causal-d256": (KernelSpec("forward", "sm_86", "bfloat16", 256, 256, window_right=True, group=2), CAUSAL),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("op", ["forward", "backward", "ordered"])
+def test_portable_kernels(name: str, op: str) -> None:
+    """Each sequence as if it were alone, NaN in padding and in what nothing sees; zeros are stored for padding."""
+    spec, pack = CASES[name]
+    everything = name.startswith("all")
+    spec = dataclasses.replace(spec, packed=True)
+    if op == "forward":
+        emulated_packed.check_forward(dataclasses.replace(spec, sinks=everything), pack)
+    else:
+        spec = dataclasses.replace(spec, op="backward", dlse=everything, ordered=op == "ordered")
+        emulated_packed.check_backward(spec, pack)
