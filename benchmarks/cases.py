@@ -36,7 +36,27 @@ def _grid() -> dict[str, Case]:
 # Documents of a packed batch: 16384 tokens in all, long ones and short ones.
 _DOCUMENTS = (5000, 3000, 2200, 1700, 1300, 900, 700, 500, 400, 250, 200, 100, 70, 40, 20, 4)
 
+
+def _drawn(low: int, high: int, total: int, *, log: bool) -> tuple[int, ...]:
+    """Lengths of documents that make up so many tokens, uniform or log-uniform, the same ones in every run."""
+    random, found = np.random.default_rng(0), []
+    while sum(found) < total:
+        drawn = np.exp(random.uniform(np.log(low), np.log(high))) if log else random.uniform(low, high)
+        found.append(min(int(drawn), total - sum(found)))
+    return tuple(found)
+
+
+def _packed(lengths: tuple[int, ...]) -> Case:
+    return _case(sum(lengths), 32, 128, kv_heads=8, is_causal=True, packed=(lengths, lengths), batch=1)
+
+
 GRID = _grid()
+# 65536 tokens each.
+PACKED = {
+    "packed-64x1k": _packed((1024,) * 64),
+    "packed-log-64-8k": _packed(_drawn(64, 8192, 65536, log=True)),
+    "packed-uniform-64-2k": _packed(_drawn(64, 2048, 65536, log=False)),
+}
 OTHERS = {
     "gqa-32-8-d128-causal-8k": _case(8192, 32, 128, kv_heads=8, is_causal=True),
     "mha-32-d128-causal-8k": _case(8192, 32, 128, is_causal=True),
@@ -74,13 +94,14 @@ TINY = {
     ),
     "tiny-bias-mask": _case(48, 2, 16, bias="nts", mask="bts", batch=2),
 }
-CASES = GRID | OTHERS | TINY
+CASES = GRID | OTHERS | PACKED | TINY
 
 _QUICK = ("d128-causal-4k", "d128-full-4k", "d128-causal-16k", "d64-causal-4k", "d256-causal-4k")
 SETS = {
-    "all": [*GRID, *OTHERS],
+    "all": [*GRID, *OTHERS, *PACKED],
     "grid": list(GRID),
     "others": list(OTHERS),
+    "packed": list(PACKED),
     # With `--arch`: tiles of another card on the one that is there.
     "portable": list(GRID),
     "quick": [*_QUICK, "gqa-32-8-d128-causal-8k", "window-4096-d128-32k", "softcap-50-d256-causal-8k"],

@@ -33,6 +33,7 @@ from peers import IMPLEMENTATIONS, Attend, Unsupported
 from report import RESULTS, slug
 
 import jax_fastattn
+from jax_fastattn.ops import dispatch
 from jax_fastattn.ops.sharding import OPERAND_AXES
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -246,8 +247,7 @@ def explained(attend: Attend, case: Case, operands: Operands) -> str:
     if getattr(attend, "keywords", {}).get("implementation") == "xla":
         return "XLA path, as asked"
     if case.packed is not None:
-        segments = (operands.query_segment_ids, operands.key_value_segment_ids)
-        return str(jax_fastattn.explain(*operands[:3], segment_ids=segments, is_causal=case.is_causal))
+        return str(dispatch.explain(case.problem()))
     options = {"is_causal": case.is_causal, "local_window_size": case.window, "logits_soft_cap": case.logits_soft_cap}
     options["deterministic"] = case.deterministic
     return str(jax_fastattn.explain(*operands[:5], **options))

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn import _compat, validation
-from jax_fastattn.spec import PADDING_ID, AttentionSpec, Operands
+from jax_fastattn import _compat, packed, validation
+from jax_fastattn.spec import AttentionSpec, Operands
 
 # Beyond any length. Below, offsets are clamped to it, so that no position leaves int32.
 UNBOUNDED = 1 << 29
@@ -82,7 +82,7 @@ def canonicalize_packed(
     query_offset: Any,
     **static: Any,
 ) -> tuple[AttentionSpec, Operands]:
-    """Checks the arguments of `api.attention_varlen`; packed tokens become one batch entry with segment ids."""
+    """Checks the arguments of `api.attention_varlen`; packed tokens become one batch entry."""
     axes, (q, k, v) = _check_qkv(query, key, value, packed=True)
     starts_q = to_int32(validation.as_integers("cu_seqlens_q", cu_seqlens_q))
     starts_k = to_int32(validation.as_integers("cu_seqlens_k", cu_seqlens_k))
@@ -90,17 +90,13 @@ def canonicalize_packed(
     axes.bind("cu_seqlens_k", starts_k, "C")
     if axes["C"] < 2:
         raise ValueError(f"`cu_seqlens_q` has {axes['C']} entries, expected one more than there are sequences")
-    ids_q = sequence_ids(starts_q, axes["T"], padding=PADDING_ID)
-    ids_k = sequence_ids(starts_k, axes["S"], padding=PADDING_ID - 1)
     offset, static = _near_offset(axes, offset_per_batch(query_offset, axes["C"] - 1), static)
     operands = Operands(
         query=q,
         key=k,
         value=v,
-        query_offset=packed_offsets(starts_q, starts_k, ids_q, offset)[None],
-        query_segment_ids=ids_q[None],
-        key_value_segment_ids=ids_k[None],
         sinks=None if sinks is None else _check_sinks(axes, sinks),
+        sequences=packed.sequences(starts_q, starts_k, (axes["T"], axes["S"]), offset)[None],
     )
     return _resolve(operands, **static)
 
@@ -276,30 +272,6 @@ def _saturating_sum(x: jax.Array, y: int) -> jax.Array:
     for part in (y // 2, y - y // 2):
         x = jnp.clip(x, limits.min - min(part, 0), limits.max - max(part, 0)) + part
     return x
-
-
-def sequence_ids(cu_seqlens: jax.Array, total: int, padding: int) -> jax.Array:
-    """int32 `[total]`: the sequence of each packed token; `padding` before the first and past the last one.
-
-    Empty sequences own no token. The inverse, tokens to boundaries, is never needed.
-    """
-    tokens = jnp.arange(total, dtype=jnp.int32)
-    ids = jnp.searchsorted(cu_seqlens, tokens, side="right").astype(jnp.int32) - 1
-    return jnp.where((ids >= 0) & (ids < cu_seqlens.shape[0] - 1), ids, padding)
-
-
-def packed_offsets(
-    cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, query_ids: jax.Array, query_offset: jax.Array | None
-) -> jax.Array:
-    """int32 `[total_q]`: where packed query t stands among the packed keys, minus t.
-
-    Query t of sequence b has position t - cu_seqlens_q[b] (+ query_offset[b]) in its own keys, which begin at
-    cu_seqlens_k[b].
-    """
-    shift = cu_seqlens_k[:-1] - cu_seqlens_q[:-1]
-    if query_offset is not None:
-        shift = shift + jnp.clip(query_offset, -UNBOUNDED, UNBOUNDED)
-    return shift[jnp.clip(query_ids, 0, shift.shape[0] - 1)]
 
 
 def unify_varying(operands: Operands) -> Operands:

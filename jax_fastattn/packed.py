@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.kernels.packed import Record, slot_count
-from jax_fastattn.spec import PADDING_ID
+from jax_fastattn.kernels.spec import UNBOUNDED
+from jax_fastattn.spec import Operands
+
+# Segment id of queries that belong to no sequence; that of keys is one less.
+PADDING_ID = -1
 
 
-def sequences(cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, totals: tuple[int, int]) -> jax.Array:
-    """Returns the sequences `[M, 4]` between boundaries `[C]`, M = C + 1.
+def sequences(
+    cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, totals: tuple[int, int], offset: jax.Array | None = None
+) -> jax.Array:
+    """Returns the sequences `[M, 4 or 5]` between boundaries `[C]`, M = C + 1; offsets are `[C - 1]`.
 
     Boundaries that decrease, or lie outside of the rows, become those of empty or shorter sequences.
     """
@@ -25,7 +31,30 @@ def sequences(cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, totals: tuple[in
         inside = jax.lax.cummax(jnp.clip(boundaries, 0, total).astype(jnp.int32))
         ends = jnp.concatenate([jnp.zeros(1, jnp.int32), inside, jnp.full(1, total, jnp.int32)])
         columns += [ends[:-1], ends[1:] - ends[:-1]]
+    if offset is not None:
+        columns.append(jnp.pad(jnp.clip(offset, -UNBOUNDED, UNBOUNDED), 1))
     return jnp.stack(columns, axis=1)
+
+
+def by_token(operands: Operands) -> Operands:
+    """Returns packed operands with segment ids and offsets of each token, `[B, T]`, and without sequences."""
+    if operands.sequences is None:
+        return operands
+    query_ids = token_ids(operands.sequences, operands.query.shape[1], of_keys=False)
+    key_ids = token_ids(operands.sequences, operands.key.shape[1], of_keys=True)
+    return operands._replace(
+        query_offset=token_offsets(operands.sequences, query_ids),
+        query_segment_ids=query_ids,
+        key_value_segment_ids=key_ids,
+        sequences=None,
+    )
+
+
+def padding_rows(operands: Operands) -> jax.Array | None:
+    """bool `[B, T]`: the rows that belong to no sequence; None if none are packed."""
+    if operands.sequences is None:
+        return None
+    return token_ids(operands.sequences, operands.query.shape[1], of_keys=False) == PADDING_ID
 
 
 def token_ids(sequences: jax.Array, length: int, *, of_keys: bool) -> jax.Array:

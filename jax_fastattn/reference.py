@@ -39,7 +39,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.spec import PADDING_ID, AttentionSpec, Operands
+from jax_fastattn import packed
+from jax_fastattn.spec import AttentionSpec, Operands
 
 # Beyond any length: no position leaves int32 when an offset or a side of a window is clamped to it.
 UNBOUNDED = 1 << 29
@@ -94,6 +95,7 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
 
 def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
     """Which query sees which key: bool `[B, N, T, S]`."""
+    operands = packed.by_token(operands)
     batch, query_length, num_heads, _ = operands.query.shape
     key_length = operands.key.shape[1]
     queries = jnp.arange(query_length, dtype=jnp.int32)[None, None, :, None]
@@ -128,6 +130,5 @@ def padding_rows(operands: Operands) -> jax.Array:
     padding = jnp.zeros((batch, query_length), bool)
     if operands.query_seq_lengths is not None:
         padding |= jnp.arange(query_length, dtype=jnp.int32)[None, :] >= operands.query_seq_lengths[:, None]
-    if operands.is_packed:
-        padding |= operands.query_segment_ids == PADDING_ID
-    return padding
+    outside = packed.padding_rows(operands)
+    return padding if outside is None else padding | outside

@@ -19,9 +19,6 @@ import jax
 
 Implementation = Literal["cuda", "xla"]
 
-# Segment id of the queries of packed input that belong to no sequence.
-PADDING_ID = -1
-
 
 class Operands(NamedTuple):
     """The arrays of one attention call, in the order in which primitives take them; None is absent.
@@ -34,12 +31,14 @@ class Operands(NamedTuple):
         mask: bool `[b, n, t, s]`, True where a query may attend to a key.
         query_seq_lengths: int32 `[B]`; rows from there on are padding.
         key_value_seq_lengths: int32 `[B]`; keys from there on are invisible.
-        query_offset: int32 `[B]`, or `[B, T]` for packed input: query i stands at key position i + offset.
-        query_segment_ids: integers `[B, T]`; in packed input, int32 and PADDING_ID where a row is padding.
+        query_offset: int32 `[B]`: query i stands at key position i + offset.
+        query_segment_ids: integers `[B, T]`.
         key_value_segment_ids: integers `[B, S]` of the same dtype.
         sinks: float32 `[b, N]`, one extra logit per head in the softmax denominator.
         scale: float32 `[b, 1]` (float64 for float64 operands): a factor on query . key that is not static. Its axis of
             size 1 stands for the heads, over which its gradient is a sum.
+        sequences: int32 `[B, M, 4]`, or with offsets `[B, M, 5]`: sequences that lie one after the other, see
+            `packed.py`. Offset, lengths and segment ids are absent then.
     """
 
     query: jax.Array
@@ -54,6 +53,7 @@ class Operands(NamedTuple):
     key_value_segment_ids: jax.Array | None = None
     sinks: jax.Array | None = None
     scale: jax.Array | None = None
+    sequences: jax.Array | None = None
 
     def present(self) -> tuple[str, ...]:
         """Names of the operands that are there, in order."""
@@ -65,8 +65,8 @@ class Operands(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether they hold sequences one after the other (`attention_varlen`): the offset differs by token."""
-        return self.query_offset is not None and len(self.query_offset.shape) == 2
+        """Whether they hold sequences one after the other (`attention_varlen`)."""
+        return self.sequences is not None
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class Problem:
         num_heads, num_kv_heads: N, K.
         head_dim, v_head_dim: H, D.
         sinks_per_batch: whether sinks has its own row for each batch entry.
-        packed: whether query_offset differs within a sequence (`attention_varlen`).
+        num_sequences: how many lie one after the other in each batch entry, padding included; 0 if none do.
+        packed_offsets: whether they have offsets.
     """
 
     spec: AttentionSpec
@@ -128,14 +129,15 @@ class Problem:
     head_dim: int
     v_head_dim: int
     sinks_per_batch: bool = False
-    packed: bool = False
+    num_sequences: int = 0
+    packed_offsets: bool = False
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> Problem:
         """Reads the sizes off canonical operands (arrays or abstract values)."""
         batch, query_length, num_heads, head_dim = operands.query.shape
         _, key_length, num_kv_heads, v_head_dim = operands.value.shape
-        sinks = operands.sinks
+        sinks, sequences = operands.sinks, operands.sequences
         return cls(
             spec=spec,
             dtype=str(operands.query.dtype),
@@ -147,7 +149,8 @@ class Problem:
             head_dim=head_dim,
             v_head_dim=v_head_dim,
             sinks_per_batch=sinks is not None and sinks.shape[0] > 1,
-            packed=operands.is_packed,
+            num_sequences=0 if sequences is None else sequences.shape[1],
+            packed_offsets=sequences is not None and sequences.shape[2] == 5,
         )
 
     @property

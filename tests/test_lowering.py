@@ -224,18 +224,6 @@ def test_a_fallback_says_what_to_do_instead(option: dict[str, Any], remedies: li
     assert explained.removeprefix("XLA path, because ") in str(caught[0].message)
 
 
-def test_segment_ids_are_to_be_packed_if_the_kernels_take_packed_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = dataclasses.replace(BASE, segments=3)
-
-    def advice(takes_packed: bool) -> str:
-        segments = lambda problem, arch: [] if takes_packed and problem.packed else ["segment ids are given"]
-        monkeypatch.setattr(dispatch, "unsupported_reasons", segments)
-        return dispatch._advice(case.problem(), ["segment ids are given"])
-
-    assert "attention_varlen" in advice(takes_packed=True)
-    assert "attention_varlen" not in advice(takes_packed=False)
-
-
 @pytest.mark.usefixtures("_cuda")
 def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = (jnp.zeros(shape) for shape in ((2, 5, 6, 264), (2, 7, 3, 264), (2, 7, 3, 272)))

@@ -146,7 +146,9 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     spec = problem.spec
     left, right = spec.bounds
     largest = max(problem.head_dim, problem.v_head_dim)
-    family = "sm90" if arch == "sm_90a" else "sm80"
+    packed = problem.num_sequences > 0
+    # Hopper's own kernels do not read packed sequences yet.
+    family = "sm90" if arch == "sm_90a" and not packed else "sm80"
     key = KernelSpec(
         op=op,
         arch=arch,
@@ -158,7 +160,8 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         window_right=right is not None,
         query_seq_lengths="query_seq_lengths" in spec.present,
         key_value_seq_lengths="key_value_seq_lengths" in spec.present,
-        query_offset="query_offset" in spec.present,
+        query_offset="query_offset" in spec.present or problem.packed_offsets,
+        packed=packed,
         logits_soft_cap=spec.logits_soft_cap is not None,
         sinks="sinks" in spec.present and (op == "forward" or (family == "sm90" and spec.logits_soft_cap is not None)),
         dlse=dlse,
@@ -182,12 +185,12 @@ def launch_scalars(problem: Problem, multiprocessors: int) -> Scalars:
     """Returns the run-time scalars of a launch.
 
     Args:
-        problem: the sizes.
+        problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
         multiprocessors: how many the GPU has.
     """
     left, right = problem.spec.bounds
     return Scalars(
-        batch=problem.batch,
+        batch=problem.num_sequences or problem.batch,
         query_length=problem.query_length,
         key_length=problem.key_length,
         num_heads=problem.num_heads,

@@ -33,7 +33,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
         f"a length is over {UNBOUNDED}": max(problem.query_length, problem.key_length) > UNBOUNDED,
         "`bias` is given": "bias" in present,
         "`mask` is given": "mask" in present,
-        "segment ids are given (`segment_ids`, or packed input)": "query_segment_ids" in present,
+        "segment ids are given": "query_segment_ids" in present,
     }
     return [reason for reason, applies in checks.items() if applies]
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import jax
 import jax.core
@@ -17,6 +18,8 @@ from jax_fastattn.kernels.arguments import present_buffers
 from jax_fastattn.kernels.sm80 import backward_config as sm80
 from jax_fastattn.kernels.sm90 import backward_config as sm90
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
+from jax_fastattn.kernels.support import tilings
+from jax_fastattn.packed import tile_records
 from jax_fastattn.portable import Gradients, scale_gradient
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -58,15 +61,14 @@ def _for_kernels(operands: Operands) -> Operands:
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """One custom call: the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`."""
     padded = _for_kernels(operands)
-    problem = Problem.of(spec, padded)
+    problem, arrays = _launched(spec, padded)
+    kernel = kernel_spec(problem, "forward", ffi.arch())  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
     rows = padded.query.shape[:3]
-    found = _launch(
-        kernel_spec(problem, "forward", ffi.arch()),  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
-        problem,
-        padded._asdict(),
-        {"out": rows + padded.value.shape[3:], "lse": rows},
-    )
-    return cut_head_dim(found["out"], operands.value.shape[3]), found["lse"]
+    shapes = {"out": rows + padded.value.shape[3:], "lse": rows}
+    launched = {name: _joined_shape(shape, padded) for name, shape in shapes.items()}
+    found = _launch(kernel, problem, arrays | _records(kernel, padded), launched)
+    out, lse = (found[name].reshape(shape) for name, shape in shapes.items())
+    return cut_head_dim(out, operands.value.shape[3]), lse
 
 
 def backward(
@@ -80,26 +82,67 @@ def backward(
 ) -> Gradients:
     """One custom call, which launches every kernel of the backward pass; see `portable.backward` for `wanted`."""
     padded = _for_kernels(operands)._replace(sinks=None)
-    problem = Problem.of(spec, padded)
+    problem, arrays = _launched(spec, padded)
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
+    residuals = {name: x if x is None else _joined(x, padded) for name, x in residuals.items()}
     kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
-    batch, query_length, num_heads = lse.shape
     backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
-    scratch = backward_scratch(kernel, batch, query_length, num_heads)
+    scratch = backward_scratch(kernel, problem.num_sequences or problem.batch, problem.query_length, problem.num_heads)
     gradients = {"dq": padded.query.shape, "dk": padded.key.shape, "dv": padded.value.shape}
-    found = _launch(kernel, problem, padded._asdict() | residuals, gradients | scratch)
+    launched = {name: _joined_shape(shape, padded) for name, shape in gradients.items()}
+    found = _launch(kernel, problem, arrays | _records(kernel, padded) | residuals, launched | scratch)
+    dq, dk, dv = (found[name].reshape(shape) for name, shape in gradients.items())
     dsinks = None
     if operands.sinks is not None and "sinks" in wanted:
-        dsinks = sinks_gradient(operands.sinks, lse, row_delta(kernel, found["stats"], query_length, dlse))
-    dscaled = cut_head_dim(found["dq"], operands.query.shape[3])
+        delta = row_delta(kernel, found["stats"], problem.query_length, residuals["dlse"])
+        delta = delta.reshape(delta.shape[0], delta.shape[1], -1, lse.shape[1])  # entries that were joined come third
+        delta = jnp.moveaxis(delta, 2, 1).reshape(lse.shape[0], lse.shape[2], lse.shape[1])
+        dsinks = sinks_gradient(operands.sinks, lse, delta)
+    dscaled = cut_head_dim(dq, operands.query.shape[3])
     return Gradients(
         query=_scaled(dscaled, operands),
-        key=cut_head_dim(found["dk"], operands.key.shape[3]),
-        value=cut_head_dim(found["dv"], operands.value.shape[3]),
+        key=cut_head_dim(dk, operands.key.shape[3]),
+        value=cut_head_dim(dv, operands.value.shape[3]),
         bias=None,
         sinks=dsinks,
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
+
+
+def _launched(spec: AttentionSpec, operands: Operands) -> tuple[Problem, dict[str, jax.Array | None]]:
+    """What a launch computes, and its operands by name. Batch entries with packed sequences become one."""
+    problem = Problem.of(spec, operands)
+    if not operands.is_packed:
+        return problem, operands._asdict()
+    problem = replace(
+        problem,
+        batch=1,
+        query_length=problem.batch * problem.query_length,
+        key_length=problem.batch * problem.key_length,
+        num_sequences=problem.batch * problem.num_sequences,
+    )
+    joined = {name: _joined(getattr(operands, name), operands) for name in ("query", "key", "value")}
+    return problem, operands._asdict() | joined | {"sequences": None}
+
+
+def _joined_shape(shape: tuple[int, ...], operands: Operands) -> tuple[int, ...]:
+    """A shape `[B, T, ...]` as a launch has it."""
+    return (1, shape[0] * shape[1], *shape[2:]) if operands.is_packed else shape
+
+
+def _joined(x: jax.Array, operands: Operands) -> jax.Array:
+    return x.reshape(_joined_shape(x.shape, operands))
+
+
+def _records(kernel: KernelSpec, operands: Operands) -> dict[str, jax.Array]:
+    """The records of tiles by name; none unless sequences are packed."""
+    if operands.sequences is None:
+        return {}
+    (config,) = tilings(kernel)
+    rows = (config.rows if kernel.op == "forward" else config.queries), config.keys
+    lengths = operands.query.shape[1], operands.key.shape[1]
+    sides = {"query_tiles": False} | ({"key_tiles": True} if kernel.op == "backward" else {})
+    return {name: tile_records(operands.sequences, lengths, rows, of_keys=side) for name, side in sides.items()}
 
 
 def row_delta(kernel: KernelSpec, stats: jax.Array, query_length: int, dlse: jax.Array | None) -> jax.Array:

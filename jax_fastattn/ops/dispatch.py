@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 
@@ -87,7 +87,7 @@ def faster_on_xla(problem: Problem, multiprocessors: int) -> str | None:
     """
     heads = problem.batch * problem.num_kv_heads
     reads_all = problem.spec.bounds == (None, None) and "key_value_seq_lengths" not in problem.spec.present
-    few = problem.query_length == 1 and heads <= ONE_QUERY_SHARE * multiprocessors
+    few = problem.query_length == 1 and not problem.num_sequences and heads <= ONE_QUERY_SHARE * multiprocessors
     if not (reads_all and few and problem.key_length >= ONE_QUERY_KEYS):
         return None
     return (
@@ -134,7 +134,7 @@ def explain(problem: Problem) -> Explanation:
     elif problem.spec.implementation is None and (faster := faster_on_xla(problem, ffi.multiprocessors())):
         reasons = [faster]
     if reasons:
-        advice = _advice(problem, reasons) + (f". It takes about {SLOWDOWN}" if falls_back else "")
+        advice = _advice(reasons) + (f". It takes about {SLOWDOWN}" if falls_back else "")
         return Explanation("xla", None, None, None, tuple(reasons), advice)
     arch = ffi.arch() or ""
     return Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "")
@@ -174,15 +174,12 @@ def _variant(problem: Problem, arch: str) -> str:
     return f"forward for {length}; backward in one kernel, dq added {order}"
 
 
-def _advice(problem: Problem, reasons: list[str]) -> str:
+def _advice(reasons: list[str]) -> str:
     """The reasons, each with what to do instead."""
-    packed = replace(problem, packed=True)
-    takes_packed = not any(reason.startswith("segment ids") for reason in unsupported_reasons(packed, "sm_80"))
 
     def remedy(reason: str) -> str:
         found = next((text for start, text in REMEDIES.items() if reason.startswith(start)), "")
-        is_of_use = found and (takes_packed or not reason.startswith("segment ids"))
-        return f" ({found})" if is_of_use else ""
+        return f" ({found})" if found else ""
 
     return "; ".join(reason + remedy(reason) for reason in reasons)
 
@@ -202,7 +199,7 @@ def _warn_once(problem: Problem, reasons: list[str]) -> None:
     warned.append(True)
     site = _call_sites.get(_site_key(problem), "a place that is not known")
     warnings.warn(
-        f"jax_fastattn takes the XLA path for the call at {site}: {_advice(problem, reasons)}. It takes about "
+        f"jax_fastattn takes the XLA path for the call at {site}: {_advice(reasons)}. It takes about "
         f'{SLOWDOWN}. Pass implementation="xla" to accept that without this warning.',
         stacklevel=2,
     )

@@ -34,11 +34,12 @@ OPERAND_AXES = {
     "mask": "BNTS",
     "query_seq_lengths": "B",
     "key_value_seq_lengths": "B",
-    "query_offset": "BT",
+    "query_offset": "B",
     "query_segment_ids": "BT",
     "key_value_segment_ids": "BS",
     "sinks": "BN",
     "scale": "BN",
+    "sequences": "BMR",
 }
 
 

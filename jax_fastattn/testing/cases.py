@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fastattn import packed
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -39,8 +40,7 @@ class Case:
         bias, mask: the axes that are not broadcast, such as "nts"; None is absent.
         query_seq_lengths, key_value_seq_lengths, query_offset: one for each batch entry.
         segments: number of segments, cut at random; the last is one that only queries have. 0 is absent.
-        packed: `(query lengths, key lengths)` of the sequences that the one batch entry holds, each as
-            `attention_varlen` passes it on: segment ids, and offsets by token. What is left is padding.
+        packed: `(query lengths, key lengths)` of the sequences that the one batch entry holds. What is left is padding.
         sinks: "n" for one row, "bn" for one for each batch entry; None is absent.
         dlse: whether the log-sum-exp has a cotangent.
         deterministic: as in `AttentionSpec`.
@@ -163,8 +163,10 @@ class Case:
 
         scale_dtype = np.promote_types(self.dtype, np.float32)
         scale: Any = jax.ShapeDtypeStruct((1, 1), scale_dtype) if self.scale_is_array else None
-        has_ids = self.packed is not None or self.segments > 0
-        has_offset = self.packed is not None or self.query_offset is not None
+        has_ids = self.segments > 0
+        sequences: Any = None
+        if self.packed is not None:
+            sequences = jax.ShapeDtypeStruct((self.batch, len(self.packed[0]) + 2, 4), np.int32)
         return Operands(
             query=array("BTNH", self.dtype),
             key=array("BSKH", self.dtype),
@@ -173,11 +175,12 @@ class Case:
             mask=plane(self.mask, np.bool_),
             query_seq_lengths=array("B", np.int32) if self.query_seq_lengths is not None else None,
             key_value_seq_lengths=array("B", np.int32) if self.key_value_seq_lengths is not None else None,
-            query_offset=array("B" if self.packed is None else "BT", np.int32) if has_offset else None,
+            query_offset=array("B", np.int32) if self.query_offset is not None else None,
             query_segment_ids=array("BT", np.int32) if has_ids else None,
             key_value_segment_ids=array("BS", np.int32) if has_ids else None,
             sinks=row(self.sinks),
             scale=scale,
+            sequences=sequences,
         )
 
     def operands(self, key: jax.Array) -> Operands:
@@ -189,7 +192,7 @@ class Case:
             for x in (shapes.query, shapes.key, shapes.value)
         )
         bias_key, mask_key, sinks_key, segments_key = next(keys), next(keys), next(keys), next(keys)
-        query_ids, key_ids, offset = self._positions(segments_key)
+        query_ids, key_ids = self._segment_ids(segments_key)
         return Operands(
             query=query,
             key=k,
@@ -198,11 +201,12 @@ class Case:
             mask=None if shapes.mask is None else jax.random.bernoulli(mask_key, 0.7, shapes.mask.shape),
             query_seq_lengths=_int32(self.query_seq_lengths),
             key_value_seq_lengths=_int32(self.key_value_seq_lengths),
-            query_offset=offset,
+            query_offset=_int32(self.query_offset),
             query_segment_ids=query_ids,
             key_value_segment_ids=key_ids,
             sinks=None if shapes.sinks is None else jax.random.normal(sinks_key, shapes.sinks.shape, jnp.float32),
             scale=None if shapes.scale is None else jnp.full(shapes.scale.shape, self._scale, shapes.scale.dtype),
+            sequences=self._sequences(),
         )
 
     def cotangents(self, key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -214,34 +218,23 @@ class Case:
         dlse = jax.random.normal(dlse_key, tuple(sizes[axis] for axis in "BTN"), jnp.float32).astype(dtype)
         return dout, dlse if self.dlse else None
 
-    def _positions(self, key: jax.Array) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Segment ids of queries and keys, and offsets."""
-        if self.packed is not None:
-            (query_ids, query_starts), (key_ids, key_starts) = (
-                _pack(lengths, total, padding)
-                for lengths, total, padding in zip(
-                    self.packed, (self.query_length, self.key_length), (-1, -2), strict=True
-                )
-            )
-            offset = np.where(query_ids < 0, 0, key_starts[query_ids] - query_starts[query_ids])
-            return _int32(query_ids[None]), _int32(key_ids[None]), _int32(offset[None])
+    def _segment_ids(self, key: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
         if not self.segments:
-            return None, None, _int32(self.query_offset)
+            return None, None
         query_key, kv_key = jax.random.split(key)
         query_ids = jax.random.randint(query_key, (self.batch, self.query_length), 0, self.segments, jnp.int32)
         key_ids = jax.random.randint(kv_key, (self.batch, self.key_length), 0, self.segments - 1, jnp.int32)
-        return jnp.sort(query_ids, axis=1), jnp.sort(key_ids, axis=1), _int32(self.query_offset)
+        return jnp.sort(query_ids, axis=1), jnp.sort(key_ids, axis=1)
+
+    def _sequences(self) -> jax.Array | None:
+        if self.packed is None:
+            return None
+        queries, keys = (jnp.array([0, *itertools.accumulate(lengths)], jnp.int32) for lengths in self.packed)
+        return packed.sequences(queries, keys, (self.query_length, self.key_length))[None]
 
 
 def _int32(x: Any) -> jax.Array | None:
     return None if x is None else jnp.asarray(x, jnp.int32)
-
-
-def _pack(lengths: tuple[int, ...], total: int, padding: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sequence of each token (`padding` behind the last), and the first token of each sequence."""
-    ids = np.repeat(np.arange(len(lengths)), lengths)
-    ids = np.concatenate([ids, np.full(total - len(ids), padding)])
-    return ids, np.array([0, *itertools.accumulate(lengths)])[:-1]
 
 
 def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
@@ -620,8 +613,31 @@ def _in_order(case: Case) -> bool:
     return kernel_spec(case.problem(), "backward", "sm_90a").ordered
 
 
+_LENGTHS = (1000, 0, 1, 63, 64, 65, 127, 128, 129)
+_OTHER_LENGTHS = (300, 77, 1, 129, 0, 64, 200, 65, 513)
+# Packed sequences with rows of padding behind them; lengths about those of tiles, and empty ones.
+PACKED = _vary(
+    Case(batch=1, query_length=1600, key_length=1600, num_kv_heads=2, packed=(_LENGTHS, _LENGTHS), dtype="bfloat16"),
+    {"is_causal": True, "head_dim": 64, "v_head_dim": 64},
+    {"is_causal": True, "head_dim": 128, "v_head_dim": 128, "group": 4},
+    {"is_causal": True, "head_dim": 128, "v_head_dim": 128, "deterministic": True},
+    {"head_dim": 64, "v_head_dim": 64, "packed": (_LENGTHS, _OTHER_LENGTHS), "dtype": "float16"},
+    {"head_dim": 192, "v_head_dim": 128, "is_causal": True, "packed": (_OTHER_LENGTHS, _LENGTHS)},
+    {"head_dim": 256, "v_head_dim": 256, "is_causal": True, "group": 2},
+    {
+        "head_dim": 96,
+        "v_head_dim": 96,
+        "group": 2,
+        "packed": (_OTHER_LENGTHS, _LENGTHS),
+        "window": (100, 7),
+        "logits_soft_cap": 5.0,
+        "sinks": "n",
+        "dlse": True,
+    },
+)
 GPU_CASES = [
     *_SHORTER,
+    *PACKED,
     # More queries: CTAs add in any order, unless the case is deterministic.
     *(
         dataclasses.replace(case, query_length=case.query_length + 1024, deterministic=i % 3 == 2)
