@@ -263,7 +263,7 @@ def attention_varlen(
         value: `[total_k, K, D]`.
         cu_seqlens_q: integers `[sequences + 1]`, not decreasing: sequence b holds the rows
             `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`; it may be empty. Rows before the first boundary and past the last
-            one are padding.
+            one are padding. A boundary that decreases counts as the largest one before it.
         cu_seqlens_k: integers `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
         query_offset: int or integers `[sequences]`, within each sequence; default 0, top-left.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
