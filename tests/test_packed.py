@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Packed sequences between `attention_varlen` and the kernels: boundaries, joined batch entries, records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fastattn import attention_varlen, packed, portable, target_arch
+from jax_fastattn.kernels.packed import Record
+from jax_fastattn.ops import cuda
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.testing import compare
+
+
+def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any) -> dict[str, jax.Array]:
+    """Computes by the portable path what a launch should, of the sequences that the records name."""
+    assert arrays["query"].shape[0] == 1 and arrays["sequences"] is None
+    ids = [np.full((1, length), -1 - side) for side, length in enumerate((problem.query_length, problem.key_length))]
+    offset, entry = np.zeros((2, 1, problem.query_length), np.int32)
+    for i, words in enumerate(np.asarray(arrays["query_tiles"])):
+        record = Record(*map(int, words))
+        if record.rows and record.entry >= 0:
+            queries = slice(record.first, record.first + record.rows)
+            ids[0][0, queries] = ids[1][0, record.first_other : record.first_other + record.others] = i
+            offset[0, queries] = record.first_other - record.first + record.offset
+            entry[0, queries] = record.entry
+    rows = jnp.asarray(ids[0] >= 0)
+    query_ids, key_ids = (jnp.asarray(x, jnp.int32) for x in ids)
+    given = {"query_offset": jnp.asarray(offset), "query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
+    operands = Operands(*(arrays[name] for name in ("query", "key", "value")), **given)
+    if kernel.op == "forward":
+        out, lse = portable.forward(problem.spec, operands)
+        if arrays["sinks"] is not None:
+            total = jnp.logaddexp(lse, arrays["sinks"][entry if arrays["sinks"].shape[0] > 1 else entry * 0])
+            out, lse = out * jnp.exp(lse - total)[..., None].astype(out.dtype), total
+        return {"out": out, "lse": jnp.where(rows[..., None], lse, -jnp.inf)}
+    out, lse, dout, dlse = (arrays[name] for name in ("out", "lse", "dout", "dlse"))
+    found = portable.backward(problem.spec, operands, out, lse, dout, dlse)
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - (0.0 if dlse is None else dlse)
+    stats = jnp.stack([jnp.where(lse == -jnp.inf, jnp.inf, lse), delta], axis=-1).swapaxes(1, 2)
+    scratch = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    return scratch | {"dq": found.query, "dk": found.key, "dv": found.value, "stats": stats}
+
+
+BOUNDARIES = ([2, 7, 7, 40, 41], [0, 9, 30, 30, 47])
+
+
+@pytest.mark.parametrize("sinks_per_entry", [False, True])
+@pytest.mark.parametrize("dlse", [False, True])
+def test_launches_get_the_sequences_of_all_batch_entries(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sinks_per_entry: bool, dlse: bool
+) -> None:
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    monkeypatch.setattr(cuda, "_launch", _launch)
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    draw = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32).astype(jnp.bfloat16)
+    entries = [packed.sequences(*(jnp.array(x) + b for x in BOUNDARIES), (44, 49), jnp.arange(4) - b) for b in range(2)]
+    operands = Operands(
+        draw(2, 44, 4, 8),
+        draw(2, 49, 2, 8),
+        draw(2, 49, 2, 16),
+        sinks=draw(1 + sinks_per_entry, 4).astype(jnp.float32),
+        sequences=jnp.stack(entries),
+    )
+    spec = AttentionSpec(0.3, is_causal=True, window=(20, None), present=operands.present())
+    dout, cotangent = draw(2, 44, 4, 16), draw(2, 44, 4).astype(jnp.float32) if dlse else None
+    out, lse = cuda.forward(spec, operands)
+    gradients = cuda.backward(spec, operands, out, lse, dout, cotangent)
+    found = compare.Results(out, lse, *gradients)
+    names = ("query", "key", "value")
+    wide = operands._replace(**{name: getattr(operands, name).astype(jnp.float32) for name in names})
+    expected = compare.evaluate(attention_reference, spec, wide, dout, cotangent)
+    for name, x, y in zip(compare.Results._fields, found, expected, strict=True):
+        assert (x is None) == (y is None), name
+        if x is not None:
+            largest = float(jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0)))
+            np.testing.assert_allclose(x.astype(jnp.float32), y, atol=0.05 * largest, err_msg=name)
+
+
+def test_other_boundaries_lower_the_same_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With kernels, which take boundaries as data."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    x = jnp.zeros((300, 2, 64), jnp.bfloat16)
+
+    def loss(x: jax.Array, cu: jax.Array) -> jax.Array:
+        return attention_varlen(x, x, x, cu, cu, is_causal=True).astype(jnp.float32).sum()
+
+    with target_arch("sm_90a"):
+        texts = [calls.cuda_text(jax.grad(loss), x, jnp.array(cu)) for cu in ([0, 100, 300], [7, 8, 9])]
+    assert texts[0] == texts[1] and calls.count_launches(texts[0]) == 2
