@@ -27,7 +27,6 @@ class _Options(TypedDict, total=False):
     implementation: Implementation | None
     logits_soft_cap: float | None
     sinks: ArrayLike | None
-    query_offset: int | ArrayLike
     deterministic: bool
 
 
@@ -37,6 +36,13 @@ class _BatchedOptions(_Options, total=False):
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
     segment_ids: SegmentIds
+    query_offset: int | ArrayLike
+
+
+class _PackedOptions(_Options, total=False):
+    """Keyword arguments of `attention_varlen`, for its overloads."""
+
+    query_offset: int | ArrayLike | Literal["bottom_right"]
 
 
 @overload
@@ -208,7 +214,7 @@ def attention_varlen(
     cu_seqlens_k: ArrayLike,
     *,
     return_residual: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_PackedOptions],
 ) -> jax.Array: ...
 
 
@@ -221,7 +227,7 @@ def attention_varlen(
     cu_seqlens_k: ArrayLike,
     *,
     return_residual: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_PackedOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -234,7 +240,7 @@ def attention_varlen(
     cu_seqlens_k: ArrayLike,
     *,
     return_residual: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[_PackedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -252,7 +258,7 @@ def attention_varlen(
     return_residual: bool = False,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    query_offset: int | ArrayLike = 0,
+    query_offset: int | ArrayLike | Literal["bottom_right"] = 0,
     deterministic: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention over packed sequences: tokens attend inside their own sequence only.
@@ -265,7 +271,8 @@ def attention_varlen(
             `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`; it may be empty. Rows before the first boundary and past the last
             one are padding. A boundary that decreases counts as the largest one before it.
         cu_seqlens_k: integers `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
-        query_offset: int or integers `[sequences]`, within each sequence; default 0, top-left.
+        query_offset: int or integers `[sequences]`, within each sequence; default 0, top-left. "bottom_right" makes
+            the last query of each sequence stand at its last key.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
             as for `attention`; positions count from the start of each sequence.
 

@@ -90,13 +90,15 @@ def canonicalize_packed(
     axes.bind("cu_seqlens_k", starts_k, "C")
     if axes["C"] < 2:
         raise ValueError(f"`cu_seqlens_q` has {axes['C']} entries, expected one more than there are sequences")
-    offset, static = _near_offset(axes, offset_per_batch(query_offset, axes["C"] - 1), static)
+    sequences = packed.sequences(starts_q, starts_k, (axes["T"], axes["S"]))
+    offset = _packed_offset(query_offset, sequences)
+    offset, static = _near_offset(axes, offset, static)
     operands = Operands(
         query=q,
         key=k,
         value=v,
         sinks=None if sinks is None else _check_sinks(axes, sinks),
-        sequences=packed.sequences(starts_q, starts_k, (axes["T"], axes["S"]), offset)[None],
+        sequences=packed.with_offsets(sequences, offset)[None],
     )
     return _resolve(operands, **static)
 
@@ -230,6 +232,15 @@ def offset_per_batch(query_offset: Any, batch: int) -> jax.Array | None:
     if offset.shape not in ((), (batch,)):
         raise ValueError(f"`query_offset` has shape {offset.shape}, expected an int, or integers of shape ({batch},)")
     return offset if offset.ndim else jnp.full((batch,), offset)
+
+
+def _packed_offset(query_offset: Any, sequences: jax.Array) -> jax.Array | None:
+    """int32 `[C - 1]`, one for each sequence; None for the common 0."""
+    if not isinstance(query_offset, str):
+        return offset_per_batch(query_offset, sequences.shape[0] - 2)
+    if query_offset != "bottom_right":
+        raise ValueError(f'`query_offset` is {query_offset!r}, expected an int, integers, or "bottom_right"')
+    return sequences[1:-1, 3] - sequences[1:-1, 1]
 
 
 def _near_offset(

@@ -19,10 +19,8 @@ from jax_fastattn.spec import Operands
 PADDING_ID = -1
 
 
-def sequences(
-    cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, totals: tuple[int, int], offset: jax.Array | None = None
-) -> jax.Array:
-    """Returns the sequences `[M, 4 or 5]` between boundaries `[C]`, M = C + 1; offsets are `[C - 1]`.
+def sequences(cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, totals: tuple[int, int]) -> jax.Array:
+    """Returns the sequences `[M, 4]` between boundaries `[C]`, M = C + 1.
 
     Boundaries that decrease, or lie outside of the rows, become those of empty or shorter sequences.
     """
@@ -31,9 +29,14 @@ def sequences(
         inside = jax.lax.cummax(jnp.clip(boundaries, 0, total).astype(jnp.int32))
         ends = jnp.concatenate([jnp.zeros(1, jnp.int32), inside, jnp.full(1, total, jnp.int32)])
         columns += [ends[:-1], ends[1:] - ends[:-1]]
-    if offset is not None:
-        columns.append(jnp.pad(jnp.clip(offset, -UNBOUNDED, UNBOUNDED), 1))
     return jnp.stack(columns, axis=1)
+
+
+def with_offsets(sequences: jax.Array, offset: jax.Array | None) -> jax.Array:
+    """Returns the sequences with their offsets `[C - 1]`; as they are if there are none."""
+    if offset is None:
+        return sequences
+    return jnp.concatenate([sequences, jnp.pad(jnp.clip(offset, -UNBOUNDED, UNBOUNDED), 1)[:, None]], axis=1)
 
 
 def by_token(operands: Operands) -> Operands:

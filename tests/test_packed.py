@@ -63,7 +63,10 @@ def test_launches_get_the_sequences_of_all_batch_entries(
     monkeypatch.setattr(cuda, "_launch", _launch)
     keys = iter(jax.random.split(jax.random.key(0), 9))
     draw = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32).astype(jnp.bfloat16)
-    entries = [packed.sequences(*(jnp.array(x) + b for x in BOUNDARIES), (44, 49), jnp.arange(4) - b) for b in range(2)]
+    entries = [
+        packed.with_offsets(packed.sequences(*(jnp.array(x) + b for x in BOUNDARIES), (44, 49)), jnp.arange(4) - b)
+        for b in range(2)
+    ]
     operands = Operands(
         draw(2, 44, 4, 8),
         draw(2, 49, 2, 8),
@@ -97,3 +100,13 @@ def test_other_boundaries_lower_the_same_program(monkeypatch: pytest.MonkeyPatch
     with target_arch("sm_90a"):
         texts = [calls.cuda_text(jax.grad(loss), x, jnp.array(cu)) for cu in ([0, 100, 300], [7, 8, 9])]
     assert texts[0] == texts[1] and calls.count_launches(texts[0]) == 2
+
+
+def test_bottom_right_is_the_offset_of_each_sequence() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (n, 2, 8)) for key, n in zip(keys, (20, 30, 30), strict=True))
+    cu_q, cu_k = jnp.array([1, 9, 9, 20]), jnp.array([0, 12, 20, 25])
+    call = lambda offset: attention_varlen(q, k, v, cu_q, cu_k, is_causal=True, query_offset=offset)
+    np.testing.assert_array_equal(call("bottom_right"), call(jnp.array([4, 8, -6])))
+    with pytest.raises(ValueError, match="`query_offset` is 'top_left', expected"):
+        call("top_left")
