@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fastattn.packed import by_token, key_range
 from jax_fastattn.spec import AttentionSpec, Operands
 
 Index = jax.Array | int
@@ -129,6 +130,7 @@ class Blocks:
         bias: `[b, k, g, t, s]`; mask as well.
         bands: queries of a band and the keys that they may see, if the call is computed at once; else empty.
         queries, keys: the chunks of T and of S otherwise.
+        sequences: the operand, if sequences are packed.
         zero: the number 0 in the accumulation dtype. Loop states start from it, so that inside `shard_map` they vary
             over the same mesh axes as the operands.
     """
@@ -144,6 +146,7 @@ class Blocks:
     queries: Axis
     keys: Axis
     barriers: bool
+    sequences: jax.Array | None
     zero: jax.Array
 
     @classmethod
@@ -162,6 +165,7 @@ class Blocks:
         dtype = np.promote_types(operands.query.dtype, np.float32)
         # The sum of an empty slice is a constant 0 to XLA.
         zeros = [jnp.sum(x[:0].astype(dtype)) for x in operands.arrays()]
+        sequences, operands = operands.sequences, by_token(operands)
         return cls(
             spec=spec,
             operands=operands,
@@ -174,6 +178,7 @@ class Blocks:
             queries=queries,
             keys=Axis.cut(key_length, key_chunk),
             barriers=tuning.barriers,
+            sequences=sequences,
             zero=functools.reduce(jnp.add, zeros),
         )
 
@@ -253,6 +258,10 @@ class Blocks:
         if lengths is not None:
             longest = jnp.max(lengths, initial=0)
             end = jnp.minimum(end, (jnp.minimum(longest, last + 1) + self.keys.chunk - 1) // self.keys.chunk)
+        if self.sequences is not None:
+            first, final = key_range(self.sequences, queries.start, queries.start + queries.size)
+            begin = jnp.maximum(begin, first // self.keys.chunk)
+            end = jnp.minimum(end, (final + self.keys.chunk - 1) // self.keys.chunk)
         return begin, end
 
     def visible(self, queries: Span, keys: Span, *, skip_stored_queries: bool = False) -> jax.Array | None:

@@ -98,7 +98,9 @@ def canonicalize_packed(
         key=k,
         value=v,
         sinks=None if sinks is None else _check_sinks(axes, sinks),
-        sequences=packed.with_offsets(sequences, offset)[None],
+        sequences=packed.with_offsets(sequences, None if offset is None else jnp.clip(offset, -UNBOUNDED, UNBOUNDED))[
+            None
+        ],
     )
     return _resolve(operands, **static)
 

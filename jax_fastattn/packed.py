@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences: from boundaries to ids of tokens, which the XLA path compares, and to records, which kernels read.
+"""Packed sequences: from boundaries to sequences, and to the ids of tokens, which the XLA path compares.
 
 The operand `sequences` is int32 `[B, M, 4]`: first query row, queries, first key row and keys of each sequence; with
 offsets `[B, M, 5]`, the offset last. The first and the last sequence are what lies outside of all boundaries: padding.
@@ -11,8 +11,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.kernels.packed import Record, slot_count
-from jax_fastattn.kernels.spec import UNBOUNDED
 from jax_fastattn.spec import Operands
 
 # Segment id of queries that belong to no sequence; that of keys is one less.
@@ -36,7 +34,7 @@ def with_offsets(sequences: jax.Array, offset: jax.Array | None) -> jax.Array:
     """Returns the sequences with their offsets `[C - 1]`; as they are if there are none."""
     if offset is None:
         return sequences
-    return jnp.concatenate([sequences, jnp.pad(jnp.clip(offset, -UNBOUNDED, UNBOUNDED), 1)[:, None]], axis=1)
+    return jnp.concatenate([sequences, jnp.pad(offset, 1)[:, None]], axis=1)
 
 
 def by_token(operands: Operands) -> Operands:
@@ -51,6 +49,21 @@ def by_token(operands: Operands) -> Operands:
         key_value_segment_ids=key_ids,
         sequences=None,
     )
+
+
+def key_range(sequences: jax.Array, begin: jax.Array | int, end: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+    """Returns the first key, and one past the last, of the sequences with queries [begin, end) of any batch entry."""
+    find = jax.vmap(lambda x, row: jnp.searchsorted(x, row, side="right"), in_axes=(0, None))
+    first = jnp.maximum(find(sequences[:, :, 0], begin) - 1, 1)
+    last = jnp.minimum(find(sequences[:, :, 0], end - 1) - 1, sequences.shape[1] - 2)
+
+    def of(index: jax.Array, column: int) -> jax.Array:
+        return jnp.take_along_axis(sequences[:, :, column], index[:, None], axis=1)[:, 0]
+
+    none = first > last
+    key_begin = jnp.where(none, jnp.iinfo(jnp.int32).max, of(first, 2))
+    key_end = jnp.where(none, 0, of(last, 2) + of(last, 3))
+    return jnp.min(key_begin), jnp.max(key_end)
 
 
 def padding_rows(operands: Operands) -> jax.Array | None:
@@ -75,39 +88,3 @@ def token_offsets(sequences: jax.Array, ids: jax.Array) -> jax.Array:
     if sequences.shape[2] == 5:
         offsets = offsets + sequences[:, :, 4]
     return jnp.take_along_axis(offsets, jnp.maximum(ids, 0), axis=1)
-
-
-def tile_records(sequences: jax.Array, lengths: tuple[int, int], rows: tuple[int, int], *, of_keys: bool) -> jax.Array:
-    """Returns the records of all query tiles or of all key tiles, int32 `[slots, 8]`, see `kernels/packed.py`.
-
-    Args:
-        sequences: `[B, M, 4 or 5]`; their batch entries lie one after the other.
-        lengths: T and S of a batch entry.
-        rows: of a query tile and of a key tile.
-        of_keys: which tiles.
-    """
-    batch, count, columns = sequences.shape
-    entry = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    index = jnp.arange(count, dtype=jnp.int32)
-    is_padding = jnp.broadcast_to((index == 0) | (index == count - 1), (batch, count))
-    first = [(sequences[:, :, 2 * side] + entry * lengths[side]).reshape(-1) for side in range(2)]
-    size = [sequences[:, :, 2 * side + 1].reshape(-1) for side in range(2)]
-    slots = [first[side] // rows[side] + jnp.arange(batch * count, dtype=jnp.int32) for side in range(2)]
-    own, other = int(of_keys), int(not of_keys)
-    total = slot_count(batch * lengths[own], rows[own], batch * count)
-    slot = jnp.arange(total, dtype=jnp.int32)
-    owner = jnp.searchsorted(slots[own], slot, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-    tile = slot - slots[own][owner]
-    exists = tile * rows[own] < size[own][owner]
-    record = Record(
-        first=first[own],
-        rows=size[own],
-        tile=tile,
-        first_other=jnp.minimum(first[other], batch * lengths[other] - 1),
-        others=jnp.where(is_padding.reshape(-1), 0, size[other]),
-        first_slot=slots[0],
-        offset=sequences[:, :, 4].reshape(-1) if columns == 5 else jnp.zeros(batch * count, jnp.int32),
-        entry=jnp.where(is_padding, -1, entry).reshape(-1),
-    )
-    words = [x if name == "tile" else x[owner] for name, x in record._asdict().items()]
-    return jnp.where(exists[:, None], jnp.stack(words, axis=1), 0)

@@ -32,7 +32,7 @@ from jax_fastattn.blocks import (
     zero_unseeing_queries,
     zero_unseen_keys,
 )
-from jax_fastattn.packed import by_token, padding_rows
+from jax_fastattn.packed import padding_rows
 from jax_fastattn.spec import AttentionSpec, Operands
 
 State = TypeVar("State")
@@ -60,7 +60,7 @@ def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tu
         out `[B, T, N, D]` in the dtype of the operands, and the log-sum-exp `[B, T, N]` in float32 (float64 for
         float64 operands).
     """
-    blocks = Blocks.of(spec, by_token(operands), tuning)
+    blocks = Blocks.of(spec, operands, tuning)
     rows, v_head_dim = blocks.query.shape[:4], operands.value.shape[3]
 
     def query_chunk(i: Index, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -148,7 +148,7 @@ def backward(
         dlse: `[B, T, N]`, or None for zero.
         wanted: names of operands; of bias, sinks and scale only those named get a gradient, and the others None.
     """
-    blocks = Blocks.of(spec, by_token(operands), tuning)
+    blocks = Blocks.of(spec, operands, tuning)
     dtype, num_kv_heads = operands.query.dtype, operands.key.shape[2]
     # Rows without a visible key have no gradient, whatever their cotangent holds.
     empty = lse == -jnp.inf

@@ -110,3 +110,19 @@ def test_bottom_right_is_the_offset_of_each_sequence() -> None:
     np.testing.assert_array_equal(call("bottom_right"), call(jnp.array([4, 8, -6])))
     with pytest.raises(ValueError, match="`query_offset` is 'top_left', expected"):
         call("top_left")
+
+
+def test_chunks_of_queries_visit_the_keys_of_their_sequences_alone() -> None:
+    """The XLA path took time in proportion to the square of all rows."""
+    random = np.random.default_rng(5)
+    for _ in range(20):
+        cu = [np.sort(random.integers(0, 65, 5)) for _ in range(2)]
+        sequences = packed.sequences(jnp.array(cu[0]), jnp.array(cu[1]), (64, 64))[None]
+        begin = int(random.integers(0, 60))
+        end = int(random.integers(begin + 1, 65))
+        owners = [b for b in range(4) if max(cu[0][b], begin) < min(cu[0][b + 1], end)]
+        first, last = (int(x) for x in packed.key_range(sequences, begin, end))
+        seen = [j for b in owners for j in range(cu[1][b], cu[1][b + 1])]
+        assert not seen or (first <= seen[0] and seen[-1] < last)
+        touched = [b for b in range(4) if cu[0][b] <= end - 1 and begin < max(cu[0][b + 1], cu[0][b] + 1)]
+        assert last <= first or (touched and cu[1][touched[0]] <= first and last <= cu[1][touched[-1] + 1])

@@ -19,7 +19,7 @@ from jax_fastattn.kernels.sm80 import backward_config as sm80
 from jax_fastattn.kernels.sm90 import backward_config as sm90
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
 from jax_fastattn.kernels.support import tilings
-from jax_fastattn.packed import tile_records
+from jax_fastattn.ops.records import tile_records
 from jax_fastattn.portable import Gradients, scale_gradient
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 

@@ -20,6 +20,7 @@ from jax_fastattn.kernels.sm80.backward_config import backward_scratch
 from jax_fastattn.kernels.sm80.dkdv_dq import HeadOrder
 from jax_fastattn.kernels.sm80.forward import ForwardKernel
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+from jax_fastattn.ops.records import tile_records
 
 QUERY_SIDE = ("query", "out", "lse", "dout", "dlse", "dq", "delta")
 
@@ -58,7 +59,7 @@ class Pack:
     def records(self, rows: tuple[int, int], *, of_keys: bool) -> np.ndarray:
         """Records of the tiles of so many queries and keys."""
         totals = self.total(0), self.total(1)
-        return np.asarray(packed.tile_records(jnp.asarray(self.sequences()), totals, rows, of_keys=of_keys))
+        return np.asarray(tile_records(jnp.asarray(self.sequences()), totals, rows, of_keys=of_keys))
 
     def launch_sizes(self) -> Sizes:
         """Those of the launch, whose batch is the number of sequences."""

@@ -13,6 +13,7 @@ import pytest
 from jax_fastattn import packed
 from jax_fastattn.kernels.packed import Record, slot_count
 from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.ops.records import tile_records
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -31,9 +32,7 @@ def test_records_name_each_row_of_each_sequence_once(of_keys: bool) -> None:
         sequences = np.asarray(packed.sequences(*map(jnp.asarray, cu), totals))[None]
         offsets = random.integers(-9, 9, (1, sequences.shape[1], 1))
         records = np.asarray(
-            packed.tile_records(
-                jnp.asarray(np.concatenate([sequences, offsets], axis=2)), totals, rows, of_keys=of_keys
-            )
+            tile_records(jnp.asarray(np.concatenate([sequences, offsets], axis=2)), totals, rows, of_keys=of_keys)
         )
         assert records.shape == (slot_count(totals[of_keys], rows[of_keys], count + 2), 8)
         found = []
