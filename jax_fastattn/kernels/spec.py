@@ -112,8 +112,11 @@ class KernelSpec:
 
     @property
     def exact_cap(self) -> bool:
-        """Whether the tanh of a soft cap has to be exact, see `softmax.cap_score_roughly`."""
-        return self.sinks or self.family == "sm80"
+        """Whether the tanh of a soft cap has to be exact, see `softmax.cap_score_roughly`.
+
+        The backward pass of packed sequences is portable, and its tanh exact.
+        """
+        return self.sinks or self.packed or self.family == "sm80"
 
     @property
     def uneven(self) -> bool:

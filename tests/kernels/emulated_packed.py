@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import emulated_hopper
 import jax.numpy as jnp
 import numpy as np
 import ptx_emulator
@@ -19,6 +20,7 @@ from jax_fastattn.kernels.sm80.backward import BackwardKernel
 from jax_fastattn.kernels.sm80.backward_config import backward_scratch
 from jax_fastattn.kernels.sm80.dkdv_dq import HeadOrder
 from jax_fastattn.kernels.sm80.forward import ForwardKernel
+from jax_fastattn.kernels.sm90.forward import ForwardKernel as HopperForwardKernel
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 from jax_fastattn.ops.records import tile_records
 
@@ -95,8 +97,9 @@ def _join(pack: Pack, name: str, parts: list[dict[str, np.ndarray]], fill: float
 
 
 def check_forward(spec: KernelSpec, pack: Pack) -> None:
-    """Runs the portable kernel into buffers of NaN, and compares output and log-sum-exp."""
-    kernel = ForwardKernel(spec)
+    """Runs the kernel of its family into buffers of NaN, and compares output and log-sum-exp."""
+    on_hopper = spec.family == "sm90"
+    kernel = (HopperForwardKernel if on_hopper else ForwardKernel)(spec)
     texts = compile_kernel(kernel, spec)
     arrays, wanted = draw(spec, pack)
     out, lse = wanted["out"], wanted["lse"]
@@ -105,6 +108,9 @@ def check_forward(spec: KernelSpec, pack: Pack) -> None:
     arrays["query_tiles"] = pack.records((kernel.config.rows, 1), of_keys=False)
     memory, buffers = place(spec, arrays)
     for launch in kernel.launches(buffers, launch_scalars(spec, pack.launch_sizes())):
+        if on_hopper:
+            emulated_hopper.start(launch, texts, memory)
+            continue
         ptx_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), launch.shared_bytes)
     tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10
     got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)

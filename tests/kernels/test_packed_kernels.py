@@ -92,3 +92,22 @@ def test_portable_kernels(name: str, op: str) -> None:
     else:
         spec = dataclasses.replace(spec, op="backward", dlse=everything, ordered=op == "ordered")
         emulated_packed.check_backward(spec, pack)
+
+
+# Tiles of 192, 128, 64 and 128 query rows; a CTA for each, or CTAs that walk.
+HOPPER_CASES = {
+    "causal-d64": ((64, 64), {"window_right": True}, CAUSAL),
+    "causal-d64-short": ((64, 64), {"window_right": True, "short": True, "group": 2}, CAUSAL),
+    "all-d128": ((128, 128), {**ALL, "sinks": True}, OTHERS),
+    "full-d72-40": ((72, 40), {}, dataclasses.replace(OTHERS, offsets=())),
+    "causal-d256": ((256, 256), {"window_right": True, "group": 2}, CAUSAL),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOPPER_CASES)
+def test_hopper_forward(name: str) -> None:
+    """The same of the Hopper kernel."""
+    dims, features, pack = HOPPER_CASES[name]
+    spec = KernelSpec("forward", "sm_90a", "bfloat16", *dims, family="sm90", packed=True, **features)
+    emulated_packed.check_forward(spec, pack)

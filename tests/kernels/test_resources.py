@@ -97,6 +97,8 @@ HOPPER_ROWS = [
     *((dims, short) for dims in ((64, 64), (32, 16)) for short in (True, False)),
     *((dims, False) for dims in ((96, 96), (128, 128), (72, 128), (160, 160), (192, 128), (256, 256))),
 ]
+# Those of packed sequences: a CTA for each tile, and CTAs that walk.
+PACKED_DIMS = ((64, 64), (128, 128), (256, 256))
 # Features of those rows, all of which have to do without local memory.
 HOPPER = ("full", "causal", "soft-cap")
 
@@ -107,6 +109,8 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
         spec = _spec("sm90", op, "sm_90a", dims, FEATURES[features])
         if op == "forward":
             specs.append(dataclasses.replace(spec, short=short))
+            if dims in PACKED_DIMS and features == "causal" and not short:
+                specs.append(dataclasses.replace(spec, packed=True))
         elif not short:
             specs += _variants(spec)
     return specs
@@ -130,7 +134,7 @@ def rows() -> dict[str, KernelSpec]:
 
 def _row_name(features: str, spec: KernelSpec) -> str:
     dims = f"d{spec.head_dim}" + (f"v{spec.v_head_dim}" if spec.v_head_dim != spec.head_dim else "")
-    flags = [name for name in ("short", "ordered") if getattr(spec, name)]
+    flags = [name for name in ("short", "ordered", "packed") if getattr(spec, name)]
     return "-".join([spec.family, spec.arch, spec.op, dims, features, *flags])
 
 

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_hopper
+import emulated_packed
 import hopper_emulator
 import jax.numpy as jnp
 import numpy as np
@@ -196,4 +197,11 @@ def test_nan_in_padding_queries_computes_no_tile_again(computed_again: list[int]
     """Other rows of the warp would be rounded in another way, and every full tile would take twice as long."""
     sizes = Sizes(batch=1, queries=133, keys=520, query_lengths=(70,))
     emulated_hopper.check_forward(_spec("forward", 128, 128, "bfloat16", {"query_seq_lengths": True}), sizes)
+    assert not computed_again
+
+
+def test_nan_behind_a_packed_sequence_computes_no_tile_again(computed_again: list[int]) -> None:
+    """Queries of the next sequence share a warp with the last ones of a sequence."""
+    pack = emulated_packed.Pack(queries=(70,), keys=(520,))
+    emulated_packed.check_forward(_spec("forward", 128, 128, "bfloat16", {"packed": True}), pack)
     assert not computed_again

@@ -11,6 +11,7 @@ array                              row r of a batch entry                   row 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, cute
@@ -53,6 +54,14 @@ class Span:
         first = self.head(heads, head) * self.length
         return first if row is None else first + row
 
+    def tma_rows(self, coordinates: cute.Tensor, head: Int32) -> Any:
+        """The rows of a head in the coordinates of an operand, `[rows, columns, heads, batch]` to `[rows, columns]`."""
+        return coordinates[None, None, head, self.batch]
+
+    def zeros_from(self) -> Int32 | None:
+        """The row from which on TMA loads zeros; None where rows of other sequences may follow."""
+        return self.length
+
     def padded_rows(self, alignment: int) -> Int32:
         """Rows from one head to the next in an array `[batch, heads, padded rows]`: a multiple of `alignment`."""
         return (self.length + (alignment - 1)) // alignment * alignment
@@ -91,6 +100,14 @@ class PackedSpan(Span):
     def head_row(self, heads: Int32, head: Int32, row: Int32 | None = None) -> Int64:
         """Index of a head's row, or of its first one, in an array `[heads, rows]`."""
         return self.head(heads, head) * self.rows + self.row(row)
+
+    def tma_rows(self, coordinates: cute.Tensor, head: Int32) -> Any:
+        """The same, from the first row of the sequence on."""
+        return cute.domain_offset((self.first, 0), coordinates[None, None, head, 0])
+
+    def zeros_from(self) -> Int32 | None:
+        """None: other sequences follow."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -131,6 +148,11 @@ class Sequence:
         address = records.toint() + Int64(slot) * (4 * WORDS)
         words = [*ptx.load_global_chunk(address), *ptx.load_global_chunk(address + 16)]
         record = Record(*[cute.arch.make_warp_uniform(word) for word in words])
+        return record.tile, cls.from_record(spec, record, scalars, of_keys=of_keys)
+
+    @classmethod
+    def from_record(cls, spec: KernelSpec, record: Record, scalars: Scalars | Sizes, *, of_keys: bool) -> "Sequence":
+        """The packed sequence of a record, see `of_record`."""
         batch = Int32(cutlass.max(record.entry, 0))
         live = ptx.where(record.entry < 0, Int32(0), record.rows)
         lengths = (scalars.query_length, scalars.key_length)
@@ -141,4 +163,4 @@ class Sequence:
         offset = record.offset if spec.query_offset else Int32(0)
         query_end, key_end = (record.others, live) if of_keys else (live, record.others)
         bounds = functools.partial(tiles.bounds, spec, query_end, key_end, offset, scalars)
-        return record.tile, cls(queries, keys, bounds, record.first_slot)
+        return cls(queries, keys, bounds, record.first_slot)

@@ -34,7 +34,7 @@ class TmaOperand(NamedTuple):
             span: the rows; tile 0 begins with the first one.
         """
         shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
-        tiles = cute.local_tile(self.coordinates[None, None, head, span.batch], shape, (None, 0))
+        tiles = cute.local_tile(span.tma_rows(self.coordinates, head), shape, (None, 0))
         inner, outer = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
@@ -113,8 +113,9 @@ class Tma(NamedTuple):
             query_rows: rows of a box of Q and of dO.
             key_rows: rows of a box of K and of V.
         """
-        queries = (scalars.batch, scalars.query_length, scalars.num_heads)
-        keys = (scalars.batch, scalars.key_length, scalars.num_heads // spec.group)
+        batch = Int32(1) if spec.packed else scalars.batch
+        queries = (batch, scalars.query_length, scalars.num_heads)
+        keys = (batch, scalars.key_length, scalars.num_heads // spec.group)
         dout = None
         if isinstance(buffers, BackwardBuffers):
             dout = Box(buffers.dout, *queries, spec.v_head_dim, query_rows, memory.v_head_dim)

@@ -287,7 +287,7 @@ class ForwardKernel:
         state.sums.fill(0.0)
         wgmma.wait(state.shared.query_full + state.group, state.query_phase[0])
         state.query_phase[0] = state.query_phase[0] ^ 1
-        if self.spec.query_seq_lengths:
+        if self.spec.query_seq_lengths or self.spec.packed:
             self._zero_padding(state)
         if not self.spec.logits_soft_cap:
             cutlass.if_generate(state.call.scaling.negative, lambda: self._negate_query(state))
@@ -470,13 +470,16 @@ class ForwardKernel:
         self._sync_warpgroup(state)
 
     def _zero_padding(self, state: SimpleNamespace) -> None:
-        """Zeroes the padding rows of this warpgroup's Q. No mask hides them: NaN there would fail full tiles."""
+        """Zeroes the padding rows of this warpgroup's Q, and those of other sequences.
+
+        No mask hides them: NaN there, or scores far above the maxima, would fail full tiles.
+        """
         work, memory, first = state.work, self.memory, state.work.row + state.group * WARPGROUP_ROWS
         inside = plan.LiveRange(Int32(0), work.bounds["query_end"])
         wgmma.zero_hidden_rows(
             WARPGROUP_ROWS,
             lambda: [(state.shared.address + state.group * memory.query_nbytes, memory.head_dim)],
-            tiles.Rows.live(inside, first, hides_first=False, length=work.queries.length),
+            tiles.Rows.live(inside, first, hides_first=False, length=work.queries.zeros_from()),
             threads=128,
             barrier=1,
         )
@@ -485,7 +488,9 @@ class ForwardKernel:
         """Zeroes the rows of V that no query sees; `slot` waits for it. Every warpgroup does so for itself."""
         spec, config, memory, work = self.spec, self.config, self.memory, state.work
         live = tiles.live_keys(**tiles.moved(work.bounds))
-        rows = tiles.Rows.live(live, tile * config.keys, hides_first=spec.hides_first_keys, length=work.keys.length)
+        rows = tiles.Rows.live(
+            live, tile * config.keys, hides_first=spec.hides_first_keys, length=work.keys.zeros_from()
+        )
         wgmma.zero_hidden_rows(
             config.keys,
             lambda: [(state.shared.address + memory.ring_start + slot() * memory.slot_nbytes, memory.v_head_dim)],

@@ -12,9 +12,10 @@ from cutlass import Int32, Int64, cute
 from jax_fastattn.kernels.arguments import Buffers, ForwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span
+from jax_fastattn.kernels.packed import WORDS, Record, slot_count
 from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, head_counters, padded_rows
 from jax_fastattn.kernels.sm90.config import ForwardConfig
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Key/value heads whose tiles of one position come next to each other under a left window bound.
 _SECTION_HEADS = 16
@@ -202,8 +203,69 @@ class WalkedSections(ForwardTiles):
         wgmma.loop(rounds + ptx.where(last < rest, Int32(1), Int32(0)), walk)
 
 
+@dataclass(frozen=True)
+class PackedTiles(ForwardTiles):
+    """Those of packed sequences, from the records of slots: of all heads together, the last slot first.
+
+    Args:
+        blocks_per_sm: of CTAs that walk; 0 with a CTA for each tile.
+    """
+
+    blocks_per_sm: int
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Slots of a head."""
+        return slot_count(scalars.query_length, self.rows, scalars.batch)
+
+    def blocks(self, scalars: Scalars) -> Int32:
+        """CTAs."""
+        total = self.count(scalars) * scalars.num_heads
+        if not self.blocks_per_sm:
+            return total
+        return Int32(cutlass.min(total, self.blocks_per_sm * scalars.multiprocessors))
+
+    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+        """Calls `visit` for each tile of the CTA."""
+        block, _, _ = cute.arch.block_idx()
+        heads, count = scalars.num_heads, self.count(scalars)
+        if not self.blocks_per_sm:
+            head, slot = self._at(block, count, heads)
+            tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
+            visit(Work(tile, head, head // self.spec.group, sequence))
+            return
+        grid, _, _ = cute.arch.grid_dim()
+        total = count * heads
+        records = cute.make_tensor(buffers.query_tiles, cute.make_layout((UNBOUNDED,)))
+        lane = ptx.thread_index() % WORDS
+
+        def word(index: Int32) -> Int32:
+            """The lane's word of the record of a tile; past the end that of the last tile."""
+            _, slot = self._at(Int32(cutlass.min(index, total - 1)), count, heads)
+            return records[slot * WORDS + lane]
+
+        # It is on its way while the CTA works on the tile before.
+        ahead = cute.make_rmem_tensor((1,), Int32)
+        ahead[0] = word(block)
+
+        def walk(i: Int32) -> None:
+            record = Record(*[cute.arch.shuffle_sync(ahead[0], at) for at in range(WORDS)])
+            index = block + i * grid
+            ahead[0] = word(index + grid)
+            head, _ = self._at(index, count, heads)
+            sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
+            visit(Work(record.tile, head, head // self.spec.group, sequence))
+
+        wgmma.loop((total - block + (grid - 1)) // grid, walk)
+
+    def _at(self, index: Int32, count: Int32, heads: Int32) -> tuple[Int32, Int32]:
+        """The head and the slot of an index."""
+        return index % heads, count - 1 - index // heads
+
+
 def forward_schedule(spec: KernelSpec, config: ForwardConfig) -> ForwardTiles:
     """The schedule of a forward kernel."""
+    if spec.packed:
+        return PackedTiles(spec, config.rows, config.blocks if config.walks else 0)
     if not config.walks:
         return ForwardTiles(spec, config.rows)
     return (WalkedSections if spec.window_left else WalkedPairs)(spec, config.rows, config.blocks)
