@@ -150,8 +150,8 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     left, right = spec.bounds
     largest = max(problem.head_dim, problem.v_head_dim)
     packed = problem.num_sequences > 0
-    # Hopper's own kernels do not read packed sequences yet.
-    family = "sm90" if arch == "sm_90a" and not packed else "sm80"
+    # Hopper's own backward kernels do not read packed sequences yet.
+    family = "sm80" if arch != "sm_90a" or (packed and op == "backward") else "sm90"
     key = KernelSpec(
         op=op,
         arch=arch,
