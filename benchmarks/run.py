@@ -174,7 +174,7 @@ class Checked:
 
     The rule is that of the tests (`jax_fastattn.testing.compare`): the error may be twice that of the same arithmetic
     in the dtype of the case. The oracle is jax.nn's XLA path in float32, or the executable specification where jax.nn
-    lacks a feature.
+    lacks a feature; for packed sequences our XLA path, in float32 for the oracle.
     """
 
     def __init__(self, case: Case, operands: Operands, dout: jax.Array) -> None:
@@ -227,10 +227,18 @@ class Checked:
         return evaluate(self.exact, self.case.spec(), operands._replace(**wide), dout)
 
     def baseline(self, operands: Operands, dout: jax.Array) -> Results:
-        return evaluate(same_dtype_attention, self.case.spec(), operands, dout)
+        attention = self.by_chunks if self.case.packed is not None else same_dtype_attention
+        return evaluate(attention, self.case.spec(), operands, dout)
+
+    def by_chunks(self, spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+        """Packed sequences by the XLA path: all logits of 65536 tokens at once are 17 GB a head."""
+        del spec
+        return IMPLEMENTATIONS["jax_fastattn-xla"].attend(self.case, operands), jnp.zeros(())
 
     def exact(self, spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
         with jax.default_matmul_precision("highest"):
+            if self.case.packed is not None:
+                return self.by_chunks(spec, operands)
             try:
                 return IMPLEMENTATIONS["jax.nn-xla"].attend(self.case, operands), jnp.zeros(())
             except Unsupported:
