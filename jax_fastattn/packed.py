@@ -52,18 +52,14 @@ def by_token(operands: Operands) -> Operands:
 
 
 def key_range(sequences: jax.Array, begin: jax.Array | int, end: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first key, and one past the last, of the sequences with queries [begin, end) of any batch entry."""
-    find = jax.vmap(lambda x, row: jnp.searchsorted(x, row, side="right"), in_axes=(0, None))
-    first = jnp.maximum(find(sequences[:, :, 0], begin) - 1, 1)
-    last = jnp.minimum(find(sequences[:, :, 0], end - 1) - 1, sequences.shape[1] - 2)
+    """Returns the first key, and one past the last, of the sequences with queries [begin, end) of any batch entry.
 
-    def of(index: jax.Array, column: int) -> jax.Array:
-        return jnp.take_along_axis(sequences[:, :, column], index[:, None], axis=1)[:, 0]
-
-    none = first > last
-    key_begin = jnp.where(none, jnp.iinfo(jnp.int32).max, of(first, 2))
-    key_end = jnp.where(none, 0, of(last, 2) + of(last, 3))
-    return jnp.min(key_begin), jnp.max(key_end)
+    Without a search: XLA for GPUs (jax 0.11) cannot compile slices in a loop whose starts a search in it has found.
+    """
+    first_query, queries, first_key, keys = (sequences[:, 1:-1, column] for column in range(4))
+    has_any = (queries > 0) & (first_query < end) & (first_query + queries > begin)
+    key_begin = jnp.min(first_key, where=has_any, initial=jnp.iinfo(jnp.int32).max)
+    return key_begin, jnp.max(first_key + keys, where=has_any, initial=0)
 
 
 def padding_rows(operands: Operands) -> jax.Array | None:
@@ -77,7 +73,8 @@ def token_ids(sequences: jax.Array, length: int, *, of_keys: bool) -> jax.Array:
     """Returns the sequence of each token, int32 `[B, length]`; of padding PADDING_ID, or of keys one less."""
     first = sequences[:, :, 2 * of_keys]
     tokens = jnp.arange(length, dtype=jnp.int32)
-    ids = jax.vmap(lambda x: jnp.searchsorted(x, tokens, side="right"))(first).astype(jnp.int32) - 1
+    find = jax.vmap(lambda x: jnp.searchsorted(x, tokens, side="right", method="scan_unrolled"))
+    ids = find(first).astype(jnp.int32) - 1
     inside = (ids > 0) & (ids < first.shape[1] - 1)
     return jnp.where(inside, ids, PADDING_ID - of_keys)
 
