@@ -85,6 +85,9 @@ def first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
 def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
     """Best first. Output accumulators take `rows_per_warp * D / 32` registers: 32 rows go up to 128 columns."""
     wide = (ForwardConfig(16, 8, 64), ForwardConfig(16, 8, 48), ForwardConfig(16, 8, 32))
+    if min(padded(spec.head_dim), padded(spec.v_head_dim)) > 192:
+        # Fetched for each key tile, Q would be 16 of the 144 ldmatrix that a warp issues.
+        return (ForwardConfig(16, 8, 64, query_in_registers=True), *wide[1:])
     if padded(spec.v_head_dim) > 128:
         return wide
     resident = padded(spec.head_dim) <= 64 and padded(spec.v_head_dim) <= 64
