@@ -128,20 +128,23 @@ def test_one_query_over_few_heads_takes_the_xla_path() -> None:
         assert "custom_call" not in calls.cuda_text(attention, *arrays.values())
     insisting = functools.partial(attention, implementation="cuda")
     assert calls.count_launches(calls.cuda_text(insisting, *arrays.values())) == 1
+    for call in (one_query(kv_heads=33), one_query(batch=2, kv_heads=5), one_query(key_length=16384)):
+        assert explain(**call).implementation == "xla"
 
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize(
     "call",
     [
-        one_query(batch=4),
-        one_query(key_length=1024),
+        one_query(kv_heads=34),
+        one_query(batch=3, kv_heads=4),
+        one_query(key_length=8192),
         one_query() | {"query": jax.ShapeDtypeStruct((1, 2, 32, 128), jnp.bfloat16)},
         one_query() | {"key_value_seq_lengths": jnp.ones(1, jnp.int32)},
         one_query() | {"local_window_size": (5, None)},
         one_query() | {"implementation": "cuda"},
     ],
-    ids=["heads", "keys", "queries", "lengths", "window", "cuda"],
+    ids=["heads", "batch", "keys", "queries", "lengths", "window", "cuda"],
 )
 def test_other_calls_of_few_queries_take_the_kernels(call: dict[str, Any]) -> None:
     assert explain(**call).implementation == "cuda"

@@ -17,9 +17,11 @@ from jax_fastattn.kernels.support import describe_kernels, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 # From how many keys on, and up to which share of a GPU's multiprocessors, one query takes the XLA path; see
-# `faster_on_xla`.
-ONE_QUERY_KEYS = 4096
-ONE_QUERY_SHARE = 1 / 8
+# `faster_on_xla`. XLA reads keys at 2.3 TB/s from one batch entry and at 0.7 to 0.9 TB/s from several, the kernel at
+# 0.065 TB/s a head and up to 2 TB/s (H100, 32 query heads of 128, 2 to 32 key/value heads).
+ONE_QUERY_KEYS = 16384
+ONE_QUERY_SHARE = 1 / 4
+ONE_QUERY_SHARE_OF_SEVERAL = 1 / 12
 
 
 # What to do instead, by how a reason begins. A reason that no argument can remove has none.
@@ -87,7 +89,8 @@ def faster_on_xla(problem: Problem, multiprocessors: int) -> str | None:
     """
     heads = problem.batch * problem.num_kv_heads
     reads_all = problem.spec.bounds == (None, None) and "key_value_seq_lengths" not in problem.spec.present
-    few = problem.query_length == 1 and not problem.num_sequences and heads <= ONE_QUERY_SHARE * multiprocessors
+    share = ONE_QUERY_SHARE if problem.batch == 1 else ONE_QUERY_SHARE_OF_SEVERAL
+    few = problem.query_length == 1 and not problem.num_sequences and heads <= share * multiprocessors
     if not (reads_all and few and problem.key_length >= ONE_QUERY_KEYS):
         return None
     return (
