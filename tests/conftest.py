@@ -26,7 +26,12 @@ def _cuda_devices() -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
+    parser.addoption("--seed", type=int, default=34, help="of random packed calls (default: %(default)s)")
     parser.addoption("--part", default="0/1", help="I/N: part I of N of the tests, cases undivided")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random packed calls: --seed {config.getoption('--seed')}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,12 @@ class Case:
         scale_is_array: whether scale is an operand, not a static number.
         is_causal, window, logits_soft_cap: as in `AttentionSpec`.
         bias, mask: the axes that are not broadcast, such as "nts"; None is absent.
-        query_seq_lengths, key_value_seq_lengths, query_offset: one for each batch entry.
+        query_seq_lengths, key_value_seq_lengths: one for each batch entry.
+        query_offset: one for each batch entry, or for each packed sequence; "bottom_right" of packed sequences.
         segments: number of segments, cut at random; the last is one that only queries have. 0 is absent.
         packed: `(query lengths, key lengths)` of the sequences that the one batch entry holds. What is left is padding.
+            Negative lengths are boundaries that decrease.
+        first: the first boundaries of packed queries and keys; rows before them are padding.
         sinks: "n" for one row, "bn" for one for each batch entry; None is absent.
         dlse: whether the log-sum-exp has a cotangent.
         deterministic: as in `AttentionSpec`.
@@ -63,9 +66,10 @@ class Case:
     mask: str | None = None
     query_seq_lengths: tuple[int, ...] | None = None
     key_value_seq_lengths: tuple[int, ...] | None = None
-    query_offset: tuple[int, ...] | None = None
+    query_offset: tuple[int, ...] | Literal["bottom_right"] | None = None
     segments: int = 0
     packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    first: tuple[int, int] = (0, 0)
     sinks: str | None = None
     dlse: bool = False
     deterministic: bool = False
@@ -86,7 +90,7 @@ class Case:
             if values is None or values == (None, None):
                 return None
             values = values if isinstance(values, tuple) else (values,)
-            return name + ".".join("x" if v is None else f"{v:g}" for v in values)
+            return name + ".".join("x" if v is None else v if isinstance(v, str) else f"{v:g}" for v in values)
 
         words = [
             heads + (str(self.group) if self.group > 1 else ""),
@@ -98,6 +102,7 @@ class Case:
             f"segments{self.segments}" if self.segments else None,
             joined("packed", self.packed and self.packed[0]),
             joined("and", self.packed and self.packed[1]),
+            joined("first", None if self.first == (0, 0) else self.first),
             self.sinks and f"sinks_{self.sinks}",
             "dlse" if self.dlse else None,
             "deterministic" if self.deterministic else None,
@@ -166,7 +171,8 @@ class Case:
         has_ids = self.segments > 0
         sequences: Any = None
         if self.packed is not None:
-            sequences = jax.ShapeDtypeStruct((self.batch, len(self.packed[0]) + 2, 4), np.int32)
+            columns = 4 if self.query_offset is None else 5
+            sequences = jax.ShapeDtypeStruct((self.batch, len(self.packed[0]) + 2, columns), np.int32)
         return Operands(
             query=array("BTNH", self.dtype),
             key=array("BSKH", self.dtype),
@@ -175,7 +181,7 @@ class Case:
             mask=plane(self.mask, np.bool_),
             query_seq_lengths=array("B", np.int32) if self.query_seq_lengths is not None else None,
             key_value_seq_lengths=array("B", np.int32) if self.key_value_seq_lengths is not None else None,
-            query_offset=array("B", np.int32) if self.query_offset is not None else None,
+            query_offset=array("B", np.int32) if self.query_offset is not None and self.packed is None else None,
             query_segment_ids=array("BT", np.int32) if has_ids else None,
             key_value_segment_ids=array("BS", np.int32) if has_ids else None,
             sinks=row(self.sinks),
@@ -201,7 +207,7 @@ class Case:
             mask=None if shapes.mask is None else jax.random.bernoulli(mask_key, 0.7, shapes.mask.shape),
             query_seq_lengths=_int32(self.query_seq_lengths),
             key_value_seq_lengths=_int32(self.key_value_seq_lengths),
-            query_offset=_int32(self.query_offset),
+            query_offset=_int32(self.query_offset) if self.packed is None else None,
             query_segment_ids=query_ids,
             key_value_segment_ids=key_ids,
             sinks=None if shapes.sinks is None else jax.random.normal(sinks_key, shapes.sinks.shape, jnp.float32),
@@ -226,11 +232,22 @@ class Case:
         key_ids = jax.random.randint(kv_key, (self.batch, self.key_length), 0, self.segments - 1, jnp.int32)
         return jnp.sort(query_ids, axis=1), jnp.sort(key_ids, axis=1)
 
+    def boundaries(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the boundaries of packed queries and keys for `attention_varlen`, int32 `[sequences + 1]`."""
+        assert self.packed is not None
+        found = (
+            jnp.array(list(itertools.accumulate(lengths, initial=first)), jnp.int32)
+            for lengths, first in zip(self.packed, self.first, strict=True)
+        )
+        return next(found), next(found)
+
     def _sequences(self) -> jax.Array | None:
         if self.packed is None:
             return None
-        queries, keys = (jnp.array([0, *itertools.accumulate(lengths)], jnp.int32) for lengths in self.packed)
-        return packed.sequences(queries, keys, (self.query_length, self.key_length))[None]
+        found = packed.sequences(*self.boundaries(), (self.query_length, self.key_length))
+        offset = self.query_offset
+        offset = found[1:-1, 3] - found[1:-1, 1] if offset == "bottom_right" else _int32(offset)
+        return packed.with_offsets(found, offset)[None]
 
 
 def _int32(x: Any) -> jax.Array | None:
@@ -615,7 +632,8 @@ def _in_order(case: Case) -> bool:
 
 _LENGTHS = (1000, 0, 1, 63, 64, 65, 127, 128, 129)
 _OTHER_LENGTHS = (300, 77, 1, 129, 0, 64, 200, 65, 513)
-# Packed sequences with rows of padding behind them; lengths about those of tiles, and empty ones.
+# Packed sequences with rows of padding past them; lengths about those of tiles, and empty ones. The last case has
+# boundaries that decrease and leave the rows.
 PACKED = _vary(
     Case(batch=1, query_length=1600, key_length=1600, num_kv_heads=2, packed=(_LENGTHS, _LENGTHS), dtype="bfloat16"),
     {"is_causal": True, "head_dim": 64, "v_head_dim": 64},
@@ -633,6 +651,13 @@ PACKED = _vary(
         "logits_soft_cap": 5.0,
         "sinks": "n",
         "dlse": True,
+    },
+    {
+        "is_causal": True,
+        "head_dim": 128,
+        "v_head_dim": 128,
+        "first": (-7, 3),
+        "packed": ((1200, -900, 500, 10**9, -2 * 10**9, 10**9), (200, 1000, 0, -300, 1097, -400)),
     },
 )
 GPU_CASES = [
