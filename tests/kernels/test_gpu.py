@@ -26,13 +26,29 @@ from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
 from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-from jax_fastattn.testing import compare
+from jax_fastattn.testing import compare, draws
 from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
 from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.gpu
 
 _first_results: dict[Case, compare.Results] = {}
+
+# A forward and a backward kernel for each kind, at most; 4 runs with other seeds make 500 calls.
+DRAWS, KINDS = 125, 20
+CHOICES = {
+    "dtypes": ["bfloat16", "float16"],
+    "head_dims": [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 72)],
+    "rows": [1100, 700],
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    seed = metafunc.config.getoption("--seed")
+    if metafunc.function is test_random_packed_calls:
+        metafunc.parametrize("case", draws.packed_draws(seed, DRAWS, KINDS, **CHOICES), ids=str)
+    elif metafunc.function is test_wild_boundaries_are_moved_into_the_rows:
+        metafunc.parametrize("case", draws.wild_draws(seed, 20, 2, **CHOICES), ids=str)
 
 
 def _inputs(case: Case) -> tuple[AttentionSpec, Operands, jax.Array, Any]:
@@ -123,12 +139,36 @@ def test_results_and_gradients(case: Case, expectations: dict[Case, Future[Any]]
 
 @pytest.mark.parametrize("case", GPU_CASES[::-1], ids=str)
 def test_same_bits_in_another_order(case: Case) -> None:
-    first = _first_results.get(case) or _results(case)
+    _assert_same_bits(case, _first_results.get(case) or _results(case), _results(case))
+
+
+def _assert_same_bits(case: Case, first: compare.Results, second: compare.Results) -> None:
+    """Holds results of two runs together, except sums in an order that may vary."""
     kernel = kernel_spec(case.problem(), "backward", ffi.arch() or "")
     any_order = {"dquery", "dscale"} if kernel.fused and not kernel.ordered else set()
-    for name, x, y in zip(compare.Results._fields, first, _results(case), strict=True):
+    for name, x, y in zip(compare.Results._fields, first, second, strict=True):
         if x is not None and name not in any_order:
             np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), err_msg=name)
+
+
+def test_random_packed_calls(case: Case, expectations: dict[Case, Future[Any]]) -> None:
+    """Calls of `attention_varlen` that `--seed` draws, each run twice."""
+    first, second = _varlen_results(case), _varlen_results(case)
+    compare.assert_within_budget(first, *expectations[case].result())
+    _assert_same_bits(case, first, second)
+
+
+def test_wild_boundaries_are_moved_into_the_rows(case: Case, expectations: dict[Case, Future[Any]]) -> None:
+    """Those that decrease, are negative or huge; see "Which key a query sees" in docs/semantics.md."""
+    found = _varlen_results(case)
+    compare.assert_within_budget(found, *expectations[case].result())
+    _assert_same_bits(case, found, _varlen_results(case, draws.moved(case)))
+
+
+def _varlen_results(case: Case, bounded: Case | None = None) -> compare.Results:
+    """Runs the public function on the operands of a case, poisoned, with its boundaries or those of another case."""
+    spec, *arrays = _inputs(case)
+    return jax.tree.map(np.asarray, draws.evaluate(bounded or case, spec, *poison(spec, *arrays)))
 
 
 @pytest.mark.parametrize("case", HIDDEN_ROWS.values(), ids=HIDDEN_ROWS.keys())
