@@ -60,7 +60,7 @@ def wild_draws(seed: int, count: int, kinds: int, **choices: Sequence[Any]) -> l
         for rows in (kind.query_length, kind.key_length):
             inside, around = random.integers(0, rows + 1, size), random.integers(-rows, 2 * rows, size)
             anywhere = random.integers(-(1 << 31), 1 << 31, size)
-            mixed = np.where(random.integers(3, size=size) == 0, anywhere, inside)
+            mixed = np.where(random.integers(4, size=size) == 0, around, np.sort(inside))
             raw.append([np.sort(inside)[::-1], around, inside, anywhere, mixed][i // kinds % 5])
         found.append(with_boundaries(dataclasses.replace(kind, deterministic=True), *raw))
     return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import emulated_hopper
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from jax_fastattn.kernels.sm80.forward import ForwardKernel
 from jax_fastattn.kernels.sm90.forward import ForwardKernel as HopperForwardKernel
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 from jax_fastattn.ops.records import tile_records
+from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.draws import moved
 
 QUERY_SIDE = ("query", "out", "lse", "dout", "dlse", "dq", "delta")
 
@@ -36,6 +39,7 @@ class Pack:
         padding: rows before the first and after the last sequence, of queries and of keys.
         offsets: of queries, where the compile key has offsets.
         sizes: bounds, scale and cap.
+        boundaries: those of queries and of keys, if they are to be moved to what the lengths and the padding say.
     """
 
     queries: tuple[int, ...]
@@ -43,6 +47,25 @@ class Pack:
     padding: tuple[tuple[int, int], tuple[int, int]] = ((3, 5), (7, 2))
     offsets: tuple[int, ...] = ()
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
+    boundaries: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, case: Case) -> Pack:
+        """Returns the sequences of a random call."""
+        bounded = moved(case)
+        assert bounded.packed is not None
+        queries, keys = bounded.packed
+        totals = case.query_length, case.key_length
+        ends = [total - sum(x) - first for total, x, first in zip(totals, bounded.packed, bounded.first, strict=True)]
+        offsets: Any = case.query_offset or ()
+        if offsets == "bottom_right":
+            offsets = tuple(key - query for query, key in zip(queries, keys, strict=True))
+        spec = case.spec()
+        left, right = (x or 0 for x in spec.bounds)
+        cap = case.logits_soft_cap or 0.0
+        sizes = Sizes(kv_heads=case.num_kv_heads, left=left, right=right, cap=cap, scale=spec.scale)
+        padding = (bounded.first[0], ends[0]), (bounded.first[1], ends[1])
+        return cls(queries, keys, padding, offsets, sizes, case.boundaries())
 
     def total(self, side: int) -> int:
         """Rows of all."""
@@ -50,7 +73,7 @@ class Pack:
 
     def sequences(self) -> np.ndarray:
         """The operand of `packed.py`, `[1, M, 4 or 5]`."""
-        boundaries = [
+        boundaries = self.boundaries or [
             self.padding[side][0] + np.cumsum([0, *lengths]) for side, lengths in enumerate((self.queries, self.keys))
         ]
         found = np.asarray(packed.sequences(*map(jnp.asarray, boundaries), (self.total(0), self.total(1))))

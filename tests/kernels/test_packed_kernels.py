@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 
 from jax_fastattn import packed
 from jax_fastattn.kernels.packed import Record, slot_count
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
 from jax_fastattn.ops.records import tile_records
+from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.draws import packed_draws, wild_draws
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -111,3 +114,22 @@ def test_hopper_forward(name: str) -> None:
     dims, features, pack = HOPPER_CASES[name]
     spec = KernelSpec("forward", "sm_90a", "bfloat16", *dims, family="sm90", packed=True, **features)
     emulated_packed.check_forward(spec, pack)
+
+
+# Some of twelve kinds: with sinks, and with a cap and query heads that share keys. The last call has boundaries that
+# decrease and leave the rows.
+DRAWN = {"dtypes": ["bfloat16"], "head_dims": [(64, 64), (40, 72)], "rows": [220]}
+SINKS, CAP = (packed_draws(35, 12, 12, **DRAWN)[i] for i in (5, 9))
+WILD = wild_draws(35, 60, 12, **DRAWN)[57]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "op"), [(SINKS, "forward"), (CAP, "backward"), (WILD, "forward"), (WILD, "backward")], ids=str
+)
+def test_random_packed_calls(case: Case, op: Literal["forward", "backward"]) -> None:
+    """A sample of what `test_gpu.py` draws."""
+    arch = "sm_90a" if op == "forward" else "sm_80"
+    spec = kernel_spec(case.problem(), op, arch, dlse=op == "backward" and case.dlse)
+    check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
+    check(spec, Pack.of(case))
