@@ -32,7 +32,7 @@ REMEDIES = {
         "leave the array out and pass `is_causal=True` for a causal mask, `key_value_seq_lengths` for padding, or "
         "`local_window_size` for a band"
     ),
-    "segment ids are given": "pack the sequences and call `attention_varlen`",
+    "segment ids are given": "pass boundaries to `attention_varlen` instead; docs/packed.md shows how to get them",
 }
 
 # At head dims 64 and 128, lengths 1k to 4k, on an H100.
