@@ -6,9 +6,12 @@ r"""Trains a small byte-level GPT on the sources of Python's standard library, w
     python examples/train_gpt.py --layers 12 --width 768 --heads 12 --kv-heads 4 --length 4096 --batch 8 \
         --learning-rate 6e-4 --output gpt-cuda
     python examples/train_gpt.py ... --implementation jax --output gpt-jax --compare gpt-cuda/metrics.json
+    python examples/train_gpt.py --packed --length 1024 --batch 2       # whole documents, packed into rows
 
 Writes `metrics.json` and `loss.png` to the output folder, then prints a sample and a summary. A seed fixes the initial
-parameters and the order of the data, whatever the implementation and the mesh, so that curves can be compared.
+parameters and the order of the data, whatever the implementation and the mesh, so that curves can be compared. With
+`--packed`, a row holds documents of their own lengths (`jax_fastattn.attention_varlen`), and the metrics compare its
+tokens per second with those of the same documents padded to the longest one. Padding does not count as tokens.
 Needs the packages flax, optax, matplotlib and tqdm.
 """
 
@@ -22,9 +25,12 @@ import statistics
 import sysconfig
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -42,6 +48,7 @@ import jax_fastattn
 
 VOCABULARY = 256  # bytes
 HELD_OUT_EVERY = 20  # one file in twenty is never trained on
+SHORTEST = 64  # bytes of a document, of those that are packed
 PROMPT = b"def __init__(self, "
 ATTENTION = {
     "auto": jax_fastattn.attention,
@@ -49,6 +56,11 @@ ATTENTION = {
     "xla": partial(jax_fastattn.attention, implementation="xla"),
     "jax": jax.nn.dot_product_attention,
     "cudnn": partial(jax.nn.dot_product_attention, implementation="cudnn"),
+}
+PACKED_ATTENTION = {
+    "auto": jax_fastattn.attention_varlen,
+    "cuda": partial(jax_fastattn.attention_varlen, implementation="cuda"),
+    "xla": partial(jax_fastattn.attention_varlen, implementation="xla"),
 }
 
 
@@ -63,6 +75,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--kv-heads", default=2, help="key/value heads, each shared by heads / kv-heads query heads")
     add("--length", default=128, help="tokens (bytes) per sequence")
     add("--batch", default=16, help="sequences per step, over all devices")
+    parser.add_argument("--packed", action="store_true", help="fill a sequence with documents of their own lengths")
     add("--steps", default=300)
     add("--eval-every", default=100, help="steps from one held-out loss to the next")
     add("--sample", default=256, help="bytes to sample at the end")
@@ -84,6 +97,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--data-parallel must divide --width with --fsdp")
     if options.batch % options.data_parallel:
         parser.error("--data-parallel must divide --batch")
+    if options.packed and (options.implementation not in PACKED_ATTENTION or options.length < SHORTEST):
+        parser.error(f"--packed needs --implementation auto, cuda or xla, and --length {SHORTEST} or more")
     return options
 
 
@@ -101,11 +116,63 @@ def load_corpus() -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(b"\n\n".join(parts[0]), np.uint8), np.frombuffer(b"\n\n".join(parts[1]), np.uint8)
 
 
+class Batch(NamedTuple):
+    """Rows of tokens. Packed ones hold documents, row b the tokens boundaries[b, i] : boundaries[b, i + 1] of the i-th.
+
+    Attributes:
+        inputs: int32 [B, T].
+        targets: int32 [B, T], one token further on; -1 for padding.
+        boundaries: int32 [B, documents + 1]; None if rows are not packed.
+    """
+
+    inputs: Any
+    targets: Any
+    boundaries: Any = None
+
+
+def documents(text: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Functions, classes and whatever else two blank lines part, in random order, again and again."""
+    found = [np.frombuffer(part, np.uint8) for part in text.tobytes().split(b"\n\n\n") if len(part) > SHORTEST]
+    while True:
+        for i in rng.permutation(len(found)):
+            yield found[i]
+
+
+def fill_rows(documents: Iterable[np.ndarray], length: int, most: int) -> Iterator[Batch]:
+    """Rows [T] of as many whole documents, one after the other, as fit; a document longer than a row is cut."""
+    row: list[np.ndarray] = []
+    for document in documents:
+        document = document[: length + 1]
+        if len(row) == most or sum(len(x) - 1 for x in [*row, document]) > length:
+            yield lay_out(row, length, most)
+            row = []
+        row.append(document)
+    yield lay_out(row, length, most)
+
+
+def stack(rows: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """Batches of so many rows."""
+    while len(some := list(islice(rows, count))) == count:
+        yield jax.tree.map(lambda *arrays: np.stack(arrays), *some)
+
+
+def lay_out(row: list[np.ndarray], length: int, most: int) -> Batch:
+    ends = np.cumsum([0, *(len(document) - 1 for document in row)], dtype=np.int32)
+    inputs, targets = np.zeros(length, np.int32), np.full(length, -1, np.int32)
+    inputs[: ends[-1]] = np.concatenate([document[:-1] for document in row])
+    targets[: ends[-1]] = np.concatenate([document[1:] for document in row])
+    # The last boundary again and again: empty documents, so that each row has as many.
+    return Batch(inputs, targets, np.pad(ends, (0, most + 1 - len(ends)), mode="edge"))
+
+
 # Model: [B, T] tokens -> [B, T, VOCABULARY] logits
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding (arXiv:2104.09864) of [B, T, N, H]."""
+    """Rotary position embedding (arXiv:2104.09864) of [B, T, N, H].
+
+    Attention sees differences of positions alone, so that those of a row serve each of its documents.
+    """
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] / 10_000 ** (jnp.arange(half) / half)[None]  # [T, H / 2]
     cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
@@ -129,12 +196,17 @@ class Block(nnx.Module):
         self.up = linear(options.width, 4 * options.width)
         self.down = linear(4 * options.width, options.width)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, boundaries: jax.Array | None) -> jax.Array:
         normed = self.norm_1(x)
         query, key, value = (
             project(normed).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.query, self.key, self.value)
         )  # [B, T, N or K, H]
-        attended: Any = ATTENTION[self.implementation](rotate(query), rotate(key), value, is_causal=True)
+        query, key = rotate(query), rotate(key)
+        if boundaries is None:
+            attended: Any = ATTENTION[self.implementation](query, key, value, is_causal=True)
+        else:
+            attend = partial(PACKED_ATTENTION[self.implementation], is_causal=True)
+            attended = jax.vmap(attend)(query, key, value, boundaries, boundaries)  # each row has its own
         x = x + self.out(attended.reshape(x.shape))
         return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
 
@@ -147,18 +219,18 @@ class GPT(nnx.Module):
         self.head = nnx.Linear(options.width, VOCABULARY, use_bias=False, dtype=options.dtype, rngs=rngs)
         self.remat = options.remat
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, boundaries: jax.Array | None = None) -> jax.Array:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = call_with_remat(block, x) if self.remat else block(x)
+            x = call_with_remat(block, x, boundaries) if self.remat else block(x, boundaries)
         return self.head(self.norm(x)).astype(jnp.float32)
 
 
-def call_with_remat(block: Block, x: jax.Array) -> jax.Array:
-    """block(x), of which only what attention's backward pass needs is kept: the rest is computed again."""
+def call_with_remat(block: Block, *arrays: jax.Array | None) -> jax.Array:
+    """block(*arrays), of which only what attention's backward pass needs is kept: the rest is computed again."""
     graphdef, params = nnx.split(block)
     policy = jax.checkpoint_policies.save_only_these_names("jax_fastattn_out", "jax_fastattn_lse")
-    return jax.checkpoint(lambda params, x: nnx.merge(graphdef, params)(x), policy=policy)(params, x)
+    return jax.checkpoint(lambda params, *arrays: nnx.merge(graphdef, params)(*arrays), policy=policy)(params, *arrays)
 
 
 # Training
@@ -196,6 +268,25 @@ def which_implementation(options: argparse.Namespace) -> str:
     return f"jax_fastattn ({found.implementation})"
 
 
+class Speed:
+    """Tokens of steps, without padding, and the seconds that they take. The first five steps do not count."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+        self.seconds: list[float] = []
+
+    @contextmanager
+    def of(self, batch: Batch) -> Iterator[None]:
+        self.tokens.append(int((batch.targets >= 0).sum()))
+        started = time.perf_counter()
+        yield
+        self.seconds.append(time.perf_counter() - started)
+
+    def tokens_per_second(self) -> float:
+        first = min(5, len(self.seconds) - 1)
+        return statistics.mean(self.tokens[first:]) / statistics.median(self.seconds[first:])
+
+
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """Trains, samples, and returns what goes into metrics.json."""
     devices = jax.devices()[: options.data_parallel * options.tensor_parallel]
@@ -216,16 +307,17 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     state = jax.device_put(state, layout(mesh, state, options, fsdp=options.fsdp))
 
     @jax.jit
-    def evaluate(params: Any, tokens: jax.Array) -> jax.Array:
+    def evaluate(params: Any, batch: Batch) -> jax.Array:
         params = jax.lax.with_sharding_constraint(params, gathered)  # else XLA may gather activations instead
-        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        logits = nnx.merge(graphdef, params)(batch.inputs, batch.boundaries)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch.targets, 0))
+        return jnp.mean(losses, where=batch.targets >= 0)
 
     layouts = jax.tree.map(lambda x: x.sharding, (params, state))
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*layouts, None))
-    def update(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, gradients = jax.value_and_grad(evaluate)(params, tokens)
+    def update(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(evaluate)(params, batch)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -237,23 +329,28 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
         return jax.lax.fori_loop(len(PROMPT), text.shape[1], extend, text)
 
-    def draw(rng: np.random.Generator, text: np.ndarray) -> jax.Array:
-        """int32 [batch, length + 1]: inputs and, one further on, targets."""
-        starts = rng.integers(0, len(text) - options.length, options.batch)
-        tokens = text[starts[:, None] + np.arange(options.length + 1)].astype(np.int32)
-        return jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    def put(batch: Batch) -> Batch:
+        return jax.device_put(batch, NamedSharding(mesh, P("data")))
 
-    rng, held_out_rng = np.random.default_rng(options.seed), np.random.default_rng(options.seed + 1)
-    held_out_batches = [draw(held_out_rng, held_out) for _ in range(8)]
-    losses, held_out_losses, seconds = [], [], []
+    def batches(seed: int, text: np.ndarray) -> Iterator[Batch]:
+        rng = np.random.default_rng(seed)
+        if options.packed:
+            yield from stack(fill_rows(documents(text, rng), options.length, options.length // SHORTEST), options.batch)
+        while True:
+            starts = rng.integers(0, len(text) - options.length, options.batch)
+            tokens = text[starts[:, None] + np.arange(options.length + 1)].astype(np.int32)
+            yield Batch(tokens[:, :-1], tokens[:, 1:])
+
+    training, held_out_batches = batches(options.seed, corpus), islice(batches(options.seed + 1, held_out), 8)
+    held_out_batches = [put(batch) for batch in held_out_batches]
+    losses, held_out_losses, speed = [], [], Speed()
     compiled = update.lower(params, state, held_out_batches[0]).compile()
     progress = trange(1, options.steps + 1, desc="training", unit="step", disable=options.quiet)
     for step in progress:
-        tokens = draw(rng, corpus)
-        started = time.perf_counter()
-        params, state, loss = compiled(params, state, tokens)
-        losses.append(float(loss))  # waits for the device, so that the clock is honest
-        seconds.append(time.perf_counter() - started)
+        batch = put(next(training))
+        with speed.of(batch):
+            params, state, loss = compiled(params, state, batch)
+            losses.append(float(loss))  # waits for the device, so that the clock is honest
         if step % options.eval_every == 0 or step == options.steps:
             held_out_loss = statistics.mean(float(evaluate(params, batch)) for batch in held_out_batches)
             held_out_losses.append((step, held_out_loss))
@@ -262,6 +359,16 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     text = np.zeros((1, len(PROMPT) + options.sample), np.int32)
     text[0, : len(PROMPT)] = list(PROMPT)
     sampled = sample(params, jnp.asarray(text), jax.random.key(options.seed))
+    padded = Speed()
+    if options.packed:  # the first documents again, one in each row
+        count = options.batch * 20
+        again = [x[: options.length + 1] for x in islice(documents(corpus, np.random.default_rng(options.seed)), count)]
+        rows = fill_rows(again, max(len(document) for document in again) - 1, most=1)
+        for batch in stack(rows, options.batch):
+            batch = put(batch._replace(boundaries=None))
+            with padded.of(batch):
+                params, state, loss = update(params, state, batch)
+                jax.block_until_ready(loss)
     return {
         "options": {name: value for name, value in vars(options).items() if name not in ("output", "compare", "quiet")},
         "implementation": implementation,
@@ -269,7 +376,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {"jax": jax.__version__, "flax": flax.__version__, "python": platform.python_version()},
         "parameters": parameters,
         "collectives": collectives(compiled.as_text() or ""),
-        "tokens_per_second": options.batch * options.length / statistics.median(seconds[min(5, options.steps - 1) :]),
+        "tokens_per_second": speed.tokens_per_second(),
+        "padded_tokens_per_second": padded.tokens_per_second() if options.packed else None,
         "losses": losses,
         "held_out_losses": held_out_losses,
         "sample": bytes(np.asarray(sampled[0]).tolist()).decode(errors="replace"),
@@ -307,9 +415,12 @@ def main(argv: list[str] | None = None) -> None:
     if not options.quiet:
         print(f"\n--- sample ---\n{metrics['sample']}\n--------------\n")
     first, last, held_out = metrics["losses"][0], metrics["losses"][-1], metrics["held_out_losses"][-1][1]
+    padded = metrics["padded_tokens_per_second"]
     print(
         f"loss {first:.3f} -> {last:.3f}, held out {held_out:.3f}; {metrics['tokens_per_second']:,.0f} tokens/s with "
-        f"{metrics['implementation']} on {metrics['device']}; see {options.output}/loss.png"
+        f"{metrics['implementation']} on {metrics['device']}; "
+        + (f"{padded:,.0f} tokens/s with the same documents padded to the longest; " if padded else "")
+        + f"see {options.output}/loss.png"
     )
 
 

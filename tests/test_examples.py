@@ -10,9 +10,12 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -85,6 +88,44 @@ def test_train_gpt_has_the_same_losses(
     gathers = [name for name in got["collectives"] if name.startswith("all-gather")]
     assert not [name for name in gathers if re.search(r"\[[24],48,", name)]
     assert bool(gathers) == ("fsdp" in options)
+
+
+def test_train_gpt_packed(tmp_path: Path) -> None:
+    """Whole documents in rows, on one device and on a mesh, and the same documents padded."""
+    options = ["--packed", "--length", "256", "--steps", "8", "--layers", "1", "--quiet"]
+    metrics, printed = train(tmp_path / "one", *options)
+    assert len(metrics["losses"]) == 8
+    assert metrics["losses"][-1] < metrics["losses"][0] - 0.5
+    assert min(metrics["tokens_per_second"], metrics["padded_tokens_per_second"]) > 0
+    assert re.search(r"on 1 x cpu; [\d,]+ tokens/s with the same documents padded to the longest", printed)
+    options += ["--data-parallel", "2", "--tensor-parallel", "2", "--remat"]
+    meshed, _ = train(tmp_path / "mesh", *options, devices=8)
+    np.testing.assert_allclose(meshed["losses"], metrics["losses"], rtol=2e-3)
+
+
+def test_packed_documents_are_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows hold whole documents, in which a model sees what it sees in each of them by itself."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning)
+        import train_gpt
+    random = np.random.default_rng(0)
+    documents = [random.integers(1, 256, size) for size in (12, 5, 2, 30)]
+    rows = list(train_gpt.fill_rows(documents, length=20, most=2))
+    assert [list(np.diff(row.boundaries)) for row in rows] == [[11, 4], [1, 0], [20, 0]]
+    batch = next(train_gpt.stack(iter(rows), len(rows)))
+    options = train_gpt.parse_arguments(["--layers", "1", "--width", "16", "--heads", "4", "--kv-heads", "2"])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        model = jax.jit(train_gpt.GPT(options, train_gpt.nnx.Rngs(0)).__call__)
+        logits = model(batch.inputs, batch.boundaries)
+        places = [(0, 0), (0, 11), (1, 0), (2, 0)]
+        for (row, first), document in zip(places, documents, strict=True):
+            inside = slice(first, first + min(len(document) - 1, 20))
+            np.testing.assert_array_equal(batch.inputs[row, inside], document[:-1][:20])
+            np.testing.assert_array_equal(batch.targets[row, inside], document[1:][:20])
+            alone = model(jnp.asarray(document[None, :-1][:, :20]))
+            np.testing.assert_allclose(logits[row, inside], alone[0], atol=1e-5)
+    assert (batch.targets >= 0).sum() == sum(min(len(x) - 1, 20) for x in documents)
 
 
 def test_benchmark_trains_with_one_implementation_after_the_other(tmp_path: Path) -> None:
