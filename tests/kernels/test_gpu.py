@@ -165,6 +165,23 @@ def test_wild_boundaries_are_moved_into_the_rows(case: Case, expectations: dict[
     _assert_same_bits(case, found, _varlen_results(case, draws.moved(case)))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_nan_stays_in_its_sequence(head_dim: int) -> None:
+    """Neighbors that lie in the same tiles of rows have the bits that they have without NaN."""
+    lengths, sizes = (127, 65, 0, 200, 64), {"query_length": 500, "key_length": 500}
+    case = Case("bfloat16", 1, **sizes, num_kv_heads=2, group=2, head_dim=head_dim, packed=(lengths, lengths))
+    case = dataclasses.replace(case, is_causal=True, dlse=True, deterministic=True)
+    spec, operands, dout, dlse = _inputs(case)
+    broken = slice(127, 127 + 65)
+    query, k, value, bad_dout = (x.at[:, broken].set(jnp.nan) for x in (*operands[:3], dout))
+    found = draws.evaluate(case, spec, operands._replace(query=query, key=k, value=value), bad_dout, dlse)
+    expected = draws.evaluate(case, spec, operands, dout, dlse)
+    for name, x, y in zip(compare.Results._fields, found, expected, strict=True):
+        if x is not None:
+            x, y = (np.delete(np.asarray(z).view(np.uint8), broken, axis=1) for z in (x, y))
+            np.testing.assert_array_equal(x, y, err_msg=name)
+
+
 def _varlen_results(case: Case, bounded: Case | None = None) -> compare.Results:
     """Runs the public function on the operands of a case, poisoned, with its boundaries or those of another case."""
     spec, *arrays = _inputs(case)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -133,3 +133,14 @@ def test_random_packed_calls(case: Case, op: Literal["forward", "backward"]) -> 
     spec = kernel_spec(case.problem(), op, arch, dlse=op == "backward" and case.dlse)
     check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
     check(spec, Pack.of(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["sm80-forward", "sm80-backward", "sm90-forward"])
+def test_nan_stays_in_its_sequence(kernel: str) -> None:
+    """Neighbors that lie in the same tiles of rows are as they would be by themselves."""
+    family, op = kernel.split("-")
+    arch = {"sm80": "sm_80", "sm90": "sm_90a"}[family]
+    spec = KernelSpec(cast(Any, op), arch, "bfloat16", 64, 64, family=cast(Any, family), packed=True, window_right=True)
+    check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
+    check(spec, Pack((70, 33, 64), (70, 33, 64), sizes=Sizes(right=0), broken=1))
