@@ -15,12 +15,13 @@ from jax_fastattn import packed
 from jax_fastattn.kernels.packed import Record, slot_count
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
 from jax_fastattn.ops.records import tile_records
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.cases import Case, kernel_specs
 from jax_fastattn.testing.draws import packed_draws, wild_draws
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_packed
+import test_gpu
 from emulated_backward import Sizes
 from emulated_packed import Pack
 
@@ -133,6 +134,14 @@ def test_random_packed_calls(case: Case, op: Literal["forward", "backward"]) -> 
     spec = kernel_spec(case.problem(), op, arch, dlse=op == "backward" and case.dlse)
     check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
     check(spec, Pack.of(case))
+
+
+def test_a_run_of_random_calls_takes_few_kernels() -> None:
+    """On a GPU, where a kernel takes seconds to compile."""
+    for arch in ("sm_80", "sm_90a"):
+        found = packed_draws(1, test_gpu.DRAWS, test_gpu.KINDS, **test_gpu.CHOICES)
+        found += wild_draws(1, 20, 2, **test_gpu.CHOICES)
+        assert len(kernel_specs(found, arch)) <= 40
 
 
 @pytest.mark.slow
