@@ -33,10 +33,6 @@ def _grid() -> dict[str, Case]:
     }
 
 
-# Documents of a packed batch: 16384 tokens in all, long ones and short ones.
-_DOCUMENTS = (5000, 3000, 2200, 1700, 1300, 900, 700, 500, 400, 250, 200, 100, 70, 40, 20, 4)
-
-
 def _drawn(low: int, high: int, total: int, *, log: bool) -> tuple[int, ...]:
     """Lengths of documents that make up so many tokens, uniform or log-uniform, the same ones in every run."""
     random, found = np.random.default_rng(0), []
@@ -81,7 +77,6 @@ OTHERS = {
     "short-512-d64-causal": _case(512, 32, 64, is_causal=True),
     "short-256-d128-causal": _case(256, 16, 128, is_causal=True),
     "short-256-d64-full": _case(256, 32, 64),
-    "packed-16k-d128-causal": _case(16384, 16, 128, is_causal=True, packed=(_DOCUMENTS, _DOCUMENTS)),
     "bias-d64-2k": _case(2048, 32, 64, bias="nts"),
     "mask-d64-2k": _case(2048, 32, 64, mask="bts"),
     "decode-64x8k-gqa-32-8-d128": _case(8192, 32, 128, kv_heads=8, batch=64, query_length=1),

@@ -124,7 +124,9 @@ def sanitize(tool: str, environment: dict[str, str], arch: list[str]) -> dict[st
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     printed = found.stdout + found.stderr
     summary = re.findall(r"={9} ((?:ERROR|RACECHECK) SUMMARY.*)", printed)
-    reports = sorted(set(re.findall(r"={9} ((?:Invalid|Program hit|Error|Warning|Barrier|Race).*)", printed)))[:20]
+    # With the second half of a hazard, which has a line of its own.
+    report = r"={9} ((?:Invalid|Program hit|Error|Warning|Barrier|Race).*(?:\n={9} +and .*)?)"
+    reports = sorted({" ".join(found.replace("=" * 9, "").split()) for found in re.findall(report, printed)})[:20]
     finished = f"ran {len(CASES)} cases" in printed
     return {
         "summary": summary[-1] if summary else printed[-2000:],

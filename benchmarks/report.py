@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cases import GRID, OTHERS
+from cases import GRID, OTHERS, PACKED
 from peers import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
@@ -36,8 +36,8 @@ def load(folder: Path) -> dict[str, Records]:
 
 def rows(records: Records) -> list[tuple[str, str]]:
     """Case and mode of each row of a table, in the order of cases.py."""
-    measured = {key[:2] for key in records}
-    return [(case, mode) for mode in ("forward", "backward") for case in GRID | OTHERS if (case, mode) in measured]
+    measured, cases = {key[:2] for key in records}, GRID | OTHERS | PACKED
+    return [(case, mode) for mode in ("forward", "backward") for case in cases if (case, mode) in measured]
 
 
 def columns(records: Records) -> list[str]:
