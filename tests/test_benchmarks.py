@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import cases
 import compare
 import jax_nn
+import parallel
 import peers
 import report
 import run
@@ -185,3 +186,20 @@ def test_beside_jax_nn(tmp_path: Path) -> None:
             jax_nn.OUR_XLA: pytest.approx(record["ms"][jax_nn.OUR_XLA] / record["ms"][jax_nn.THEIRS], rel=0.2)
         }
         assert max(record["largest_difference"].values()) < 1e-5
+
+
+def test_two_devices_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        parallel, "RUNS", {name: parallel.RUNS[name] for name in ("one-key-head", "tensor-one-key-head")}
+    )
+    monkeypatch.setattr(parallel, "KEY_HEADS", (1,))
+    sizes = ["--layers", "1", "--width", "32", "--heads", "4", "--length", "24", "--batch", "2"]
+    parallel.main(["--output", str(tmp_path / "record.json"), "--steps", "2", "--commit", "x", "--", *sizes])
+    record = json.loads((tmp_path / "record.json").read_text())
+    (found,) = record["blocks"].values()
+    assert max(found["relative_difference"].values()) < 0.01 and found["collectives"] and not found["gathered"]
+    run = record["runs"]["tensor-one-key-head"]
+    assert run["largest_difference_of_losses"] < 1e-3 and run["collectives"] and not run["gathered"]
+    assert parallel.gathered(
+        {"all-gather bf16[2,24,4,8]": 1, "all-gather f32[32,240]": 1, "all-reduce f32[24]": 1}, 24
+    ) == ["all-gather bf16[2,24,4,8]"]
