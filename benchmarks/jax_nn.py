@@ -6,7 +6,8 @@
     python benchmarks/jax_nn.py --set one-query    # one query over many keys: our kernel, our XLA path, jax.nn
     python benchmarks/jax_nn.py --set cpu
 
-All programs are compiled before the first is measured. In each round every implementation of a row runs for at least
+All programs are compiled before the first is measured; without JAX_COMPILATION_CACHE_DIR, once more when they run.
+In each round every implementation of a row runs for at least
 `--measurement-ms`. A record holds all times of a row, their medians, and the ratios of the medians to that of jax.nn.
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import functools
 import json
 import os
@@ -94,7 +94,7 @@ class Row:
         }
 
     def program(self, implementation: str, mode: str) -> Any:
-        """The compiled function of the arrays."""
+        """The function of the arrays, which is timed, since JAX calls it in C++; and its compiled program."""
 
         def call(arrays: dict[str, jax.Array]) -> Any:
             arrays = dict(arrays)
@@ -106,9 +106,14 @@ class Row:
             out, vjp = jax.vjp(lambda wanted: function(**wanted, **arrays), wanted)
             return out, vjp(dout)
 
-        precision = contextlib.nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
-        with precision:
-            return jax.jit(call).lower(self.shapes()).compile()
+        def with_precision(arrays: dict[str, jax.Array]) -> Any:
+            if self.precision is None:
+                return call(arrays)
+            with jax.default_matmul_precision(self.precision):
+                return call(arrays)
+
+        function = jax.jit(with_precision)
+        return function, function.lower(self.shapes()).compile()
 
 
 _ONE = Row(1, 32, 131072, 128, queries=1, kv_heads=8, modes=("forward",), implementations=tuple(FUNCTIONS))
@@ -187,9 +192,10 @@ def main(argv: list[str] | None = None) -> None:
 def measure(row: Row, programs: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Times of the programs of a row, in milliseconds a call, which run by turns."""
     arrays, calls = row.draw(), dict[str, int]()
-    compiled = {name: future.result() for name, future in programs.items()}
+    found = {name: future.result() for name, future in programs.items()}
+    functions, compiled = ({name: pair[i] for name, pair in found.items()} for i in range(2))
     outputs: dict[str, Any] = {}
-    for name, program in compiled.items():
+    for name, program in functions.items():
         outputs[name] = jax.tree.leaves(jax.block_until_ready(program(arrays)))[0].astype(jnp.float32)
         once = elapsed_ms(program, arrays, 1)
         calls[name] = max(round(options.measurement_ms / max(once, 1e-3)), 1)
@@ -197,7 +203,7 @@ def measure(row: Row, programs: dict[str, Any], options: argparse.Namespace) -> 
     del outputs
     times: dict[str, list[float]] = {name: [] for name in compiled}
     for _ in range(options.rounds):
-        for name, program in compiled.items():
+        for name, program in functions.items():
             times[name].append(elapsed_ms(program, arrays, calls[name]))
     medians = {name: statistics.median(found) for name, found in times.items()}
     return {
