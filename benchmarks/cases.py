@@ -47,12 +47,14 @@ def _packed(lengths: tuple[int, ...]) -> Case:
 
 
 GRID = _grid()
-# 65536 tokens each; the first two are the same sequences, in a batch and packed.
+# 65536 tokens each, except for one sequence that is a row of the grid. The first two are the same sequences, in a batch
+# and packed.
 PACKED = {
     "batch-64x1k": _case(1024, 32, 128, kv_heads=8, is_causal=True, batch=64),
     "packed-64x1k": _packed((1024,) * 64),
     "packed-log-64-8k": _packed(_drawn(64, 8192, 65536, log=True)),
     "packed-uniform-64-2k": _packed(_drawn(64, 2048, 65536, log=False)),
+    "packed-1x16k": _case(16384, WIDTH // 128, 128, is_causal=True, packed=((16384,), (16384,)), batch=1),
 }
 OTHERS = {
     "gqa-32-8-d128-causal-8k": _case(8192, 32, 128, kv_heads=8, is_causal=True),

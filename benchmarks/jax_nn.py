@@ -6,9 +6,9 @@
     python benchmarks/jax_nn.py --set one-query    # one query over many keys: our kernel, our XLA path, jax.nn
     python benchmarks/jax_nn.py --set cpu
 
-All programs are compiled before the first is measured; without JAX_COMPILATION_CACHE_DIR, once more when they run.
-In each round every implementation of a row runs for at least
-`--measurement-ms`. A record holds all times of a row, their medians, and the ratios of the medians to that of jax.nn.
+All programs are compiled before the first is measured; without JAX_COMPILATION_CACHE_DIR, once more when they run. In
+each round every implementation of a row runs for at least `--measurement-ms`. A record holds all times of a row, their
+medians, and the ratios of the medians to that of jax.nn.
 """
 
 from __future__ import annotations
