@@ -307,6 +307,7 @@ CHANGES = {
     "query_seq_lengths": True,
     "key_value_seq_lengths": True,
     "query_offset": True,
+    "packed": True,
     "logits_soft_cap": True,
     "sinks": True,
     "dlse": True,
