@@ -107,8 +107,6 @@ class Row:
             return out, vjp(dout)
 
         def with_precision(arrays: dict[str, jax.Array]) -> Any:
-            if self.precision is None:
-                return call(arrays)
             with jax.default_matmul_precision(self.precision):
                 return call(arrays)
 
