@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,24 +20,6 @@ from jax_fastattn.reference import attention_reference
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import evaluate
 from jax_fastattn.testing.poison import poison, visible_rows
-
-
-def stored(kernel: KernelSpec, lse: jax.Array, delta: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Statistics `[B, N, T]` as the kernels leave them; rows past the end are NaN."""
-    if kernel.family == "sm80":
-        return jnp.stack([lse, delta], axis=-1)
-    both = jnp.stack([lse, delta], axis=2)
-    rows = shape[3] // (4 if kernel.fused else 1)
-    both = jnp.pad(both, [(0, 0)] * 3 + [(0, rows - both.shape[3])], constant_values=jnp.nan)
-    if not kernel.fused:
-        return both
-    parts, rest = [], -both
-    for _ in range(3):
-        parts.append(rest.astype(jnp.bfloat16))
-        rest = jnp.where(jnp.isinf(rest), 0.0, rest - parts[-1].astype(jnp.float32))
-    parts += [jnp.zeros_like(parts[0])] * 5
-    words = jnp.stack(parts, axis=-1).reshape(*both.shape, 4, 2)
-    return jax.lax.bitcast_convert_type(words, jnp.float32).reshape(shape)
 
 
 @pytest.mark.parametrize("sinks", ["n", "bn"])
@@ -66,7 +49,7 @@ def test_dlse_of_rows_that_see_nothing_reaches_the_gradient_of_sinks(
         delta = jnp.where(sees, (found.out * dout).sum(-1) - dlse, 0.0).swapaxes(1, 2)
         lse = jnp.where(sees, found.lse, jnp.inf).swapaxes(1, 2)
         gradients = {name: jnp.zeros(shapes[name]) for name in ("dq", "dk", "dv")}
-        return gradients | {"stats": stored(kernel, lse, delta, shapes["stats"])}
+        return gradients | {"stats": calls.stored_stats(kernel, lse, delta, shapes["stats"])}
 
     monkeypatch.setattr(ffi, "arch", lambda: arch)
     monkeypatch.setattr(cuda, "_launch", launch)

@@ -17,6 +17,7 @@ import pytest
 from jax_fastattn import attention_varlen, packed, portable, target_arch
 from jax_fastattn.blocks import ACCELERATOR
 from jax_fastattn.kernels.packed import Record
+from jax_fastattn.kernels.support import slot_rows
 from jax_fastattn.ops import cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -48,20 +49,33 @@ def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any) -> dict[str, ja
     out, lse, dout, dlse = (arrays[name] for name in ("out", "lse", "dout", "dlse"))
     found = portable.backward(problem.spec, operands, out, lse, dout, dlse)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - (0.0 if dlse is None else dlse)
-    stats = jnp.stack([jnp.where(lse == -jnp.inf, jnp.inf, lse), delta], axis=-1).swapaxes(1, 2)
+    rows = (jnp.where(lse == -jnp.inf, jnp.inf, lse).swapaxes(1, 2), delta.swapaxes(1, 2))
+    if kernel.family == "sm90":
+        rows = [_in_slots(x, arrays["query_tiles"], slot_rows(kernel)[0]) for x in rows]
+    stats = calls.stored_stats(kernel, *rows, shapes["stats"])
     scratch = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     return scratch | {"dq": found.query, "dk": found.key, "dv": found.value, "stats": stats}
+
+
+def _in_slots(x: jax.Array, query_tiles: Any, slot_rows: int) -> jax.Array:
+    """Moves rows `[1, N, T]` to where the records have them."""
+    found = np.full((*x.shape[:2], len(query_tiles) * slot_rows), np.nan, np.float32)
+    for slot, words in enumerate(np.asarray(query_tiles)):
+        record = Record(*map(int, words))
+        tile = x[:, :, record.first + record.tile * slot_rows : record.first + record.rows][:, :, :slot_rows]
+        found[:, :, slot * slot_rows :][:, :, : tile.shape[2]] = tile
+    return jnp.asarray(found)
 
 
 BOUNDARIES = ([2, 7, 7, 40, 41], [0, 9, 30, 30, 47])
 
 
 @pytest.mark.parametrize("sinks_per_entry", [False, True])
-@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize(("arch", "dlse"), [("sm_80", True), ("sm_90a", False), ("sm_90a", True)])
 def test_launches_get_the_sequences_of_all_batch_entries(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sinks_per_entry: bool, dlse: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sinks_per_entry: bool, arch: str, dlse: bool
 ) -> None:
-    calls.lower_for_cuda(monkeypatch, tmp_path)
+    calls.lower_for_cuda(monkeypatch, tmp_path, arch)
     monkeypatch.setattr(cuda, "_launch", _launch)
     keys = iter(jax.random.split(jax.random.key(0), 9))
     draw = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32).astype(jnp.bfloat16)

@@ -72,6 +72,8 @@ class BackwardBuffers(NamedTuple):
         query_seq_lengths: `[B]`.
         key_value_seq_lengths: `[B]`.
         query_offset: `[B]`.
+        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `packed.py`. A slot of queries
+            has `ROW_ALIGNMENT` rows, and padded rows are those of slots.
         out: `[B, T, N, D]`, from the forward pass.
         lse: `[B, T, N]`, from the forward pass.
         dout: `[B, T, N, D]`.
@@ -83,7 +85,8 @@ class BackwardBuffers(NamedTuple):
         dq_sum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/dq_sum.py`.
         arrivals: `[B, N, 1 + padded_rows(T) / queries of a tile]`: counters of a query head. The first one is that of
             the zeros and statistics of the head, or in the first head that of tiles taken. The others are how many key
-            tiles have still to add to each query tile, or with `spec.ordered` how many have added.
+            tiles have still to add to each query tile, or with `spec.ordered` how many have added. Of packed sequences
+            there is one head more, see `sm90/schedule.slots_counter`.
     """
 
     query: Annotated[Any, Buffer("operand")]
@@ -92,6 +95,8 @@ class BackwardBuffers(NamedTuple):
     query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
     key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
+    query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
+    key_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
     dout: Annotated[Any, Buffer("operand")]

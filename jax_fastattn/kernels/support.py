@@ -48,6 +48,14 @@ def tilings(spec: KernelSpec) -> tuple[Any, ...]:
     return (dkdv,) if spec.fused else (sm90_backward.dq_config(spec), dkdv)
 
 
+def slot_rows(spec: KernelSpec) -> tuple[int, int]:
+    """Queries and keys of the slots of packed sequences, see `packed.py`."""
+    (config,) = tilings(spec)
+    if spec.op == "forward":
+        return config.rows, config.keys
+    return (sm90_backward.ROW_ALIGNMENT if spec.family == "sm90" else config.queries), config.keys
+
+
 def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
     """Families, and query rows x keys of the tiles, that `problem` runs with on `arch`, in words."""
     forward_spec, backward_spec = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))

@@ -18,8 +18,8 @@ from jax_fastattn.kernels.arguments import present_buffers
 from jax_fastattn.kernels.sm80 import backward_config as sm80
 from jax_fastattn.kernels.sm90 import backward_config as sm90
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
-from jax_fastattn.kernels.support import tilings
-from jax_fastattn.ops.records import tile_records
+from jax_fastattn.kernels.support import slot_rows
+from jax_fastattn.ops.records import padded_rows, tile_records
 from jax_fastattn.portable import Gradients, scale_gradient
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -94,7 +94,8 @@ def backward(
     dq, dk, dv = (found[name].reshape(shape) for name, shape in gradients.items())
     dsinks = None
     if operands.sinks is not None and "sinks" in wanted:
-        delta = row_delta(kernel, found["stats"], problem.query_length, residuals["dlse"])
+        stats = stats_by_row(kernel, found["stats"], padded.sequences, operands.query.shape[1])
+        delta = row_delta(kernel, stats, problem.query_length, residuals["dlse"])
         delta = delta.reshape(delta.shape[0], delta.shape[1], -1, lse.shape[1])  # entries that were joined come third
         delta = jnp.moveaxis(delta, 2, 1).reshape(lse.shape[0], lse.shape[2], lse.shape[1])
         dsinks = sinks_gradient(operands.sinks, lse, delta)
@@ -138,11 +139,18 @@ def _records(kernel: KernelSpec, operands: Operands) -> dict[str, jax.Array]:
     """The records of tiles by name; none unless sequences are packed."""
     if operands.sequences is None:
         return {}
-    (config,) = tilings(kernel)
-    rows = (config.rows if kernel.op == "forward" else config.queries), config.keys
-    lengths = operands.query.shape[1], operands.key.shape[1]
+    lengths, rows = (operands.query.shape[1], operands.key.shape[1]), slot_rows(kernel)
     sides = {"query_tiles": False} | ({"key_tiles": True} if kernel.op == "backward" else {})
     return {name: tile_records(operands.sequences, lengths, rows, of_keys=side) for name, side in sides.items()}
+
+
+def stats_by_row(kernel: KernelSpec, stats: jax.Array, sequences: jax.Array | None, query_length: int) -> jax.Array:
+    """Statistics in the order of rows. Hopper's kernels leave those of packed sequences in slots, see `padded_rows`."""
+    if sequences is None or kernel.family == "sm80":
+        return stats
+    rows = padded_rows(sequences, query_length, slot_rows(kernel)[0])
+    by_row = stats.reshape(*stats.shape[:3], -1, sm90.stats_row_nbytes(kernel.fused) // 4)
+    return by_row[:, :, :, rows].reshape(*stats.shape[:3], -1)
 
 
 def row_delta(kernel: KernelSpec, stats: jax.Array, query_length: int, dlse: jax.Array | None) -> jax.Array:

@@ -17,12 +17,18 @@ from emulated_backward import Sizes, draw_operands, with_sinks
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
 from jax_fastattn import packed
+from jax_fastattn.kernels.arguments import Scalars
 from jax_fastattn.kernels.sm80.backward import BackwardKernel
 from jax_fastattn.kernels.sm80.backward_config import backward_scratch
 from jax_fastattn.kernels.sm80.dkdv_dq import HeadOrder
 from jax_fastattn.kernels.sm80.forward import ForwardKernel
+from jax_fastattn.kernels.sm90.backward import BackwardKernel as HopperBackwardKernel
+from jax_fastattn.kernels.sm90.backward import HeadOrders
+from jax_fastattn.kernels.sm90.backward_config import backward_scratch as hopper_scratch
 from jax_fastattn.kernels.sm90.forward import ForwardKernel as HopperForwardKernel
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+from jax_fastattn.kernels.support import slot_rows
+from jax_fastattn.ops.cuda import row_delta, stats_by_row
 from jax_fastattn.ops.records import tile_records
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.draws import moved
@@ -141,7 +147,7 @@ def check_forward(spec: KernelSpec, pack: Pack) -> None:
     out, lse = wanted["out"], wanted["lse"]
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
-    arrays["query_tiles"] = pack.records((kernel.config.rows, 1), of_keys=False)
+    arrays["query_tiles"] = pack.records(slot_rows(spec), of_keys=False)
     memory, buffers = place(spec, arrays)
     for launch in kernel.launches(buffers, launch_scalars(spec, pack.launch_sizes())):
         if on_hopper:
@@ -156,25 +162,53 @@ def check_forward(spec: KernelSpec, pack: Pack) -> None:
 
 
 def check_backward(spec: KernelSpec, pack: Pack) -> None:
-    """Runs the portable kernels into buffers of NaN, and compares every gradient."""
-    kernel = BackwardKernel(spec)
-    texts = compile_kernel(kernel, spec)
+    """Runs the kernels of its family into buffers of NaN, and compares every gradient."""
     arrays, wanted = draw(spec, pack)
+    found = run_backward(spec, pack, arrays)
+    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9
+    for name in ("dq", "dk", "dv"):
+        whole = pack.whole(0 if name in QUERY_SIDE else 1)
+        got, expected = found[name].astype(np.float64)[:, whole], wanted[name][:, whole]
+        atol = tolerance * np.abs(wanted[name]).max() + 1e-5
+        np.testing.assert_allclose(got, expected, atol=atol, rtol=0, err_msg=name)
+    stats = stats_by_row(spec, jnp.asarray(found["stats"]), jnp.asarray(pack.sequences()), pack.total(0))
+    delta = np.asarray(row_delta(spec, stats, pack.total(0), None)).swapaxes(1, 2)
+    got, expected, atol = delta[:, pack.whole(0)], wanted["delta"][:, pack.whole(0)], np.abs(wanted["delta"]).max()
+    np.testing.assert_allclose(got, expected, atol=tolerance * atol + 1e-6)
+
+
+def run_backward(spec: KernelSpec, pack: Pack, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the kernels make of operands: the gradients, and the statistics."""
+    on_hopper = spec.family == "sm90"
+    kernel = (HopperBackwardKernel if on_hopper else BackwardKernel)(spec)
+    texts = compile_kernel(kernel, spec)
     operands = {"dq": "query", "dk": "key", "dv": "value"}
-    arrays |= {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
-    rows = (kernel.config.queries, kernel.config.keys)
-    arrays |= {f"{name}_tiles": pack.records(rows, of_keys=name == "key") for name in ("query", "key")}
+    arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
+    arrays |= {f"{name}_tiles": pack.records(slot_rows(spec), of_keys=name == "key") for name in ("query", "key")}
     sizes = pack.launch_sizes()
-    for name, shape in backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group).items():
+    scratch = hopper_scratch if on_hopper else backward_scratch
+    for name, shape in scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group).items():
         dtype = launch_buffers(spec)[name]
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1, dtype)
     memory, buffers = place(spec, arrays)
-    for launch in kernel.launches(buffers, launch_scalars(spec, sizes), HeadOrder(group=2)):
-        nbytes = max(launch.shared_bytes, 16)
-        warp_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), nbytes)
-    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9
-    for name in operands:
-        whole = pack.whole(0 if name in QUERY_SIDE else 1)
-        got = memory.read(getattr(buffers, name), arrays[name].shape, arrays[name].dtype).astype(np.float64)
-        atol = tolerance * np.abs(wanted[name]).max() + 1e-5
-        np.testing.assert_allclose(got[:, whole], wanted[name][:, whole], atol=atol, rtol=0, err_msg=name)
+    scalars = launch_scalars(spec, sizes)
+    if on_hopper:
+        for launch in kernel.launches(buffers, scalars, few_slots(kernel, scalars)):
+            emulated_hopper.start(launch, texts, memory)
+    else:
+        for launch in kernel.launches(buffers, scalars, HeadOrder(group=2)):
+            nbytes = max(launch.shared_bytes, 16)
+            warp_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), nbytes)
+    names = (*operands, "stats")
+    return {name: memory.read(getattr(buffers, name), arrays[name].shape, arrays[name].dtype) for name in names}
+
+
+def few_slots(kernel: HopperBackwardKernel, scalars: Scalars) -> HeadOrders:
+    """Returns the orders of a launch, in which all slots except the first one are left to `StatisticsKernel.later`.
+
+    Kernels that add to dq in any order leave none.
+    """
+    orders = kernel.orders(scalars)
+    if not kernel.spec.ordered:
+        return orders
+    return orders._replace(keys=orders.keys._replace(prepared=1))

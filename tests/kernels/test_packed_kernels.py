@@ -98,7 +98,7 @@ def test_portable_kernels(name: str, op: str) -> None:
         emulated_packed.check_backward(spec, pack)
 
 
-# Tiles of 192, 128, 64 and 128 query rows; a CTA for each, or CTAs that walk.
+# Forward tiles of 192, 128, 64 and 128 query rows; a CTA for each, or CTAs that walk.
 HOPPER_CASES = {
     "causal-d64": ((64, 64), {"window_right": True}, CAUSAL),
     "causal-d64-short": ((64, 64), {"window_right": True, "short": True, "group": 2}, CAUSAL),
@@ -130,8 +130,7 @@ WILD = wild_draws(35, 60, 12, **DRAWN)[57]
 )
 def test_random_packed_calls(case: Case, op: Literal["forward", "backward"]) -> None:
     """A sample of what `test_gpu.py` draws."""
-    arch = "sm_90a" if op == "forward" else "sm_80"
-    spec = kernel_spec(case.problem(), op, arch, dlse=op == "backward" and case.dlse)
+    spec = kernel_spec(case.problem(), op, "sm_90a", dlse=op == "backward" and case.dlse)
     check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
     check(spec, Pack.of(case))
 
@@ -145,7 +144,7 @@ def test_a_run_of_random_calls_takes_few_kernels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["sm80-forward", "sm80-backward", "sm90-forward"])
+@pytest.mark.parametrize("kernel", ["sm80-forward", "sm80-backward", "sm90-forward", "sm90-backward"])
 def test_nan_stays_in_its_sequence(kernel: str) -> None:
     """Neighbors that lie in the same tiles of rows are as they would be by themselves."""
     family, op = kernel.split("-")
@@ -153,3 +152,26 @@ def test_nan_stays_in_its_sequence(kernel: str) -> None:
     spec = KernelSpec(cast(Any, op), arch, "bfloat16", 64, 64, family=cast(Any, family), packed=True, window_right=True)
     check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
     check(spec, Pack((70, 33, 64), (70, 33, 64), sizes=Sizes(right=0), broken=1))
+
+
+# Lengths about those of tiles, empty on one side or both; on one side other ones than on the other.
+STEPS = (1, 0, 63, 64, 65, 127, 129, 128)
+HOPPER_BACKWARD = {
+    "causal-d64": ((64, 64), {"window_right": True, "group": 2}, Pack(STEPS, STEPS, sizes=Sizes(right=0))),
+    "causal-d128": ((128, 128), {"window_right": True}, Pack(STEPS, STEPS, sizes=Sizes(right=0, kv_heads=2))),
+    "full-d128": ((128, 128), {}, Pack((3, 64, 0, 140, 65), (200, 0, 5, 63, 129), padding=((0, 0), (0, 0)))),
+    "all-d128": ((128, 128), {**ALL, "dlse": True}, OTHERS),
+    "left-d64": ((64, 64), {"window_left": True}, Pack((300, 129), (100, 333), sizes=Sizes(left=90, scale=-0.3))),
+    "full-d72-40": ((72, 40), {}, dataclasses.replace(OTHERS, offsets=())),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOPPER_BACKWARD)
+@pytest.mark.parametrize("ordered", [False, True], ids=["atomic", "ordered"])
+def test_hopper_backward(name: str, ordered: bool) -> None:
+    """As `test_portable_kernels`; in semaphore order statistics of most slots are left to `StatisticsKernel.later`."""
+    dims, features, pack = HOPPER_BACKWARD[name]
+    dtype = "float16" if name.startswith("all") else "bfloat16"
+    spec = KernelSpec("backward", "sm_90a", dtype, *dims, family="sm90", packed=True, ordered=ordered, **features)
+    emulated_packed.check_backward(spec, pack)

@@ -97,7 +97,7 @@ HOPPER_ROWS = [
     *((dims, short) for dims in ((64, 64), (32, 16)) for short in (True, False)),
     *((dims, False) for dims in ((96, 96), (128, 128), (72, 128), (160, 160), (192, 128), (256, 256))),
 ]
-# Those of packed sequences: a CTA for each tile, and CTAs that walk.
+# Those of packed sequences: forward a CTA for each tile, and CTAs that walk; backward those that are fused.
 PACKED_DIMS = ((64, 64), (128, 128), (256, 256))
 # Features of those rows, all of which have to do without local memory.
 HOPPER = ("full", "causal", "soft-cap")
@@ -107,12 +107,15 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
     specs = []
     for dims, short in HOPPER_ROWS:
         spec = _spec("sm90", op, "sm_90a", dims, FEATURES[features])
+        is_packed = dims in PACKED_DIMS and features == "causal" and not short
         if op == "forward":
             specs.append(dataclasses.replace(spec, short=short))
-            if dims in PACKED_DIMS and features == "causal" and not short:
+            if is_packed:
                 specs.append(dataclasses.replace(spec, packed=True))
         elif not short:
             specs += _variants(spec)
+            if is_packed and spec.fused:
+                specs += _variants(dataclasses.replace(spec, packed=True))
     return specs
 
 

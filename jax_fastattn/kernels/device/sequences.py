@@ -5,7 +5,10 @@
 array                              row r of a batch entry                   row r of a packed sequence, batch 1
 `[batch, rows, heads, columns]`    `batch * rows + r`                       `first + r`
 `[batch, heads, rows]`             `(batch * heads + head) * rows + r`      `head * rows + first + r`
-`[batch, heads, padded rows]`      the same, of padded rows                 not read
+`[batch, heads, padded rows]`      `(batch * heads + head) * padded + r`    `head * padded + slot * alignment + r`
+
+Rows of a batch entry are padded to a multiple of an alignment. Packed sequences begin at multiples of it, in the first
+slots of their query tiles, see `kernels/packed.py`.
 """
 
 import functools
@@ -18,7 +21,7 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, tiles
-from jax_fastattn.kernels.packed import WORDS, Record
+from jax_fastattn.kernels.packed import WORDS, Record, slot_count
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -67,12 +70,20 @@ class Span:
         return (self.length + (alignment - 1)) // alignment * alignment
 
     def padded_row(self, head: Int64, alignment: int, row: Int32 | None = None) -> Int64:
-        """Index of a head's row, or of its first one, in an array `[batch, heads, padded rows]`.
+        """Index of a row, or of the head's first one, in an array `[batch, heads, padded rows]`.
 
         `head` is the index of the head in an array `[batch, heads]`.
         """
         first = head * self.padded_rows(alignment)
-        return first if row is None else first + row
+        return first if row is None else first + self.padded(row, alignment)
+
+    def padded(self, index: Int32, per_slot: int) -> Int32:
+        """Returns the index of a row, or of a tile, among all of a head in padded arrays.
+
+        A slot has `per_slot` of them.
+        """
+        del per_slot
+        return index
 
 
 @dataclass(frozen=True)
@@ -83,10 +94,14 @@ class PackedSpan(Span):
         batch: the batch entry that the sequence belongs to, for operands that have a row for each.
         first: first row of the sequence.
         rows: of the array.
+        first_slot: of the query tiles of the sequence.
+        sequences: how many there are.
     """
 
     first: Int32
     rows: Int32
+    first_slot: Int32
+    sequences: Int32
 
     def row(self, row: Int32 | None = None) -> Int64:
         """Index of a row, or of the first one, in an array `[rows]`."""
@@ -109,6 +124,20 @@ class PackedSpan(Span):
         """None: other sequences follow."""
         return None
 
+    def padded_rows(self, alignment: int) -> Int32:
+        """Rows from one head to the next in an array `[heads, padded rows]`; slots have `alignment` rows."""
+        return slot_count(self.rows, alignment, self.sequences) * alignment
+
+    def padded(self, index: Int32, per_slot: int) -> Int32:
+        """Returns the index of a query, or of a tile of queries, among all of a head in padded arrays."""
+        return self.first_slot * per_slot + index
+
+
+def load_record(records: cute.Pointer, slot: Int32) -> Record:
+    """Loads the record of a slot, which may be another one in each lane."""
+    address = records.toint() + Int64(slot) * (4 * WORDS)
+    return Record(*ptx.load_global_chunk(address), *ptx.load_global_chunk(address + 16))
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -118,13 +147,11 @@ class Sequence:
         queries: their rows.
         keys: their rows.
         bounds: computes ends, offset and window, the keyword arguments of the tile plan, where it is called.
-        first_slot: of the query tiles of a packed sequence; None for a batch entry.
     """
 
     queries: Span
     keys: Span
     bounds: Callable[[], dict[str, Int32]]
-    first_slot: Int32 | None = None
 
     @classmethod
     def of_entry(cls, spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> "Sequence":
@@ -141,13 +168,11 @@ class Sequence:
         Args:
             spec: the compile key.
             records: of tiles, see `packed.py`.
-            slot: its index.
+            slot: its index, the same in all lanes of a warp.
             scalars: of the launch.
             of_keys: whether keys have the tiles, else queries.
         """
-        address = records.toint() + Int64(slot) * (4 * WORDS)
-        words = [*ptx.load_global_chunk(address), *ptx.load_global_chunk(address + 16)]
-        record = Record(*[cute.arch.make_warp_uniform(word) for word in words])
+        record = Record(*[cute.arch.make_warp_uniform(word) for word in load_record(records, slot)])
         return record.tile, cls.from_record(spec, record, scalars, of_keys=of_keys)
 
     @classmethod
@@ -157,10 +182,10 @@ class Sequence:
         live = ptx.where(record.entry < 0, Int32(0), record.rows)
         lengths = (scalars.query_length, scalars.key_length)
         own, other = reversed(lengths) if of_keys else lengths
-        span = PackedSpan(batch, record.rows, record.first, own)
-        others = PackedSpan(batch, record.others, record.first_other, other)
+        span = PackedSpan(batch, record.rows, record.first, own, record.first_slot, scalars.batch)
+        others = PackedSpan(batch, record.others, record.first_other, other, record.first_slot, scalars.batch)
         queries, keys = (others, span) if of_keys else (span, others)
         offset = record.offset if spec.query_offset else Int32(0)
         query_end, key_end = (record.others, live) if of_keys else (live, record.others)
         bounds = functools.partial(tiles.bounds, spec, query_end, key_end, offset, scalars)
-        return cls(queries, keys, bounds, record.first_slot)
+        return cls(queries, keys, bounds)

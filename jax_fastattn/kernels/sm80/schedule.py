@@ -96,7 +96,7 @@ class PackedTiles(EntryTiles):
 
     def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:
         """Index of a query tile in an array `[heads, slots]`."""
-        return Int64(head) * self.pitch(scalars) + (sequence.first_slot + tile)
+        return Int64(head) * self.pitch(scalars) + sequence.queries.padded(tile, 1)
 
     def longest_first(self, block: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Work:
         """Query tiles, of all heads together, from the last to the first: of a causal mask the longest come first."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_fastattn.kernels.device.layout import padded
+from jax_fastattn.kernels.packed import slot_count
 from jax_fastattn.kernels.sm90.config import SHARED_MEMORY, WARPGROUP_ROWS, Registers, padded_head_dim
 from jax_fastattn.kernels.spec import KernelSpec
 
@@ -328,11 +329,15 @@ def dq_config(spec: KernelSpec) -> DqConfig:
 def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the scratch arrays of a launch by name: statistics and, if dq is added up, its sums and counters.
 
-    Where dq is added up a statistic has eight bfloat16, in the place of four float32.
+    Where dq is added up a statistic has eight bfloat16, in the place of four float32. Of packed sequences, whose number
+    is the batch, each has whole slots of rows.
     """
     heads, rows = (batch, num_heads), padded_rows(query_length)
+    if spec.packed:
+        heads, rows = (1, num_heads), slot_count(query_length, ROW_ALIGNMENT, batch) * ROW_ALIGNMENT
     scratch: dict[str, tuple[int, ...]] = {"stats": (*heads, 2, rows * stats_row_nbytes(spec.fused) // 4)}
     if spec.fused:
         scratch["dq_sum"] = (*heads, rows, padded_head_dim(spec.head_dim))
-        scratch["arrivals"] = (*heads, head_counters(rows, backward_config(spec).queries))
+        counted = (1, num_heads + 1) if spec.packed else heads
+        scratch["arrivals"] = (*counted, head_counters(rows, backward_config(spec).queries))
     return scratch

@@ -26,12 +26,29 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
-from jax_fastattn.kernels.sm90.backward_config import SLOTS
+from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, SLOTS
 from jax_fastattn.kernels.sm90.dq_sum import DqSum
+from jax_fastattn.kernels.sm90.schedule import slots_counter
 
 
 class DqOrdered(DqSum):
     """Emits the warpgroup's code; see `DqSum`."""
+
+    def prepare(self, work: SimpleNamespace, arrivals: cute.Pointer) -> None:
+        """Waits for the statistics of a head, or of all slots of a packed sequence."""
+        if not self.spec.packed:
+            super().prepare(work, arrivals)
+            return
+        slots = tiles.count(work.queries.length, ROW_ALIGNMENT)
+        left = tiles.clamp(work.queries.padded(slots, 1) - work.prepared, 0, slots)
+        counter = arrivals.toint() + slots_counter(work.queries, work.num_heads, self.config.queries) * 4
+
+        def wait() -> None:
+            ptx.wait_global(counter, left)
+            # Bulk copies load statistics.
+            cute.arch.fence_proxy("async.global")
+
+        cutlass.if_generate(left > 0, wait)
 
     def _zeroing_warps(self, work: SimpleNamespace) -> Int32:
         """None."""

@@ -105,7 +105,12 @@ class DqSum:
         )
 
     def prepare(self, work: SimpleNamespace, arrivals: cute.Pointer) -> None:
-        """Waits for a head's zeros and statistics, before the producer loads a tile of its keys. Runs in one warp."""
+        """Waits for a head's zeros and statistics, before the producer loads a tile of its keys. Runs in one warp.
+
+        Those of packed sequences are written before the kernel begins, see `StatisticsKernel.order`.
+        """
+        if self.spec.packed:
+            return
         counter = self._zeroed(work, arrivals, work.head_index)
 
         def wait() -> None:
@@ -183,7 +188,7 @@ class DqSum:
         """Address of the warp's first sums of a part of a tile."""
         work, columns = state.work, self.memory.head_dim
         rows = work.queries.padded_row(work.queries.head(work.num_heads, at[0]), ROW_ALIGNMENT)
-        rows = rows + at[1] * self.config.queries
+        rows = rows + work.queries.padded(at[1] * self.config.queries, ROW_ALIGNMENT)
         part_nbytes = 4 * BLOCK * self.columns
         return state.sums + rows * (4 * columns) + (index * part_nbytes + state.warp * (part_nbytes // 4))
 
@@ -203,8 +208,11 @@ class DqSum:
     def zero(self, work: SimpleNamespace, buffers: BackwardBuffers, slot: Int32) -> None:
         """Zeroes a share of the sums of a head that other CTAs add to later. Runs in one warp.
 
-        Those of the first heads are zeroed by `StatisticsKernel`; the others here, where nothing waits for memory.
+        Those of the first heads, and of all packed sequences, are zeroed by `StatisticsKernel`; the others here, where
+        nothing waits for memory.
         """
+        if self.spec.packed:
+            return
         nbytes = 512
         target = work.head_index + work.ahead
         warps = self._zeroing_warps(work)

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
@@ -34,7 +34,7 @@ from jax_fastattn.kernels.sm90.backward_config import SLOTS, BackwardConfig, Bac
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_ordered import DqOrdered
 from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
-from jax_fastattn.kernels.sm90.key_tiles import Call, KeyTiles
+from jax_fastattn.kernels.sm90.key_tiles import Call, KeyTiles, PackedKeyTiles
 from jax_fastattn.kernels.sm90.producer import Producer
 from jax_fastattn.kernels.sm90.schedule import HeadOrder
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
@@ -65,7 +65,7 @@ class FusedKernel:
     def __init__(self, spec: KernelSpec, config: BackwardConfig):
         self.spec, self.config = spec, config
         self.memory = BackwardMemory.of(spec, config)
-        self.key_tiles = KeyTiles(spec, self.memory)
+        self.key_tiles = (PackedKeyTiles if spec.packed else KeyTiles)(spec, self.memory)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
 
@@ -316,6 +316,8 @@ class FusedKernel:
             visit_tiles(ptx.where(upper, full_end, visit.begin), ptx.where(upper, visit.end, visit.full_begin), masked)
 
         def visit_head(_: Int32) -> None:
+            if spec.packed:
+                self._zero_last_queries(state)
             if checks_high:
                 wgmma.loop(Int32(2), visit_end)
             else:
@@ -497,16 +499,39 @@ class FusedKernel:
         wgmma.zero_hidden_rows(
             WARPGROUP_ROWS,
             operands,
-            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.length),
+            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.zeros_from()),
             threads=128,
             barrier=2,
         )
 
     def _zero_queries(self, state: SimpleNamespace, tile: Int32, stage: Int32) -> None:
         """Zeroes the rows of Q and dO that see no key, for both warpgroups."""
+        spec = self.spec
+        if spec.hides_first_queries or (spec.hides_last_queries and not spec.packed):
+            self._zero_hidden_queries(state, tile, stage)
+
+    def _zero_last_queries(self, state: SimpleNamespace) -> None:
+        """Zeroes the rows of Q and dO after those that see a key, before the first tile of a head.
+
+        That tile alone can have some: rows of the next sequence follow the last one of a sequence. Their P is 0 by
+        statistics, like that of rows past the end of an array, if their scores are numbers. So no tile needs a mask for
+        that end.
+        """
+        work, visit = state.work, state.work.visit
+        live = tiles.live_queries(**work.bounds)
+
+        def zero() -> None:
+            stage, phase = state.stage[0], state.stage[1]
+            wgmma.wait(state.shared.query_full + stage, phase)
+            wgmma.wait(state.shared.dout_full + stage, phase)
+            self._zero_hidden_queries(state, visit.end - 1, stage)
+
+        straddles = visit.end * self.config.queries > live.end
+        cutlass.if_generate(Boolean(straddles & (visit.begin < visit.end)), zero)
+
+    def _zero_hidden_queries(self, state: SimpleNamespace, tile: Int32, stage: Int32) -> None:
+        """Zeroes the rows of a loaded tile of Q and dO that see no key."""
         spec, config, memory, work = self.spec, self.config, self.memory, state.work
-        if not (spec.hides_first_queries or spec.hides_last_queries):
-            return
         live, first = tiles.live_queries(**work.bounds), tile * config.queries
         wgmma.zero_hidden_rows(
             config.queries,
@@ -517,7 +542,7 @@ class FusedKernel:
                     (memory.dout_start, memory.dout_nbytes, memory.v_head_dim),
                 )
             ],
-            tiles.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.queries.length),
+            tiles.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.queries.zeros_from()),
             threads=config.consumer_threads,
             barrier=1,
         )

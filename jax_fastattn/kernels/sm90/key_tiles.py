@@ -14,6 +14,7 @@ from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.packed import slot_count
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import BackwardMemory
 from jax_fastattn.kernels.sm90.schedule import HeadOrder
@@ -45,13 +46,13 @@ class KeyTiles:
     def __init__(self, spec: KernelSpec, memory: BackwardMemory):
         self.spec, self.memory, self.config = spec, memory, memory.config
 
-    def count(self, key_length: Int32) -> Int32:
+    def count(self, scalars: Scalars | Sizes) -> Int32:
         """Tiles of a key/value head."""
-        return tiles.count(key_length, self.config.keys)
+        return tiles.count(scalars.key_length, self.config.keys)
 
     def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
         """CTAs: one for each tile of keys; where dq is computed one per SM, which takes many tiles."""
-        count = self.count(scalars.key_length) * order.heads
+        count = self.count(scalars) * order.heads
         return Int32(cutlass.min(count, scalars.multiprocessors)) if self.config.adds_dq else count
 
     def order(self, scalars: Scalars) -> HeadOrder:
@@ -60,7 +61,7 @@ class KeyTiles:
         As many heads as are `ahead` are begun before zeros and statistics of others can be there.
         """
         heads, multiprocessors = scalars.batch * (scalars.num_heads // self.spec.group), scalars.multiprocessors
-        key_tiles, spec = self.count(scalars.key_length), self.spec
+        key_tiles, spec = self.count(scalars), self.spec
         if spec.ordered:
             row_nbytes = 2 * (self.memory.head_dim + self.memory.v_head_dim) + 4 * self.memory.head_dim
             most_rows = SECTION_NBYTES[spec.uneven] // row_nbytes // spec.group
@@ -108,7 +109,7 @@ class KeyTiles:
             return index
 
         def available(index: Int32) -> Boolean:
-            return Boolean(index < self.count(call.sizes.key_length) * call.order.heads)
+            return Boolean(index < self.count(call.sizes) * call.order.heads)
 
         with while_generate([take()], available) as (index,):
             visit(self._work(index, call), phase[0])
@@ -122,11 +123,10 @@ class KeyTiles:
         """
         spec, config, sizes, order = self.spec, self.config, call.sizes, call.order
         kv_heads = sizes.num_heads // spec.group
-        key_tiles = self.count(sizes.key_length)
-        tile, head_index = tiles.place_in_sections(index, order.section, key_tiles, order.heads)
-        batch = head_index // kv_heads
+        key_tiles = self.count(sizes)
+        place, head_index = self._place(index, key_tiles, order)
+        tile, sequence = self._tile(place, head_index // kv_heads, call)
         row = tile * config.keys
-        sequence = Sequence.of_entry(spec, batch, call.buffers, sizes)
         bounds = sequence.bounds()
         visit = tiles.query_tiles(row, config.keys, config.queries, **bounds)
         if config.adds_dq:
@@ -138,6 +138,7 @@ class KeyTiles:
             tile=tile,
             key_tiles=key_tiles,
             ahead=order.ahead,
+            prepared=order.prepared,
             head_index=head_index,
             all_heads=order.heads,
             row=row,
@@ -151,3 +152,33 @@ class KeyTiles:
             visit=visit,
             steps=(visit.end - visit.begin) * spec.group,
         )
+
+    def _place(self, index: Int32, key_tiles: Int32, order: HeadOrder) -> tuple[Int32, Int32]:
+        """Returns the position among the tiles of a head, and the head, of an index in the order of tiles."""
+        return tiles.place_in_sections(index, order.section, key_tiles, order.heads)
+
+    def _tile(self, place: Int32, batch: Int32, call: Call) -> tuple[Int32, Sequence]:
+        """Returns the tile at a position, and its sequence."""
+        return place, Sequence.of_entry(self.spec, batch, call.buffers, call.sizes)
+
+
+class PackedKeyTiles(KeyTiles):
+    """The tiles of packed sequences, from the records of slots: of all heads together, the first slot first.
+
+    CTAs that add in semaphore order rely on it that the tiles of a sequence are taken in ascending order.
+    """
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Slots of a key/value head."""
+        return slot_count(scalars.key_length, self.config.keys, scalars.batch)
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """The order of the heads of a launch. Zeros of all heads are written before the kernel begins."""
+        kv_heads = scalars.num_heads // self.spec.group
+        return HeadOrder(kv_heads, kv_heads, kv_heads)
+
+    def _place(self, index: Int32, key_tiles: Int32, order: HeadOrder) -> tuple[Int32, Int32]:
+        return index // order.heads, index % order.heads
+
+    def _tile(self, place: Int32, batch: Int32, call: Call) -> tuple[Int32, Sequence]:
+        return Sequence.of_record(self.spec, call.buffers.key_tiles, place, call.sizes, of_keys=True)

@@ -62,7 +62,8 @@ class Producer:
                 copy_query(tile, stage, barrier)
                 rows, nbytes = work.queries.padded_rows(ROW_ALIGNMENT), memory.stats_nbytes
                 row_nbytes = stats_row_nbytes(config.adds_dq)
-                source = stats.toint() + (2 * head_row + tile * config.queries) * row_nbytes
+                row = work.queries.padded(tile * config.queries, ROW_ALIGNMENT)
+                source = stats.toint() + (2 * head_row + row) * row_nbytes
                 target = shared.address + memory.stats_start + stage * (2 * memory.stats_pitch)
                 with cute.arch.elect_one():
                     ptx.copy_bulk(target, source, nbytes, barrier.toint())

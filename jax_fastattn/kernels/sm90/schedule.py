@@ -11,7 +11,7 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import Buffers, ForwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
-from jax_fastattn.kernels.device.sequences import Sequence, Span
+from jax_fastattn.kernels.device.sequences import Sequence, Span, load_record
 from jax_fastattn.kernels.packed import WORDS, Record, slot_count
 from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, head_counters, padded_rows
 from jax_fastattn.kernels.sm90.config import ForwardConfig
@@ -28,7 +28,8 @@ class HeadOrder(NamedTuple):
         heads: those of all batch entries.
         section: how many are begun together, see `plan.section`.
         ahead: from the head that a CTA works on to that whose sums it zeroes; None for dq alone, like the next one.
-        prepared: how many have their statistics written before the key-stationary kernel begins.
+        prepared: how many have their statistics written before the key-stationary kernel begins; of packed sequences
+            how many slots of queries have, of all heads.
     """
 
     heads: Int32
@@ -360,6 +361,11 @@ class RowUnits(QueryTiles):
     def _head_counters(self, scalars: Scalars) -> Int32:
         return head_counters(padded_rows(scalars.query_length), self.queries)
 
+    def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many heads there are, of which `order.prepared` are not left to `StatisticsKernel.later`."""
+        del scalars
+        return order.heads
+
     def counters(self, scalars: Scalars) -> Int32:
         """Counters of all heads."""
         return scalars.batch * scalars.num_heads * self._head_counters(scalars)
@@ -370,9 +376,106 @@ class RowUnits(QueryTiles):
         return self.of_head(index % count - 1, index // count, buffers, scalars)
 
 
+@dataclass(frozen=True)
+class PackedRowUnits(RowUnits):
+    """Units of packed sequences. Slots have `ROW_ALIGNMENT` queries, and all heads of a slot come together."""
+
+    def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many slots there are, of which `order.prepared` are not left to `StatisticsKernel.later`."""
+        del order
+        return self._slots(scalars)
+
+    def _slots(self, scalars: Scalars) -> Int32:
+        return slot_count(scalars.query_length, ROW_ALIGNMENT, scalars.batch)
+
+    def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Units of the slots that are not left to `StatisticsKernel.later`: the first ones."""
+        return order.prepared * scalars.num_heads * self._units
+
+    @property
+    def _units(self) -> int:
+        """Units of a head in a slot. Lanes of a warp have units of one slot."""
+        return ROW_ALIGNMENT // self.rows
+
+    def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """One of all units."""
+        count = scalars.num_heads * self._units
+        slot = index // count
+        tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
+        return self._unit(tile, sequence, index % count)
+
+    def _unit(self, tile: Int32, sequence: Sequence, index: Int32) -> Work:
+        """One of the units of a slot, given the tile that owns it."""
+        head, unit = index // self._units, index % self._units
+        return Work(tile * self._units + unit, head, head // self.spec.group, sequence, head)
+
+    def each_left(
+        self,
+        order: HeadOrder,
+        buffers: Buffers,
+        scalars: Scalars,
+        *,
+        place: Int32,
+        step: int,
+        write: Callable[[Work], None],
+        finish: Callable[[Int64], None],
+    ) -> None:
+        """Visits the units that are left to `StatisticsKernel.later`, slot by slot; see `RowUnits.each_left`.
+
+        `finish` is called after all heads of a slot, with the index of the counter of its sequence (`slots_counter`).
+        A slot that no tile owns is not counted: a producer waits for the slots of its sequence alone.
+        """
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        count = scalars.num_heads * self._units
+
+        def visit_slot(i: Int32) -> None:
+            slot = order.prepared + block + i * blocks
+            tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
+
+            def visit(j: Int32) -> None:
+                write(self._unit(tile, sequence, Int32(cutlass.min(j * step + place, count - 1))))
+
+            def visit_owned() -> None:
+                wgmma.loop((count + (step - 1)) // step, visit)
+                finish(slots_counter(sequence.queries, scalars.num_heads, self.queries))
+
+            cutlass.if_generate(sequence.queries.length > 0, visit_owned)
+
+        wgmma.loop((self._slots(scalars) - order.prepared - block + (blocks - 1)) // blocks, visit_slot)
+
+    def _head_counters(self, scalars: Scalars) -> Int32:
+        return head_counters(self._slots(scalars) * ROW_ALIGNMENT, self.queries)
+
+    def counters(self, scalars: Scalars) -> Int32:
+        """Counters of all heads, and those of `slots_counter`."""
+        return (scalars.num_heads + 1) * self._head_counters(scalars)
+
+    def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """The tile of dq of one of all counters; -1 where the counter is the head's own."""
+        count, per_slot = self._head_counters(scalars), ROW_ALIGNMENT // self.queries
+        head, place = index // count, index % count - 1
+        tile = Int32(cutlass.max(place, 0))
+        record = load_record(buffers.query_tiles, tile // per_slot)
+        sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
+        tile = ptx.where(place < 0, place, record.tile * per_slot + tile % per_slot)
+        return Work(tile, head, head // self.spec.group, sequence, head)
+
+
 def tile_counter(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:
-    """Index of the counter of a tile of `rows` queries in `BackwardBuffers.arrivals`; of tile -1 the head's own.
+    """Index of the counter of a tile of `rows` queries in `BackwardBuffers.arrivals`.
+
+    Of tile -1 of a batch entry it is the head's own counter, which heads of packed sequences do not need.
 
     `head` is the index of the head in an array `[batch, heads]`.
     """
+    tile = queries.padded(tile, ROW_ALIGNMENT // rows)
     return head * head_counters(queries.padded_rows(ROW_ALIGNMENT), rows) + 1 + tile
+
+
+def slots_counter(queries: Span, num_heads: Int32, rows: int) -> Int64:
+    """Index of the counter of the slots of a packed sequence of which `StatisticsKernel.later` has written statistics.
+
+    It is the counter of the sequence's first tile in one more head, which follows the others.
+    """
+    return tile_counter(queries, Int64(num_heads), Int32(0), rows)

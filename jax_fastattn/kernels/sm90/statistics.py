@@ -21,7 +21,7 @@ from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
 from jax_fastattn.kernels.sm90.config import padded_head_dim
-from jax_fastattn.kernels.sm90.schedule import HeadOrder, RowUnits, Work
+from jax_fastattn.kernels.sm90.schedule import HeadOrder, PackedRowUnits, RowUnits, Work
 from jax_fastattn.kernels.spec import KernelSpec
 
 THREADS = 256
@@ -32,6 +32,8 @@ _ROWS = 8
 _LATER_CTAS, LATER_THREADS = 16, 512
 # Where a query sees fewer keys, the fused kernel might wait: by arithmetic it takes statistics from 7 of those SMs.
 _FEW_KEYS = 512
+# Of packed sequences `kernel` prepares so many times as many slots of 128 queries as slots of keys are begun together.
+_PREPARED_WAVES = 3
 
 
 class _Rows(NamedTuple):
@@ -62,7 +64,7 @@ class StatisticsKernel:
         self.spec, self.config = spec, config
         # Lanes that share a row.
         self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
-        self.schedule = RowUnits(spec, _ROWS, config.queries)
+        self.schedule = (PackedRowUnits if spec.packed else RowUnits)(spec, _ROWS, config.queries)
 
     @property
     def leaves(self) -> bool:
@@ -70,11 +72,23 @@ class StatisticsKernel:
         return self.spec.fused
 
     def order(self, scalars: Scalars, order: HeadOrder) -> HeadOrder:
-        """That of a launch, with the heads that are not left to `later`: the first `ahead` ones, or all."""
+        """That of a launch, with what is not left to `later`: the first `ahead` heads, or all."""
         if not self.leaves:
             return order._replace(prepared=order.heads)
+        if self.spec.packed:
+            return order._replace(prepared=self._prepared_slots(scalars, self.schedule.parts(order, scalars)))
         few = cutlass.min(scalars.key_length, scalars.window_left + scalars.window_right + 1) < _FEW_KEYS
         return order._replace(prepared=ptx.where(few, order.heads, Int32(cutlass.min(order.ahead, order.heads))))
+
+    def _prepared_slots(self, scalars: Scalars, slots: Int32) -> Int32:
+        """Returns how many slots of packed queries are not left to `later`: all of them if sums need zeros."""
+        if not self.spec.ordered:
+            return slots
+        kv_heads = scalars.num_heads // self.spec.group
+        begun = (scalars.multiprocessors + (kv_heads - 1)) // kv_heads
+        keys = scalars.key_length // scalars.batch
+        few = cutlass.min(keys, scalars.window_left + scalars.window_right + 1) < _FEW_KEYS
+        return ptx.where(few, slots, Int32(cutlass.min(slots, _PREPARED_WAVES * begun)))
 
     def launches(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
         """What is launched: `kernel`, and `later` if heads are left to that.
@@ -89,7 +103,8 @@ class StatisticsKernel:
         # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
         launches = [Launch(self.kernel, arguments, grid=blocks, block=THREADS, min_blocks=1)]
         if self.leaves:
-            later_blocks = Int32(cutlass.max(cutlass.min(order.heads - order.prepared, _LATER_CTAS), 1))
+            left = self.schedule.parts(order, scalars) - order.prepared
+            later_blocks = Int32(cutlass.max(cutlass.min(left, _LATER_CTAS), 1))
             launches.append(Launch(self.later, arguments, grid=later_blocks, block=LATER_THREADS, begins_early=True))
         return launches
 
@@ -109,9 +124,17 @@ class StatisticsKernel:
             last = schedule.prepared(order, scalars) - 1
             unit = Int32(cutlass.min((block * THREADS + thread) // self.lanes, last))
             work, lane = schedule.unit(unit, buffers, scalars), thread % self.lanes
-            self._write_rows(buffers, scalars, work, lane)
-            first_row = work.sequence.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT, work.tile * _ROWS)
-            self._zero_sums(buffers, first_row, lane, work.head_index < order.ahead * group)
+
+            def write() -> None:
+                self._write_rows(buffers, scalars, work, lane)
+                first_row = work.sequence.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT, work.tile * _ROWS)
+                self._zero_sums(buffers, first_row, lane, work.head_index < order.ahead * group)
+
+            if cutlass.const_expr(self.spec.packed):
+                # Else no tile owns the slot.
+                cutlass.if_generate(work.sequence.queries.length > 0, write)
+            else:
+                write()
 
         def write_counter(block: Int32) -> None:
             index = block * THREADS + thread
@@ -166,7 +189,7 @@ class StatisticsKernel:
         def write() -> None:
             nbytes = stats_row_nbytes(self.spec.fused)
             first_row = queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT)
-            address = buffers.stats.toint() + (2 * first_row + row) * nbytes
+            address = buffers.stats.toint() + (2 * first_row + queries.padded(row, ROW_ALIGNMENT)) * nbytes
             for which, value in enumerate((row_lse, delta)):
                 target = address + Int64(queries.padded_rows(ROW_ALIGNMENT)) * (which * nbytes)
                 if self.spec.fused:
