@@ -124,11 +124,15 @@ def test_wide_kernels_compute_no_dq() -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("sinks", ["n", None])
-def test_both_passes_have_the_same_tanh(arch: str, sinks: str | None) -> None:
+@pytest.mark.parametrize(("packed", "head_dim"), [(False, 64), (True, 128), (True, 192)])
+def test_both_passes_have_the_same_tanh(arch: str, sinks: str | None, packed: bool, head_dim: int) -> None:
     """Else rows of P would not add up to 1; without a cap sinks compile no backward kernel of their own."""
-    problem = dataclasses.replace(BASE, logits_soft_cap=50.0, sinks=sinks).problem()
-    forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
-    assert forward.exact_cap == backward.exact_cap == (arch != "sm_90a" or sinks is not None)
+    case = dataclasses.replace(BASE, logits_soft_cap=50.0, sinks=sinks, head_dim=head_dim)
+    case = dataclasses.replace(case, batch=1, packed=((9,), (9,))) if packed else case
+    forward, backward = (kernel_spec(case.problem(), op, arch) for op in ("forward", "backward"))
+    is_portable = arch != "sm_90a" or (packed and head_dim > 128)
+    assert backward.family == ("sm80" if is_portable else "sm90")
+    assert forward.exact_cap == backward.exact_cap == (is_portable or sinks is not None)
     assert not kernel_spec(dataclasses.replace(BASE, sinks=sinks).problem(), "backward", arch).sinks
 
 
@@ -156,6 +160,18 @@ def test_ctas_add_in_one_order(
                 assert spec.ordered == (head_dim <= 128 and max(lengths) <= limit)
                 assert not kernel_spec(problem, "forward", "sm_90a").ordered
                 assert kernel_spec(problem, "backward", "sm_80").ordered == deterministic
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ctas_add_in_one_order_to_short_packed_sequences(deterministic: bool) -> None:
+    lengths = (1536,) * 40
+    for packed in ((lengths, (1,) * 40), ((1,) * 40, lengths)):
+        case = dataclasses.replace(BASE, batch=1, packed=packed, deterministic=deterministic)
+        cases = [
+            dataclasses.replace(case, query_length=total, key_length=total) for total in (42 * 1536, 42 * 1536 + 1)
+        ]
+        found = [kernel_spec(case.problem(), "backward", "sm_90a").ordered for case in cases]
+        assert found == [True, deterministic]
 
 
 def test_few_heads_do_not_add_in_one_order_without_a_mask() -> None:

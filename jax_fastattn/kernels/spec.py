@@ -26,6 +26,9 @@ FUSED_HEAD_DIM = 128
 # Of a Hopper GPU; decides about speed alone.
 _MULTIPROCESSORS = 132
 
+# Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
+_ORDERED_MEAN_LENGTH = 1536
+
 
 @dataclass(frozen=True)
 class KernelSpec:
@@ -114,9 +117,10 @@ class KernelSpec:
     def exact_cap(self) -> bool:
         """Whether the tanh of a soft cap has to be exact, see `softmax.cap_score_roughly`.
 
-        The backward pass of packed sequences is portable, and its tanh exact.
+        That of the portable kernels is. They run the backward pass of packed sequences whose head dims are not fused.
         """
-        return self.sinks or self.packed or self.family == "sm80"
+        portable = self.packed and max(self.head_dim, self.v_head_dim) > FUSED_HEAD_DIM
+        return self.sinks or portable or self.family == "sm80"
 
     @property
     def uneven(self) -> bool:
@@ -129,7 +133,8 @@ def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
 
     It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
     to the next, which takes short heads; and if CTAs that begin together wait for each other less than that saves,
-    which takes many tiles of keys for each SM, or later keys that fewer queries see.
+    which takes many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences, whose heads
+    are all begun together, only the mean length is known.
 
     Args:
         problem: what is computed.
@@ -137,6 +142,8 @@ def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
     """
     if problem.spec.deterministic:
         return True
+    if problem.num_sequences:
+        return max(problem.query_length, problem.key_length) <= _ORDERED_MEAN_LENGTH * problem.num_sequences
     longest = max(problem.query_length, problem.key_length)
     if uneven:
         return longest <= 1024
@@ -150,8 +157,9 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     left, right = spec.bounds
     largest = max(problem.head_dim, problem.v_head_dim)
     packed = problem.num_sequences > 0
-    # Hopper's own backward kernels do not read packed sequences yet.
-    family = "sm80" if arch != "sm_90a" or (packed and op == "backward") else "sm90"
+    # Of Hopper's own backward kernels the fused one alone reads packed sequences.
+    portable = packed and op == "backward" and largest > FUSED_HEAD_DIM
+    family = "sm80" if arch != "sm_90a" or portable else "sm90"
     key = KernelSpec(
         op=op,
         arch=arch,
