@@ -294,7 +294,7 @@ class ForwardKernel:
         self._hold_query(state)
 
         def pass_by() -> None:
-            self._release_query(state)
+            self._release_query(state, used=False)
             count = work.visit.end - work.visit.begin
             self._skip(state, count, slots=2 * count, turns=count - 1)
 
@@ -667,11 +667,11 @@ class ForwardKernel:
         pair = [ptx.where(live, state.out[4 * block + 2 * i + e] * weight, Float32(0.0)) for e in range(2)]
         return ptx.pack(*pair, dtype=self.mma_dtype)
 
-    def _release_query(self, state: SimpleNamespace) -> None:
-        """Lets the producer load this warpgroup's next Q."""
+    def _release_query(self, state: SimpleNamespace, *, used: bool = True) -> None:
+        """Lets the producer load this warpgroup's next Q. If it is not `used`, no product has waited for held loads."""
         if self.config.walks:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(state.shared.query_empty + state.group)
+            arrives = None if used else ptx.thread_index() % 32 == 31
+            wgmma.release(state.shared.query_empty + state.group, arrives)
 
 
 def _uniform(visit: plan.TileRange) -> plan.TileRange:
