@@ -115,12 +115,8 @@ class KernelSpec:
 
     @property
     def exact_cap(self) -> bool:
-        """Whether the tanh of a soft cap has to be exact, see `softmax.cap_score_roughly`.
-
-        That of the portable kernels is. They run the backward pass of packed sequences whose head dims are not fused.
-        """
-        portable = self.packed and max(self.head_dim, self.v_head_dim) > FUSED_HEAD_DIM
-        return self.sinks or portable or self.family == "sm80"
+        """Whether the tanh of a soft cap has to be exact, see `softmax.cap_score_roughly`."""
+        return self.sinks or self.family == "sm80"
 
     @property
     def uneven(self) -> bool:
@@ -157,9 +153,7 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     left, right = spec.bounds
     largest = max(problem.head_dim, problem.v_head_dim)
     packed = problem.num_sequences > 0
-    # Of Hopper's own backward kernels the fused one alone reads packed sequences.
-    portable = packed and op == "backward" and largest > FUSED_HEAD_DIM
-    family = "sm80" if arch != "sm_90a" or portable else "sm90"
+    family = "sm90" if arch == "sm_90a" else "sm80"
     key = KernelSpec(
         op=op,
         arch=arch,

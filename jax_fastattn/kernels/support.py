@@ -50,7 +50,7 @@ def tilings(spec: KernelSpec) -> tuple[Any, ...]:
 
 def slot_rows(spec: KernelSpec) -> tuple[int, int]:
     """Queries and keys of the slots of packed sequences, see `packed.py`."""
-    (config,) = tilings(spec)
+    *_, config = tilings(spec)
     if spec.op == "forward":
         return config.rows, config.keys
     return (sm90_backward.ROW_ALIGNMENT if spec.family == "sm90" else config.queries), config.keys

@@ -144,12 +144,19 @@ def test_a_run_of_random_calls_takes_few_kernels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["sm80-forward", "sm80-backward", "sm90-forward", "sm90-backward"])
-def test_nan_stays_in_its_sequence(kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"),
+    [
+        *((kernel, 64) for kernel in ("sm80-forward", "sm80-backward", "sm90-forward", "sm90-backward")),
+        ("sm90-backward", 192),
+    ],
+)
+def test_nan_stays_in_its_sequence(kernel: str, head_dim: int) -> None:
     """Neighbors that lie in the same tiles of rows are as they would be by themselves."""
     family, op = kernel.split("-")
     arch = {"sm80": "sm_80", "sm90": "sm_90a"}[family]
-    spec = KernelSpec(cast(Any, op), arch, "bfloat16", 64, 64, family=cast(Any, family), packed=True, window_right=True)
+    dims = (head_dim, min(head_dim, 128))
+    spec = KernelSpec(cast(Any, op), arch, "bfloat16", *dims, family=cast(Any, family), packed=True, window_right=True)
     check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
     check(spec, Pack((70, 33, 64), (70, 33, 64), sizes=Sizes(right=0), broken=1))
 
@@ -164,6 +171,24 @@ HOPPER_BACKWARD = {
     "left-d64": ((64, 64), {"window_left": True}, Pack((300, 129), (100, 333), sizes=Sizes(left=90, scale=-0.3))),
     "full-d72-40": ((72, 40), {}, dataclasses.replace(OTHERS, offsets=())),
 }
+# dq in a kernel of its own. Sequences of one tile of queries and of several, full tiles before one that ends early.
+WIDE_BACKWARD = {
+    "causal-d192-128": ((192, 128), {"window_right": True, "group": 2}, Pack(STEPS, STEPS, sizes=Sizes(right=0))),
+    "full-d160": ((160, 160), {}, Pack((3, 64, 0, 140, 65), (200, 0, 5, 63, 129), padding=((0, 0), (0, 0)))),
+    "causal-d256": ((256, 256), {"window_right": True}, Pack((1, 0, 200), (1, 0, 200), sizes=Sizes(right=0))),
+    "all-d192-128": ((192, 128), {**ALL, "dlse": True}, OTHERS),
+    "left-d192-128": ((192, 128), {"window_left": True}, Pack((300, 33), (70, 200), sizes=Sizes(left=40, scale=-0.3))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE_BACKWARD)
+def test_hopper_backward_over_head_dim_128(name: str) -> None:
+    """The same of the kernels for dq, and for dk and dv."""
+    dims, features, pack = WIDE_BACKWARD[name]
+    dtype = "float16" if name.startswith("all") else "bfloat16"
+    spec = KernelSpec("backward", "sm_90a", dtype, *dims, family="sm90", packed=True, **features)
+    emulated_packed.check_backward(spec, pack)
 
 
 @pytest.mark.slow

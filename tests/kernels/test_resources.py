@@ -97,8 +97,8 @@ HOPPER_ROWS = [
     *((dims, short) for dims in ((64, 64), (32, 16)) for short in (True, False)),
     *((dims, False) for dims in ((96, 96), (128, 128), (72, 128), (160, 160), (192, 128), (256, 256))),
 ]
-# Those of packed sequences: forward a CTA for each tile, and CTAs that walk; backward those that are fused.
-PACKED_DIMS = ((64, 64), (128, 128), (256, 256))
+# Those of packed sequences: forward a CTA for each tile, and CTAs that walk; backward one kernel, and two.
+PACKED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Features of those rows, all of which have to do without local memory.
 HOPPER = ("full", "causal", "soft-cap")
 
@@ -114,7 +114,7 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
                 specs.append(dataclasses.replace(spec, packed=True))
         elif not short:
             specs += _variants(spec)
-            if is_packed and spec.fused:
+            if is_packed:
                 specs += _variants(dataclasses.replace(spec, packed=True))
     return specs
 

@@ -12,8 +12,8 @@ each other: the exponentials of one run under the products of the other.
 
 Key tiles are visited as in `forward.py`: from the right edge to the left, full ones without mask code. Keys past the
 end can only be in the first tile visited, where each warpgroup zeroes those rows of K (0 * NaN is NaN). Queries past
-the end need nothing: what they hold stays in their own rows, which are stored as zeros. Reads the statistics that are
-described in `gradient.py`.
+the end need nothing: what they hold stays in their own rows, which are stored as zeros, or if they are those of another
+packed sequence not at all. Reads the statistics that are described in `gradient.py`.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, DqConfig, DqMemory, dq_config
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
-from jax_fastattn.kernels.sm90.schedule import HeadOrder, SectionedTiles
+from jax_fastattn.kernels.sm90.schedule import HeadOrder, PackedSlots, SectionedTiles
 from jax_fastattn.kernels.spec import KernelSpec
 
 
@@ -55,7 +55,7 @@ class DqKernel:
     def __init__(self, spec: KernelSpec, config: DqConfig | None = None):
         self.spec, self.config = spec, config or dq_config(spec)
         self.memory = DqMemory.of(spec, self.config)
-        self.schedule = SectionedTiles(spec, self.config.rows)
+        self.schedule = (PackedSlots if spec.packed else SectionedTiles)(spec, self.config.rows)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
 
@@ -255,7 +255,8 @@ class DqKernel:
     def _stats(self, stats: cute.Pointer, work: SimpleNamespace, row: Int32) -> list[RowStatistics]:
         """Those of the lane's two rows."""
         rows = work.queries.padded_rows(ROW_ALIGNMENT)
-        first = stats.toint() + (work.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT) * 2 + row) * 4
+        head_row = work.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT)
+        first = stats.toint() + (head_row * 2 + work.queries.padded(row, ROW_ALIGNMENT)) * 4
         addresses = [first + 32 * i for i in range(2)]
         return [RowStatistics(ptx.load_global(at), ptx.load_global(at + Int64(rows) * 4)) for at in addresses]
 
@@ -354,7 +355,7 @@ class DqKernel:
         wgmma.zero_hidden_rows(
             config.keys,
             lambda: [(state.shared.address + memory.ring_start + slot * memory.slot_nbytes, memory.head_dim)],
-            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.length),
+            tiles.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.zeros_from()),
             threads=128,
             barrier=1,
         )

@@ -293,6 +293,25 @@ class SectionedTiles(QueryTiles):
 
 
 @dataclass(frozen=True)
+class PackedSlots(SectionedTiles):
+    """Those of packed sequences, from the records of slots: all heads of a slot together, the last slot first."""
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Slots of a head."""
+        return slot_count(scalars.query_length, self.rows, scalars.batch)
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """The order of the heads of a launch."""
+        return HeadOrder(scalars.num_heads, scalars.num_heads)
+
+    def at(self, block: Int32, order: HeadOrder, buffers: Buffers, sizes: Sizes) -> Work:
+        """The tile of a CTA."""
+        slot, head = self.count(sizes) - 1 - block // order.heads, block % order.heads
+        tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, sizes, of_keys=False)
+        return Work(tile, head, head // self.spec.group, sequence, head)
+
+
+@dataclass(frozen=True)
 class RowUnits(QueryTiles):
     """Units of rows of which statistics are written, padding included, and counters of tiles of dq.
 

@@ -74,7 +74,7 @@ class StatisticsKernel:
     def order(self, scalars: Scalars, order: HeadOrder) -> HeadOrder:
         """That of a launch, with what is not left to `later`: the first `ahead` heads, or all."""
         if not self.leaves:
-            return order._replace(prepared=order.heads)
+            return order._replace(prepared=self.schedule.parts(order, scalars))
         if self.spec.packed:
             return order._replace(prepared=self._prepared_slots(scalars, self.schedule.parts(order, scalars)))
         few = cutlass.min(scalars.key_length, scalars.window_left + scalars.window_right + 1) < _FEW_KEYS

@@ -125,11 +125,12 @@ class WideKernel(FusedKernel):
         state.sum = wgmma.accumulator(state.sum_mma, (WARPGROUP_ROWS, columns))
         state.sum.fill(0.0)
         state.previous = wgmma.Uniform(Int32(0))
-        # As in `fused.py`.
+        # As in `fused.py`. Of packed sequences rows past the end are zeroed in the last tile, so that P is 0 there too.
         checks_high = spec.window_left or spec.query_seq_lengths
         edges = Edges(spec.window_right, checks_high)
+        has_end = checks_high or spec.packed
         full_begin = Int32(cutlass.max(visit.full_begin, visit.begin + 1))
-        full_end = Int32(cutlass.max(visit.full_end, full_begin)) if checks_high else visit.end
+        full_end = Int32(cutlass.max(visit.full_end, full_begin)) if has_end else visit.end
 
         def visit_tiles(begin: Int32, end: Int32, edges: Edges | None) -> None:
             state.stage.settle()
@@ -141,7 +142,7 @@ class WideKernel(FusedKernel):
             if spec.window_right:
                 visit_tiles(visit.begin + 1, full_begin, edges)
             visit_tiles(full_begin, full_end, None)
-            if checks_high:
+            if has_end:
                 visit_tiles(full_end, visit.end, edges)
             if self.config.overlap:
                 self._start_sum(state)
@@ -155,8 +156,8 @@ class WideKernel(FusedKernel):
         shared, stage, phase = state.shared, state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
         wgmma.wait(shared.dout_full + stage, phase)
-        if edges is not None:
-            self._zero_queries(state, tile, stage)
+        if edges is not None and (self.spec.hides_first_queries or self.spec.hides_last_queries):
+            self._zero_hidden_queries(state, tile, stage)
         right = state.right[None, None, None, stage]
         steps = ((mma, left[None, None, k], right[None, None, k]) for mma, left, k in state.left)
         wgmma.gemm_steps(state.product, steps, accumulate=False)
