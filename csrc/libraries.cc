@@ -70,6 +70,11 @@ ffi::ErrorOr<const Libraries*> OpenLibraries() {
   driver.Bind(libraries.get_attribute, "cuDeviceGetAttribute");
   driver.Bind(libraries.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
   driver.Bind(libraries.error_string, "cuGetErrorString");
+  driver.Bind(libraries.stream_create, "cuStreamCreate");
+  driver.Bind(libraries.stream_destroy, "cuStreamDestroy_v2");
+  driver.Bind(libraries.begin_capture, "cuStreamBeginCapture_v2");
+  driver.Bind(libraries.end_capture, "cuStreamEndCapture");
+  driver.Bind(libraries.graph_destroy, "cuGraphDestroy");
   if (!driver.problem().empty()) {
     return Failure("the CUDA driver " + driver_path + " cannot be used: " + driver.problem() +
                    ". Install an NVIDIA driver on this machine.");

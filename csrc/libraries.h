@@ -29,6 +29,11 @@ struct Libraries {
   int (*get_attribute)(int* value, int attribute, int device);
   int (*exchange_capture_mode)(int* mode);
   int (*error_string)(int error, const char** text);
+  int (*stream_create)(void** stream, unsigned flags);
+  int (*stream_destroy)(void* stream);
+  int (*begin_capture)(void* stream, int mode);
+  int (*end_capture)(void* stream, void** graph);
+  int (*graph_destroy)(void* graph);
 
   int (*uncompress)(unsigned char* to, unsigned long* size, const unsigned char* from, unsigned long from_size);
 };

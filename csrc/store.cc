@@ -23,10 +23,9 @@ namespace ffi = xla::ffi;
 // The name under which ffi/compiler.py exports the launcher of an object.
 constexpr char kFunctionPrefix[] = "jax_fastattn";
 
-// CUdevice_attribute and CUstreamCaptureMode, as cuda.h numbers them.
+// CUdevice_attribute, as cuda.h numbers it.
 constexpr int kComputeCapabilityMajor = 75;
 constexpr int kComputeCapabilityMinor = 76;
-constexpr int kCaptureModeRelaxed = 2;
 
 // Far above any kernel: a damaged program must not eat the memory.
 constexpr int32_t kMaxObjectSize = 1 << 28;
@@ -196,7 +195,8 @@ ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
     kernel.equal_objects.insert(image.object.data());
   }
   CuteFunction*& function = kernel.functions[device];
-  if (function == nullptr) {
+  const bool is_new = function == nullptr;
+  if (is_new) {
     ffi::ErrorOr<CuteFunction*> loaded = Load(**libraries, image.key, kernel, device);
     if (loaded.has_error()) {
       if (loaded.error().errc() == ffi::ErrorCode::kDataLoss) kernels.erase(found);  // makes room for a whole object
@@ -204,7 +204,7 @@ ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
     }
     function = *loaded;
   }
-  return LoadedKernel{*libraries, function};
+  return LoadedKernel{*libraries, function, is_new};
 }
 
 }  // namespace jax_fastattn

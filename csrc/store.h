@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels that this process knows, by the SHA-256 of their objects. A kernel is loaded when a device first launches
+// The kernels that this process knows, by the SHA-256 of their objects. A kernel is loaded when a device first asks for
 // it and stays loaded: XLA may replay a captured launch at any time.
 
 #ifndef JAX_FASTATTN_CSRC_STORE_H_
@@ -28,10 +28,14 @@ struct KernelImage {
 struct LoadedKernel {
   const Libraries* libraries;
   CuteFunction* function;
+  bool is_new;  // this call loaded it
 };
 
+// As cuda.h numbers it.
+constexpr int kCaptureModeRelaxed = 2;
+
 // The kernel, loaded on the device of the current CUDA context. Fails if another object with the same digest is known.
-// Whole objects are compared at the first launch of a call, not at later ones. Thread-safe.
+// Whole objects are compared when a call first asks, not later. Thread-safe.
 xla::ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image);
 
 // A kernel's name in messages.

@@ -60,6 +60,7 @@ def library(handle: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     library = Library(handle)
     library.set_num_buffers, library.set_device = NUM_BUFFERS, next(_devices)
     library.seen_loads = library.seen_runs = library.seen_overlapping_loads = library.seen_attribute_reads = 0
+    library.seen_captured_runs = 0
     yield library
     for name in (
         "device_error",
@@ -69,6 +70,7 @@ def library(handle: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "get_throws",
         "run_status",
         "run_cuda_error",
+        "stream_error",
     ):
         setattr(library, f"set_{name}", 0)
     library.set_major, library.set_minor = 9, 0
@@ -121,6 +123,24 @@ def test_loading_is_allowed_during_stream_capture(library: Library) -> None:
     run()
     assert library.seen_mode_at_load == 2, "relaxed"
     assert library.seen_mode == 0, "as before"
+
+
+def test_a_first_launch_is_captured_and_thrown_away(library: Library) -> None:
+    """CUDA loads code at a first launch; two H100s waited for each other for ever where a collective ran then."""
+    launch = program()
+    for _ in range(2):
+        jax.block_until_ready(launch(*stand_in.operands()))
+    assert (library.seen_captured_runs, library.seen_runs) == (1, 2)
+    library.set_device = next(_devices)
+    jax.block_until_ready(launch(*stand_in.operands()))
+    assert (library.seen_captured_runs, library.seen_runs) == (2, 3)
+    assert library.seen_open_captures == 0
+
+
+def test_a_launch_that_cannot_be_captured_runs(library: Library) -> None:
+    library.set_stream_error = 2
+    run()
+    assert (library.seen_captured_runs, library.seen_runs, library.seen_open_captures) == (0, 1, 0)
 
 
 def test_the_object_arrives_whole(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

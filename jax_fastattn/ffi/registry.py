@@ -147,7 +147,8 @@ def register() -> None:
 def _register_once() -> None:
     extension = importlib.import_module(_EXTENSION)
     extension.set_library_paths(runtime=runtime_library() or "", driver=_DRIVER)
-    jax.ffi.register_ffi_target(TARGET_NAME, extension.launch, platform="CUDA")
+    stages = {"initialize": extension.initialize, "execute": extension.launch}
+    jax.ffi.register_ffi_target(TARGET_NAME, stages, platform="CUDA")
 
 
 def runtime_library() -> str | None:

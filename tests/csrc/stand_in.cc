@@ -29,6 +29,8 @@ int set_num_buffers = 0;
 std::atomic<int> seen_loads{0};
 std::atomic<int> seen_overlapping_loads{0};
 std::atomic<int> seen_runs{0};
+std::atomic<int> seen_captured_runs{0};  // not among seen_runs
+std::atomic<int> seen_open_captures{0};  // streams and graphs that are not destroyed
 int seen_object_size = 0;
 int seen_object_at_run = 0;  // size of the object whose kernel ran
 int seen_attribute_reads = 0;
@@ -38,6 +40,9 @@ int seen_device_at_run = -1;
 size_t seen_num_arguments = 0;
 void* seen_buffers[32];
 int seen_ints[32];  // every argument after the buffers, as an int; floats by their bits
+
+int set_stream_error = 0;
+static int captured_stream, captured_graph;
 
 struct Module {
   int device;
@@ -63,6 +68,10 @@ int CuteDSLRT_Module_Get_Function(void** function, Module* module, const char* p
 }
 
 int CuteDSLRT_Function_Run(void* function, void** arguments, size_t count) {
+  if (*static_cast<void**>(arguments[count - 2]) == &captured_stream) {
+    ++seen_captured_runs;
+    return set_run_status;
+  }
   ++seen_runs;
   seen_device_at_run = static_cast<Module*>(function)->device;
   seen_object_at_run = static_cast<Module*>(function)->object_size;
@@ -95,6 +104,25 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
   std::swap(*mode, seen_mode);
   return 0;
 }
+
+int cuStreamCreate(void** stream, unsigned) {
+  if (set_stream_error != 0) return set_stream_error;
+  *stream = &captured_stream;
+  ++seen_open_captures;
+  return 0;
+}
+
+int cuStreamBeginCapture_v2(void*, int) { return 0; }
+
+int cuStreamEndCapture(void*, void** graph) {
+  *graph = &captured_graph;
+  ++seen_open_captures;
+  return 0;
+}
+
+int cuGraphDestroy(void*) { return --seen_open_captures, 0; }
+
+int cuStreamDestroy_v2(void*) { return --seen_open_captures, 0; }
 
 int cuGetErrorString(int error, const char** text) {
   *text = error == 700 ? "an illegal memory access was encountered" : nullptr;
