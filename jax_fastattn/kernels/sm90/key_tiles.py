@@ -124,8 +124,7 @@ class KeyTiles:
         spec, config, sizes, order = self.spec, self.config, call.sizes, call.order
         kv_heads = sizes.num_heads // spec.group
         key_tiles = self.count(sizes)
-        place, head_index = self._place(index, key_tiles, order)
-        tile, sequence = self._tile(place, head_index // kv_heads, call)
+        tile, head_index, sequence = self._at(index, key_tiles, kv_heads, call)
         row = tile * config.keys
         bounds = sequence.bounds()
         visit = tiles.query_tiles(row, config.keys, config.queries, **bounds)
@@ -153,19 +152,17 @@ class KeyTiles:
             steps=(visit.end - visit.begin) * spec.group,
         )
 
-    def _place(self, index: Int32, key_tiles: Int32, order: HeadOrder) -> tuple[Int32, Int32]:
-        """Returns the position among the tiles of a head, and the head, of an index in the order of tiles."""
-        return tiles.place_in_sections(index, order.section, key_tiles, order.heads)
-
-    def _tile(self, place: Int32, batch: Int32, call: Call) -> tuple[Int32, Sequence]:
-        """Returns the tile at a position, and its sequence."""
-        return place, Sequence.of_entry(self.spec, batch, call.buffers, call.sizes)
+    def _at(self, index: Int32, key_tiles: Int32, kv_heads: Int32, call: Call) -> tuple[Int32, Int32, Sequence]:
+        """Returns the tile, the head and the sequence of an index in the order of tiles."""
+        tile, head_index = tiles.place_in_sections(index, call.order.section, key_tiles, call.order.heads)
+        return tile, head_index, Sequence.of_entry(self.spec, head_index // kv_heads, call.buffers, call.sizes)
 
 
 class PackedKeyTiles(KeyTiles):
-    """The tiles of packed sequences, from the records of slots: of all heads together, the first slot first.
+    """The tiles of packed sequences, from the records of slots: one sequence after the other.
 
-    CTAs that add in semaphore order rely on it that the tiles of a sequence are taken in ascending order.
+    The heads of a sequence come in sections of about as many tiles as run at a time, so that those of a long sequence
+    read few queries. CTAs that add in semaphore order rely on it that the tiles of a head are taken in ascending order.
     """
 
     def count(self, scalars: Scalars | Sizes) -> Int32:
@@ -173,12 +170,21 @@ class PackedKeyTiles(KeyTiles):
         return slot_count(scalars.key_length, self.config.keys, scalars.batch)
 
     def order(self, scalars: Scalars) -> HeadOrder:
-        """The order of the heads of a launch. Zeros of all heads are written before the kernel begins."""
+        """The order of the heads of a launch; a section is counted in tiles.
+
+        Zeros of all heads are written before the kernel begins.
+        """
         kv_heads = scalars.num_heads // self.spec.group
-        return HeadOrder(kv_heads, kv_heads, kv_heads)
+        return HeadOrder(kv_heads, scalars.multiprocessors, kv_heads)
 
-    def _place(self, index: Int32, key_tiles: Int32, order: HeadOrder) -> tuple[Int32, Int32]:
-        return index // order.heads, index % order.heads
-
-    def _tile(self, place: Int32, batch: Int32, call: Call) -> tuple[Int32, Sequence]:
-        return Sequence.of_record(self.spec, call.buffers.key_tiles, place, call.sizes, of_keys=True)
+    def _at(self, index: Int32, key_tiles: Int32, kv_heads: Int32, call: Call) -> tuple[Int32, Int32, Sequence]:
+        """A sequence has the indices of its slots times the heads, and the same record, `tile` apart, in each slot."""
+        slot = index // kv_heads
+        tile, sequence = Sequence.of_record(self.spec, call.buffers.key_tiles, slot, call.sizes, of_keys=True)
+        count = Int32(cutlass.max(tiles.count(sequence.keys.length, self.config.keys), 1))
+        # Of tiles that differ in length, two heads or more: the longest should start first.
+        section = cutlass.max(call.order.section // count, 1 + int(self.spec.uneven))
+        section = Int32(cutlass.min(section, kv_heads))
+        first_index = (slot - tile) * kv_heads
+        tile, head = tiles.place_in_sections(index - first_index, section, count, kv_heads)
+        return tile, head, sequence

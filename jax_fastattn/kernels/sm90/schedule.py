@@ -26,7 +26,7 @@ class HeadOrder(NamedTuple):
 
     Attributes:
         heads: those of all batch entries.
-        section: how many are begun together, see `plan.section`.
+        section: how many are begun together, see `plan.section`; of packed sequences how many tiles of keys.
         ahead: from the head that a CTA works on to that whose sums it zeroes; None for dq alone, like the next one.
         prepared: how many have their statistics written before the key-stationary kernel begins; of packed sequences
             how many slots of queries have, of all heads.
@@ -208,6 +208,8 @@ class WalkedSections(ForwardTiles):
 class PackedTiles(ForwardTiles):
     """Those of packed sequences, from the records of slots: of all heads together, the last slot first.
 
+    A slot that no tile owns is passed over: of 64 sequences of 1024 rows every ninth one.
+
     Args:
         blocks_per_sm: of CTAs that walk; 0 with a CTA for each tile.
     """
@@ -232,7 +234,8 @@ class PackedTiles(ForwardTiles):
         if not self.blocks_per_sm:
             head, slot = self._at(block, count, heads)
             tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
-            visit(Work(tile, head, head // self.spec.group, sequence))
+            work = Work(tile, head, head // self.spec.group, sequence)
+            cutlass.if_generate(sequence.queries.length > 0, lambda: visit(work))
             return
         grid, _, _ = cute.arch.grid_dim()
         total = count * heads
@@ -254,7 +257,8 @@ class PackedTiles(ForwardTiles):
             ahead[0] = word(index + grid)
             head, _ = self._at(index, count, heads)
             sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
-            visit(Work(record.tile, head, head // self.spec.group, sequence))
+            work = Work(record.tile, head, head // self.spec.group, sequence)
+            cutlass.if_generate(record.rows > 0, lambda: visit(work))
 
         wgmma.loop((total - block + (grid - 1)) // grid, walk)
 
