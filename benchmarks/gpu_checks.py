@@ -19,7 +19,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from run import describe_run
 
@@ -104,12 +104,12 @@ def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list
             command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
             command += [f"--part={part}/{processes}", f"--seed={seed}", f"--junitxml={reports[-1]}", *arch]
             mine = ",".join(map(str, cores[part::processes]))
-            log = (Path(folder) / f"{part}.log").open("w+")
-            started_process = subprocess.Popen(
-                ["taskset", "-c", mine, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-            running.append((started_process, log))
-        crashed = [_end_of(log) for process, log in running if process.wait() not in (0, 1)]
+            log = reports[-1].with_suffix(".log")
+            with log.open("w") as output:
+                arguments = ["taskset", "-c", mine, *command]
+                process = subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=output, stderr=output)
+            running.append((process, log))
+        crashed = [log.read_text()[-1000:] for process, log in running if process.wait() not in (0, 1)]
         seconds = round(time.monotonic() - started)
         suites = [ElementTree.parse(report).getroot()[0] for report in reports if report.exists()]
     names = ("tests", "failures", "errors", "skipped")
@@ -118,12 +118,6 @@ def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list
     failed = {case.attrib["name"]: found.attrib["message"][:500] for case, found in problems if found is not None}
     run = {"crashed": crashed, "seconds": seconds, "processes": processes, "seed": seed}
     return counts | run | {"failed": failed}
-
-
-def _end_of(log: TextIO) -> str:
-    """The last lines that a process has printed."""
-    log.seek(0)
-    return log.read()[-1000:]
 
 
 def sanitize(tool: str, environment: dict[str, str], arch: list[str]) -> dict[str, Any]:

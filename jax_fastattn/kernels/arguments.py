@@ -73,7 +73,7 @@ class BackwardBuffers(NamedTuple):
         key_value_seq_lengths: `[B]`.
         query_offset: `[B]`.
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `packed.py`. A slot of queries
-            has `ROW_ALIGNMENT` rows, and padded rows are those of slots.
+            has `ROW_ALIGNMENT` rows. The padded rows of a head are the rows of its slots.
         out: `[B, T, N, D]`, from the forward pass.
         lse: `[B, T, N]`, from the forward pass.
         dout: `[B, T, N, D]`.

@@ -129,8 +129,8 @@ def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
 
     It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
     to the next, which takes short heads; and if CTAs that begin together wait for each other less than that saves,
-    which takes many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences, whose heads
-    are all begun together, only the mean length is known.
+    which takes many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences
+    only the mean length is known.
 
     Args:
         problem: what is computed.

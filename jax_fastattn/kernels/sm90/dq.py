@@ -12,8 +12,8 @@ each other: the exponentials of one run under the products of the other.
 
 Key tiles are visited as in `forward.py`: from the right edge to the left, full ones without mask code. Keys past the
 end can only be in the first tile visited, where each warpgroup zeroes those rows of K (0 * NaN is NaN). Queries past
-the end need nothing: what they hold stays in their own rows, which are stored as zeros, or if they are those of another
-packed sequence not at all. Reads the statistics that are described in `gradient.py`.
+the end need nothing: what they hold stays in their own rows. The kernel stores zeros there, or nothing if the rows
+belong to another packed sequence. Reads the statistics that are described in `gradient.py`.
 """
 
 from collections.abc import Callable

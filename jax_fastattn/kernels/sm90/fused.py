@@ -511,11 +511,10 @@ class FusedKernel:
             self._zero_hidden_queries(state, tile, stage)
 
     def _zero_last_queries(self, state: SimpleNamespace) -> None:
-        """Zeroes the rows of Q and dO after those that see a key, before the first tile of a head.
+        """Zeroes the rows of Q and dO past the last query that sees a key, before the first tile of a head.
 
-        That tile alone can have some: rows of the next sequence follow the last one of a sequence. Their P is 0 by
-        statistics, like that of rows past the end of an array, if their scores are numbers. So no tile needs a mask for
-        that end.
+        Only that tile has such rows, where the next sequence begins. The statistics make P 0 there, as they do past the
+        end of an array, provided that scores are numbers. So no tile needs a mask for that end.
         """
         work, visit = state.work, state.work.visit
         live = tiles.live_queries(**work.bounds)

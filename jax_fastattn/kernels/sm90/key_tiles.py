@@ -161,8 +161,9 @@ class KeyTiles:
 class PackedKeyTiles(KeyTiles):
     """The tiles of packed sequences, from the records of slots: one sequence after the other.
 
-    The heads of a sequence come in sections of about as many tiles as run at a time, so that those of a long sequence
-    read few queries. CTAs that add in semaphore order rely on it that the tiles of a head are taken in ascending order.
+    The heads of a sequence come in sections of about as many tiles as run at a time. The tiles in flight then read the
+    queries of few heads. CTAs take the tiles of a head in ascending order, on which those that add in semaphore order
+    rely.
     """
 
     def count(self, scalars: Scalars | Sizes) -> Int32:
