@@ -17,6 +17,8 @@ import pytest
 from jax_fastattn import attention_varlen, packed, portable, target_arch
 from jax_fastattn.blocks import ACCELERATOR
 from jax_fastattn.kernels.packed import Record
+from jax_fastattn.kernels.sm90.config import forward_config
+from jax_fastattn.kernels.spec import KernelSpec
 from jax_fastattn.kernels.support import slot_rows
 from jax_fastattn.ops import cuda
 from jax_fastattn.reference import attention_reference
@@ -152,3 +154,11 @@ def test_loops_search_nothing() -> None:
     tuning = dataclasses.replace(ACCELERATOR, whole=0, chunk=16, min_chunk=16)
     text = jax.jit(lambda x: portable.forward(spec, x, tuning)).lower(operands).as_text()
     assert text.count("stablehlo.while") == 2  # over queries and over keys
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_hopper_forward_takes_tiles_where_its_ctas_walk(short: bool) -> None:
+    """The compile key knows of the counter, the config of CTAs that walk."""
+    for head_dim in range(8, 257, 8):
+        spec = KernelSpec("forward", "sm_90a", "bfloat16", head_dim, 8, packed=True, family="sm90", short=short)
+        assert spec.takes_tiles == forward_config(spec).walks, spec

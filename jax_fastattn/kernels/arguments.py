@@ -48,6 +48,7 @@ class ForwardBuffers(NamedTuple):
         sinks: `[b, N]`.
         out: `[B, T, N, D]`.
         lse: `[B, T, N]`.
+        taken: `[1]`, how many tiles have been taken.
     """
 
     query: Annotated[Any, Buffer("operand")]
@@ -60,6 +61,7 @@ class ForwardBuffers(NamedTuple):
     sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
     out: Annotated[Any, Buffer("result")]
     lse: Annotated[Any, Buffer("result", "float32")]
+    taken: Annotated[Any, Buffer("scratch", "int32", needs="takes_tiles")]
 
 
 class BackwardBuffers(NamedTuple):

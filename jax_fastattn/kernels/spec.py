@@ -23,6 +23,9 @@ SHORT_LENGTH, SHORT_HEAD_DIM = 2048, 96
 # Up to which head dims Hopper has one kernel for all three gradients.
 FUSED_HEAD_DIM = 128
 
+# Beyond which head dims CTAs of the Hopper forward walk.
+WALKING_HEAD_DIM = 64
+
 # Of a Hopper GPU; decides about speed alone.
 _MULTIPROCESSORS = 132
 
@@ -87,6 +90,12 @@ class KernelSpec:
     def offset_operand(self) -> bool:
         """Whether offsets are an operand of their own."""
         return self.query_offset and not self.packed
+
+    @property
+    def takes_tiles(self) -> bool:
+        """Whether CTAs of the forward kernel take tiles by a counter: if they walk, and tiles differ in length."""
+        walks = self.family == "sm90" and max(self.head_dim, self.v_head_dim) > WALKING_HEAD_DIM
+        return self.op == "forward" and self.packed and walks
 
     @property
     def hides_first_keys(self) -> bool:

@@ -17,6 +17,7 @@ from jax_fastattn._compat import Primitive
 from jax_fastattn.kernels.arguments import present_buffers
 from jax_fastattn.kernels.sm80 import backward_config as sm80
 from jax_fastattn.kernels.sm90 import backward_config as sm90
+from jax_fastattn.kernels.sm90.config import forward_scratch
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
 from jax_fastattn.kernels.support import slot_rows
 from jax_fastattn.ops.records import padded_rows, tile_records
@@ -66,7 +67,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     rows = padded.query.shape[:3]
     shapes = {"out": rows + padded.value.shape[3:], "lse": rows}
     launched = {name: _joined_shape(shape, padded) for name, shape in shapes.items()}
-    found = _launch(kernel, problem, arrays | _records(kernel, padded), launched)
+    found = _launch(kernel, problem, arrays | _records(kernel, padded), launched | forward_scratch(kernel))
     out, lse = (found[name].reshape(shape) for name, shape in shapes.items())
     return cut_head_dim(out, operands.value.shape[3]), lse
 

@@ -25,6 +25,7 @@ from jax_fastattn.kernels.sm80.forward import ForwardKernel
 from jax_fastattn.kernels.sm90.backward import BackwardKernel as HopperBackwardKernel
 from jax_fastattn.kernels.sm90.backward import HeadOrders
 from jax_fastattn.kernels.sm90.backward_config import backward_scratch as hopper_scratch
+from jax_fastattn.kernels.sm90.config import forward_scratch
 from jax_fastattn.kernels.sm90.forward import ForwardKernel as HopperForwardKernel
 from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
 from jax_fastattn.kernels.support import slot_rows
@@ -148,6 +149,7 @@ def check_forward(spec: KernelSpec, pack: Pack) -> None:
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
     arrays["query_tiles"] = pack.records(slot_rows(spec), of_keys=False)
+    arrays |= {name: np.full(shape, -1, np.int32) for name, shape in forward_scratch(spec).items()}
     memory, buffers = place(spec, arrays)
     for launch in kernel.launches(buffers, launch_scalars(spec, pack.launch_sizes())):
         if on_hopper:

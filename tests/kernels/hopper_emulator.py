@@ -155,11 +155,11 @@ def swizzle(addresses: np.ndarray, atom: int) -> np.ndarray:
 
 
 def _parts(threads: int) -> list[tuple[int, int]]:
-    """(First thread, threads) of what runs for itself in a CTA: warpgroups; of a fourth one, each warp."""
+    """(First thread, threads) of what runs for itself in a CTA: warpgroups; of the last of three or four, each warp."""
     parts = [(first, min(_WARPGROUP, threads - first)) for first in range(0, threads, _WARPGROUP)]
-    if len(parts) < 4:
+    if len(parts) < 3:
         return parts
-    return parts[:3] + [(first, 32) for first in range(3 * _WARPGROUP, threads, 32)]
+    return parts[:-1] + [(first, 32) for first in range(parts[-1][0], threads, 32)]
 
 
 class Warpgroup(Cta):
@@ -563,18 +563,22 @@ class Warpgroup(Cta):
 def launch(ptx: str, parameters: list[Any], memory: Memory, grid: int, shared_bytes: int = 0) -> None:
     """Runs the only kernel of a PTX text, one CTA after another."""
     program = parse(ptx)
-    groups = len(_parts(program[3]))
+    parts = _parts(program[3])
+    whole = sum(threads == _WARPGROUP for _, threads in parts)
     for block in range(grid):
-        common = Shared(shared_bytes, groups)
-        places = [(block, grid, part) for part in range(groups)]
+        common = Shared(shared_bytes, len(parts))
         with np.errstate(all="ignore"):
-            _take_turns([Warpgroup(program, parameters, memory, place, common).steps() for place in places], common)
+            running = [
+                Warpgroup(program, parameters, memory, (block, grid, part), common).steps()
+                for part in range(len(parts))
+            ]
+            _take_turns(running, whole if whole < len(parts) else whole - 1, common)
 
 
-def _take_turns(parts: list[Iterator[str]], common: Shared) -> None:
-    """Runs all parts; those from the fourth on, or the last, go on as soon as another has released something."""
+def _take_turns(parts: list[Iterator[str]], computing: int, common: Shared) -> None:
+    """Runs all parts; those that do not compute, the last ones, go on as soon as another has released something."""
     running = list(parts)
-    loaders, others = (parts[3:], parts[:3]) if parts[3:] else (parts[-1:], parts[:-1])
+    loaders, others = parts[computing:], parts[:computing]
     while running:
         before, waits = _progress(common), {}
         for steps in [x for group in others for x in (group, *loaders)] or loaders:

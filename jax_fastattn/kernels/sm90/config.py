@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jax_fastattn.kernels import packed
 from jax_fastattn.kernels.device.layout import padded
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.spec import WALKING_HEAD_DIM, KernelSpec
 
 # Query rows of a warpgroup: the M of wgmma.
 WARPGROUP_ROWS = 64
@@ -32,6 +33,9 @@ class Registers(NamedTuple):
 
 # By consumer warpgroups: an SM has 64 K registers.
 _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
+
+# Of a tile that is taken by a counter: its record and its head, see `schedule.py`.
+TAKEN_WORDS = packed.WORDS + 1
 
 # Every shared-memory tile starts at a whole repetition of the 128-byte swizzle.
 _TILE_ALIGNMENT = 1024
@@ -98,22 +102,24 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Byte offsets in dynamic shared memory: Q of each warpgroup, the ring, mbarriers.
+    """Byte offsets in dynamic shared memory: Q of each warpgroup, the ring, mbarriers, the tile that is taken.
 
     Attributes:
         config: the variant.
         head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V in shared memory, padded.
+        takes_tiles: whether tiles are taken by a counter.
     """
 
     config: ForwardConfig
     head_dim: int
     v_head_dim: int
+    takes_tiles: bool
 
     @classmethod
     def of(cls, spec: KernelSpec, config: ForwardConfig) -> SharedMemory:
         """The layout of a compile key."""
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), spec.takes_tiles)
 
     @property
     def query_nbytes(self) -> int:
@@ -132,13 +138,18 @@ class SharedMemory:
 
     @property
     def barrier_start(self) -> int:
-        """Offset of the mbarriers: full and empty ones of the slots, then of each warpgroup's Q."""
+        """Offset of the mbarriers: full and empty ones of the slots, then of each warpgroup's Q, then of the tile."""
         return self.ring_start + self.config.slots * self.slot_nbytes
+
+    @property
+    def taken_start(self) -> int:
+        """Offset of the words of the tile that is taken."""
+        return self.barrier_start + 8 * 2 * (self.config.slots + self.config.warpgroups + int(self.takes_tiles))
 
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.barrier_start + 8 * 2 * (self.config.slots + self.config.warpgroups)
+        return self.taken_start + (4 * TAKEN_WORDS if self.takes_tiles else 0)
 
     @property
     def fits(self) -> bool:
@@ -157,7 +168,7 @@ def forward_config(spec: KernelSpec) -> ForwardConfig:
 def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
     """Returns the variants that may fit, best first; notebook/sm90.md has the sweeps that they come from."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
-    if columns <= 64:
+    if columns <= WALKING_HEAD_DIM:
         if spec.short:
             return (ForwardConfig(1, 64, 6, blocks=3, held=4),)
         return (ForwardConfig(3, 128, 10, ping_pong=True),)
@@ -171,3 +182,8 @@ def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
     if columns <= 192:
         return (ForwardConfig(2, 80, 5, ping_pong=True, walks=True, held=8, waits_late=True),)
     return (ForwardConfig(2, 64, 5, walks=True, waits_late=True),)
+
+
+def forward_scratch(spec: KernelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the scratch buffers of a launch, by name."""
+    return {"taken": (1,)} if spec.takes_tiles else {}

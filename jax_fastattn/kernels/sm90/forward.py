@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward attention with TMA and WGMMA, warp-specialised: one producer warp, one to three consumer warpgroups.
 
+Where CTAs take tiles by a counter, one more warp does that.
+
 A consumer warpgroup owns 64 query rows. S = Q K^T and the online softmax stay in its registers, P feeds O += P V from
 registers. K and V tiles pass through one ring of slots, in the order in which they are consumed; a slot has a barrier
 that TMA completes ("full") and one on which every consumer warp arrives ("empty").
@@ -36,8 +38,9 @@ from jax_fastattn.kernels.device import ptx, rescue, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.tma import Tma
-from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
-from jax_fastattn.kernels.sm90.schedule import Work, forward_schedule
+from jax_fastattn.kernels.sm90.config import TAKEN_WORDS, WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
+from jax_fastattn.kernels.sm90.schedule import TakenTiles, Work, forward_schedule
+from jax_fastattn.kernels.sm90.taken import ResetKernel, TakenTile
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Beyond which a lane's sum of a tile's probabilities is not accepted. P has to fit its 16 bits, O and the sums float32.
@@ -88,8 +91,9 @@ class ForwardKernel:
             shared_bytes=memory.nbytes,
             tma=Tma.boxes(spec, memory, buffers, scalars, query_rows=WARPGROUP_ROWS, key_rows=config.keys),
             min_blocks=config.blocks,
+            begins_early=spec.takes_tiles,
         )
-        return [launch]
+        return [ResetKernel().launch(buffers), launch] if spec.takes_tiles else [launch]
 
     @cute.kernel
     def kernel(self, tma: Tma, buffers: ForwardBuffers, scalars: Scalars):
@@ -98,6 +102,9 @@ class ForwardKernel:
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = self._shared()
         self._initialize(warp_index, shared, tma)
+        if cutlass.const_expr(spec.takes_tiles):
+            # The launch before resets the counter.
+            cute.arch.griddepcontrol_wait()
         cap = scalars.logits_soft_cap if spec.logits_soft_cap else None
         call = _Call(tma, buffers, scalars, softmax.scaling(scalars.scale, cap))
 
@@ -105,6 +112,12 @@ class ForwardKernel:
             if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_decrease(config.registers.producer)
             cutlass.if_generate(warp_index == config.consumer_threads // 32, lambda: self._produce(shared, call))
+            if cutlass.const_expr(spec.takes_tiles):
+                cutlass.if_generate(thread == config.consumer_threads + 32, take)
+
+        def take() -> None:
+            assert isinstance(self.schedule, TakenTiles)
+            self.schedule.take_each(buffers, scalars, shared.taken)
 
         def consume() -> None:
             if cutlass.const_expr(config.moves_registers):
@@ -135,6 +148,15 @@ class ForwardKernel:
             empty=barriers + config.slots,
             query_full=barriers + 2 * config.slots,
             query_empty=barriers + (2 * config.slots + config.warpgroups),
+            taken=TakenTile(
+                base.toint(),
+                memory.taken_start,
+                TAKEN_WORDS,
+                barriers + 2 * (config.slots + config.warpgroups),
+                barriers + (2 * (config.slots + config.warpgroups) + 1),
+            )
+            if self.spec.takes_tiles
+            else None,
         )
 
     def _initialize(self, warp_index: Int32, shared: SimpleNamespace, tma: Tma) -> None:
@@ -150,6 +172,8 @@ class ForwardKernel:
                 for group in range(config.warpgroups):
                     cute.arch.mbarrier_init(shared.query_full + group, 1)
                     cute.arch.mbarrier_init(shared.query_empty + group, 4)
+                if shared.taken is not None:
+                    shared.taken.initialize(4 * config.warpgroups + 1)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
@@ -157,9 +181,13 @@ class ForwardKernel:
 
     # Work.
 
-    def _each_work(self, call: _Call, body: Callable[[SimpleNamespace], None]) -> None:
+    def _each_work(self, shared: SimpleNamespace, call: _Call, body: Callable[[SimpleNamespace], None]) -> None:
         """Runs `body` for each query tile of this CTA."""
-        self.schedule.each(call.buffers, call.scalars, lambda work: body(self._work(work)))
+
+        def visit(work: Work) -> None:
+            body(self._work(work))
+
+        self.schedule.each(call.buffers, call.scalars, visit, shared.taken)
 
     def _work(self, work: Work) -> SimpleNamespace:
         """A query tile: its rows, what they may see, and the key tiles to visit."""
@@ -233,7 +261,7 @@ class ForwardKernel:
             query_phase[0] = query_phase[0] ^ 1
             cutlass.if_generate(some, load_rest)
 
-        self._each_work(call, load)
+        self._each_work(shared, call, load)
 
     # Consumers.
 
@@ -274,7 +302,7 @@ class ForwardKernel:
         if config.ping_pong and config.warpgroups > 1:
             # The last warpgroup gives the first turn to the first one.
             cutlass.if_generate(group == config.warpgroups - 1, lambda: self._pass_turn(state))
-        self._each_work(call, lambda work: self._attend(state, work))
+        self._each_work(shared, call, lambda work: self._attend(state, work))
 
     def _attend(self, state: SimpleNamespace, work: SimpleNamespace) -> None:
         """One query tile, from Q to the stored output."""
@@ -294,7 +322,7 @@ class ForwardKernel:
         self._hold_query(state)
 
         def pass_by() -> None:
-            self._release_query(state, used=False)
+            self._release_query(state)
             count = work.visit.end - work.visit.begin
             self._skip(state, count, slots=2 * count, turns=count - 1)
 
@@ -667,11 +695,10 @@ class ForwardKernel:
         pair = [ptx.where(live, state.out[4 * block + 2 * i + e] * weight, Float32(0.0)) for e in range(2)]
         return ptx.pack(*pair, dtype=self.mma_dtype)
 
-    def _release_query(self, state: SimpleNamespace, *, used: bool = True) -> None:
-        """Lets the producer load this warpgroup's next Q. If it is not `used`, no product has waited for held loads."""
+    def _release_query(self, state: SimpleNamespace) -> None:
+        """Lets the producer load this warpgroup's next Q."""
         if self.config.walks:
-            arrives = None if used else ptx.thread_index() % 32 == 31
-            wgmma.release(state.shared.query_empty + state.group, arrives)
+            wgmma.release(state.shared.query_empty + state.group)
 
 
 def _uniform(visit: plan.TileRange) -> plan.TileRange:

@@ -37,6 +37,7 @@ from jax_fastattn.kernels.sm90.dq_sum import BLOCK, DqSum
 from jax_fastattn.kernels.sm90.key_tiles import Call, KeyTiles, PackedKeyTiles
 from jax_fastattn.kernels.sm90.producer import Producer
 from jax_fastattn.kernels.sm90.schedule import HeadOrder
+from jax_fastattn.kernels.sm90.taken import TakenTile
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # Columns of a step of a product.
@@ -188,8 +189,8 @@ class FusedKernel:
             shared.added = barriers + (6 + 4 * stages)
             shared.counted = barriers + (6 + 4 * stages + SLOTS)
             shared.keys_empty = barriers + (6 + 4 * stages + 2 * SLOTS)
-            shared.index_full = barriers + (7 + 4 * stages + 2 * SLOTS)
-            shared.index_empty = barriers + (8 + 4 * stages + 2 * SLOTS)
+            taken_full = barriers + (7 + 4 * stages + 2 * SLOTS)
+            shared.taken = TakenTile(shared.address, memory.index_start, 1, taken_full, taken_full + 1)
             # K once more, of as many columns as dq is computed of at a time: atoms of 64 columns follow each other.
             columns = DqSum(self.spec, memory, self.dtype).columns
             shared.key_columns = staged(0, WARPGROUP_ROWS, columns, 2 * memory.head_dim // columns)
@@ -217,8 +218,7 @@ class FusedKernel:
                         cute.arch.mbarrier_init(shared.added + slot, 4)
                         cute.arch.mbarrier_init(shared.counted + slot, 1)
                     cute.arch.mbarrier_init(shared.keys_empty, config.consumer_threads // 32 + 4)
-                    cute.arch.mbarrier_init(shared.index_full, 1)
-                    cute.arch.mbarrier_init(shared.index_empty, config.threads // 32)
+                    shared.taken.initialize(config.threads // 32)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)

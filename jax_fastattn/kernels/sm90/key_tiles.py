@@ -18,6 +18,7 @@ from jax_fastattn.kernels.packed import slot_count
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import BackwardMemory
 from jax_fastattn.kernels.sm90.schedule import HeadOrder
+from jax_fastattn.kernels.sm90.taken import take_one
 from jax_fastattn.kernels.spec import KernelSpec
 
 # Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, for even and uneven tiles.
@@ -94,27 +95,23 @@ class KeyTiles:
         if not self.config.adds_dq:
             visit(self._work(cute.arch.block_idx()[0], call), Int32(0))
             return
-        address, phase = shared.address + self.memory.index_start, wgmma.Uniform(Int32(0))
 
-        def take() -> Int32:
+        taken, phase = shared.taken, wgmma.Uniform(Int32(0))
+
+        def following() -> Int32:
             if takes:
-                wgmma.wait(shared.index_empty, phase[0] ^ 1)
+                wgmma.wait(taken.empty, phase[0] ^ 1)
                 with cute.arch.elect_one():
-                    taken = call.buffers.arrivals.toint()
-                    ptx.store_shared(address, ptx.fetch_add_global(taken, Int32(1), "relaxed"))
-                    cute.arch.mbarrier_arrive(shared.index_full)
-            wgmma.wait(shared.index_full, phase[0])
-            index = cute.arch.make_warp_uniform(ptx.load_shared(address))
-            wgmma.release(shared.index_empty, ptx.thread_index() % 32 == 31)
-            return index
+                    taken.put(take_one(call.buffers.arrivals.toint()))
+            return taken.get(phase[0])[0]
 
         def available(index: Int32) -> Boolean:
             return Boolean(index < self.count(call.sizes) * call.order.heads)
 
-        with while_generate([take()], available) as (index,):
+        with while_generate([following()], available) as (index,):
             visit(self._work(index, call), phase[0])
             phase[0] = phase[0] ^ 1
-            yield_out([take()])
+            yield_out([following()])
 
     def _work(self, index: Int32, call: Call) -> SimpleNamespace:
         """The keys of a tile and the query tiles that see them; under a causal mask the first keys have most.

@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
+from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.arguments import Buffers, ForwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span, load_record
-from jax_fastattn.kernels.packed import WORDS, Record, slot_count
+from jax_fastattn.kernels.packed import Record, slot_count
 from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, head_counters, padded_rows
 from jax_fastattn.kernels.sm90.config import ForwardConfig
-from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
+from jax_fastattn.kernels.sm90.taken import TakenTile, take_one
+from jax_fastattn.kernels.spec import KernelSpec
+
+# Of the words of a packed tile, its record and its head: how many rows it has.
+_ROWS = Record._fields.index("rows")
 
 # Key/value heads whose tiles of one position come next to each other under a left window bound.
 _SECTION_HEADS = 16
@@ -100,8 +105,18 @@ class ForwardTiles(QueryTiles):
         """CTAs."""
         return scalars.batch * scalars.num_heads * self.count(scalars)
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
-        """Calls `visit` for each tile of the CTA; the producer and the consumers go alike."""
+    def each(
+        self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None], taken: TakenTile | None
+    ) -> None:
+        """Calls `visit` for each tile of the CTA; the producer and the consumers go alike.
+
+        Args:
+            buffers: of the launch.
+            scalars: of the launch.
+            visit: works on a tile.
+            taken: where warps find tiles that are taken by a counter; None if there is none.
+        """
+        del taken
         block, _, _ = cute.arch.block_idx()
         count = self.count(scalars)
         place = self._place(block, count, scalars)
@@ -138,8 +153,11 @@ class WalkedPairs(ForwardTiles):
         pairs = scalars.batch * scalars.num_heads * ((self.count(scalars) + 1) // 2)
         return Int32(cutlass.min(pairs, self.blocks_per_sm * scalars.multiprocessors))
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+    def each(
+        self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None], taken: TakenTile | None
+    ) -> None:
         """Calls `visit` for each tile of the CTA."""
+        del taken
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         count = self.count(scalars)
@@ -179,8 +197,11 @@ class WalkedSections(ForwardTiles):
         tiles = scalars.batch * scalars.num_heads * self.count(scalars)
         return Int32(cutlass.min(tiles, self.blocks_per_sm * scalars.multiprocessors))
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+    def each(
+        self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None], taken: TakenTile | None
+    ) -> None:
         """Calls `visit` for each tile of the CTA."""
+        del taken
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         count, group = self.count(scalars), self.spec.group
@@ -206,15 +227,11 @@ class WalkedSections(ForwardTiles):
 
 @dataclass(frozen=True)
 class PackedTiles(ForwardTiles):
-    """Those of packed sequences, from the records of slots: of all heads together, the last slot first.
+    """Those of packed sequences, from the records of slots, with a CTA for each.
 
-    A slot that no tile owns is passed over: of 64 sequences of 1024 rows every ninth one.
-
-    Args:
-        blocks_per_sm: of CTAs that walk; 0 with a CTA for each tile.
+    The last sequence comes first, and of a sequence the last tile. Its heads come in sections of about as many tiles as
+    run at a time: the tiles in flight read the keys of few heads.
     """
-
-    blocks_per_sm: int
 
     def count(self, scalars: Scalars | Sizes) -> Int32:
         """Slots of a head."""
@@ -222,55 +239,105 @@ class PackedTiles(ForwardTiles):
 
     def blocks(self, scalars: Scalars) -> Int32:
         """CTAs."""
-        total = self.count(scalars) * scalars.num_heads
-        if not self.blocks_per_sm:
-            return total
-        return Int32(cutlass.min(total, self.blocks_per_sm * scalars.multiprocessors))
+        return self.count(scalars) * scalars.num_heads
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
-        """Calls `visit` for each tile of the CTA."""
+    def each(
+        self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None], taken: TakenTile | None
+    ) -> None:
+        """Calls `visit` for the tile of the CTA, unless it has a slot that no tile owns."""
+        del taken
         block, _, _ = cute.arch.block_idx()
-        heads, count = scalars.num_heads, self.count(scalars)
-        if not self.blocks_per_sm:
-            head, slot = self._at(block, count, heads)
-            tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
-            work = Work(tile, head, head // self.spec.group, sequence)
-            cutlass.if_generate(sequence.queries.length > 0, lambda: visit(work))
-            return
-        grid, _, _ = cute.arch.grid_dim()
-        total = count * heads
-        records = cute.make_tensor(buffers.query_tiles, cute.make_layout((UNBOUNDED,)))
-        lane = ptx.thread_index() % WORDS
+        record = self._record(block, buffers, scalars)
+        tile, head = self._at(block, record, scalars)
+        words = [cute.arch.make_warp_uniform(word) for word in (*record._replace(tile=tile), head)]
+        cutlass.if_generate(words[_ROWS] > 0, lambda: visit(self._packed_work(words, scalars)))
 
-        def word(index: Int32) -> Int32:
-            """The lane's word of the record of a tile; past the end that of the last tile."""
-            _, slot = self._at(Int32(cutlass.min(index, total - 1)), count, heads)
-            return records[slot * WORDS + lane]
+    def _record(self, index: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Record:
+        """The record of the slot that has an index in the order."""
+        return load_record(buffers.query_tiles, self.count(scalars) - 1 - index // scalars.num_heads)
 
-        # It is on its way while the CTA works on the tile before.
-        ahead = cute.make_rmem_tensor((1,), Int32)
-        ahead[0] = word(block)
+    def _at(self, index: Int32, record: Record, scalars: Scalars) -> tuple[Int32, Int32]:
+        """The tile and the head of an index, given the record of its slot.
 
-        def walk(i: Int32) -> None:
-            record = Record(*[cute.arch.shuffle_sync(ahead[0], at) for at in range(WORDS)])
-            index = block + i * grid
-            ahead[0] = word(index + grid)
-            head, _ = self._at(index, count, heads)
-            sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
-            work = Work(record.tile, head, head // self.spec.group, sequence)
-            cutlass.if_generate(record.rows > 0, lambda: visit(work))
+        A sequence has the indices of its slots times the heads, and the same record, `tile` apart, in each slot.
+        """
+        heads, group = scalars.num_heads, self.spec.group
+        own = Int32(cutlass.max(tiles.count(record.rows, self.rows), 1))
+        section = Int32(cutlass.max(scalars.multiprocessors // own // group, 1)) * group
+        before = index // heads - (own - 1 - record.tile)
+        position, head = tiles.place_in_sections(index - before * heads, section, own, heads)
+        return own - 1 - position, head
 
-        wgmma.loop((total - block + (grid - 1)) // grid, walk)
+    def _packed_work(self, words: list[Int32], scalars: Scalars) -> Work:
+        record, head = Record(*words[:-1]), words[-1]
+        sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
+        return Work(record.tile, head, head // self.spec.group, sequence)
 
-    def _at(self, index: Int32, count: Int32, heads: Int32) -> tuple[Int32, Int32]:
-        """The head and the slot of an index."""
-        return index % heads, count - 1 - index // heads
+
+@dataclass(frozen=True)
+class TakenTiles(PackedTiles):
+    """Those of CTAs that walk: each takes the next tile by a counter.
+
+    Args:
+        blocks_per_sm: as many CTAs as the GPU holds walk.
+    """
+
+    blocks_per_sm: int
+
+    def blocks(self, scalars: Scalars) -> Int32:
+        """CTAs."""
+        return Int32(cutlass.min(super().blocks(scalars), self.blocks_per_sm * scalars.multiprocessors))
+
+    def each(
+        self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None], taken: TakenTile | None
+    ) -> None:
+        """Calls `visit` for each tile that `take_each` has taken. Its words are its record and its head."""
+        assert taken is not None
+        phase, words = wgmma.Uniform(Int32(1)), wgmma.Uniform(*[Int32(0)] * taken.words)
+
+        def following(_: Int32) -> Boolean:
+            phase[0] = phase[0] ^ 1
+            for i, word in enumerate(taken.get(phase[0])):
+                words[i] = word
+            return Boolean(words[_ROWS] > 0)
+
+        # The condition gets the words: loops in `visit` take more registers if they are what this loop carries.
+        with while_generate([Int32(0)], following) as nothing:
+            visit(self._packed_work([words[i] for i in range(taken.words)], scalars))
+            # Lanes that store nothing may not go ahead to the condition.
+            cute.arch.sync_warp()
+            yield_out(nothing)
+
+    def take_each(self, buffers: ForwardBuffers, scalars: Scalars, taken: TakenTile) -> None:
+        """Takes tiles for the CTA until none is left, which a record without rows says. One lane calls it."""
+        total = super().blocks(scalars)
+        phase = wgmma.Uniform(Int32(0))
+
+        def take(_: Int32) -> Boolean:
+            wgmma.wait(taken.empty, phase[0] ^ 1)
+            index = take_one(buffers.taken.toint())
+            at = Int32(cutlass.min(index, total - 1))
+            record = self._record(at, buffers, scalars)
+            left = Boolean(index < total)
+            rows = ptx.where(left, record.rows, Int32(0))
+
+            def write() -> None:
+                tile, head = self._at(at, record, scalars)
+                taken.put(*record._replace(rows=rows, tile=tile), head)
+                phase[0] = phase[0] ^ 1
+
+            # Past a slot that no tile owns.
+            cutlass.if_generate(Boolean((rows > 0) | (index >= total)), write)
+            return left
+
+        with while_generate([Int32(0)], take) as nothing:
+            yield_out(nothing)
 
 
 def forward_schedule(spec: KernelSpec, config: ForwardConfig) -> ForwardTiles:
     """The schedule of a forward kernel."""
     if spec.packed:
-        return PackedTiles(spec, config.rows, config.blocks if config.walks else 0)
+        return TakenTiles(spec, config.rows, config.blocks) if spec.takes_tiles else PackedTiles(spec, config.rows)
     if not config.walks:
         return ForwardTiles(spec, config.rows)
     return (WalkedSections if spec.window_left else WalkedPairs)(spec, config.rows, config.blocks)

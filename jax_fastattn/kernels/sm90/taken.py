@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""CTAs that walk take tiles by a counter in global memory, so that one with long tiles takes fewer of them.
+
+one warp                                    all warps that work on tiles
+wait for `empty`
+fetch and add, write words
+arrive on `full` ---------------------->    wait for `full`, read words
+                 <----------------------    arrive on `empty`
+                                            work on the tile
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+
+from jax_fastattn.kernels.arguments import ForwardBuffers
+from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.launch import Launch
+
+
+@dataclass(frozen=True)
+class TakenTile:
+    """Where the warps of a CTA find the tile that one of them has taken.
+
+    Attributes:
+        shared: address of shared memory.
+        start: offset of the words in it.
+        words: how many there are.
+        full: barrier on which the warp that takes arrives.
+        empty: barrier on which every warp arrives that gets the words.
+    """
+
+    shared: Int32
+    start: int
+    words: int
+    full: cute.Pointer
+    empty: cute.Pointer
+
+    def initialize(self, warps: int) -> None:
+        """Initialises the barriers, of so many warps; one lane calls it."""
+        cute.arch.mbarrier_init(self.full, 1)
+        cute.arch.mbarrier_init(self.empty, warps)
+
+    def put(self, *words: Int32) -> None:
+        """Writes the words of the next tile; one lane calls it, after it has waited for `empty`."""
+        for i, word in enumerate(words):
+            ptx.store_shared(self._address(i), word)
+        cute.arch.mbarrier_arrive(self.full)
+
+    def get(self, phase: Int32) -> list[Int32]:
+        """The words of the next tile; `phase` is 0 for the first one, then 1, 0 and so on."""
+        wgmma.wait(self.full, phase)
+        words = [cute.arch.make_warp_uniform(ptx.load_shared(self._address(i))) for i in range(self.words)]
+        wgmma.release(self.empty, ptx.thread_index() % 32 == 31)
+        return words
+
+    def _address(self, word: int) -> Int32:
+        return self.shared + (self.start + 4 * word)
+
+
+class ResetKernel:
+    """Sets the counter of the forward kernel, which is launched next, to no tile."""
+
+    def launch(self, buffers: ForwardBuffers) -> Launch:
+        """The launch."""
+        return Launch(self.kernel, (buffers,), grid=1, block=32, min_blocks=0)
+
+    @cute.kernel
+    def kernel(self, buffers: ForwardBuffers):
+        """Writes the counter."""
+        thread, _, _ = cute.arch.thread_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        cutlass.if_generate(thread == 0, lambda: ptx.store_global_int(buffers.taken.toint(), Int32(0)))
+
+
+def take_one(counter: Any) -> Int32:
+    """The index of the next tile, given the address of the counter."""
+    return ptx.fetch_add_global(counter, Int32(1), "relaxed")
