@@ -116,8 +116,9 @@ def on_devices(function: Any, count: int, params: dict[str, jax.Array], *arrays:
 
 
 def gathered(collectives: dict[str, int], length: int) -> list[str]:
-    """All-gathers of activations: those with an axis as long as the sequence."""
-    return [name for name in collectives if name.startswith("all-gather") and re.search(rf"\b{length}\b", name)]
+    """All-gathers of activations: those with an axis as long as the sequence, or as several."""
+    names = [name for name in collectives if name.startswith("all-gather")]
+    return [name for name in names if any(int(size) % length == 0 for size in re.findall(r"(?<=[\[,])\d+", name))]
 
 
 if __name__ == "__main__":

@@ -25,12 +25,16 @@ Records = dict[tuple[str, str, str], dict[str, Any]]  # by case, mode and implem
 
 
 def load(folder: Path) -> dict[str, Records]:
-    """The records of run.py of each GPU, of the files in the order of their names, which begin with a date."""
+    """The records of run.py of each GPU, of the files in the order of their names, which begin with a date.
+
+    Those of the tiles of another card are left out.
+    """
     found: dict[str, Records] = {}
     for path in sorted(folder.glob("20*.jsonl")):
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            found.setdefault(record["gpu"], {})[record["case"], record["mode"], record["impl"]] = record
+            if not record.get("arch"):
+                found.setdefault(record["gpu"], {})[record["case"], record["mode"], record["impl"]] = record
     return found
 
 

@@ -60,10 +60,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--warm-up-seconds", type=float, default=1.0, help="of calls before, until power has set the clock (default: 1)"
     )
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/<date>-<gpu>.jsonl")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/<date>-<gpu>[-<arch>].jsonl")
     parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.set == "portable" and not options.arch and not options.cases:
+        parser.error("--set portable needs --arch: the tiles of which card")
+    return options
+
+
+def default_output(context: dict[str, Any]) -> Path:
+    """Where records go. Those of another card's tiles have a file of their own."""
+    parts = [context["date"][:10], slug(context["gpu"]), context["arch"]]
+    return RESULTS / f"{'-'.join(filter(None, parts))}.jsonl"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
 
         borrow(options.arch)
     context = {"flop_formula": FLOP_FORMULA} | describe_run(options.commit) | {"arch": options.arch}
-    output = options.output or RESULTS / f"{context['date'][:10]}-{slug(context['gpu'])}.jsonl"
+    output = options.output or default_output(context)
     output.parent.mkdir(parents=True, exist_ok=True)
     names, started = options.cases or SETS[options.set], time.monotonic()
     for i, name in enumerate(names):

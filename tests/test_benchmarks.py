@@ -82,6 +82,16 @@ def test_what_cannot_run_is_a_record_with_its_error(records: Any) -> None:
         assert {x["error"] for key, x in records.items() if key[1] == "tokamax"} == {"Unsupported: not installed"}
 
 
+def test_tiles_of_another_card_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the GPU that is there would be measured instead, or its figures lost."""
+    with pytest.raises(SystemExit):
+        run.parse_arguments(["--set", "portable"])
+    assert "--arch" in capsys.readouterr().err
+    context = {"date": "2026-01-02T", "gpu": "NVIDIA X", "arch": "sm_90-a100"}
+    assert run.default_output(context).name == "2026-01-02-x-sm_90-a100.jsonl"
+    assert run.default_output(context | {"arch": None}).name == "2026-01-02-x.jsonl"
+
+
 def test_wrong_results_are_seen(monkeypatch: Any, tmp_path: Path) -> None:
     right = peers.IMPLEMENTATIONS["jax_fastattn"]
     bad = peers.Implementation("jax", "jax", lambda case, operands: right.attend(case, operands) * 1.1)
@@ -134,6 +144,7 @@ def test_table_and_plot_are_made_from_records(tmp_path: Path) -> None:
         _record("jax.nn-xla", 900.0, "wrong: out"),
         _record("fa4-jax", None, "RuntimeError: out of memory"),
         _record("tokamax", None, "Unsupported: not installed"),
+        _record("jax_fastattn", 500.0) | {"arch": "sm_90-a100"},
     ]
     (tmp_path / "2026-01-02-x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     readme = tmp_path / "README.md"
@@ -200,6 +211,6 @@ def test_two_devices_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert max(found["relative_difference"].values()) < 0.01 and found["collectives"] and not found["gathered"]
     run = record["runs"]["tensor-one-key-head"]
     assert run["largest_difference_of_losses"] < 1e-3 and run["collectives"] and not run["gathered"]
-    assert parallel.gathered(
-        {"all-gather bf16[2,24,4,8]": 1, "all-gather f32[32,240]": 1, "all-reduce f32[24]": 1}, 24
-    ) == ["all-gather bf16[2,24,4,8]"]
+    activations = ["all-gather bf16[2,24,4,8]", "all-gather bf16[48,32]"]
+    others = ["all-gather f32[32,241]", "all-gather (f32[16]{0}, f32[124]{0})", "all-reduce f32[24]"]
+    assert parallel.gathered(dict.fromkeys(activations + others, 1), 24) == activations
