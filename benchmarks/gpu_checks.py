@@ -47,9 +47,21 @@ CASES = (
     "mha-causal-d64-bf16-b1-q33-kv127",
     "gqa2-causal-sinks_bn-dlse-offset-70.-150-d64-bf16-q193-kv257",
     "mha-window63.7-deterministic-offset200.500-d96-bf16-q129-kv700",
+    # Tilings of the portable kernels that no other one has.
+    "mha-d32-f16-q193-kv257",
+    "mha-causal-cap2-d64-bf16-q193-kv257",
+    "gqa2-d96v32-bf16-q193-kv257",
+    "gqa2-causal-d112v16-bf16-q193-kv257",
+    "gqa2-window64.x-d160-bf16-q193-kv257",
+    "gqa2-d192-f16-q193-kv257",
     # Packed sequences, whose boundaries decrease and leave the rows.
     "mha-causal-packed1200.-900.500.1e+09.-2e+09.1e+09-and200.1000.0.-300.1097.-400-first-7.3-d128v128-bf16-b1-q1600-kv1600",
 )
+
+# Random boundaries that decrease, are negative or huge, five of each kind; with a CTA for each tile, and with two
+# backward kernels.
+WILD_SEED = 34
+WILD = {"dtypes": ["bfloat16", "float16"], "head_dims": [(64, 64), (192, 128)], "rows": [400, 300]}
 
 
 def main() -> None:
@@ -74,7 +86,7 @@ def main() -> None:
         "arch": options.arch,
         "suite": [],
         "sanitizer": {},
-        "sanitizer_cases": CASES,
+        "sanitizer_cases": [*CASES, f"wild draws of seed {WILD_SEED}"],
     }
 
     def write() -> None:
@@ -148,7 +160,7 @@ def run_cases(arch: str | None) -> None:
     import jax
 
     from jax_fastattn.ops import vjp
-    from jax_fastattn.testing import compare
+    from jax_fastattn.testing import compare, draws
     from jax_fastattn.testing.borrow import borrow
     from jax_fastattn.testing.cases import GPU_CASES
     from jax_fastattn.testing.poison import poison
@@ -156,10 +168,14 @@ def run_cases(arch: str | None) -> None:
     if arch is not None:
         borrow(arch)
     cases = [case for case in GPU_CASES if str(case) in CASES]
-    for case in cases:
+    wild = draws.wild_draws(WILD_SEED, len(WILD["head_dims"]) * 5, len(WILD["head_dims"]), **WILD)
+    for case in [*cases, *wild]:
         spec = dataclasses.replace(case.spec(), implementation="cuda")
         operands, *cotangents = poison(spec, case.operands(jax.random.key(0)), *case.cotangents(jax.random.key(1)))
         operands = operands._replace(query=operands.query * 30)
+        if case in wild:
+            jax.block_until_ready(draws.evaluate(case, spec, operands, *cotangents))
+            continue
 
         def attention(spec: Any, operands: Any) -> Any:
             return vjp.attend(spec, operands, True)

@@ -363,6 +363,9 @@ _SHORTER = [
     *_vary(_on(_MHA, head_dim=128, num_kv_heads=4, group=5, is_causal=True), {}, *_MANY, {"num_kv_heads": 1}),
     # Head dims; some with a feature that has no line of its own.
     *_vary(_on(_GQA, head_dim=8, is_causal=True), {}, *_ODD),
+    *_vary(_on(_MHA, dtype="float16", head_dim=32), {}, *_FEW),
+    *_vary(_on(_GQA, head_dim=96, v_head_dim=32), {}, *_FEW),
+    *_vary(_on(_GQA, head_dim=112, v_head_dim=16, is_causal=True), {}, *_FEW),
     *_vary(_on(_GQA, head_dim=16), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=24, dtype="float16", is_causal=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=40, is_causal=True), {}, *_ODD),

@@ -279,6 +279,30 @@ def test_a_second_size_compiles_nothing() -> None:
     assert ffi.compile_count() == compiled
 
 
+def test_other_boundaries_compile_nothing() -> None:
+    """Boundaries, the order of sequences and offsets are data, and so is how many tiles a sequence has."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, k, value = (jax.random.normal(key, (600, 2, 128), jnp.bfloat16) for key in keys)
+
+    @jax.jit
+    def gradients(boundaries: jax.Array, offset: jax.Array) -> Any:
+        def attend(*arrays: jax.Array) -> jax.Array:
+            options: dict[str, Any] = {"is_causal": True, "query_offset": offset, "implementation": "cuda"}
+            return jax_fastattn.attention_varlen(*arrays, boundaries, boundaries, **options)
+
+        out, pullback = jax.vjp(attend, query, k, value)
+        return out, pullback(out)
+
+    def run(boundaries: list[int], offset: list[int]) -> None:
+        jax.block_until_ready(gradients(jnp.array(boundaries), jnp.array(offset)))
+
+    run([0, 500, 510, 600], [0, 0, 0])
+    compiled = ffi.compile_count()
+    run([0, 90, 590, 600], [0, 7, -3])
+    run([0, 10, 10, 100], [1, 2, 3])
+    assert (ffi.compile_count(), gradients._cache_size()) == (compiled, 1)
+
+
 def test_unsupported_calls_warn_and_fall_back() -> None:
     x = jnp.ones((1, 5, 3, 8), jnp.bfloat16)
     bias = jnp.zeros((1, 3, 5, 5), jnp.float32)
