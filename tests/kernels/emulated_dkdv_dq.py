@@ -40,11 +40,11 @@ class Run:
         launches = self.kernel.launches(self.buffers, launch_scalars(spec, sizes), ORDER)
         self.launches = {type(x.kernel.__self__).__name__.removesuffix("Kernel"): x for x in launches}
 
-    def run(self, name: str, **options: Any) -> int:
-        """Runs one kernel; returns the number of instruction issues. `options` are those of `warp_emulator.WarpCta`."""
+    def run(self, name: str, **options: Any) -> None:
+        """Runs one kernel. `options` are those of `warp_emulator.WarpCta`."""
         launch = self.launches[name]
         ptx, blocks, nbytes = text(launch, self.texts), number(launch.grid), max(launch.shared_bytes, 16)
-        return warp_emulator.launch(ptx, arguments(launch), self.memory, blocks, nbytes, **options)
+        warp_emulator.launch(ptx, arguments(launch), self.memory, blocks, nbytes, **options)
 
     def read(self, name: str) -> np.ndarray:
         """Returns a buffer's contents."""

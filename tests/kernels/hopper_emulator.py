@@ -22,6 +22,7 @@ in global memory.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -143,8 +144,8 @@ class Shared:
 class Product:
     """A wgmma in flight: its registers, and the bytes of shared memory that it reads."""
 
-    results: list[str]
-    factors: list[str]
+    results: tuple[str, ...]
+    factors: tuple[str, ...]
     places: list[np.ndarray]
 
 
@@ -152,6 +153,20 @@ def swizzle(addresses: np.ndarray, atom: int) -> np.ndarray:
     """Addresses as the 128-byte (atom 64) or 64-byte (atom 32) swizzle moves them; rows of 16 bytes stay."""
     mask = {64: 7, 32: 3, 8: 0}[atom]
     return addresses ^ (((addresses >> 7) & mask) << 4)
+
+
+@functools.lru_cache(1024)
+def _places(descriptor: int, rows: int, transposed: bool) -> np.ndarray:
+    """Bytes `[rows, 16, 2]` of an operand in shared memory, each of them once."""
+    start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    atom = {0: 8, 1: 64, 2: 32}[descriptor >> 62]
+    row, k = np.arange(rows)[:, None], np.arange(16)[None]
+    if transposed:  # rows are contiguous
+        offsets = row // atom * leading + k // 8 * stride + k % 8 * (2 * atom) + row % atom * 2
+    else:
+        beyond = k // 8 * (leading - 16) if atom == 8 else 0
+        offsets = row // 8 * stride + row % 8 * (2 * atom) + 2 * k + beyond
+    return swizzle(start + offsets, atom)[..., None] + np.arange(2)
 
 
 def _parts(threads: int) -> list[tuple[int, int]]:
@@ -173,7 +188,7 @@ class Warpgroup(Cta):
         first, self.threads = _parts(threads)[index]
         self.tid = np.arange(first, first + self.threads)
         self.lane = np.arange(self.threads)
-        self.registers: dict[str, np.ndarray] = {}
+        self.begin()
         # Products in flight, by group; the last group is open.
         self.flying: list[list[Product]] = [[]]
         self.busy: dict[str, int] = {}
@@ -185,24 +200,11 @@ class Warpgroup(Cta):
 
     def steps(self) -> Iterator[str]:
         """Runs to the end; yields what it waits for, as often as it is asked in vain."""
-        pc, done = np.zeros(self.threads, np.int64), np.zeros(self.threads, bool)
-        while not done.all():
-            here = int(pc[~done].min())
-            active = (pc == here) & ~done
-            guard, opcode, operands = self.code[here]
-            pc[active] = here + 1
-            if guard is not None:
-                active = active & (self.registers[guard[1]] ^ guard[0])
-                if not active.any():
-                    continue
-            if opcode.startswith("bra"):
-                pc[active] = self.labels[operands[0]]
-            elif opcode == "ret":
-                done |= active
-            elif opcode.startswith("mbarrier.try_wait"):
+        for opcode, operands, active in self.issues():
+            if opcode.startswith("mbarrier.try_wait"):
                 yield from self.wait(operands, active)
             elif opcode.startswith("ld.acquire"):
-                yield from self.wait_for_count(opcode, operands, active, self.code[here + 1])
+                yield from self.wait_for_count(opcode, operands, active, self.code[self.here + 1])
             elif opcode.startswith(("bar.sync", "barrier.sync")):
                 yield from self.sync(operands, active)
             else:
@@ -331,17 +333,20 @@ class Warpgroup(Cta):
     # Operands and lanes.
 
     def get(self, name: str, kind: Any) -> np.ndarray:
-        if (parameter := re.search(r"_param_(\d+)$", name)) is not None:
-            return np.full(self.threads, int(parameter[1]), kind)  # where it is: which descriptor
-        if name == "%nctaid.x":
-            return np.full(self.threads, self.grid, kind)
-        if name.startswith("__dynamic_shmem__"):
-            return np.zeros(self.threads, kind)
-        if kind is bool and name not in self.registers:
-            return np.full(self.threads, int(name, 0) != 0)
         if name in self.busy:
             raise RuntimeError(f"{name} is read while a product in flight writes or reads it")
         return super().get(name, kind)
+
+    def constant(self, name: str, dtype: np.dtype) -> Any:
+        if (parameter := re.search(r"_param_(\d+)$", name)) is not None:
+            return np.array(int(parameter[1]), dtype)  # where it is: which descriptor
+        if name == "%nctaid.x":
+            return np.array(self.grid, dtype)
+        if name.startswith("__dynamic_shmem__"):
+            return np.zeros((), dtype)
+        if dtype.kind == "b":
+            return np.bool_(int(name, 0) != 0)
+        return super().constant(name, dtype)
 
     def put(self, name: str, value: np.ndarray, active: np.ndarray) -> None:
         if name in self.busy:
@@ -443,7 +448,7 @@ class Warpgroup(Cta):
             if not self.busy[name]:
                 del self.busy[name]
         for places in product.places:
-            np.subtract.at(self.common.reads, places, 1)
+            self.common.reads[places] -= 1
             self.common.read[self.agent, places] = self.clock[self.agent]
 
     def multiply(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
@@ -452,7 +457,7 @@ class Warpgroup(Cta):
         names = self.names(operands[0])
         in_registers = operands[1].startswith("{")
         transposed = [int(x) for x in operands[6:]]
-        factors, places = self.names(operands[1]) if in_registers else [], []
+        factors, places = self.names(operands[1]) if in_registers else (), []
         if any(x in earlier.results for x in factors for group in self.flying for earlier in group):
             raise RuntimeError(f"a factor of {factors} is still in flight")
         busy, self.busy = self.busy, {}  # products follow each other in order, on the same accumulators
@@ -463,18 +468,20 @@ class Warpgroup(Cta):
         product = a @ self.matrix(operands[2], columns, bool(b_transposed), dtype, places).T
         # [warp, half, row, block, quad lane, element] to a register for each (block, half, element).
         pieces = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, _WARPGROUP)
-        accumulates = self.registers[operands[3]]
+        if (accumulates := self.registers[operands[3]]).any():
+            zeros = np.zeros(_WARPGROUP, np.float32)
+            old = np.stack([self.get(x, np.float32) if x in self.registers else zeros for x in names])
+            pieces = np.where(accumulates, old, np.float32(0)) + pieces
         for name, piece in zip(names, pieces, strict=True):
-            old = np.where(accumulates, self.get(name, np.float32), np.float32(0)) if name in self.registers else 0
-            self.put(name, (old + piece).astype(np.float32), active)
+            self.put(name, piece, active)
         self.busy = busy
         for name in names + factors:
             busy[name] = busy.get(name, 0) + 1
         for place in places:
-            np.add.at(self.common.reads, place, 1)
+            self.common.reads[place] += 1
         self.flying[-1].append(Product(names, factors, places))
 
-    def fragment(self, names: list[str], dtype: Any) -> np.ndarray:
+    def fragment(self, names: tuple[str, ...], dtype: Any) -> np.ndarray:
         """A operand `[64, 16]` from registers."""
         words = np.stack([self.get(x, np.uint32) for x in names])  # [right * 2 + lower, thread]
         halves = words[..., None].view(np.uint16).view(dtype).astype(np.float32)
@@ -483,19 +490,9 @@ class Warpgroup(Cta):
 
     def matrix(self, name: str, rows: int, transposed: bool, dtype: Any, read: list[np.ndarray]) -> np.ndarray:
         """An operand `[rows, 16]` from shared memory, by its descriptor; appends the places to `read`."""
-        descriptor = int(self.get(name, np.uint64)[0])
-        start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        atom = {0: 8, 1: 64, 2: 32}[descriptor >> 62]
-        row, k = np.arange(rows)[:, None], np.arange(16)[None]
-        if transposed:  # rows are contiguous
-            offsets = row // atom * leading + k // 8 * stride + k % 8 * (2 * atom) + row % atom * 2
-        else:
-            beyond = k // 8 * (leading - 16) if atom == 8 else 0
-            offsets = row // 8 * stride + row % 8 * (2 * atom) + 2 * k + beyond
-        places = swizzle(start + offsets, atom)
-        read.append(self.fenced(places[..., None] + np.arange(2)))
+        read.append(self.fenced(_places(int(self.get(name, np.uint64)[0]), rows, transposed)))
         pairs = self.shared[read[-1]]
-        return np.ascontiguousarray(pairs).view(np.uint16)[..., 0].view(dtype).astype(np.float32)
+        return pairs.view(np.uint16)[..., 0].view(dtype).astype(np.float32)
 
     # Copies.
 

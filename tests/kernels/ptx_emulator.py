@@ -13,7 +13,9 @@ the output. What it cannot catch: a missing barrier between warps, since these r
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ _TYPES = {
     "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32,
     "u64": np.uint64, "s64": np.int64, "b64": np.uint64, "f16": np.float16,
 }  # fmt: skip
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WIDE = {np.int16: np.int32, np.uint16: np.uint32, np.int32: np.int64, np.uint32: np.uint64}
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
@@ -69,9 +72,9 @@ class Memory:
     def indices(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Byte indices [n, size] of accesses, all of which must lie inside of one array."""
         addresses = addresses.astype(np.int64)
-        inside = np.zeros(len(addresses), bool)
-        for low, high in self.spans:
-            inside |= (addresses >= low) & (addresses + size <= high)
+        lows, highs = np.array(self.spans, np.int64).reshape(-1, 2).T
+        span = np.searchsorted(lows, addresses, side="right") - 1
+        inside = (span >= 0) & (addresses + size <= highs[span])
         if not inside.all():
             raise IndexError(f"global access outside of any array: {hex(int(addresses[~inside][0]))}")
         if (addresses % size).any():
@@ -79,6 +82,7 @@ class Memory:
         return (addresses - self.base)[:, None] + np.arange(size)
 
 
+@functools.lru_cache(8)
 def parse(ptx: str) -> tuple[list[tuple[Any, ...]], dict[str, int], list[str], int]:
     """(instructions, labels, parameter types, threads) of the only kernel in a PTX text."""
     header, body = ptx[ptx.index(".entry") :].split("\n{", 1)
@@ -105,86 +109,148 @@ def parse(ptx: str) -> tuple[list[tuple[Any, ...]], dict[str, int], list[str], i
     return code, labels, parameters, threads
 
 
+@functools.cache
+def _method(opcode: str) -> tuple[str, list[str]]:
+    """The method for an opcode, and the parts of the opcode after its name."""
+    name, *parts = opcode.split(".")
+    return f"do_{name}", parts
+
+
+@functools.cache
+def _names(operand: str) -> tuple[str, ...]:
+    return tuple(x.strip() for x in operand.strip("{}").split(","))
+
+
+@functools.cache
+def _base_and_offset(operand: str) -> tuple[str, int]:
+    base, _, offset = operand.strip("[]").partition("+")
+    return base.strip(), int(offset or "0", 0)
+
+
 class Cta:
-    """One CTA: registers, shared memory, program counters."""
+    """One CTA: registers, shared memory, program counters. No array in `registers` or `constants` is ever changed."""
 
     def __init__(self, program: tuple, parameters: list[Any], memory: Memory, block: int, shared_bytes: int):
         self.code, self.labels, self.parameter_types, self.threads = program
         self.parameters, self.memory, self.block = parameters, memory, block
         self.shared = np.full(shared_bytes, _POISON, np.uint8)
-        self.registers: dict[str, np.ndarray] = {}
         self.tid = np.arange(self.threads)
+        self.begin()
         self.open_copies: list[tuple] = []
         self.groups: list[list[tuple]] = []
 
-    def run(self) -> int:
-        """Runs to the end; returns the number of instruction issues."""
-        pc = np.zeros(self.threads, np.int64)
-        done = np.zeros(self.threads, bool)
-        count = 0
+    def begin(self) -> None:
+        """Sets up what `issues` needs."""
+        self.registers: dict[str, np.ndarray] = {}
+        self.constants: dict[tuple[str, Any], np.ndarray] = {}
+        self.everyone = np.ones(self.threads, bool)
+        # Where the current instruction is, and whether the threads that advance together may go on with the next one.
+        self.here, self.goes_on = 0, True
+
+    def run(self) -> None:
+        """Runs to the end."""
         with np.errstate(all="ignore"):
-            while not done.all():
-                here = int(pc[~done].min())
-                active = (pc == here) & ~done
+            for opcode, operands, active in self.issues():
+                self.execute(opcode, operands, active)
+
+    def issues(self) -> Iterator[tuple[str, list[str], np.ndarray]]:
+        """Instructions but for branches, with the threads that execute them; the caller does so before the next one."""
+        pc, live = np.zeros(self.threads, np.int64), self.everyone.copy()
+        while live.any():
+            group, here, end = self.choose(pc, live)
+            self.goes_on = True
+            while here < end and self.goes_on:
+                self.here = here
                 guard, opcode, operands = self.code[here]
-                count += 1
-                pc[active] = here + 1
+                here += 1
+                active = group
                 if guard is not None:
                     negate, name = guard
-                    active = active & (self.registers[name] ^ negate)
+                    active = group & (self.registers[name] ^ negate)
                     if not active.any():
                         continue
                 if opcode.startswith("bra"):
-                    pc[active] = self.labels[operands[0]]
-                elif opcode == "ret":
-                    done |= active
+                    target = self.labels[operands[0]]
+                    if active is group or np.array_equal(active, group):
+                        here = target
+                        continue
+                    pc[group], pc[active] = here, target
+                    break
+                if opcode == "ret":
+                    live = live & ~active
+                    group = group & ~active
+                    if not group.any():
+                        break
                 else:
-                    self.execute(opcode, operands, active)
-        return count
+                    yield opcode, operands, active
+            else:
+                pc[group] = here
+
+    def choose(self, pc: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, int, int]:
+        """Threads that advance together, those with the smallest counter; the counter, and the next larger one."""
+        counters = pc[ready]
+        here = int(counters.min())
+        later = counters[counters > here]
+        if not later.size and ready.all():
+            return self.everyone, here, len(self.code) + 1
+        return ready & (pc == here), here, int(later.min()) if later.size else len(self.code) + 1
 
     # Operands.
 
     def get(self, name: str, kind: Any) -> np.ndarray:
         """An operand as an array [threads] of the numpy type `kind`."""
+        value = self.registers.get(name)
+        if value is None:
+            value = self.constants.get((name, kind))
+            if value is None:
+                value = self.constants[name, kind] = np.full(self.threads, self.constant(name, np.dtype(kind)))
+            return value
+        if kind is bool:
+            return value
         dtype = np.dtype(kind)
-        if name in self.registers:
-            value = self.registers[name]
-            return value if kind is bool else value.astype(f"u{dtype.itemsize}").view(dtype)
+        if value.itemsize != dtype.itemsize:
+            value = value.astype(_UNSIGNED[dtype.itemsize])
+        return value.view(dtype)
+
+    def constant(self, name: str, dtype: np.dtype) -> Any:
+        """An operand that is no register, for one thread or for each."""
         if name.startswith("0f"):
             # The bits, for an integer type too.
             bits = np.array([int(name[2:], 16)], np.uint32)
-            value = bits.view(np.float32)[0] if dtype.kind == "f" else bits[0]
-        elif name == "%tid.x":
+            return (bits.view(np.float32)[0] if dtype.kind == "f" else bits[0]).astype(dtype)
+        if name == "%tid.x":
             return self.tid.astype(dtype)
-        elif name == "%ctaid.x":
-            value = self.block
-        elif name == "__dynamic_shmem__0":
-            value = 0
-        elif name.startswith("%"):
+        if name == "%ctaid.x":
+            return np.array(self.block, dtype)
+        if name == "__dynamic_shmem__0":
+            return np.zeros((), dtype)
+        if name.startswith("%"):
             raise NotImplementedError(f"operand {name}")
-        else:
-            value = int(name, 0)
-            value = np.array([value & (256**dtype.itemsize - 1)], np.uint64).astype(f"u{dtype.itemsize}").view(dtype)[0]
-        return np.full(self.threads, value, dtype)
+        bits = np.array([int(name, 0) & (256**dtype.itemsize - 1)], np.uint64)
+        return bits.astype(_UNSIGNED[dtype.itemsize]).view(dtype)[0]
 
     def put(self, name: str, value: np.ndarray, active: np.ndarray) -> None:
         """Writes a register of the active threads."""
         value = np.asarray(value)
-        if value.dtype != bool:
+        size = value.itemsize
+        if value.dtype.kind != "b":
             width = {"%rd": 8, "%rs": 2}.get(name[:3], 4)
-            value = value.view(f"u{value.dtype.itemsize}").astype(f"u{width}")
-        old = self.registers.get(name)
-        self.registers[name] = value if old is None or active.all() else np.where(active, value, old)
+            value = value.view(_UNSIGNED[size])
+            if size != width:
+                value = value.astype(_UNSIGNED[width])
+        if active is not self.everyone and (old := self.registers.get(name)) is not None:
+            value = np.where(active, value, old)
+        self.registers[name] = value
 
     @staticmethod
-    def names(operand: str) -> list[str]:
+    def names(operand: str) -> tuple[str, ...]:
         """Registers of `{a, b}` or of a single operand."""
-        return [x.strip() for x in operand.strip("{}").split(",")]
+        return _names(operand)
 
     def address(self, operand: str, kind: Any) -> np.ndarray:
         """Value of `[register + offset]`."""
-        base, _, offset = operand.strip("[]").partition("+")
-        address = self.get(base.strip(), kind).astype(np.int64) + int(offset or "0", 0)
+        base, offset = _base_and_offset(operand)
+        address = self.get(base, kind).astype(np.int64) + offset
         return address % 2**32 if kind is np.uint32 else address
 
     def shared_indices(self, addresses: np.ndarray, size: int) -> np.ndarray:
@@ -197,8 +263,8 @@ class Cta:
 
     def execute(self, opcode: str, operands: list[str], active: np.ndarray) -> None:
         """One instruction for the active threads."""
-        name, *parts = opcode.split(".")
-        handler = getattr(self, f"do_{name}", None)
+        name, parts = _method(opcode)
+        handler = getattr(self, name, None)
         if handler is None:
             raise NotImplementedError(f"{opcode} {operands}")
         handler(parts, operands, active)
@@ -206,7 +272,7 @@ class Cta:
     def _simple(self, function: Any, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         kind = bool if parts[-1] == "pred" else _TYPES[parts[-1]]
         values = [self.get(x, kind) for x in operands[1:]]
-        self.put(operands[0], np.asarray(function(*values)).astype(kind), active)
+        self.put(operands[0], np.asarray(function(*values)).astype(kind, copy=False), active)
 
     def do_add(self, *a: Any) -> None:
         self._simple(np.add, *a)
@@ -426,25 +492,22 @@ class Cta:
     def do_mma(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         dtype = ml_dtypes.bfloat16 if "bf16" in parts else np.float16
 
-        def halves(names: list[str]) -> np.ndarray:  # [register, warp, lane // 4, lane % 4, pair]
-            words = np.stack([self.get(x, np.uint32).reshape(-1, 8, 4) for x in names])
-            return words[..., None].view(np.uint16).view(dtype).astype(np.float32)
+        def halves(names: tuple[str, ...]) -> np.ndarray:  # [register, warp, lane // 4, lane % 4 and pair]
+            words = np.stack([self.get(x, np.uint32) for x in names])
+            return words.view(np.uint16).view(dtype).astype(np.float32).reshape(len(names), -1, 8, 8)
 
         a, b = halves(self.names(operands[1])), halves(self.names(operands[2]))
         warps = a.shape[1]
-        left = np.empty((warps, 16, 16), np.float32)
-        right = np.empty((warps, 16, 8), np.float32)
-        for i in range(4):
-            left[:, 8 * (i % 2) : 8 * (i % 2) + 8, 8 * (i // 2) : 8 * (i // 2) + 8] = a[i].reshape(warps, 8, 8)
-        for i in range(2):
-            right[:, 8 * i : 8 * i + 8] = b[i].reshape(warps, 8, 8).swapaxes(1, 2)
-        product = left @ right
-        for i, (name, old) in enumerate(zip(self.names(operands[0]), self.names(operands[3]), strict=True)):
-            block = product[:, 8 * (i // 2) : 8 * (i // 2) + 8, i % 2 :: 2]
-            self.put(name, (self.get(old, np.float32) + block.reshape(-1)).astype(np.float32), active)
+        left = a.reshape(2, 2, warps, 8, 8).transpose(2, 1, 3, 0, 4).reshape(warps, 16, 16)
+        right = b.transpose(1, 0, 3, 2).reshape(warps, 16, 8)
+        # [warp, half, row, quad lane, element] to a register for each (half, element).
+        pieces = (left @ right).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        for name, old, piece in zip(self.names(operands[0]), self.names(operands[3]), pieces, strict=True):
+            self.put(name, self.get(old, np.float32) + piece, active)
 
 
-def launch(ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int) -> int:
-    """Runs `blocks` CTAs (grid x only) one after another; returns the number of instruction issues."""
+def launch(ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int) -> None:
+    """Runs `blocks` CTAs (grid x only) one after another."""
     program = parse(ptx)
-    return sum(Cta(program, parameters, memory, block, shared_bytes).run() for block in range(blocks))
+    for block in range(blocks):
+        Cta(program, parameters, memory, block, shared_bytes).run()

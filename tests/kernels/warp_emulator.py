@@ -36,45 +36,30 @@ class WarpCta(Cta):
         self.arrived: dict[int, int] = {}
         self.copies: dict[int, tuple[list[Any], list[Any]]] = {}
 
-    def run(self) -> int:
-        """Runs to the end; returns the number of instruction issues."""
-        pc = np.zeros(self.threads, np.int64)
-        done = np.zeros(self.threads, bool)
-        count = 0
-        with np.errstate(all="ignore"):
-            while not done.all():
-                active = self._choose(pc, ~done & (self.waits_at < 0))
-                here = int(pc[active][0])
-                guard, opcode, operands = self.code[here]
-                count += 1
-                pc[active] = here + 1
-                if guard is not None:
-                    active = active & (self.registers[guard[1]] ^ guard[0])
-                    if not active.any():
-                        continue
-                if opcode.startswith("bra"):
-                    pc[active] = self.labels[operands[0]]
-                elif opcode == "ret":
-                    done |= active
-                else:
-                    self.execute(opcode, operands, active)
+    def run(self) -> None:
+        """Runs to the end."""
+        super().run()
         left = {barrier: arrived for barrier, arrived in self.arrived.items() if arrived}
         if left:
             raise RuntimeError(f"threads have arrived at barriers where none waits: {left}")
-        return count
 
-    def _choose(self, pc: np.ndarray, ready: np.ndarray) -> np.ndarray:
-        """Threads that execute the next instruction together: of the first in rank those with the smallest counter."""
-        if not ready.any():
-            raise RuntimeError(f"all warps wait: at barriers {np.unique(self.waits_at)}, arrived {self.arrived}")
+    def execute(self, opcode: str, operands: list[str], active: np.ndarray) -> None:
+        super().execute(opcode, operands, active)
         if self.shuffles and self.random.random() < 0.02:
             self.rank = self.random.permutation(self.threads // 32)[self.warps]
-        ready = ready & (self.rank == self.rank[ready].min())
-        return ready & (pc == pc[ready].min())
+            self.goes_on = False
+
+    def choose(self, pc: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, int, int]:
+        """Threads that advance together: of the first in rank those with the smallest counter."""
+        ready = ready & (self.waits_at < 0)
+        if not ready.any():
+            raise RuntimeError(f"all warps wait: at barriers {np.unique(self.waits_at)}, arrived {self.arrived}")
+        return super().choose(pc, ready & (self.rank == self.rank[ready].min()))
 
     def do_bar(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[0] == "warp":
             return
+        self.goes_on = False
         kind = parts[1] if parts[0] == "cta" else parts[0]
         barriers = np.where(active, self.get(operands[0], np.uint32), -1)
         for barrier in np.setdiff1d(barriers[active], list(self.left_out)):
@@ -121,10 +106,8 @@ class WarpCta(Cta):
         self.put(operands[0], old, active)
 
 
-def launch(ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int, **options: Any) -> int:
-    """Runs `blocks` CTAs (grid x only) one after another; returns the number of instruction issues.
-
-    `options` are those of `WarpCta`.
-    """
+def launch(ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int, **options: Any) -> None:
+    """Runs `blocks` CTAs (grid x only) one after another. `options` are those of `WarpCta`."""
     program = parse(ptx)
-    return sum(WarpCta(program, parameters, memory, block, shared_bytes, **options).run() for block in range(blocks))
+    for block in range(blocks):
+        WarpCta(program, parameters, memory, block, shared_bytes, **options).run()
