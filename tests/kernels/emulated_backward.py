@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import cutlass
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jax_fastattn.kernels.spec import KernelSpec
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.poison import fill, poison, visible_rows
+from jax_fastattn.testing.poison import visible_rows
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int32": np.int32, "float32": np.float32}
 DEVICE_DTYPES = {
@@ -58,9 +60,9 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
         "dk": np.zeros(key.shape),
         "dv": np.zeros(value.shape),
     }
-    visible = visible_pairs(spec, sizes)
+    _, _, pairs = visibility(spec, sizes)
     for b, n in np.ndindex(batch, heads):
-        seen, kv = visible[b], n // spec.group
+        seen, kv = pairs[b], n // spec.group
         logits, slope = sizes.scale * query[b, :, n] @ key[b, :, kv].T, 1.0
         if spec.logits_soft_cap:
             tanh = np.tanh(logits / sizes.cap)
@@ -79,23 +81,38 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
     return result
 
 
-def as_call(spec: KernelSpec, sizes: Sizes, *arrays: np.ndarray) -> tuple[AttentionSpec, Operands]:
-    """Returns the call of `reference.py` on query, key and value that means the same."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _visible(spec: AttentionSpec, queries: int, keys: int, **optional: jax.Array) -> tuple[jax.Array, ...]:
+    batch = next((len(x) for x in optional.values()), 1)
+    query, key = (jnp.zeros((batch, length, 1, 1)) for length in (queries, keys))
+    return visible_rows(spec, Operands(query, key, key, **optional))
+
+
+def visibility(spec: KernelSpec, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns which queries see a key, bool `[batch, queries]`, which keys a query sees, and which query sees which."""
     scalars = {
         "query_seq_lengths": sizes.query_lengths,
         "key_value_seq_lengths": sizes.key_lengths,
         "query_offset": sizes.offsets,
     }
-    optional = {name: jnp.asarray(x[: sizes.batch], jnp.int32) for name, x in scalars.items() if getattr(spec, name)}
-    operands = Operands(*map(jnp.asarray, arrays), **optional)
+    optional = {name: np.array(x[: sizes.batch], np.int32) for name, x in scalars.items() if getattr(spec, name)}
     window = sizes.left if spec.window_left else None, sizes.right if spec.window_right else None
-    return AttentionSpec(sizes.scale, window=window, present=operands.present()), operands
+    call = AttentionSpec(1.0, window=window, present=("query", "key", "value", *optional))
+    sees, seen, pairs = (np.asarray(x) for x in _visible(call, sizes.queries, sizes.keys, **optional))
+    shape = sizes.batch, sizes.queries, sizes.keys
+    return (
+        np.broadcast_to(sees[..., 0], shape[:2]),
+        np.broadcast_to(seen[..., 0], shape[::2]),
+        np.broadcast_to(pairs[:, 0], shape),
+    )
 
 
-def visible_pairs(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
-    """Returns which query sees which key, bool `[batch, queries, keys]`."""
-    query, key = (np.zeros((sizes.batch, length, 1, 1)) for length in (sizes.queries, sizes.keys))
-    return np.asarray(visible_rows(*as_call(spec, sizes, query, key, key))[2])[:, 0]
+def fill(x: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    """As `poison.fill`, which JAX compiles for each shape."""
+    x = x.copy()
+    for first, value in enumerate((np.nan, np.inf)):
+        x[:, first::2][hidden[:, first::2]] = value
+    return x
 
 
 def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -115,12 +132,9 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
     arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
     wanted = reference(spec, sizes, arrays)
     arrays |= {"out": wanted["out"].astype(dtypes["dout"]), "lse": wanted["lse"].astype(np.float32)}
-    attention_spec, operands = as_call(spec, sizes, *(arrays[name] for name in ("query", "key", "value")))
-    hidden = np.logical_not(visible_rows(attention_spec, operands)[0])
-    residuals = {name: fill(jnp.asarray(arrays[name]), hidden) for name in ("out", "lse")}
-    operands, dout, dlse = poison(attention_spec, operands, *(jnp.asarray(arrays[name]) for name in ("dout", "dlse")))
-    poisoned = {"query": operands.query, "key": operands.key, "value": operands.value, "dout": dout, "dlse": dlse}
-    arrays |= {name: np.asarray(x) for name, x in (poisoned | residuals).items()}
+    sees, seen, _ = visibility(spec, sizes)
+    rows = dict.fromkeys(("query", "dout", "dlse", "out", "lse"), sees) | dict.fromkeys(("key", "value"), seen)
+    arrays = {name: fill(x, ~rows[name]) for name, x in arrays.items()}
     arrays |= {
         "query_seq_lengths": np.array(sizes.query_lengths, np.int32),
         "key_value_seq_lengths": np.array(sizes.key_lengths, np.int32),

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import emulated_hopper
-import jax.numpy as jnp
+import jax
 import numpy as np
 import ptx_emulator
 import warp_emulator
@@ -33,6 +34,10 @@ from jax_fastattn.ops.cuda import row_delta, stats_by_row
 from jax_fastattn.ops.records import tile_records
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.draws import moved
+
+# JAX compiles each operation by itself otherwise, for each shape.
+_sequences = jax.jit(packed.sequences, static_argnums=2)
+_tile_records = jax.jit(tile_records, static_argnums=(1, 2), static_argnames="of_keys")
 
 QUERY_SIDE = ("query", "out", "lse", "dout", "dlse", "dq", "delta")
 
@@ -93,7 +98,7 @@ class Pack:
         boundaries = self.boundaries or [
             self.padding[side][0] + np.cumsum([0, *lengths]) for side, lengths in enumerate((self.queries, self.keys))
         ]
-        found = np.asarray(packed.sequences(*map(jnp.asarray, boundaries), (self.total(0), self.total(1))))
+        found = np.asarray(_sequences(*map(np.asarray, boundaries), (self.total(0), self.total(1))))
         if self.offsets:
             found = np.concatenate([found, np.array([0, *self.offsets, 0])[:, None]], axis=1)
         return found[None].astype(np.int32)
@@ -101,7 +106,7 @@ class Pack:
     def records(self, rows: tuple[int, int], *, of_keys: bool) -> np.ndarray:
         """Records of the tiles of so many queries and keys."""
         totals = self.total(0), self.total(1)
-        return np.asarray(tile_records(jnp.asarray(self.sequences()), totals, rows, of_keys=of_keys))
+        return np.asarray(_tile_records(self.sequences(), totals, rows, of_keys=of_keys))
 
     def launch_sizes(self) -> Sizes:
         """Those of the launch, whose batch is the number of sequences."""
@@ -173,10 +178,14 @@ def check_backward(spec: KernelSpec, pack: Pack) -> None:
         got, expected = found[name].astype(np.float64)[:, whole], wanted[name][:, whole]
         atol = tolerance * np.abs(wanted[name]).max() + 1e-5
         np.testing.assert_allclose(got, expected, atol=atol, rtol=0, err_msg=name)
-    stats = stats_by_row(spec, jnp.asarray(found["stats"]), jnp.asarray(pack.sequences()), pack.total(0))
-    delta = np.asarray(row_delta(spec, stats, pack.total(0), None)).swapaxes(1, 2)
+    delta = np.asarray(_delta(spec, found["stats"], pack.sequences(), pack.total(0))).swapaxes(1, 2)
     got, expected, atol = delta[:, pack.whole(0)], wanted["delta"][:, pack.whole(0)], np.abs(wanted["delta"]).max()
     np.testing.assert_allclose(got, expected, atol=tolerance * atol + 1e-6)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _delta(spec: KernelSpec, stats: jax.Array, sequences: jax.Array, rows: int) -> jax.Array:
+    return row_delta(spec, stats_by_row(spec, stats, sequences, rows), rows, None)
 
 
 def run_backward(spec: KernelSpec, pack: Pack, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

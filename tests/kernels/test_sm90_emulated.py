@@ -15,7 +15,7 @@ import emulated_packed
 import hopper_emulator
 import jax.numpy as jnp
 import numpy as np
-from emulated_backward import Sizes, draw_operands, visible_pairs, with_sinks
+from emulated_backward import Sizes, draw_operands, visibility, with_sinks
 
 from jax_fastattn.ffi.compiler import _open_runtime
 from jax_fastattn.kernels.sm90.config import ForwardConfig
@@ -150,7 +150,7 @@ def test_sinks_gradient_of_rows_that_see_nothing(v_head_dim: int) -> None:
     delta = row_delta(spec, jnp.asarray(stats), sizes.queries, jnp.asarray(arrays["dlse"]))
     found = sinks_gradient(jnp.asarray(sinks), jnp.asarray(arrays["lse"]), delta)
 
-    sees = visible_pairs(spec, sizes).any(2)[..., None]
+    sees = visibility(spec, sizes)[0][..., None]
     terms = arrays["dlse"].astype(np.float64)
     terms = terms - np.where(sees, (out * np.where(sees[..., None], arrays["dout"].astype(np.float64), 0)).sum(-1), 0)
     terms = np.where(inside, np.exp(sinks[:, None] - np.where(inside, lse, 0)) * terms, 0)
