@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from jax_fastattn.ffi.resources import KernelResources
 from jax_fastattn.kernels.sm80.config import shared_memory_limit
 from jax_fastattn.kernels.spec import KernelSpec
-from jax_fastattn.kernels.support import ARCHITECTURES
+from jax_fastattn.kernels.support import ARCHITECTURES, tilings
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,6 +76,24 @@ COMPILED = [
     ),
 ]
 
+# One head dim of each tiling of the portable kernels that those of `DIMS` do not have, with a causal mask.
+OTHER_TILINGS = [
+    ("sm_80", "backward", (96, 96)),
+    ("sm_90a", "backward", (96, 96)),
+    ("sm_90a", "forward", (160, 160)),
+    *(
+        (arch, op, dims)
+        for arch in ("sm_86", "sm_89", "sm_120a")
+        for op, dims in (
+            ("forward", (80, 80)),
+            ("forward", (192, 192)),
+            ("backward", (32, 32)),
+            ("backward", (96, 32)),
+            ("backward", (112, 16)),
+        )
+    ),
+]
+
 
 def _variants(spec: KernelSpec) -> list[KernelSpec]:
     variants = BACKWARD_VARIANTS if spec.fused and spec.arch in ORDERED_ARCHITECTURES else [{}]
@@ -90,6 +109,22 @@ def test_kernels_fit(family: str, arch: str, op: str, features: str, dims: tuple
     allowed = EVERYTHING_LOCAL_BYTES if features == "everything" else causal_bytes
     for spec in _variants(_spec(family, op, arch, dims, FEATURES[features])):
         _assert_fits(spec, inspect_kernel(spec), allowed)
+
+
+@pytest.mark.parametrize(("arch", "op", "dims"), OTHER_TILINGS)
+def test_other_tilings_fit(arch: str, op: str, dims: tuple[int, int]) -> None:
+    from jax_fastattn.ffi.compiler import inspect_kernel
+
+    spec = _spec("sm80", op, arch, dims, CAUSAL)
+    _assert_fits(spec, inspect_kernel(spec), local_bytes=0)
+
+
+def test_every_portable_tiling_is_compiled() -> None:
+    compiled = {(spec.arch, spec.op, tilings(spec)) for spec in rows().values() if spec.family == "sm80"}
+    head_dims, ops = range(8, 257, 8), ("forward", "backward")
+    for arch, op, *dims, cap in itertools.product(ARCHITECTURES, ops, head_dims, head_dims, (False, True)):
+        spec = dataclasses.replace(_spec("sm80", op, arch, tuple(dims), CAUSAL), logits_soft_cap=cap)
+        assert (arch, op, tilings(spec)) in compiled, spec
 
 
 # A head dim of every row of `sm90.config`, and where lengths differ both of them.
@@ -127,6 +162,7 @@ def rows() -> dict[str, KernelSpec]:
         for dims in DIMS
         for spec in _variants(_spec(family, op, arch, dims, FEATURES[features]))
     ]
+    named += [("causal", _spec("sm80", op, arch, dims, CAUSAL)) for arch, op, dims in OTHER_TILINGS]
     named += [
         (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
     ]
