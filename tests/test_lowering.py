@@ -16,12 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import calls
+import flax.linen
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_fastattn import attention, explain, ffi, target_arch
+with warnings.catch_warnings():
+    # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates.
+    warnings.filterwarnings("ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning)
+    from flax import nnx
+
+from jax_fastattn import attention, attention_varlen, explain, ffi, target_arch
 from jax_fastattn.ffi import call
+from jax_fastattn.integrations import jax_nn
+from jax_fastattn.integrations.flax import attention_fn
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops import dispatch
 from jax_fastattn.testing.cases import Case
@@ -210,8 +218,9 @@ def test_a_fallback_warns_once_with_its_reasons() -> None:
     [
         ({"mask": jnp.ones((5, 7), bool)}, ["`is_causal=True`", "`key_value_seq_lengths`", "`local_window_size`"]),
         ({"bias": jnp.ones((5, 7))}, ["as for `mask`"]),
+        ({"segment_ids": (jnp.zeros((2, 5), int), jnp.zeros((2, 7), int))}, ["`attention_varlen`", "docs/packed.md"]),
     ],
-    ids=["mask", "bias"],
+    ids=["mask", "bias", "segment-ids"],
 )
 def test_a_fallback_says_what_to_do_instead(option: dict[str, Any], remedies: list[str]) -> None:
     """And `explain` says the same."""
@@ -222,6 +231,54 @@ def test_a_fallback_says_what_to_do_instead(option: dict[str, Any], remedies: li
     for remedy in remedies:
         assert remedy in str(caught[0].message)
     assert explained.removeprefix("XLA path, because ") in str(caught[0].message)
+
+
+def call_varlen(x: jax.Array) -> jax.Array:
+    return attention_varlen(x, x, x, jnp.array([0, 2, 5]), jnp.array([0, 2, 5]))
+
+
+def call_linen(x: jax.Array) -> jax.Array:
+    layer = flax.linen.MultiHeadDotProductAttention(num_heads=3, attention_fn=attention_fn)
+    return layer.init_with_output(jax.random.key(0), x)[0]
+
+
+def call_nnx(x: jax.Array) -> jax.Array:
+    layer = nnx.MultiHeadAttention(3, 24, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn)
+    return nnx.jit(lambda layer, x: layer(x))(layer, x)
+
+
+def call_jax_nn(x: jax.Array) -> jax.Array:
+    with jax_nn.installed():
+        return jax.nn.dot_product_attention(x, x, x)
+
+
+CALLERS = {
+    "attention_varlen": (call_varlen, "attention_varlen(", (5, 3, 8)),
+    "linen": (call_linen, "init_with_output(", (2, 5, 24)),
+    "nnx": (call_nnx, "lambda layer", (2, 5, 24)),
+    "jax.nn": (call_jax_nn, "jax.nn.", (2, 5, 3, 8)),
+}
+
+
+@pytest.mark.usefixtures("_cuda")
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_fallback_names_the_line_of_the_user_not_of_a_library(name: str) -> None:
+    caller, line, shape = CALLERS[name]
+    site = f"{__file__}:{line_of(caller, line)}"
+    with pytest.warns(UserWarning, match=f"for the call at {re.escape(site)}: the dtype is float32"):
+        calls.cuda_text(caller, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+@pytest.mark.usefixtures("_cuda")
+@pytest.mark.parametrize("library", ["keras", "equinox", "equimo", "ejkernel"])
+def test_a_fallback_passes_over_the_frames_of(library: str) -> None:
+    """Some of these need not be installed: a function of a module of that name stands in."""
+    module: dict[str, Any] = {"__name__": f"{library}.layers", "attention": attention}
+    exec("def layer(x): return attention(x, x, x)", module)
+    caller = lambda x: module["layer"](x)
+    site = f"{__file__}:{line_of(test_a_fallback_passes_over_the_frames_of, 'caller = ')}"
+    with pytest.warns(UserWarning, match=f"for the call at {re.escape(site)}: the dtype is float32"):
+        calls.cuda_text(caller, jax.ShapeDtypeStruct((2, 5, 3, 8), jnp.float32))
 
 
 @pytest.mark.usefixtures("_cuda")

@@ -39,7 +39,7 @@ REMEDIES = {
 SLOWDOWN = "5 to 9 times as long as the kernels on an H100"
 
 # Packages whose frames are not the user's.
-_LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox")
+_LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox", "equimo", "ejkernel")
 
 # Where calls were traced last, by what vmap and meshes leave as it is. A warning is given later, when XLA programs are
 # made, and Python's stack says nothing of the call then.
