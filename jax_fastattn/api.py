@@ -122,7 +122,8 @@ def attention(
     attention), H head dim, D head dim of `value`.
 
     Args:
-        query: `[B, T, N, H]` or `[T, N, H]`; bfloat16, float16, float32, or float64 under x64.
+        query: `[B, T, N, H]` or `[T, N, H]`; bfloat16, float16, float32, or float64 under x64. Products of float32
+            follow `jax.default_matmul_precision`.
         key: `[B, S, K, H]` or `[S, K, H]`, dtype of `query`.
         value: `[B, S, K, D]` or `[S, K, D]`, dtype of `query`; D may differ from H.
         bias: floating, broadcastable to `[B, N, T, S]`; added to the scaled logits. Differentiable.
