@@ -140,7 +140,7 @@ def test_ordered_sums_have_the_same_bits_under_every_schedule() -> None:
 
 # Forms of the kernel, and the barriers that each of them has; "CTA" is that of all threads.
 _PAIR = set(range(roles.PAIR, roles.PAIR + 4))
-_LAGGED = {"FIRST": {roles.FIRST}, "SECOND": {roles.SECOND}, "READY": {roles.READY}, "PAIR": _PAIR}
+_LAGGED = {"CTA": {0}, "FIRST": {roles.FIRST}, "SECOND": {roles.SECOND}, "READY": {roles.READY}, "PAIR": _PAIR}
 _DONE = {"DONE": {roles.DONE}}
 _EXCHANGES = {
     "EXCHANGE_P": {roles.EXCHANGE_P, roles.EXCHANGE_P + 1},
