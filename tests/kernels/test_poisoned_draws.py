@@ -1,18 +1,24 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every suite draws hidden rows, which `testing/poison.py` fills, in each setting that hides them in another way."""
+"""Every suite draws hidden rows in each setting that hides them in another way, and `testing/poison.py` fills them."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import test_gpu
+import test_portable
 
-from jax_fastattn.kernels.spec import KernelSpec
-from jax_fastattn.testing.cases import CPU_CASES, GPU_CASES, HIDDEN_ROWS, Case
+from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
+from jax_fastattn.ops import cuda
+from jax_fastattn.testing import compare
+from jax_fastattn.testing.cases import HIDDEN_ROWS, Case
 from jax_fastattn.testing.poison import visible_rows
 
 # Settings that hide rows, and whether a case has them.
@@ -53,13 +59,20 @@ def emulated(spec: KernelSpec, sizes: Any) -> Case:
     )
 
 
+def cases_of(test: Any) -> list[Case]:
+    """Returns the cases that a test is parametrized with."""
+    (found,) = (mark.args[1] for mark in test.pytestmark if mark.name == "parametrize")
+    return list(found)
+
+
 def draws(suite: str) -> list[Case]:
     """Returns what a suite draws."""
     if suite == "CPU":
-        return CPU_CASES
-    if suite == "GPU":  # with both families, see `test_portable_kernels`
-        assert set(HIDDEN_ROWS.values()) <= set(GPU_CASES)
-        return list(HIDDEN_ROWS.values())
+        return cases_of(test_portable.test_chunks)
+    if suite == "GPU":
+        return [case for case in cases_of(test_gpu.test_results_and_gradients) if case in HIDDEN_ROWS.values()]
+    if suite == "GPU, portable kernels":
+        return cases_of(test_gpu.test_portable_kernels)
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     import test_device_layouts
     import test_sm80_dkdv_dq
@@ -92,9 +105,84 @@ def hides(setting: str, case: Case) -> bool:
     return not (sees.all() and seen.all())
 
 
-@pytest.mark.parametrize("suite", ["CPU", "GPU", "sm80 emulator", "sm90 emulator"])
+@pytest.mark.parametrize("suite", ["CPU", "GPU", "GPU, portable kernels", "sm80 emulator", "sm90 emulator"])
 def test_every_setting_is_poisoned(suite: str) -> None:
     cases = draws(suite)
     for setting, has in SETTINGS.items():
         if setting != "deterministic" or suite != "CPU":  # where sums have no other order
             assert any(has(case) and hides(setting, case) for case in cases), f"no poisoned draw: {setting}"
+
+
+@pytest.mark.parametrize("name", ["decoding", "lengths too"])
+def test_both_families_run_on_poison_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cotangent of the log-sum-exp and without one."""
+    case, ran = HIDDEN_ROWS[name], []
+    poisoned = ("operands", "dout", "dlse" if case.dlse else None)
+
+    def run(spec: Any, family: Any, *arrays: Any) -> tuple[()]:
+        ran.append((arrays, cuda.kernel_spec))
+        return ()
+
+    monkeypatch.setattr(test_gpu, "poison", lambda *_: poisoned)
+    monkeypatch.setattr(test_gpu, "_kernels", run)
+    monkeypatch.setattr(test_gpu, "_kernels_without_lse", run)
+    monkeypatch.setattr(test_gpu, "_first_results", {})
+    monkeypatch.setattr(compare, "assert_within_budget", lambda *_: None)
+    expectation: Future[Any] = Future()
+    expectation.set_result(((), ()))
+    test_gpu.test_results_and_gradients(case, {case: expectation})
+    test_gpu.test_portable_kernels(case, {case: expectation}, monkeypatch)
+    arrays = poisoned if case.dlse else poisoned[:2]
+    assert ran == [(arrays, kernel_spec), (arrays, test_gpu._portable_kernel)]
+
+
+def test_the_portable_path_runs_on_poison(key: jax.Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(test_portable, "poison", lambda *_: ("operands", "dout", "dlse"))
+    monkeypatch.setattr(test_portable, "run", lambda spec, *arrays: ran.append(arrays[:3]))
+    monkeypatch.setattr(test_portable, "expected", lambda *_: ((), ()))
+    monkeypatch.setattr(test_portable, "assert_within_budget", lambda *_: None)
+    test_portable.test_chunks(cases_of(test_portable.test_chunks)[0], key)
+    assert ran == [("operands", "dout", "dlse")]
+
+
+def test_operands_of_emulators_are_poisoned() -> None:
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    from emulated_backward import Sizes, draw_operands
+
+    spec = KernelSpec("backward", "sm_80", "bfloat16", 8, 8, query_offset=True, window_right=True)
+    sizes = Sizes(batch=1, right=0, offsets=(-1,), queries=3, keys=5)
+    arrays, _ = draw_operands(spec, sizes)  # query 0 sees no key, the others keys 0 and 1
+    finite = {
+        name: np.isfinite(x.astype(np.float32)).all((2, 3))[0].tolist() for name, x in arrays.items() if x.ndim == 4
+    }
+    queries, keys = [False, True, True], [True, True, False, False, False]
+    assert finite == {"query": queries, "dout": queries, "out": queries, "key": keys, "value": keys}
+
+
+class Drawn(Exception):
+    """A harness has asked for operands."""
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "op", "arch", "family"),
+    [
+        ("emulated_forward", "check", "forward", "sm_80", "sm80"),
+        ("emulated_dkdv_dq", "check", "backward", "sm_80", "sm80"),
+        ("emulated_hopper", "check_forward", "forward", "sm_90a", "sm90"),
+        ("emulated_hopper", "check_backward", "backward", "sm_90a", "sm90"),
+    ],
+)
+def test_emulators_run_on_these_operands(
+    module: str, function: str, op: Any, arch: str, family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    harness = importlib.import_module(module)
+
+    def draw(*_: Any) -> None:
+        raise Drawn
+
+    monkeypatch.setattr(harness, "draw_operands", draw)
+    monkeypatch.setattr(harness, "compile_kernel", lambda *_: {})
+    with pytest.raises(Drawn):
+        getattr(harness, function)(KernelSpec(op, arch, "bfloat16", 64, 64, family=family))
