@@ -238,6 +238,7 @@ def test_no_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JAX_FASTATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", no_entry)
+    cache._warn_once.cache_clear()
     assert cache.load(KEY) is None
     with pytest.warns(RuntimeWarning, match="home directory is unknown.*JAX_FASTATTN_CACHE_DIR"):
         cache.store(KEY, KERNEL)

@@ -129,12 +129,27 @@ def test_a_damaged_entry_is_rebuilt(compiled: list[Any], tmp_path: Path, monkeyp
     assert path.read_bytes() == content
 
 
-def test_an_unwritable_directory_still_works(compiled: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("has_home", [True, False], ids=["unwritable", "no-home"])
+def test_an_unwritable_directory_still_works(
+    compiled: list[Any], tmp_path: Path, monkeypatch: Any, has_home: bool
+) -> None:
+    """Nor is a home directory needed, as in a container with an arbitrary user id."""
+
+    def no_entry(*_: object) -> None:
+        raise KeyError
+
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path / "file" / "lowering"))
+    if has_home:
+        monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path / "file" / "lowering"))
+    else:
+        for name in ("JAX_FASTATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("pwd.getpwuid", no_entry)
+    cache._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="Cannot write compiled kernels"):
         text = lower(lambda *xs: stand_in.launch(*xs), *stand_in.operands())
     assert "custom_call @jax_fastattn_launch" in text
+    assert compiled == [SPEC]
 
 
 def test_a_failed_compilation_is_not_remembered(compiled: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
