@@ -188,6 +188,9 @@ class Blocks:
     def product(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """Multiplies in the dtype of the operands and accumulates in that of `zero`.
 
+        Operands of 16 bits with a float32 result are what the dot algorithms `BF16_BF16_F32` and `F16_F16_F32` of a GPU
+        mean: it multiplies them as they are and adds in float32.
+
         The axes of a result should be those that x and y share, those of x, and those of y, in their order. Otherwise a
         plane of logits is transposed, which takes a CPU longer than the product.
 
