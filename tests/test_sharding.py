@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_fastattn.blocks import CPU, Blocks
+
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 # B, K divide by the mesh axes (2 and 4); sizes stay pairwise distinct.
@@ -126,6 +128,19 @@ def test_batch_and_heads_need_no_communication(partitioner: str, mesh_shape: tup
     for x in (out, lse, *gradients.values()):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, expected), x.ndim)
     assert_right_and_split(PLAIN, result)
+
+
+def test_the_bound_on_logits_is_for_one_device(partitioner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is too large for one device to compute at once, and small enough for each of eight."""
+    del partitioner
+    logits = PLAIN.batch * PLAIN.num_kv_heads * PLAIN.group * PLAIN.query_length * PLAIN.key_length
+    cut, tuning = Blocks.of, dataclasses.replace(CPU, whole=logits // 8, block=0, chunk=4, min_chunk=4)
+    monkeypatch.setattr(Blocks, "of", lambda spec, operands, _: cut(spec, operands, tuning))
+    arrays = calls.arrays_of(PLAIN.operands(jax.random.key(0)))
+    whole, split = (compile_gradients(PLAIN, placed(mesh, arrays)) for mesh in (make_mesh(1, 1), make_mesh()))
+    assert " while(" in whole[0].as_text()
+    assert " while(" not in split[0].as_text()
+    calls.assert_same(jax.device_get(split[1]), jax.device_get(whole[1]))
 
 
 # What the gradient of an operand is summed over: an all-reduce each, and nothing else.
