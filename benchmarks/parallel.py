@@ -117,8 +117,12 @@ def on_devices(function: Any, count: int, params: dict[str, jax.Array], *arrays:
 
 def gathered(collectives: dict[str, int], length: int) -> list[str]:
     """All-gathers of activations: those with an axis as long as the sequence, or as several."""
+
+    def is_long(shape: str) -> bool:
+        return any(int(size) % length == 0 for size in shape.split(","))
+
     names = [name for name in collectives if name.startswith("all-gather")]
-    return [name for name in names if any(int(size) % length == 0 for size in re.findall(r"(?<=[\[,])\d+", name))]
+    return [name for name in names if any(map(is_long, re.findall(r"\[([\d,]+)\]", name)))]
 
 
 if __name__ == "__main__":

@@ -212,5 +212,5 @@ def test_two_devices_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run = record["runs"]["tensor-one-key-head"]
     assert run["largest_difference_of_losses"] < 1e-3 and run["collectives"] and not run["gathered"]
     activations = ["all-gather bf16[2,24,4,8]", "all-gather bf16[48,32]"]
-    others = ["all-gather f32[32,241]", "all-gather (f32[16]{0}, f32[124]{0})", "all-reduce f32[24]"]
+    others = ["all-gather f32[32,241]", "all-gather (f32[16,4]{1,0}, f32[32,4]{1,0})", "all-reduce f32[24]"]
     assert parallel.gathered(dict.fromkeys(activations + others, 1), 24) == activations
