@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=34, help="of random packed calls; each run of the suite adds 1")
     parser.add_argument("--processes", type=int, default=4, help="that share the GPU (default: 4)")
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--tool-seconds", type=float, help="after which a tool is stopped (default: never)")
     parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90 (portable kernels)")
     parser.add_argument("--inside-sanitizer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -98,7 +99,7 @@ def main() -> None:
         write()
     # One after the other: beside the other two racecheck has once reported what it had not reported alone.
     for tool in options.tools:
-        record["sanitizer"][tool] = sanitize(tool, environment, arch)
+        record["sanitizer"][tool] = sanitize(tool, environment, arch, options.tool_seconds)
         write()
     print(json.dumps(record, indent=1))
 
@@ -109,6 +110,8 @@ def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list
     They share the GPU: what should not depend on load is tested under load.
     """
     cores = sorted(os.sched_getaffinity(0))
+    if processes > len(cores):
+        raise SystemExit(f"{processes} processes need as many cores, found {len(cores)}")
     with tempfile.TemporaryDirectory() as folder:
         started, running, reports = time.monotonic(), [], []
         for part in range(processes):
@@ -116,12 +119,14 @@ def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list
             command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
             command += [f"--part={part}/{processes}", f"--seed={seed}", f"--junitxml={reports[-1]}", *arch]
             mine = ",".join(map(str, cores[part::processes]))
-            log = reports[-1].with_suffix(".log")
-            with log.open("w") as output:
+            with reports[-1].with_suffix(".log").open("w") as output:
                 arguments = ["taskset", "-c", mine, *command]
-                process = subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=output, stderr=output)
-            running.append((process, log))
-        crashed = [log.read_text()[-1000:] for process, log in running if process.wait() not in (0, 1)]
+                running.append(subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=output, stderr=output))
+        ended = [
+            (process.wait(), report, report.with_suffix(".log"))
+            for process, report in zip(running, reports, strict=True)
+        ]
+        crashed = [log.read_text()[-1000:] for code, report, log in ended if code not in (0, 1) or not report.exists()]
         seconds = round(time.monotonic() - started)
         suites = [ElementTree.parse(report).getroot()[0] for report in reports if report.exists()]
     names = ("tests", "failures", "errors", "skipped")
@@ -132,24 +137,34 @@ def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list
     return counts | run | {"failed": failed}
 
 
-def sanitize(tool: str, environment: dict[str, str], arch: list[str]) -> dict[str, Any]:
-    """What a tool of compute-sanitizer says of our kernels, and of those alone."""
+def sanitize(tool: str, environment: dict[str, str], arch: list[str], seconds: float | None) -> dict[str, Any]:
+    """What a tool of compute-sanitizer says of our kernels, and of those alone.
+
+    A run that is stopped after `seconds` has no exit status. Its record names the cases that it has finished.
+    """
     script = [sys.executable, str(Path(__file__).resolve()), "--output", os.devnull, "--inside-sanitizer", *arch]
     # Return codes of the CUDA API are not ours: JAX probes what the driver can do.
     only = ["--kernel-regex", "kns=kernel_cutlass", *(["--report-api-errors", "no"] if tool == "memcheck" else [])]
     command = ["compute-sanitizer", "--tool", tool, *only, *script]
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    printed = found.stdout + found.stderr
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            code = None
+        output.seek(0)
+        printed = output.read()
     summary = re.findall(r"={9} ((?:ERROR|RACECHECK) SUMMARY.*)", printed)
     # With the second half of a hazard, which has a line of its own.
     report = r"={9} ((?:Invalid|Program hit|Error|Warning|Barrier|Race).*(?:\n={9} +and .*)?)"
     reports = sorted({" ".join(found.replace("=" * 9, "").split()) for found in re.findall(report, printed)})[:20]
-    finished = f"ran {len(CASES)} cases" in printed
+    finished = re.findall(r"^ran (.*)$", printed, re.MULTILINE)
     return {
         "summary": summary[-1] if summary else printed[-2000:],
         "reports": reports,
         "finished": finished,
-        "exit": found.returncode,
+        "exit": code,
     }
 
 
@@ -167,22 +182,23 @@ def run_cases(arch: str | None) -> None:
 
     if arch is not None:
         borrow(arch)
+
+    def attention(spec: Any, operands: Any) -> Any:
+        return vjp.attend(spec, operands, True)
+
+    evaluate = jax.jit(lambda spec, *arrays: compare.evaluate(attention, spec, *arrays), static_argnums=0)
     cases = [case for case in GPU_CASES if str(case) in CASES]
     wild = draws.wild_draws(WILD_SEED, len(WILD["head_dims"]) * 5, len(WILD["head_dims"]), **WILD)
     for case in [*cases, *wild]:
+        begun = time.monotonic()
         spec = dataclasses.replace(case.spec(), implementation="cuda")
         operands, *cotangents = poison(spec, case.operands(jax.random.key(0)), *case.cotangents(jax.random.key(1)))
         operands = operands._replace(query=operands.query * 30)
         if case in wild:
             jax.block_until_ready(draws.evaluate(case, spec, operands, *cotangents))
-            continue
-
-        def attention(spec: Any, operands: Any) -> Any:
-            return vjp.attend(spec, operands, True)
-
-        run = jax.jit(lambda spec, *arrays: compare.evaluate(attention, spec, *arrays), static_argnums=0)
-        jax.block_until_ready(run(spec, operands, *cotangents))
-    print(f"ran {len(cases)} cases")
+        else:
+            jax.block_until_ready(evaluate(spec, operands, *cotangents))
+        print(f"ran {str(case)[:100]} in {time.monotonic() - begun:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
