@@ -5,12 +5,19 @@
     python benchmarks/gpu_checks.py --output benchmarks/results/2026-11-21-h100-checks.json
 
 The suite itself runs every case in two orders. A record holds the counts, the GPU, the versions and the commit.
+
+    JAX_FASTATTN_CACHE_DIR=kernels python benchmarks/gpu_checks.py --prepare --arch sm_90-a100 --seed 36 --processes 2
+
+compiles the kernels of such a run into that folder, with no GPU. A machine with one and the same compiler takes them
+from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -18,6 +25,8 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +75,8 @@ WILD = {"dtypes": ["bfloat16", "float16"], "head_dims": [(64, 64), (192, 128)], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--prepare", action="store_true", help="compile the kernels alone")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     parser.add_argument("--suite-runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=34, help="of random packed calls; each run of the suite adds 1")
@@ -79,6 +89,11 @@ def main() -> None:
     if options.inside_sanitizer:
         run_cases(options.arch)
         return
+    if options.prepare:
+        prepare(options.arch or "sm_90a", range(options.seed, options.seed + options.suite_runs), options.processes)
+        return
+    if options.output is None:
+        parser.error("--output is missing")
     arch = [] if options.arch is None else ["--arch", options.arch]
     # Oracles are compiled once per case and run once: tuning their products would take most of the time.
     os.environ.update({"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
@@ -102,6 +117,39 @@ def main() -> None:
         record["sanitizer"][tool] = sanitize(tool, environment, arch, options.tool_seconds)
         write()
     print(json.dumps(record, indent=1))
+
+
+def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
+    """Compiles the kernels of the suite's cases and draws, and those of the sanitizers, unless the cache has them."""
+    sys.path.append(str(ROOT / "tests" / "kernels"))
+    import test_gpu
+
+    from jax_fastattn import ffi
+    from jax_fastattn.kernels.spec import KernelSpec
+    from jax_fastattn.testing import draws
+    from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, kernel_specs
+
+    cases = [*GPU_CASES, *wild_draws()]
+    for seed in seeds:
+        cases += draws.packed_draws(seed, test_gpu.DRAWS, test_gpu.KINDS, **test_gpu.CHOICES)
+        cases += draws.wild_draws(seed, test_gpu.WILD_DRAWS, test_gpu.WILD_KINDS, **test_gpu.CHOICES)
+    specs: dict[KernelSpec, None] = dict.fromkeys(kernel_specs(cases, arch))
+    sanitized = kernel_specs([case for case in GPU_CASES if str(case) in CASES], arch)
+    specs |= {dataclasses.replace(spec, dlse=spec.op == "backward"): None for spec in sanitized}
+    if arch == "sm_90a":  # its portable kernels have tests too
+        portable = kernel_specs(HIDDEN_ROWS.values(), "sm_80")
+        specs |= {dataclasses.replace(spec, arch=arch): None for spec in portable}
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for i, _ in enumerate(pool.map(ffi.prepare, specs), 1):
+            print(f"{i} of {len(specs)}", end="\r", flush=True)
+
+
+def wild_draws() -> list[Any]:
+    """The packed calls that the sanitizers run."""
+    from jax_fastattn.testing import draws
+
+    kinds = len(WILD["head_dims"])
+    return draws.wild_draws(WILD_SEED, 5 * kinds, kinds, **WILD)
 
 
 def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list[str]) -> dict[str, Any]:
@@ -170,8 +218,6 @@ def sanitize(tool: str, environment: dict[str, str], arch: list[str], seconds: f
 
 def run_cases(arch: str | None) -> None:
     """Forward and backward of the cases, on poisoned operands with scores that outgrow those of earlier tiles."""
-    import dataclasses
-
     import jax
 
     from jax_fastattn.ops import vjp
@@ -188,7 +234,7 @@ def run_cases(arch: str | None) -> None:
 
     evaluate = jax.jit(lambda spec, *arrays: compare.evaluate(attention, spec, *arrays), static_argnums=0)
     cases = [case for case in GPU_CASES if str(case) in CASES]
-    wild = draws.wild_draws(WILD_SEED, len(WILD["head_dims"]) * 5, len(WILD["head_dims"]), **WILD)
+    wild = wild_draws()
     for case in [*cases, *wild]:
         begun = time.monotonic()
         spec = dataclasses.replace(case.spec(), implementation="cuda")

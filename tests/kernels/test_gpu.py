@@ -37,6 +37,7 @@ _first_results: dict[Case, compare.Results] = {}
 # A forward and a backward kernel for each kind, and for 2 kinds with wild boundaries: 40 at most. 4 runs with other
 # seeds make 500 calls.
 DRAWS, KINDS = 125, 18
+WILD_DRAWS, WILD_KINDS = 20, 2
 CHOICES = {
     "dtypes": ["bfloat16", "float16"],
     "head_dims": [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 72)],
@@ -49,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_random_packed_calls:
         metafunc.parametrize("case", draws.packed_draws(seed, DRAWS, KINDS, **CHOICES), ids=str)
     elif metafunc.function is test_wild_boundaries_are_moved_into_the_rows:
-        metafunc.parametrize("case", draws.wild_draws(seed, 20, 2, **CHOICES), ids=str)
+        metafunc.parametrize("case", draws.wild_draws(seed, WILD_DRAWS, WILD_KINDS, **CHOICES), ids=str)
 
 
 def _inputs(case: Case) -> tuple[AttentionSpec, Operands, jax.Array, Any]:
