@@ -120,6 +120,22 @@ def test_other_boundaries_lower_the_same_program(monkeypatch: pytest.MonkeyPatch
     assert texts[0] == texts[1] and calls.count_launches(texts[0]) == 2
 
 
+def test_an_eager_call_waits_for_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them on the host would be a wait for the device."""
+
+    def refuse(array: jax.Array) -> None:
+        raise AssertionError(f"the host reads {array.aval}")
+
+    x, cu, offset = jnp.ones((30, 2, 8)), jnp.array([0, 10, 30]), jnp.array([1, -2])
+    monkeypatch.setattr(type(x), "_value", property(refuse))
+    with pytest.raises(AssertionError, match="the host reads"):
+        int(cu[1])
+    for option in (0, offset, "bottom_right"):
+        attend = lambda x, option=option: attention_varlen(x, x, x, cu, cu, is_causal=True, query_offset=option)
+        out, pullback = jax.vjp(attend, x)
+        jax.block_until_ready(pullback(out))
+
+
 def test_bottom_right_is_the_offset_of_each_sequence() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (n, 2, 8)) for key, n in zip(keys, (20, 30, 30), strict=True))
