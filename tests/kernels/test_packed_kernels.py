@@ -140,7 +140,7 @@ def test_random_packed_calls(case: Case, op: Literal["forward", "backward"]) -> 
 def test_a_run_of_random_calls_takes_few_kernels(seed: int) -> None:
     """On a GPU, where a kernel takes seconds to compile."""
     found = packed_draws(seed, test_gpu.DRAWS, test_gpu.KINDS, **test_gpu.CHOICES)
-    found += wild_draws(seed, 20, 2, **test_gpu.CHOICES)
+    found += wild_draws(seed, test_gpu.WILD_DRAWS, test_gpu.WILD_KINDS, **test_gpu.CHOICES)
     for arch in ("sm_80", "sm_90a"):
         assert len(kernel_specs(found, arch)) <= 40
 
