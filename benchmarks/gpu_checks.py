@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,11 +84,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4, help="that share the GPU (default: 4)")
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--tool-seconds", type=float, help="after which a tool is stopped (default: never)")
+    parser.add_argument("--tool-processes", type=int, default=1, help="that share a tool's cases (default: 1)")
     parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90 (portable kernels)")
-    parser.add_argument("--inside-sanitizer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--inside-sanitizer", metavar="I/N", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside_sanitizer:
-        run_cases(options.arch)
+        run_cases(options.arch, *map(int, options.inside_sanitizer.split("/")))
         return
     if options.prepare:
         prepare(options.arch or "sm_90a", range(options.seed, options.seed + options.suite_runs), options.processes)
@@ -114,7 +116,7 @@ def main() -> None:
         write()
     # One after the other: beside the other two racecheck has once reported what it had not reported alone.
     for tool in options.tools:
-        record["sanitizer"][tool] = sanitize(tool, environment, arch, options.tool_seconds)
+        record["sanitizer"][tool] = sanitize(tool, environment, arch, options.tool_processes, options.tool_seconds)
         write()
     print(json.dumps(record, indent=1))
 
@@ -185,39 +187,54 @@ def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list
     return counts | run | {"failed": failed}
 
 
-def sanitize(tool: str, environment: dict[str, str], arch: list[str], seconds: float | None) -> dict[str, Any]:
-    """What a tool of compute-sanitizer says of our kernels, and of those alone.
+def sanitize(
+    tool: str, environment: dict[str, str], arch: list[str], processes: int, seconds: float | None
+) -> dict[str, Any]:
+    """What a tool of compute-sanitizer says of our kernels, and of those alone, in each of some processes.
 
-    A run that is stopped after `seconds` has no exit status. Its record names the cases that it has finished.
+    A process that is stopped after `seconds` has no exit status. The record names the cases that have ended.
     """
-    script = [sys.executable, str(Path(__file__).resolve()), "--output", os.devnull, "--inside-sanitizer", *arch]
+    script = [sys.executable, str(Path(__file__).resolve()), "--output", os.devnull, *arch]
     # Return codes of the CUDA API are not ours: JAX probes what the driver can do.
     only = ["--kernel-regex", "kns=kernel_cutlass", *(["--report-api-errors", "no"] if tool == "memcheck" else [])]
     command = ["compute-sanitizer", "--tool", tool, *only, *script]
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            code = None
-        output.seek(0)
-        printed = output.read()
-    summary = re.findall(r"={9} ((?:ERROR|RACECHECK) SUMMARY.*)", printed)
+    started, running = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as folder:
+        for part in range(processes):
+            log = Path(folder) / f"{part}.log"
+            with log.open("w") as output:
+                mine = [*command, f"--inside-sanitizer={part}/{processes}"]
+                process = subprocess.Popen(
+                    mine, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+                )
+                running.append((process, log))
+        exits: list[int | None] = []
+        for process, _ in running:
+            try:
+                exits.append(process.wait(None if seconds is None else max(0.0, started + seconds - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGTERM)  # the tool and what it runs
+                exits.append(None)
+        logs = [log.read_text() for _, log in running]
+    summaries = [re.findall(r"={9} ((?:ERROR|RACECHECK) SUMMARY.*)", log) for log in logs]
     # With the second half of a hazard, which has a line of its own.
     report = r"={9} ((?:Invalid|Program hit|Error|Warning|Barrier|Race).*(?:\n={9} +and .*)?)"
+    printed = "\n".join(logs)
     reports = sorted({" ".join(found.replace("=" * 9, "").split()) for found in re.findall(report, printed)})[:20]
-    finished = re.findall(r"^ran (.*)$", printed, re.MULTILINE)
     return {
-        "summary": summary[-1] if summary else printed[-2000:],
+        "summaries": [found[-1] if found else log[-2000:] for found, log in zip(summaries, logs, strict=True)],
         "reports": reports,
-        "finished": finished,
-        "exit": code,
+        "finished": re.findall(r"^ran (.*)$", printed, re.MULTILINE),
+        "exits": exits,
+        "seconds": round(time.monotonic() - started),
     }
 
 
-def run_cases(arch: str | None) -> None:
-    """Forward and backward of the cases, on poisoned operands with scores that outgrow those of earlier tiles."""
+def run_cases(arch: str | None, part: int, parts: int) -> None:
+    """Forward and backward of the cases, on poisoned operands with scores that outgrow those of earlier tiles.
+
+    Every `parts`-th case runs, from `part` on.
+    """
     import jax
 
     from jax_fastattn.ops import vjp
@@ -235,7 +252,7 @@ def run_cases(arch: str | None) -> None:
     evaluate = jax.jit(lambda spec, *arrays: compare.evaluate(attention, spec, *arrays), static_argnums=0)
     cases = [case for case in GPU_CASES if str(case) in CASES]
     wild = wild_draws()
-    for case in [*cases, *wild]:
+    for case in [*cases, *wild][part::parts]:
         begun = time.monotonic()
         spec = dataclasses.replace(case.spec(), implementation="cuda")
         operands, *cotangents = poison(spec, case.operands(jax.random.key(0)), *case.cotangents(jax.random.key(1)))
