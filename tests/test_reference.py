@@ -89,6 +89,35 @@ def test_reference_is_jax_nn(case: Case, key: jax.Array) -> None:
             np.testing.assert_allclose(y, x, atol=3e-6, rtol=1e-5, err_msg=name)
 
 
+def test_the_gradient_of_a_key_may_come_from_a_stored_output() -> None:
+    """One key that many queries see alone: rounding the output is most of the error then."""
+    case = Case("float16", 1, query_length=60, key_length=1, num_kv_heads=1, head_dim=64, v_head_dim=64, sinks="n")
+    spec, operands, (dout, _) = case.spec(), case.operands(jax.random.key(1)), case.cotangents(jax.random.key(1))
+    exact = operands._replace(
+        **{name: getattr(operands, name).astype(jnp.float32) for name in ("query", "key", "value")}
+    )
+    out, lse = attention_reference(spec, exact)
+    stored = out.astype(jnp.float16).astype(jnp.float32)
+    # Rows whose errors add up in the first element.
+    error = jnp.sum((stored - out) * dout.astype(jnp.float32), axis=3, keepdims=True)
+    dout = dout * jnp.sign(error * exact.query[..., :1]).astype(dout.dtype)
+    oracle, baseline = expected(spec, operands, dout)
+
+    def dkey(out: jax.Array) -> jax.Array:
+        weights = jnp.exp(spec.scale * jnp.sum(exact.query * exact.key, axis=3) - lse)
+        dlogits = weights * jnp.sum((exact.value - out) * dout.astype(jnp.float32), axis=3)
+        return (spec.scale * jnp.sum(dlogits[..., None] * exact.query, axis=1, keepdims=True)).astype(jnp.float16)
+
+    found = baseline._replace(dkey=dkey(stored))
+    as_in_jax_nn = baseline._replace(dkey=evaluate(same_dtype_attention, spec, operands, dout).dkey)
+    assert_within_budget(found, oracle, baseline)
+    assert_within_budget(baseline._replace(dkey=dkey(out)), oracle, as_in_jax_nn)
+    with pytest.raises(AssertionError, match="dkey"):
+        assert_within_budget(found, oracle, as_in_jax_nn)
+    with pytest.raises(AssertionError, match="dkey"):
+        assert_within_budget(found._replace(dkey=1.1 * found.dkey), oracle, baseline)
+
+
 def test_baseline_rounds_as_jax_nn_does(key: jax.Array) -> None:
     """In bfloat16: jax.nn's float16 path asks for a precision that CPUs lack.
 

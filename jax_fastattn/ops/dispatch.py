@@ -35,8 +35,8 @@ REMEDIES = {
     "segment ids are given": "pass boundaries to `attention_varlen` instead; docs/packed.md shows how to get them",
 }
 
-# At head dims 64 and 128, lengths 1k to 4k, on an H100.
-SLOWDOWN = "5 to 9 times as long as the kernels on an H100"
+# At head dim 128, lengths 1k and 4k, with and without a causal mask (jax-nn-*-h100.jsonl in benchmarks/results).
+SLOWDOWN = "5 to 11 times as long as the kernels on an H100"
 
 # Packages whose frames are not the user's.
 _LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox", "equimo", "ejkernel")
