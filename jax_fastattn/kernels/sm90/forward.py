@@ -22,6 +22,7 @@ Masked tiles take part in the running maximum. Full tiles assume that their scor
 no shuffles, no rescaling. Where that turns out wrong, the warp computes the scores of the tile again, by mma.sync.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -39,7 +40,8 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90.config import TAKEN_WORDS, WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
-from jax_fastattn.kernels.sm90.schedule import TakenTiles, Work, forward_schedule
+from jax_fastattn.kernels.sm90.forward_schedule import TakenTiles, forward_schedule
+from jax_fastattn.kernels.sm90.schedule import Work
 from jax_fastattn.kernels.sm90.taken import ResetKernel, TakenTile
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
@@ -116,8 +118,8 @@ class ForwardKernel:
                 cutlass.if_generate(thread == config.consumer_threads + 32, take)
 
         def take() -> None:
-            assert isinstance(self.schedule, TakenTiles)
-            self.schedule.take_each(buffers, scalars, shared.taken)
+            assert isinstance(shared.schedule, TakenTiles)
+            shared.schedule.take_each(buffers, scalars)
 
         def consume() -> None:
             if cutlass.const_expr(config.moves_registers):
@@ -129,8 +131,8 @@ class ForwardKernel:
     # Set-up.
 
     def _shared(self) -> SimpleNamespace:
-        """Tiles and barriers in shared memory."""
-        config, memory = self.config, self.memory
+        """Tiles and barriers in shared memory, and the schedule, which may have words and barriers there."""
+        config, memory, schedule = self.config, self.memory, self.schedule
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
 
         def stages(start: int, rows: int, columns: int, count: int, pitch: int) -> cute.Tensor:
@@ -139,6 +141,10 @@ class ForwardKernel:
         groups, rows = config.warpgroups, WARPGROUP_ROWS
         ring = (config.slots, memory.slot_nbytes)
         barriers = cute.recast_ptr(base + memory.barrier_start, dtype=Int64)
+        if isinstance(schedule, TakenTiles):
+            after = barriers + 2 * (config.slots + config.warpgroups)
+            taken = TakenTile(base.toint(), memory.taken_start, TAKEN_WORDS, full=after, empty=after + 1)
+            schedule = dataclasses.replace(schedule, taken=taken)
         return SimpleNamespace(
             address=base.toint(),
             query=stages(0, rows, memory.head_dim, groups, memory.query_nbytes),
@@ -148,15 +154,7 @@ class ForwardKernel:
             empty=barriers + config.slots,
             query_full=barriers + 2 * config.slots,
             query_empty=barriers + (2 * config.slots + config.warpgroups),
-            taken=TakenTile(
-                base.toint(),
-                memory.taken_start,
-                TAKEN_WORDS,
-                barriers + 2 * (config.slots + config.warpgroups),
-                barriers + (2 * (config.slots + config.warpgroups) + 1),
-            )
-            if self.spec.takes_tiles
-            else None,
+            schedule=schedule,
         )
 
     def _initialize(self, warp_index: Int32, shared: SimpleNamespace, tma: Tma) -> None:
@@ -172,8 +170,8 @@ class ForwardKernel:
                 for group in range(config.warpgroups):
                     cute.arch.mbarrier_init(shared.query_full + group, 1)
                     cute.arch.mbarrier_init(shared.query_empty + group, 4)
-                if shared.taken is not None:
-                    shared.taken.initialize(4 * config.warpgroups + 1)
+                if self.spec.takes_tiles:
+                    shared.schedule.taken.initialize(4 * config.warpgroups + 1)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)
@@ -187,7 +185,7 @@ class ForwardKernel:
         def visit(work: Work) -> None:
             body(self._work(work))
 
-        self.schedule.each(call.buffers, call.scalars, visit, shared.taken)
+        shared.schedule.each(call.buffers, call.scalars, visit)
 
     def _work(self, work: Work) -> SimpleNamespace:
         """A query tile: its rows, what they may see, and the key tiles to visit."""
