@@ -52,10 +52,10 @@ class ConvertKernel:
         block, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         # The sums of the heads that were visited last are in L2.
-        tile, head, _, sequence = self.schedule.last_entry_first(block, buffers, scalars)
-        heads, first, queries = scalars.num_heads, tile * rows, sequence.queries
-        end = sequence.bounds()["query_end"] - first
-        index = self.schedule.index(sequence, scalars, head, tile)
+        work = self.schedule.last_entry_first(block, buffers, scalars)
+        head, heads, first, queries = work.head, scalars.num_heads, work.tile * rows, work.sequence.queries
+        end = work.sequence.bounds()["query_end"] - first
+        index = self.schedule.index(work.sequence, scalars, head, work.tile)
         is_empty = self.reduce.is_empty(buffers, index, warp)
         if cutlass.const_expr(is_empty is not None):
             end = ptx.where(is_empty, Int32(0), end)

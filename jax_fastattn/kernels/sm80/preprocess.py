@@ -49,19 +49,21 @@ class PreprocessKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         # Zeros of the heads that are visited first are in L2 then.
-        tile, head, _, sequence = self.schedule.last_entry_first(block, buffers, scalars)
-        heads, first, queries = scalars.num_heads, tile * rows, sequence.queries
+        work = self.schedule.last_entry_first(block, buffers, scalars)
+        head, heads, first, queries = work.head, scalars.num_heads, work.tile * rows, work.sequence.queries
         row_head = queries.row_head(first, heads, head)
         state = SimpleNamespace(
             heads=heads,
-            live=tiles.Rows.live(tiles.live_queries(**sequence.bounds()), first, hides_first=spec.hides_first_queries),
+            live=tiles.Rows.live(
+                tiles.live_queries(**work.sequence.bounds()), first, hides_first=spec.hides_first_queries
+            ),
             out=buffers.out.toint() + row_head * (2 * spec.v_head_dim),
             dout=buffers.dout.toint() + row_head * (2 * spec.v_head_dim),
             lse=buffers.lse.toint() + row_head * 4,
             dlse=None if buffers.dlse is None else buffers.dlse.toint() + row_head * 4,
             stats=buffers.stats.toint() + queries.head_row(heads, head, first) * 8,
         )
-        index = self.schedule.index(sequence, scalars, head, tile)
+        index = self.schedule.index(work.sequence, scalars, head, work.tile)
         self.reduce.clear(buffers, scalars, index, thread, self.threads)
         self._write(state, thread, queries.length - first)
 
