@@ -104,6 +104,10 @@ class BackwardConfig:
         return Registers(244 - self.dq_registers // 2 if self.adds_dq else 240, 24, self.dq_registers)
 
 
+# Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
+BLOCK = 64
+
+
 @dataclass(frozen=True)
 class BackwardMemory:
     """Byte offsets in dynamic shared memory: K, V, the rings of Q, dO, dS or P, statistics, ones, mbarriers.
@@ -122,6 +126,11 @@ class BackwardMemory:
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """The layout of a compile key."""
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dq that are computed at a time: as many as the third warpgroup has registers for."""
+        return self.head_dim if self.head_dim <= 96 else BLOCK
 
     @property
     def query_nbytes(self) -> int:

@@ -28,6 +28,7 @@ from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, SLOTS
 from jax_fastattn.kernels.sm90.dq_sum import DqSum
+from jax_fastattn.kernels.sm90.fused_shared import FusedShared
 from jax_fastattn.kernels.sm90.schedule import slots_counter
 
 
@@ -82,7 +83,7 @@ class DqOrdered(DqSum):
         wgmma.wait(shared.counted + state.slot[0], state.slot[1])
         for index, chunk in enumerate(chunks):
             address = self._sums(state, at, index) + state.thread % 32 * 16
-            places = [address + 512 * n for n in range(self.columns // 8)]
+            places = [address + 512 * n for n in range(self.memory.dq_columns // 8)]
             state.dq.fill(0.0)
             cutlass.if_generate(
                 Boolean(is_last & (seen.begin < work.tile)), lambda places=places: self._load(state, places)
@@ -119,7 +120,7 @@ class DqOrdered(DqSum):
 
     def _count(
         self,
-        shared: SimpleNamespace,
+        shared: FusedShared,
         work: SimpleNamespace,
         counter: Int64,
         tile: Int32,

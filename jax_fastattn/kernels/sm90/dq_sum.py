@@ -25,13 +25,11 @@ from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
-from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, SLOTS, BackwardMemory
+from jax_fastattn.kernels.sm90.backward_config import BLOCK, ROW_ALIGNMENT, SLOTS, BackwardMemory
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.fused_shared import FusedShared
 from jax_fastattn.kernels.sm90.schedule import tile_counter
 from jax_fastattn.kernels.spec import KernelSpec
-
-# Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
-BLOCK = 64
 
 
 class Chunk(NamedTuple):
@@ -60,14 +58,9 @@ class DqSum:
     def __init__(self, spec: KernelSpec, memory: BackwardMemory, dtype: type):
         self.spec, self.memory, self.config, self.dtype = spec, memory, memory.config, dtype
 
-    @property
-    def columns(self) -> int:
-        """Columns that are computed at a time: as many as the warpgroup has registers for."""
-        return self.memory.head_dim if self.memory.head_dim <= 96 else BLOCK
-
     def start(
         self,
-        shared: SimpleNamespace,
+        shared: FusedShared,
         buffers: BackwardBuffers,
         thread: Int32,
         scale: Float32,
@@ -80,13 +73,13 @@ class DqSum:
             thread: index in the warpgroup.
             scale: factor on the sums.
         """
-        mma = wgmma.product(self.dtype, self.columns, a_in_registers=False, b_transposed=True)
+        mma = wgmma.product(self.dtype, self.memory.dq_columns, a_in_registers=False, b_transposed=True)
         lane_row, _ = accumulator_lane(thread % 32)
         warp = cute.arch.make_warp_uniform(thread // 32)
         return SimpleNamespace(
             shared=shared,
             mma=mma,
-            dq=wgmma.accumulator(mma, (WARPGROUP_ROWS, self.columns)),
+            dq=wgmma.accumulator(mma, (WARPGROUP_ROWS, self.memory.dq_columns)),
             dscore=wgmma.operand_a(mma, shared.dscore),
             key=wgmma.operand_b(mma, wgmma.transposed(shared.key_columns)),
             thread=thread,
@@ -151,7 +144,7 @@ class DqSum:
             if index == len(chunks) - 1:
                 wgmma.release(shared.dscore_empty + buffer)
             address = self._sums(state, state.added, index) + state.thread % 32 * 16
-            for n in range(self.columns // 8):
+            for n in range(self.memory.dq_columns // 8):
                 ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + k] for k in range(4)])
         wgmma.release(shared.added + state.slot[0], state.thread % 32 == 31)
         self._advance(state.work, state.added)
@@ -169,18 +162,18 @@ class DqSum:
     def _chunks(self) -> list[Chunk]:
         """The parts of a tile that are computed one after the other."""
         rows, columns = self.config.queries // BLOCK, self.memory.head_dim
-        return [Chunk(row, column) for row in range(rows) for column in range(0, columns, self.columns)]
+        return [Chunk(row, column) for row in range(rows) for column in range(0, columns, self.memory.dq_columns)]
 
     def _start(self, state: SimpleNamespace, buffer: Int32, chunk: Chunk, accumulate: bool = False) -> None:
         """Starts dS K of a part of a tile."""
-        tall, wide = self.config.queries // BLOCK, self.memory.head_dim // self.columns
+        tall, wide = self.config.queries // BLOCK, self.memory.head_dim // self.memory.dq_columns
         warpgroup.fence()
         for half in range(2):
             for k in range(BLOCK // 16):
                 mma = cute.make_mma_atom(state.mma.op)
                 mma.set(warpgroup.Field.ACCUMULATE, accumulate or half + k > 0)
                 a = state.dscore[None, None, k, (buffer * 2 + half) * tall + chunk.row_block]
-                b = state.key[None, None, k, half * wide + chunk.column // self.columns]
+                b = state.key[None, None, k, half * wide + chunk.column // self.memory.dq_columns]
                 cute.gemm(mma, state.dq, a, b, state.dq)
         warpgroup.commit_group()
 
@@ -189,7 +182,7 @@ class DqSum:
         work, columns = state.work, self.memory.head_dim
         rows = work.queries.padded_row(work.queries.head(work.num_heads, at[0]), ROW_ALIGNMENT)
         rows = rows + work.queries.padded(at[1] * self.config.queries, ROW_ALIGNMENT)
-        part_nbytes = 4 * BLOCK * self.columns
+        part_nbytes = 4 * BLOCK * self.memory.dq_columns
         return state.sums + rows * (4 * columns) + (index * part_nbytes + state.warp * (part_nbytes // 4))
 
     # Zeros, some heads ahead.
@@ -236,7 +229,7 @@ class DqSum:
     # The last CTA that adds to a tile.
 
     def count(
-        self, shared: SimpleNamespace, work: SimpleNamespace, arrivals: cute.Pointer, slot: Int32, at: wgmma.Uniform
+        self, shared: FusedShared, work: SimpleNamespace, arrivals: cute.Pointer, slot: Int32, at: wgmma.Uniform
     ) -> None:
         """Counts the tiles of one slot. Runs in one warp.
 
@@ -260,7 +253,7 @@ class DqSum:
 
     def _count(
         self,
-        shared: SimpleNamespace,
+        shared: FusedShared,
         work: SimpleNamespace,
         counter: Int64,
         tile: Int32,
@@ -286,7 +279,7 @@ class DqSum:
             ptx.store_shared(self._flag(shared, slot), left)
             cute.arch.mbarrier_arrive(shared.counted + slot)
 
-    def _flag(self, shared: SimpleNamespace, slot: Int32) -> Int32:
+    def _flag(self, shared: FusedShared, slot: Int32) -> Int32:
         """Where a slot's counter is put."""
         return shared.address + self.memory.flag_start + slot * 4
 
@@ -304,7 +297,7 @@ class DqSum:
         rows = self._rows(state, state.counted)
         for index, chunk in enumerate(self._chunks()):
             address = self._sums(state, state.counted, index) + state.thread % 32 * 16
-            self._load(state, [address + 512 * n for n in range(self.columns // 8)])
+            self._load(state, [address + 512 * n for n in range(self.memory.dq_columns // 8)])
             self._store_part(state, rows, chunk)
 
     def _load(self, state: SimpleNamespace, places: list[Int64]) -> None:
@@ -323,7 +316,7 @@ class DqSum:
         work, spec = state.work, self.spec
         gradient.store_rows(
             state.dq,
-            min(self.columns, spec.head_dim - chunk.column),
+            min(self.memory.dq_columns, spec.head_dim - chunk.column),
             state.dq_address + rows.place * (2 * spec.head_dim) + 2 * chunk.column,
             Int64(work.num_heads) * (2 * spec.head_dim),
             row=state.row + chunk.row_block * BLOCK,

@@ -17,6 +17,7 @@ from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.packed import slot_count
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.backward_config import BackwardMemory
+from jax_fastattn.kernels.sm90.fused_shared import BackwardShared, FusedShared
 from jax_fastattn.kernels.sm90.schedule import HeadOrder
 from jax_fastattn.kernels.sm90.taken import take_one
 from jax_fastattn.kernels.spec import KernelSpec
@@ -74,7 +75,7 @@ class KeyTiles:
 
     def each(
         self,
-        shared: SimpleNamespace,
+        shared: BackwardShared,
         call: Call,
         visit: Callable[[SimpleNamespace, Int32], None],
         *,
@@ -92,7 +93,7 @@ class KeyTiles:
         in order, and a CTA finishes a tile before it begins the next one that it has taken. So the earliest unfinished
         tile waits for no other one, and its CTA is at work on it.
         """
-        if not self.config.adds_dq:
+        if not isinstance(shared, FusedShared):
             visit(self._work(cute.arch.block_idx()[0], call), Int32(0))
             return
 

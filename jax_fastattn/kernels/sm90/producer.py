@@ -11,6 +11,7 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.tma import Tma, TmaOperand
 from jax_fastattn.kernels.sm90.backward_config import ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.fused_shared import BackwardShared, FusedShared
 
 
 class Producer:
@@ -26,7 +27,7 @@ class Producer:
 
     def start(
         self,
-        shared: SimpleNamespace,
+        shared: BackwardShared,
         tma: Tma,
         stats: cute.Pointer,
         prepare: Callable[[SimpleNamespace], None],
@@ -79,7 +80,7 @@ class Producer:
             wgmma.loop(work.visit.end - work.visit.begin, load)
 
         def load_all(work: SimpleNamespace, phase: Int32) -> None:
-            if config.adds_dq:
+            if isinstance(shared, FusedShared):
                 prepare(work)
                 wgmma.wait(shared.keys_empty, phase ^ 1)
             load_keys(work, tma.key, shared.key, shared.key_full, memory.head_dim)

@@ -27,7 +27,8 @@ from jax_fastattn.kernels.device import ptx, softmax, tiles, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
-from jax_fastattn.kernels.sm90.fused import Edges, FusedKernel
+from jax_fastattn.kernels.sm90.fused import FusedKernel
+from jax_fastattn.kernels.sm90.fused_mask import Edges
 
 # Named barrier of the first stage's weights; those of the others follow. 1 and 2 are the warpgroups' own.
 _WEIGHTS_READY = 3
