@@ -6,10 +6,10 @@ The threads of a warpgroup advance together. The warpgroups of a CTA take turns:
 arrives somewhere, and when all of them wait the kernel hangs, which is an error. CTAs run one after another: none may
 wait for a later one. Copies and products take effect when they are issued.
 
-What it catches beyond wrong results: deadlocks, barriers that count wrong, accesses outside of the buffers, reads of
-shared memory that nothing has filled (it starts as NaN); registers of a product in flight that are touched, shared
-memory that is written, but with zeros, while a product in flight reads it, and what threads store for products or bulk
-copies without a proxy fence.
+What it catches beyond wrong results: deadlocks, barriers that count wrong, bar.sync by several instructions in one
+round, accesses outside of the buffers, reads of shared memory that nothing has filled (it starts as NaN); registers of
+a product in flight that are touched, shared memory that is written, but with zeros, while a product in flight reads it,
+and what threads store for products or bulk copies without a proxy fence.
 
 It also catches races in shared memory, whatever the turns were. Every warpgroup and every mbarrier is an agent with a
 time; an arrival hands on the times that a warpgroup knows, a wait learns them. Who uses a byte has to know of the
@@ -76,10 +76,17 @@ class Handover:
 
 @dataclass
 class Barrier(Handover):
-    """A named barrier: threads that have arrived, and rounds that have ended."""
+    """A named barrier: threads that have arrived, and rounds that have ended.
+
+    Attributes:
+        awaits: instructions at which threads wait in this round.
+        aligned: whether one of them promises that there is no other.
+    """
 
     arrived: int = 0
     rounds: int = 0
+    awaits: set[int] = field(default_factory=set)
+    aligned: bool = False
 
     def update(self, threads: int, expected: int) -> None:
         """Counts threads that arrive."""
@@ -88,6 +95,14 @@ class Barrier(Handover):
             raise RuntimeError(f"{self.arrived} threads at a barrier for {expected}")
         if self.arrived == expected:
             self.arrived, self.rounds, self.released = 0, self.rounds + 1, self.gathered.copy()
+            self.awaits, self.aligned = set(), False
+
+    def wait_at(self, instruction: int, *, aligned: bool) -> None:
+        """Notes where threads wait."""
+        self.awaits.add(instruction)
+        self.aligned |= aligned
+        if self.aligned and len(self.awaits) > 1:
+            raise RuntimeError("threads wait at an aligned barrier by different instructions")
 
 
 @dataclass
@@ -206,7 +221,7 @@ class Warpgroup(Cta):
             elif opcode.startswith("ld.acquire"):
                 yield from self.wait_for_count(opcode, operands, active, self.code[self.here + 1])
             elif opcode.startswith(("bar.sync", "barrier.sync")):
-                yield from self.sync(operands, active)
+                yield from self.sync(opcode, operands, active)
             else:
                 self.execute(opcode, operands, active)
                 if opcode.startswith("mbarrier.arrive") and "expect_tx" not in opcode:
@@ -246,11 +261,12 @@ class Warpgroup(Cta):
                 return
             yield f"CTA {self.block}: {counts[0]} of {wanted[0]} in global memory"
 
-    def sync(self, operands: list[str], active: np.ndarray) -> Iterator[str]:
+    def sync(self, opcode: str, operands: list[str], active: np.ndarray) -> Iterator[str]:
         name = int(self.get(operands[0], np.int32)[active][0])
         expected = int(self.get(operands[1], np.int32)[active][0]) if len(operands) > 1 else self.all_threads
         barrier = self.common.named[name]
         rounds = barrier.rounds
+        barrier.wait_at(self.here, aligned=opcode.startswith("bar.") or opcode.endswith(".aligned"))
         self.arrive(barrier, threads=int(active.sum()), expected=expected)
         while barrier.rounds == rounds:
             yield f"named barrier {name} of CTA {self.block}: {barrier.arrived} of {expected}"

@@ -135,6 +135,40 @@ def test_accesses_past_the_end() -> None:
         _sum(_SUM.replace("ld.shared.b32 %r14, [%r13]", "ld.shared.b32 %r14, [%r13+512]"))
 
 
+# Two warpgroups meet, each in code of its own.
+_MEET = """
+.version 8.4
+.target sm_90a
+.address_size 64
+.visible .entry meet()
+.reqntid 256, 1, 1
+{
+.reg .pred %p<2>;
+.reg .b32 %r<2>;
+mov.u32 %r1, %tid.x;
+setp.lt.s32 %p1, %r1, 128;
+@%p1 bra $L_first;
+barrier.sync 1, 256;
+bra $L_end;
+$L_first:
+barrier.sync 1, 256;
+$L_end:
+ret;
+}
+"""
+
+
+def test_warpgroups_meet() -> None:
+    launch(_MEET, [], Memory(), 1)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_aligned_barrier_at_two_places(count: int) -> None:
+    """PTX leaves that undefined, and synccheck reports it."""
+    with pytest.raises(RuntimeError, match="different instructions"):
+        launch(_MEET.replace("barrier.sync", "bar.sync", count), [], Memory(), 1)
+
+
 # A warpgroup waits until two threads of another have counted what they have stored.
 _COUNT = """
 .version 8.4

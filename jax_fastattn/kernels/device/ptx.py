@@ -166,6 +166,17 @@ def wait_barrier(address: Int32, phase: Int32, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
+def sync_apart(barrier: Any = 0, threads: int | None = None, *, loc: Any = None, ip: Any = None) -> None:
+    """Waits at a barrier of so many threads (default: all), which may come to different instructions of this kind.
+
+    `cute.arch.barrier` and `cute.arch.sync_threads` emit bar.sync, an aligned barrier: with it PTX is promised that all
+    come to one and the same instruction.
+    """
+    count = "" if threads is None else f", {threads}"
+    _asm(f"barrier.sync $0{count};", "", "r", [Int32(barrier)], True, loc, ip)
+
+
+@dsl_user_op
 def store_global(address: Int64, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores 4 bytes."""
     _asm("st.global.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)

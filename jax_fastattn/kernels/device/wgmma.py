@@ -302,6 +302,7 @@ def zero_hidden_rows(
     *,
     threads: int,
     barrier: int,
+    together: bool = True,
 ) -> None:
     """Zeroes the rows of tiles that are not live, for products that read them next: 0 * NaN would be NaN.
 
@@ -311,6 +312,7 @@ def zero_hidden_rows(
         live: the other rows; they may lie in part or altogether outside of the tiles.
         threads: number of the threads that share the work, all of which call: the CTA's first ones, or the next ones.
         barrier: number of a named barrier of the first ones; those of the next ones follow.
+        together: whether all of them call at the same place in the code.
     """
     begin = Int32(0) if live.begin is None else tiles.clamp(live.begin, 0, rows)
     end = tiles.clamp(live.end, begin, rows)
@@ -323,7 +325,10 @@ def zero_hidden_rows(
             for span in [*spans, (end, Int32(rows))]:
                 zero_rows(address, (rows, columns), span, thread=thread % threads, threads=threads)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=barrier + thread // threads, number_of_threads=threads)
+        if together:
+            cute.arch.barrier(barrier_id=barrier + thread // threads, number_of_threads=threads)
+        else:
+            ptx.sync_apart(barrier + thread // threads, threads)
 
     cutlass.if_generate(end - begin < rows, zero)
 

@@ -99,4 +99,5 @@ class SharedRows:
             tiles.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.queries.zeros_from()),
             threads=config.consumer_threads,
             barrier=_BOTH_BARRIER,
+            together=not config.wide,
         )
