@@ -21,7 +21,8 @@ Barriers of a tile, if the second role runs half a tile after the first one (`la
 READY comes after dK and dQ of the tile before, so Q and the scores may be overwritten after it. PAIR comes after FIRST,
 so dV of the tile before is done in all of the first role, and its dO may be overwritten. DONE is left out if the second
 role computes dQ alone. If there is one stage, both roles meet before each tile, and each copies what the other one does
-not read anymore: the first dO after dV, the second Q after dK.
+not read anymore: the first dO after dV, the second Q after dK. Where both roles wait, each does so at an instruction of
+its own, which an aligned barrier (`cute.arch.sync_threads`) forbids: `ptx.sync_apart`.
 """
 
 from dataclasses import dataclass
@@ -111,7 +112,10 @@ class Role:
         self.reduce.finish(self.state, self.turn)
         back = 2.0 ** -gradient.log2_probability_factor(self.products.spec, self.products.config)
         cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
+        if self.products.config.roles == 1:
+            cute.arch.sync_threads()
+        else:
+            ptx.sync_apart()
         for which, acc in self.grads.items():
             factor = Float32(back) if which == DOUT else scale * back
             self.products.finish(self.state, acc, which, factor)
@@ -230,9 +234,9 @@ class Role:
         if config.lagged:
             # All threads have copied the first tile, and K and V.
             role_threads = 32 * config.role_warps
-            cutlass.if_generate(step == 0, cute.arch.sync_threads, lambda: wait(barrier, role_threads))
+            cutlass.if_generate(step == 0, ptx.sync_apart, lambda: wait(barrier, role_threads))
             return step % 2
-        cute.arch.sync_threads()
+        ptx.sync_apart()
         return 0
 
     def _load_next(self, which: str, role: int, stage: Any, member: Int32, index: Int32) -> None:
