@@ -4,15 +4,19 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_dkdv_dq
 import numpy as np
+import warp_emulator
 from emulated_backward import Sizes
 from emulated_dkdv_dq import Run
-from warp_emulator import SCHEDULES
+from ptx_emulator import Memory
+from warp_emulator import SCHEDULES, Race
 
 from jax_fastattn.kernels.sm80 import roles
 from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig, backward_scratch, dkdv_dq_config
@@ -179,3 +183,48 @@ def test_each_barrier_is_needed(config: DkdvDqConfig, barriers: dict[str, set[in
     assert all(is_right(schedule, set()) for schedule in SCHEDULES)
     unseen = [name for name, left_out in barriers.items() if all(is_right(x, left_out) for x in SCHEDULES)]
     assert not unseen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "barriers"), _BARRIERS.values(), ids=_BARRIERS.keys())
+def test_barriers_order_all_accesses_to_shared_memory(config: DkdvDqConfig, barriers: dict[str, set[int]]) -> None:
+    """Not by the luck of a schedule: without one of the barriers, some accesses are not ordered."""
+    spec = _spec(64, 64, window_right=True, group=2, ordered=True)
+    run = Run(spec, Sizes(batch=1, right=0, queries=201, keys=config.keys + 30), config)
+    run.run("Preprocess")
+    before = run.memory.data.copy()
+
+    def races(schedule: str, left_out: set[int]) -> bool:
+        run.memory.data = before.copy()
+        try:
+            run.run("DkdvDq", schedule=schedule, left_out=left_out, finds_races=True)
+        except Race:
+            return True
+        except RuntimeError:  # warps wait forever
+            assert left_out
+        return False
+
+    assert not any(races(schedule, set()) for schedule in SCHEDULES)
+    unseen = [name for name, left_out in barriers.items() if not any(races(x, left_out) for x in SCHEDULES)]
+    assert not unseen
+
+
+@pytest.mark.parametrize(("opcode", "passes"), [("bar.sync", False), ("barrier.sync", True)])
+def test_an_aligned_barrier_is_one_instruction(opcode: str, passes: bool) -> None:
+    """Roles that wait for each other at two of them are undefined in PTX, and an error to synccheck."""
+    ptx = f"""
+.visible .entry kernel()
+.reqntid 64, 1, 1
+{{
+    mov.u32 %r1, %tid.x;
+    setp.lt.u32 %p1, %r1, 32;
+    @%p1 bra $first;
+    {opcode} 0;
+    ret;
+$first:
+    {opcode} 0;
+    ret;
+}}
+"""
+    with contextlib.nullcontext() if passes else pytest.raises(RuntimeError, match="aligned barrier 0"):
+        warp_emulator.launch(ptx, [], Memory(), 1, 16)
