@@ -219,10 +219,10 @@ def sanitize(
                 exits.append(None)
         logs = [log.read_text() for _, log in running]
     summaries = [re.findall(r"={9} ((?:ERROR|RACECHECK) SUMMARY.*)", log) for log in logs]
-    # With where it is, and the second half of a hazard, which have lines of their own.
-    report = r"={9} ((?:Invalid|Program hit|Error|Warning|Barrier|Race).*(?:\n={9} +(?:at|and) .*)?)"
+    # With where it is, and the other accesses of a hazard, which have lines of their own.
+    report = r"={9} ((?:Invalid|Program hit|Error|Warning|Barrier|Race).*(?:\n={9} +(?:at|and) .*)*)"
     printed = "\n".join(logs)
-    reports = sorted({" ".join(found.replace("=" * 9, "").split()) for found in re.findall(report, printed)})[:20]
+    reports = sorted({" ".join(found.replace("=" * 9, "").split()) for found in re.findall(report, printed)})[:100]
     return {
         "summaries": [found[-1] if found else log[-2000:] for found, log in zip(summaries, logs, strict=True)],
         "reports": reports,
