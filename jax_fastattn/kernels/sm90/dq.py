@@ -10,10 +10,10 @@ shared memory, tiles of V and K pass through one ring of slots. Per tile:
 dS goes from accumulator to A operand inside registers, K is read twice from one slot. The warpgroups never wait for
 each other: the exponentials of one run under the products of the other.
 
-Key tiles are visited as in `forward.py`: from the right edge to the left, full ones without mask code. Keys past the
-end can only be in the first tile visited, where each warpgroup zeroes those rows of K (0 * NaN is NaN). Queries past
-the end need nothing: what they hold stays in their own rows. The kernel stores zeros there, or nothing if the rows
-belong to another packed sequence. Reads the statistics that are described in `gradient.py`.
+Key tiles are visited as in `forward_consumer.py`: from the right edge to the left, full ones without mask code. Keys
+past the end can only be in the first tile visited, where each warpgroup zeroes those rows of K (0 * NaN is NaN).
+Queries past the end need nothing: what they hold stays in their own rows. The kernel stores zeros there, or nothing if
+the rows belong to another packed sequence. Reads the statistics that are described in `gradient.py`.
 """
 
 from collections.abc import Callable
