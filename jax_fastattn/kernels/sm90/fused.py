@@ -31,8 +31,6 @@ from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.dq_ordered import DqOrdered
 from jax_fastattn.kernels.sm90.dq_sum import DqSum
 from jax_fastattn.kernels.sm90.fused_consumer import FusedConsumer
-from jax_fastattn.kernels.sm90.fused_mask import Edges, QueryMask
-from jax_fastattn.kernels.sm90.fused_operands import SharedRows
 from jax_fastattn.kernels.sm90.fused_shared import backward_shared
 from jax_fastattn.kernels.sm90.key_tiles import Call, KeyTiles, PackedKeyTiles
 from jax_fastattn.kernels.sm90.producer import Producer
@@ -134,7 +132,7 @@ class FusedKernel:
         state = self._consumer(shared, transform, thread, warp_index)
         self.key_tiles.each(shared, call, lambda work, phase: self._consume(state, work, phase, buffers, scale))
 
-    # What `wide.py` replaces, and what it uses.
+    # What `wide.py` replaces.
 
     def _consumer(self, shared: Any, transform: softmax.Transform, thread: Int32, warp_index: Int32) -> Any:
         """Returns what a consumer warpgroup keeps from one tile of keys to the next."""
@@ -145,12 +143,3 @@ class FusedKernel:
     ) -> None:
         """Does everything that a consumer warpgroup does for a tile of keys."""
         state.run(work, phase, buffers, scale)
-
-    def _visibilities(self, state: SimpleNamespace, tile: Int32, edges: Edges) -> list[gradient.Visibility]:
-        """Returns what the lane's two rows see of one tile of queries."""
-        mask = QueryMask(self.spec, self.config, state.row, state.lane_column)
-        return mask.visibilities(state.work, tile, edges)
-
-    def _zero_hidden_queries(self, state: SimpleNamespace, tile: Int32, stage: Int32) -> None:
-        """Zeroes the rows of a loaded tile of Q and dO that see no key."""
-        SharedRows(self.spec, self.memory, state.shared).zero_hidden_queries(state.work, tile, stage)

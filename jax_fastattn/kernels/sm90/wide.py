@@ -28,7 +28,8 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm90 import gradient
 from jax_fastattn.kernels.sm90.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.fused import FusedKernel
-from jax_fastattn.kernels.sm90.fused_mask import Edges
+from jax_fastattn.kernels.sm90.fused_mask import Edges, QueryMask
+from jax_fastattn.kernels.sm90.fused_operands import SharedRows
 
 # Named barrier of the first stage's weights; those of the others follow. 1 and 2 are the warpgroups' own.
 _WEIGHTS_READY = 3
@@ -57,14 +58,17 @@ class WideKernel(FusedKernel):
     ) -> SimpleNamespace:
         """What a consumer warpgroup has for its tile of keys."""
         lane_row, lane_column = accumulator_lane(thread % 32)
+        row = warp_index % 4 * 16 + lane_row
         mma = wgmma.product(self.dtype, self.config.queries, a_in_registers=False, b_transposed=False)
         return SimpleNamespace(
             shared=shared,
             transform=transform,
             thread=thread,
             group=warp_index // 4,
-            row=warp_index % 4 * 16 + lane_row,
+            row=row,
             lane_column=lane_column,
+            mask=QueryMask(self.spec, self.config, row, lane_column),
+            rows=SharedRows(self.spec, self.memory, shared),
             stage=wgmma.Uniform(Int32(0), Int32(0)),
             mma=mma,
             product=wgmma.accumulator(mma, (WARPGROUP_ROWS, self.config.queries)),
@@ -126,7 +130,8 @@ class WideKernel(FusedKernel):
         state.sum = wgmma.accumulator(state.sum_mma, (WARPGROUP_ROWS, columns))
         state.sum.fill(0.0)
         state.previous = wgmma.Uniform(Int32(0))
-        # As in `fused.py`. Of packed sequences rows past the end are zeroed in the last tile, so that P is 0 there too.
+        # As in `fused_consumer.py`. In the last tile of a packed sequence, rows past the end are zeroed, so that P is 0
+        # there too.
         checks_high = spec.window_left or spec.query_seq_lengths
         edges = Edges(spec.window_right, checks_high)
         has_end = checks_high or spec.packed
@@ -158,7 +163,7 @@ class WideKernel(FusedKernel):
         wgmma.wait(shared.query_full + stage, phase)
         wgmma.wait(shared.dout_full + stage, phase)
         if edges is not None and (self.spec.hides_first_queries or self.spec.hides_last_queries):
-            self._zero_hidden_queries(state, tile, stage)
+            state.rows.zero_hidden_queries(state.work, tile, stage)
         right = state.right[None, None, None, stage]
         steps = ((mma, left[None, None, k], right[None, None, k]) for mma, left, k in state.left)
         wgmma.gemm_steps(state.product, steps, accumulate=False)
@@ -193,7 +198,7 @@ class WideKernel(FusedKernel):
         stage, blocks = state.stage[0], self.config.queries // 8
         lse2 = self._stats(state, stage, 0, range(blocks))
         warpgroup.wait_group(flying)
-        visibilities = self._visibilities(state, tile, edges) if edges is not None else [None, None]
+        visibilities = state.mask.visibilities(state.work, tile, edges) if edges is not None else [None, None]
         pairs, weights = gradient.weigh_pairs(state.product, lse2, [], state.transform, visibilities, self.mma_dtype)
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._weights(state, stage, i), weights[i : i + 4])
