@@ -62,8 +62,8 @@ def boundaries(lengths: tuple[int, ...]) -> jax.Array:
     return jnp.array([0, *itertools.accumulate(lengths)], jnp.int32)
 
 
-def ours(case: Case, operands: Operands, implementation: Any = None) -> jax.Array:
-    """`jax_fastattn`, by its public functions."""
+def ours(case: Case, operands: Operands, **more: Any) -> jax.Array:
+    """`jax_fastattn`, by its public functions, with more options than those of the case."""
     refuse(case, "segments")
     options: dict[str, Any] = {
         "scale": case.scale,
@@ -72,7 +72,7 @@ def ours(case: Case, operands: Operands, implementation: Any = None) -> jax.Arra
         "logits_soft_cap": case.logits_soft_cap,
         "sinks": None if operands.sinks is None else operands.sinks[0],
         "deterministic": case.deterministic,
-        "implementation": implementation,
+        **more,
     }
     if case.packed is not None:
         packed = jax_fastattn.attention_varlen(
@@ -185,6 +185,7 @@ def compiled_fa2(*arguments: Any) -> Any:
 # The order of columns in tables.
 IMPLEMENTATIONS = {
     "jax_fastattn": Implementation("jax_fastattn", "jax_fastattn", ours),
+    "jax_fastattn-deterministic": Implementation("jax_fastattn", "jax_fastattn", partial(ours, deterministic=True)),
     "jax_fastattn-xla": Implementation("jax_fastattn", "jax_fastattn", partial(ours, implementation="xla")),
     "jax.nn-cudnn": Implementation("jax", "jax", partial(jax_nn, implementation="cudnn")),
     "jax.nn-xla": Implementation("jax", "jax", partial(jax_nn, implementation="xla")),

@@ -13,6 +13,7 @@ with its error. docs/measurements.md says what the fields mean and how times are
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -28,6 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from cases import CASES, FLOP_FORMULA, SETS, cut, flops
 from peers import IMPLEMENTATIONS, Attend, Unsupported
 from report import RESULTS, slug
@@ -116,7 +118,7 @@ def measure_case(name: str, case: Case, options: argparse.Namespace) -> Iterator
                 if record["version"] is None:
                     raise Unsupported("not installed")
                 call, arrays = prepare(case, operands, dout, mode)
-                record["error"] = checked.failure(jax.tree.map(as_jax, call(*arrays)), mode)
+                record |= checked.outcome(jax.tree.map(as_jax, call(*arrays)), mode)
                 record |= timing(call, arrays, options)
                 record["tflops"] = record["flops"] / record["ms"]["p50"] / 1e9
                 record["tb_per_s"] = moved_bytes(arrays, call(*arrays)) / record["ms"]["p50"] / 1e9
@@ -201,8 +203,8 @@ class Checked:
         kept = {"B": self.case.batch, "N": self.case.group, "K": 1}
         return x[tuple(slice(kept.get(axis)) for axis in axes[: x.ndim])]
 
-    def failure(self, found: Any, mode: str) -> str | None:
-        """What is wrong with the results of a case; None when they are right."""
+    def outcome(self, found: Any, mode: str) -> dict[str, Any]:
+        """What is wrong with the results of a case, None when they are right, and each error over the baseline's."""
         if self.expected is None:
             arrays = self.operands, self.dout
             self.expected = jax.jit(self.oracle)(*arrays), jax.jit(self.baseline)(*arrays)
@@ -212,11 +214,12 @@ class Checked:
         else:
             gradients = {f"d{name}": self.cut(x, OPERAND_AXES[name]) for name, x in found.items()}
             actual = self.select(Results(None, None, **gradients), mode)
+        error = None
         try:
             assert_within_budget(actual, oracle, baseline)
-        except AssertionError as error:
-            return f"wrong: {error}"[:500]
-        return None
+        except AssertionError as failure:
+            error = f"wrong: {failure}"[:500]
+        return {"error": error, "rms": rms_over_baseline(actual, oracle, baseline)}
 
     def select(self, results: Results, mode: str) -> Results:
         """The results of a mode; without those that sum over batch entries or heads that are not checked."""
@@ -254,6 +257,17 @@ class Checked:
                 return attention_reference(spec, operands)
 
 
+def rms_over_baseline(actual: Results, oracle: Results, baseline: Results) -> dict[str, float]:
+    """The root-mean-square error of each result over the baseline's."""
+
+    def rms(x: Any, exact: Any) -> float:
+        return float(np.sqrt(np.mean((np.asarray(x, np.float64) - np.asarray(exact, np.float64)) ** 2)))
+
+    fields = zip(Results._fields, actual, oracle, baseline, strict=True)
+    found = {name: (rms(x, exact), rms(base, exact)) for name, x, exact, base in fields if base is not None}
+    return {name: error / budget for name, (error, budget) in found.items() if budget > 0}
+
+
 def moved_bytes(*trees: Any) -> int:
     """Bytes of arguments and results: the least that a call has to move."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
@@ -261,8 +275,10 @@ def moved_bytes(*trees: Any) -> int:
 
 def explained(attend: Attend, case: Case, operands: Operands) -> str:
     """What ran a call of ours, as `jax_fastattn.explain` has it."""
-    if getattr(attend, "keywords", {}).get("implementation") == "xla":
+    asked = getattr(attend, "keywords", {})
+    if asked.get("implementation") == "xla":
         return "XLA path, as asked"
+    case = dataclasses.replace(case, deterministic=case.deterministic or asked.get("deterministic", False))
     if case.packed is not None:
         return str(dispatch.explain(case.problem()))
     options = {"is_causal": case.is_causal, "local_window_size": case.window, "logits_soft_cap": case.logits_soft_cap}
