@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--suite-runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=34, help="of random packed calls; each run of the suite adds 1")
     parser.add_argument(
-        "--processes", type=int, default=4, help="that share the GPU, of which 12 take 80 GiB (default: 4)"
+        "--processes", type=int, default=4, help="that share the GPU, of which 10 fit 80 GiB (default: 4)"
     )
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--tool-seconds", type=float, help="after which a tool is stopped (default: never)")
