@@ -5,6 +5,7 @@
     python benchmarks/jax_nn.py --set gpu          # what the kernels do not take, and the XLA path where they do
     python benchmarks/jax_nn.py --set one-query    # one query over many keys: our kernel, our XLA path, jax.nn
     python benchmarks/jax_nn.py --set cpu
+    python benchmarks/jax_nn.py --set cpu-bound    # calls around the most logits that a CPU computes at once
 
 All programs are compiled before the first is measured; without JAX_COMPILATION_CACHE_DIR, once more when they run. In
 each round every implementation of a row runs for at least `--measurement-ms`. A record holds all times of a row, their
@@ -30,12 +31,41 @@ import jax.numpy as jnp
 from report import RESULTS, slug
 from run import describe_run
 
-from jax_fastattn import attention
+from jax_fastattn import attention, portable
+from jax_fastattn.blocks import CPU
+from jax_fastattn.spec import AttentionSpec, Operands
+
+
+def on_a_cpu(whole: int) -> Callable[..., Any]:
+    """Our XLA path for CPUs, where a call of no more logits than `whole` is computed at once."""
+    tuning = replace(CPU, whole=whole)
+
+    def call(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
+        operands = Operands(query, key, value)
+        spec = AttentionSpec(query.shape[3] ** -0.5, is_causal)
+
+        def forward(operands: Operands) -> tuple[jax.Array, tuple[Any, ...]]:
+            out, lse = portable.forward(spec, operands, tuning)
+            return out, (operands, out, lse)
+
+        def backward(saved: tuple[Any, ...], dout: jax.Array) -> tuple[Operands]:
+            found = portable.backward(spec, *saved, dout, None, tuning=tuning)
+            return (Operands(found.query, found.key, found.value),)
+
+        attend = jax.custom_vjp(lambda operands: forward(operands)[0])
+        attend.defvjp(forward, backward)
+        return attend(operands)
+
+    return call
+
 
 KERNELS, OUR_XLA, THEIRS = "jax_fastattn-cuda", "jax_fastattn-xla", "jax.nn-xla"
+WHOLE, CHUNKS = "at-once", "in-chunks"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     KERNELS: functools.partial(attention, implementation="cuda"),
     OUR_XLA: functools.partial(attention, implementation="xla"),
+    WHOLE: on_a_cpu(1 << 62),
+    CHUNKS: on_a_cpu(0),
     THEIRS: functools.partial(jax.nn.dot_product_attention, implementation="xla"),
 }
 
@@ -147,6 +177,14 @@ SETS = {
             1, 8, length, dtype=dtype, is_causal=is_causal
         )
         for length in (512, 1024, 2048, 4096)
+        for is_causal in (False, True)
+        for dtype in ("bfloat16", "float32")
+    },
+    "cpu-bound": {
+        f"b1-n8-d64-{length}-{'causal' if is_causal else 'full'}-{dtype}": Row(
+            1, 8, length, dtype=dtype, is_causal=is_causal, implementations=(WHOLE, CHUNKS, THEIRS)
+        )
+        for length in (256, 512, 1024)
         for is_causal in (False, True)
         for dtype in ("bfloat16", "float32")
     },

@@ -187,6 +187,15 @@ def test_trees_are_compared_in_alternating_processes(tmp_path: Path, monkeypatch
     assert (record["ratios"], record["worst"], record["rounds"]) == ({cell: 0.4}, {cell: 0.4}, 3)
 
 
+@pytest.mark.parametrize("implementation", [jax_nn.WHOLE, jax_nn.CHUNKS])
+def test_what_shows_the_bound_of_a_cpu_computes_what_jax_nn_does(implementation: str) -> None:
+    row = jax_nn.Row(1, 4, 40, 8, "float32", kv_heads=2, is_causal=True)
+    arrays = row.draw()
+    found, wanted = (jax.tree.leaves(row.program(x, "both")[0](arrays)) for x in (implementation, jax_nn.THEIRS))
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def test_beside_jax_nn(tmp_path: Path) -> None:
     output = tmp_path / "records.jsonl"
     jax_nn.main(["--set", "tiny", "--rounds", "2", "--measurement-ms", "0.1", "--output", str(output), "--commit", "0"])
