@@ -144,6 +144,17 @@ class Row:
         return function, function.lower(self.shapes()).compile()
 
 
+def _cpu_rows(*lengths: int, **more: Any) -> dict[str, Row]:
+    return {
+        f"b1-n8-d64-{length}-{'causal' if is_causal else 'full'}-{dtype}": Row(
+            1, 8, length, dtype=dtype, is_causal=is_causal, **more
+        )
+        for length in lengths
+        for is_causal in (False, True)
+        for dtype in ("bfloat16", "float32")
+    }
+
+
 _ONE = Row(1, 32, 131072, 128, queries=1, kv_heads=8, modes=("forward",), implementations=tuple(FUNCTIONS))
 _SQUARE = {
     f"b4-n16-d128-{length // 1024}k-{'causal' if is_causal else 'full'}-{dtype}": Row(
@@ -172,22 +183,8 @@ SETS = {
         for batch, length in _BATCHES_OF_ONE_QUERY
         for lengths in (False, True)
     },
-    "cpu": {
-        f"b1-n8-d64-{length}-{'causal' if is_causal else 'full'}-{dtype}": Row(
-            1, 8, length, dtype=dtype, is_causal=is_causal
-        )
-        for length in (512, 1024, 2048, 4096)
-        for is_causal in (False, True)
-        for dtype in ("bfloat16", "float32")
-    },
-    "cpu-bound": {
-        f"b1-n8-d64-{length}-{'causal' if is_causal else 'full'}-{dtype}": Row(
-            1, 8, length, dtype=dtype, is_causal=is_causal, implementations=(WHOLE, CHUNKS, THEIRS)
-        )
-        for length in (256, 512, 1024)
-        for is_causal in (False, True)
-        for dtype in ("bfloat16", "float32")
-    },
+    "cpu": _cpu_rows(512, 1024, 2048, 4096),
+    "cpu-bound": _cpu_rows(256, 512, 1024, implementations=(WHOLE, CHUNKS, THEIRS)),
     "tiny": {"tiny": Row(2, 4, 16, 8, "float32", kv_heads=2, mask="ts", bias="nts", lengths=True)},
 }
 

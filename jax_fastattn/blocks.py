@@ -54,10 +54,10 @@ class Tuning:
     barriers: bool
 
 
-# What a CPU's cache holds. On two cores of an AMD EPYC with AVX-512, with 8 heads of 64, a forward pass of 2**21 logits
-# (8 MiB) takes 0.61 to 0.83 of its time in chunks, one of 2**23 1.1 to 2 times; with gradients it is 0.63 to 1.08 and
-# 0.85 to 1.28 (benchmarks/results/jax-nn-2026-11-25-cpu.jsonl). Blocks of 2**20 logits took 0 to 30 % less time than
-# blocks of 2**21.
+# These sizes fit a CPU's cache. On two cores of an AMD EPYC with AVX-512, with 8 heads of 64, a forward pass of 2**21
+# logits (8 MiB) takes 0.61 to 0.83 of the time that it takes in chunks, and one of 2**23 takes 1.1 to 2 times as long.
+# With gradients the ratios are 0.63 to 1.08 and 0.85 to 1.28 (benchmarks/results/jax-nn-2026-11-25-cpu.jsonl). Blocks
+# of 2**20 logits took 0 to 30 % less time than blocks of 2**21.
 CPU = Tuning(whole=1 << 21, band=1 << 20, block=1 << 20, chunk=512, min_chunk=128, barriers=True)
 # Logits of 4 GiB, as jax.nn keeps them on the same device.
 ACCELERATOR = Tuning(whole=1 << 30, band=1 << 23, block=1 << 28, chunk=4096, min_chunk=512, barriers=False)

@@ -189,7 +189,7 @@ def test_trees_are_compared_in_alternating_processes(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("implementation", [jax_nn.WHOLE, jax_nn.CHUNKS])
 def test_what_shows_the_bound_of_a_cpu_computes_what_jax_nn_does(implementation: str) -> None:
-    row = jax_nn.Row(1, 4, 40, 8, "float32", kv_heads=2, is_causal=True)
+    row = jax_nn.Row(1, 4, 600, 8, "float32", kv_heads=2, is_causal=True)  # more than one chunk
     arrays = row.draw()
     found, wanted = (jax.tree.leaves(row.program(x, "both")[0](arrays)) for x in (implementation, jax_nn.THEIRS))
     for ours, theirs in zip(found, wanted, strict=True):
