@@ -59,11 +59,12 @@ def on_a_cpu(whole: int) -> Callable[..., Any]:
     return call
 
 
-KERNELS, OUR_XLA, THEIRS = "jax_fastattn-cuda", "jax_fastattn-xla", "jax.nn-xla"
+KERNELS, OUR_XLA, CHOSEN, THEIRS = "jax_fastattn-cuda", "jax_fastattn-xla", "jax_fastattn", "jax.nn-xla"
 WHOLE, CHUNKS = "at-once", "in-chunks"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     KERNELS: functools.partial(attention, implementation="cuda"),
     OUR_XLA: functools.partial(attention, implementation="xla"),
+    CHOSEN: attention,
     WHOLE: on_a_cpu(1 << 62),
     CHUNKS: on_a_cpu(0),
     THEIRS: functools.partial(jax.nn.dot_product_attention, implementation="xla"),
@@ -72,7 +73,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One call. `mask` and `bias` are the axes of theirs that are not broadcast."""
+    """One call.
+
+    `mask` and `bias` are the axes of theirs that are not broadcast; so many keys count as `seen` says, by lengths.
+    """
 
     batch: int
     heads: int
@@ -84,7 +88,7 @@ class Row:
     is_causal: bool = False
     mask: str | None = None
     bias: str | None = None
-    lengths: bool = False
+    seen: int | None = None
     precision: str | None = None
     modes: tuple[str, ...] = ("forward", "both")
     implementations: tuple[str, ...] = (OUR_XLA, THEIRS)
@@ -104,14 +108,14 @@ class Row:
             found["mask"] = plane(self.mask, jnp.bool_)
         if self.bias is not None:
             found["bias"] = plane(self.bias, self.dtype)
-        if self.lengths:
+        if self.seen is not None:
             found["key_value_seq_lengths"] = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         return found
 
     def draw(self) -> dict[str, jax.Array]:
         def one(name: str, x: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
             if name == "key_value_seq_lengths":
-                return jnp.full(x.shape, self.length, x.dtype)
+                return jnp.full(x.shape, self.seen, x.dtype)
             if name == "mask":
                 return jax.random.bernoulli(key, 0.9, x.shape)
             return jax.random.normal(key, x.shape, x.dtype)
@@ -155,14 +159,17 @@ def _cpu_rows(*lengths: int, **more: Any) -> dict[str, Row]:
     }
 
 
-_ONE = Row(1, 32, 131072, 128, queries=1, kv_heads=8, modes=("forward",), implementations=tuple(FUNCTIONS))
+_GPU_IMPLEMENTATIONS = (KERNELS, OUR_XLA, THEIRS)
+_ONE = Row(
+    1, 32, 131072, 128, queries=1, kv_heads=8, modes=("forward",), implementations=(CHOSEN, *_GPU_IMPLEMENTATIONS)
+)
 _SQUARE = {
     f"b4-n16-d128-{length // 1024}k-{'causal' if is_causal else 'full'}-{dtype}": Row(
         4, 16, length, 128, dtype, is_causal=is_causal, implementations=implementations
     )
     for length in (1024, 4096)
     for is_causal in (False, True)
-    for dtype, implementations in (("bfloat16", tuple(FUNCTIONS)), ("float32", (OUR_XLA, THEIRS)))
+    for dtype, implementations in (("bfloat16", _GPU_IMPLEMENTATIONS), ("float32", (OUR_XLA, THEIRS)))
 }
 _BATCHES_OF_ONE_QUERY = [(1, 1024), (1, 4096), (1, 16384), (1, 131072), (2, 32768), (4, 4096), (4, 32768)]
 _BATCHES_OF_ONE_QUERY += [(8, 2048), (8, 16384), (16, 2048), (16, 16384), (32, 2048), (32, 8192), (64, 8192)]
@@ -177,15 +184,16 @@ SETS = {
         **_SQUARE,
     },
     "one-query": {
-        f"one-query-{batch}x{length // 1024}k{'-lengths' * lengths}": replace(
-            _ONE, batch=batch, length=length, lengths=lengths
+        f"one-query-{batch}x{length // 1024}k{'-lengths' * has_lengths}": replace(
+            _ONE, batch=batch, length=length, seen=length if has_lengths else None
         )
         for batch, length in _BATCHES_OF_ONE_QUERY
-        for lengths in (False, True)
-    },
+        for has_lengths in (False, True)
+    }
+    | {f"one-query-1x128k-lengths-{seen // 1024}k": replace(_ONE, seen=seen) for seen in (1024, 16384, 32768, 65536)},
     "cpu": _cpu_rows(512, 1024, 2048, 4096),
     "cpu-bound": _cpu_rows(256, 512, 1024, implementations=(WHOLE, CHUNKS, THEIRS)),
-    "tiny": {"tiny": Row(2, 4, 16, 8, "float32", kv_heads=2, mask="ts", bias="nts", lengths=True)},
+    "tiny": {"tiny": Row(2, 4, 16, 8, "float32", kv_heads=2, mask="ts", bias="nts", seen=9)},
 }
 
 

@@ -31,6 +31,9 @@ MAX_BANDS = 8
 MIN_BAND = 256
 BAND_KEYS = 64
 
+# Up to so many queries, a product with values takes about as long as a copy of the values.
+FEW_QUERIES = 16
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -44,6 +47,7 @@ class Tuning:
         chunk: the most queries and keys of a chunk, unless there are fewer queries than that.
         min_chunk: the fewest, even if they have more logits than `block`.
         barriers: whether to work around a fault of XLA:CPU, see `Blocks.product`.
+        copied: the most bytes of values of which few queries get a copy without unseen keys, see `Blocks.weighted`.
     """
 
     whole: int
@@ -52,15 +56,19 @@ class Tuning:
     chunk: int
     min_chunk: int
     barriers: bool
+    copied: int
 
 
 # These sizes fit a CPU's cache. On two cores of an AMD EPYC with AVX-512, with 8 heads of 64, a forward pass of 2**21
 # logits (8 MiB) takes 0.61 to 0.83 of the time that it takes in chunks, and one of 2**23 takes 1.1 to 2 times as long.
 # With gradients the ratios are 0.63 to 1.08 and 0.85 to 1.28 (benchmarks/results/jax-nn-2026-11-25-cpu.jsonl). Blocks
 # of 2**20 logits took 0 to 30 % less time than blocks of 2**21.
-CPU = Tuning(whole=1 << 21, band=1 << 20, block=1 << 20, chunk=512, min_chunk=128, barriers=True)
-# Logits of 4 GiB, as jax.nn keeps them on the same device.
-ACCELERATOR = Tuning(whole=1 << 30, band=1 << 23, block=1 << 28, chunk=4096, min_chunk=512, barriers=False)
+CPU = Tuning(whole=1 << 21, band=1 << 20, block=1 << 20, chunk=512, min_chunk=128, barriers=True, copied=0)
+# Logits of 4 GiB, as jax.nn keeps them on the same device. A copy of 64 MiB of values takes longer than the decision
+# whether it is needed, about 10 us: one query takes 118 us instead of 90 on an H100; with 32 MiB it takes 65, not 72.
+ACCELERATOR = Tuning(
+    whole=1 << 30, band=1 << 23, block=1 << 28, chunk=4096, min_chunk=512, barriers=False, copied=48 << 20
+)
 
 
 class Span(NamedTuple):
@@ -147,6 +155,7 @@ class Blocks:
     queries: Axis
     keys: Axis
     barriers: bool
+    copied: int
     sequences: jax.Array | None
     zero: jax.Array
 
@@ -179,6 +188,7 @@ class Blocks:
             queries=queries,
             keys=Axis.cut(key_length, key_chunk),
             barriers=tuning.barriers,
+            copied=tuning.copied,
             sequences=sequences,
             zero=functools.reduce(jnp.add, zeros),
         )
@@ -202,6 +212,22 @@ class Blocks:
         if self.barriers and x.dtype == jnp.bfloat16:
             x, y = lax.optimization_barrier((x, y))
         return jnp.einsum(equation, x, y, precision=self.spec.precision, preferred_element_type=self.zero.dtype)
+
+    def weighted(self, weights: jax.Array, keys: Span, visible: jax.Array | None) -> jax.Array:
+        """The values of `keys`, summed with weights `[B, K, G, t, s]`. Those of unseen keys may be NaN.
+
+        0 * NaN is NaN, so such values become 0 in a copy. Few queries use it only if the sum without it is not finite.
+        """
+        value = self.take_key(self.value, keys)
+        weights = weights.astype(value.dtype)
+
+        def of_seen_keys() -> jax.Array:
+            return self.product("bkgts,bskd->bkgtd", weights, zero_unseen_keys(value, visible))
+
+        if visible is None or self.queries.length > FEW_QUERIES or value.size * value.dtype.itemsize <= self.copied:
+            return of_seen_keys()
+        out = self.product("bkgts,bskd->bkgtd", weights, value)
+        return lax.cond(jnp.isfinite(out).all(), lambda: out, of_seen_keys)
 
     def sinks(self) -> jax.Array | None:
         """`[b, K, G, 1]`."""

@@ -89,7 +89,6 @@ def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array,
     """
     visible = blocks.visible(queries, keys)
     logits, _ = blocks.logits(queries, keys, visible)
-    value = zero_unseen_keys(blocks.take_key(blocks.value, keys), visible)
     limits, sinks = jnp.finfo(logits.dtype), blocks.sinks()
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
     top = top if sinks is None else jnp.maximum(top, sinks)
@@ -100,9 +99,9 @@ def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array,
     total = total if sinks is None else total + jnp.exp(sinks - shift)
     total = jnp.maximum(total, limits.tiny)
     weights = weights if sinks is not None else weights / total[..., None]
-    out = blocks.product("bkgts,bskd->bkgtd", weights.astype(value.dtype), value)
+    out = blocks.weighted(weights, keys, visible)
     out = out if sinks is None else out / total[..., None]
-    return out.astype(value.dtype), top + jnp.log(total)
+    return out.astype(blocks.value.dtype), top + jnp.log(total)
 
 
 def _rows(blocks: Blocks, queries: Span) -> tuple[jax.Array, jax.Array]:
@@ -113,12 +112,11 @@ def _rows(blocks: Blocks, queries: Span) -> tuple[jax.Array, jax.Array]:
         keys = blocks.keys.span(j)
         visible = blocks.visible(queries, keys)
         logits, _ = blocks.logits(queries, keys, visible)
-        value = zero_unseen_keys(blocks.take_key(blocks.value, keys), visible)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, initial=-jnp.inf))
         # The maximum of a row that has seen nothing yet is -inf; with 0 in its place every exponential is 0.
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         weights, decay = jnp.exp(logits - shift[..., None]), jnp.exp(top - shift)
-        weighted = blocks.product("bkgts,bskd->bkgtd", weights.astype(value.dtype), value)
+        weighted = blocks.weighted(weights, keys, visible)
         return out * decay[..., None] + weighted, new_top, total * decay + weights.sum(-1)
 
     # A sink is a logit that has been seen before the first key.

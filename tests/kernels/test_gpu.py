@@ -269,6 +269,25 @@ def test_more_than_2_to_the_31_elements(long: str) -> None:
         assert np.abs(x - y).max() <= 0.02 * (1 + np.abs(y).max()), name
 
 
+@pytest.mark.parametrize("seen", [100, 30000])
+def test_one_query_over_few_heads(seen: int) -> None:
+    """Lengths decide when it runs: the kernel reads few keys, the XLA path many, of which the others may be NaN."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, k, value = (
+        jax.random.normal(key, (1, length, heads, 128), jnp.bfloat16)
+        for key, length, heads in zip(keys, (1, 32768, 32768), (16, 8, 8), strict=True)
+    )
+    k, value = (x.at[:, seen:].set(jnp.nan) for x in (k, value))
+
+    def attend(implementation: Any) -> np.ndarray:
+        attend = jax.jit(functools.partial(jax_fastattn.attention, implementation=implementation))
+        return np.asarray(attend(query, k, value, key_value_seq_lengths=jnp.array([seen])), np.float32)
+
+    found, kernel = attend(None), attend("cuda")
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, kernel, atol=0.01)
+
+
 def test_a_second_size_compiles_nothing() -> None:
     def run(length: int, **options: Any) -> None:
         x = jnp.ones((2, length, 2, 64), jnp.bfloat16)
