@@ -162,7 +162,8 @@ class PackedTiles(ForwardTiles):
     """Those of packed sequences, from the records of slots, with a CTA for each.
 
     The last sequence comes first, and of a sequence the last tile. Its heads come in sections of about as many tiles as
-    run at a time: the tiles in flight read the keys of few heads.
+    run at a time: the tiles in flight read the keys of few heads. A section has two heads at least, since the longest
+    tiles of a single last head would begin when few others are left to run beside them.
     """
 
     def count(self, scalars: Scalars | Sizes) -> Int32:
@@ -192,7 +193,7 @@ class PackedTiles(ForwardTiles):
         """
         heads, group = scalars.num_heads, self.spec.group
         own = Int32(cutlass.max(tiles.count(record.rows, self.rows), 1))
-        section = Int32(cutlass.max(scalars.multiprocessors // own // group, 1)) * group
+        section = Int32(cutlass.max(scalars.multiprocessors // own // group, 2 if group == 1 else 1)) * group
         before = index // heads - (own - 1 - record.tile)
         position, head = tiles.place_in_sections(index - before * heads, section, own, heads)
         return own - 1 - position, head
