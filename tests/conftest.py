@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict JAX settings, eight CPU devices for sharding tests, and skips that say why."""
 
+import collections
 import os
 import zlib
 
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
     parser.addoption("--seed", type=int, default=34, help="of random packed calls (default: %(default)s)")
     parser.addoption("--part", default="0/1", help="I/N: part I of N of the tests, cases undivided")
+    parser.addoption("--sample", type=int, default=1, help="of functions marked `numbers`, one in so many cases")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -52,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part, parts = map(int, config.getoption("--part").split("/"))
     mine = [zlib.crc32(_together(item).encode()) % parts == part for item in items]
+    mine = [mine and sampled for mine, sampled in zip(mine, _sampled(items, config.getoption("--sample")), strict=True)]
     config.hook.pytest_deselected(items=[item for item, is_mine in zip(items, mine, strict=True) if not is_mine])
     items[:] = [item for item, is_mine in zip(items, mine, strict=True) if is_mine]
     # Tests that take minutes begin first: at the end processes take over what is left of each other's, test by test.
@@ -63,6 +66,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if marker in item.keywords and found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {found}"))
+
+
+def _sampled(items: list[pytest.Item], one_in: int) -> list[bool]:
+    """Whether each item is in the sample: of a function marked `numbers` one in so many cases, else all."""
+    cases: collections.Counter[str] = collections.Counter()
+    found = []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        found.append("numbers" not in item.keywords or cases[function] % one_in == 0)
+        cases[function] += 1
+    return found
 
 
 def _together(item: pytest.Item) -> str:

@@ -20,6 +20,8 @@ from jax_fastattn.testing import compare, draws
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.poison import poison
 
+pytestmark = pytest.mark.numbers
+
 MOST_ROWS, ROWS_AT_ONCE = 500, 250
 
 

@@ -59,11 +59,13 @@ def check(case: Case, key: jax.Array, tuning: Tuning = CPU) -> None:
         assert_within_budget(found, *expected(spec, operands, dout, dlse))
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("case", CPU_CASES, ids=str)
 def test_chunks(case: Case, key: jax.Array) -> None:
     check(case, key, SMALL_CHUNKS)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("case", CPU_CASES[::4], ids=str)
 def test_single_chunk(case: Case, key: jax.Array) -> None:
     check(case, key)

@@ -26,6 +26,8 @@ from jax_fastattn.testing.compare import (
 )
 from jax_fastattn.testing.poison import poison
 
+pytestmark = pytest.mark.numbers
+
 LENGTHS = Case(query_length=5, key_length=7, head_dim=4, query_seq_lengths=(3, 5), key_value_seq_lengths=(7, 0))
 
 

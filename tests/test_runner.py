@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,14 +61,29 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
     )
     (newest,), (oldest,) = calls["newest/pytest"], calls["oldest/pytest"]
     assert options(newest, "-n") == options(oldest, "-n") == [str(CORES)]
-    # The newest environment leaves nothing out, the oldest only what no version of JAX can change.
-    assert not {"--ignore", "--deselect", "-k", "-m"} & set(newest)
+    # The newest environment leaves nothing out; the oldest what no version of JAX can change, and cases of numbers.
+    assert not {"--ignore", "--deselect", "--sample", "-k", "-m"} & set(newest)
     assert not {"--deselect", "-k", "-m"} & set(oldest)
+    assert options(oldest, "--sample") == ["4"]
     left_out = options(oldest, "--ignore")
     assert left_out
     for path in left_out:
         files = sorted((ROOT / path).glob("*.py")) or [ROOT / path]
         assert all(file.exists() for file in files), path
+
+
+def test_a_sample_has_a_case_of_each_function() -> None:
+    def collected(*arguments: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_reference.py", *arguments]
+        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return [line for line in printed.splitlines() if "::" in line]
+
+    every, sample = collected(), collected("--sample", "4")
+    assert set(sample) < set(every)
+    functions = collections.Counter(line.partition("[")[0] for line in every)
+    assert collections.Counter(line.partition("[")[0] for line in sample) == {
+        function: -(-cases // 4) for function, cases in functions.items()
+    }
 
 
 def test_quick_is_part_of_the_tests_with_the_newest_jax(tmp_path: Path) -> None:
