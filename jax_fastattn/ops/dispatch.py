@@ -10,16 +10,14 @@ import warnings
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from jax_fastattn import ffi
-from jax_fastattn.blocks import UNBOUNDED
 from jax_fastattn.kernels.spec import kernel_spec
 from jax_fastattn.kernels.support import describe_kernels, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
-# From how many keys on, and up to which share of a GPU's multiprocessors, one query may take the XLA path; see
-# `kernel_keys`. XLA reads keys at 2.3 TB/s from one batch entry and at 0.7 to 0.9 TB/s from several, the kernel at
+# From how many keys on, and up to which share of a GPU's multiprocessors, one query takes the XLA path; see
+# `faster_on_xla`. XLA reads keys at 2.3 TB/s from one batch entry and at 0.7 to 0.9 TB/s from several, the kernel at
 # 0.065 TB/s a head and up to 2 TB/s (H100, 32 query heads of 128, 2 to 32 key/value heads).
 ONE_QUERY_KEYS = 16384
 ONE_QUERY_SHARE = 1 / 4
@@ -82,43 +80,34 @@ def cuda_reasons(problem: Problem) -> list[str]:
     return missing + [reason for reason in unsupported_reasons(problem, arch) if arch or "architecture" not in reason]
 
 
-def kernel_keys(problem: Problem, multiprocessors: int) -> int | None:
-    """Fewer keys than these the kernels read faster than the XLA path does; None if they read any number faster.
+def faster_on_xla(problem: Problem, multiprocessors: int) -> str | None:
+    """Says why the XLA path is the faster one for a call that the kernels can run; None if it is not.
 
-    A kernel gives all keys of a key/value head to one CTA for each tile of queries, and reads those alone that some
-    query sees. XLA reads all keys, and splits them over the multiprocessors, of which one query over few heads leaves
-    most idle in the kernels.
+    A kernel gives all keys of a key/value head to one CTA for each tile of queries. One query over few heads leaves
+    most multiprocessors idle, whereas XLA splits the keys. XLA reads all of them, also those that are hidden. Letting
+    lengths choose when a call runs cost 0.03 to 0.1 ms on an H100, where 128k keys of 8 heads take 0.25 ms.
     """
     heads = problem.batch * problem.num_kv_heads
     busy = multiprocessors * (ONE_QUERY_SHARE if problem.batch == 1 else ONE_QUERY_SHARE_OF_SEVERAL)
-    few = problem.query_length == 1 and not problem.num_sequences and heads <= busy
-    left, right = problem.spec.bounds
-    hides_most = left is not None or (right is not None and "query_offset" not in problem.spec.present)
-    if not few or hides_most or problem.key_length < ONE_QUERY_KEYS:
+    one = problem.query_length == 1 and not problem.num_sequences and problem.key_length >= ONE_QUERY_KEYS
+    if not one or _most_keys(problem) * busy < problem.key_length * heads:
         return None
-    return int(problem.key_length * heads / busy)
+    return (
+        f"the XLA path is faster: one query over {heads} key/value heads, batch included, keeps {heads} of "
+        f"{multiprocessors} multiprocessors busy in the kernels; XLA splits the {problem.key_length} keys"
+    )
 
 
-def keys_are_counted(problem: Problem) -> bool:
-    """Whether an operand says how many keys a query sees, so that `seen_keys` may differ from call to call."""
-    present = problem.spec.present
-    return "key_value_seq_lengths" in present or (problem.spec.bounds[1] is not None and "query_offset" in present)
-
-
-def seen_keys(spec: AttentionSpec, operands: Operands) -> jax.Array:
-    """The most keys that the one query of a batch entry may see; int32 scalar."""
-    length, right = operands.key.shape[1], spec.bounds[1]
-    seen = jnp.full(operands.query.shape[0], length, jnp.int32)
-    if operands.key_value_seq_lengths is not None:
-        seen = jnp.minimum(seen, operands.key_value_seq_lengths)
-    if operands.query_offset is not None and right is not None:
-        position = jnp.clip(operands.query_offset, -UNBOUNDED, UNBOUNDED)
-        seen = jnp.minimum(seen, position + min(right, UNBOUNDED) + 1)
-    return seen.max()
+def _most_keys(problem: Problem) -> int:
+    """How many keys the only query may see, as far as is known when a call is lowered."""
+    left, right = problem.spec.bounds
+    if right is None or (left is None and "query_offset" in problem.spec.present):
+        return problem.key_length
+    return min(problem.key_length, (left or 0) + right + 1)
 
 
 def takes_cuda(problem: Problem) -> bool:
-    """Whether a call that is lowered for CUDA runs the kernels, for some numbers of keys at least (`kernel_keys`).
+    """Whether a call that is lowered for CUDA runs the kernels.
 
     Raises:
         NotImplementedError: the caller insisted on them, and they cannot; names every reason.
@@ -132,7 +121,7 @@ def takes_cuda(problem: Problem) -> bool:
     if reasons:
         _warn_once(problem, reasons)
         return False
-    return implementation == "cuda" or _faster_on_xla(problem) is None
+    return implementation == "cuda" or faster_on_xla(problem, ffi.multiprocessors()) is None
 
 
 def refuse_platform(problem: Problem) -> None:
@@ -152,7 +141,7 @@ def explain(problem: Problem) -> Explanation:
         reasons = [f"the platform is {jax.default_backend()}", *unsupported_reasons(problem, "sm_80")]
     elif reasons := cuda_reasons(problem):
         falls_back = True
-    elif problem.spec.implementation is None and (faster := _faster_on_xla(problem)):
+    elif problem.spec.implementation is None and (faster := faster_on_xla(problem, ffi.multiprocessors())):
         reasons = [faster]
     if reasons:
         advice = _advice(reasons) + (f". It takes about {SLOWDOWN}" if falls_back else "")
@@ -185,31 +174,10 @@ def _user_frame() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def most_keys(problem: Problem) -> int | None:
-    """`kernel_keys` of a call that runs the kernels, where `seen_keys` decides when it runs; else None."""
-    if problem.spec.implementation == "cuda" or not keys_are_counted(problem):
-        return None
-    return kernel_keys(problem, ffi.multiprocessors())
-
-
-def _faster_on_xla(problem: Problem) -> str | None:
-    """Says why the XLA path is the faster one for a call that the kernels can run; None where it is not."""
-    multiprocessors = ffi.multiprocessors()
-    if keys_are_counted(problem) or kernel_keys(problem, multiprocessors) is None:
-        return None
-    heads = problem.batch * problem.num_kv_heads
-    return (
-        f"the XLA path is faster: one query over {heads} key/value heads, batch included, keeps {heads} of "
-        f"{multiprocessors} multiprocessors busy in the kernels; XLA splits the {problem.key_length} keys"
-    )
-
-
 def _variant(problem: Problem, arch: str) -> str:
     """Which kernels run, and how dq is added up."""
     forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
     length = "short lengths" if forward.short else "any length"
-    if keys := most_keys(problem):
-        length += f", on the XLA path from {keys} keys on that the query sees"
     if not backward.fused:
         return f"forward for {length}; dq in a kernel of its own, in registers"
     order = "in semaphore order, always the same bits" if backward.ordered else "by atomics, in an order that may vary"

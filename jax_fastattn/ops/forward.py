@@ -57,21 +57,9 @@ def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[
 
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    problem = _problem(ctx.avals_in, **params)
-    if not dispatch.takes_cuda(problem):
+    if not dispatch.takes_cuda(_problem(ctx.avals_in, **params)):
         return _lower_portable(ACCELERATOR, ctx, *values, **params)
-    keys = dispatch.most_keys(problem)
-    run = cuda.forward if keys is None else functools.partial(_either, keys)
-    return abstract.lower_on_one_device(lambda *arrays: _results(run, arrays, **params), ctx, *values)
-
-
-def _either(keys: int, spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """The kernels where the query sees fewer keys, else the XLA path."""
-    return jax.lax.cond(
-        dispatch.seen_keys(spec, operands) < keys,
-        lambda: cuda.forward(spec, operands),
-        lambda: portable.forward(spec, operands, ACCELERATOR),
-    )
+    return abstract.lower_on_one_device(lambda *arrays: _results(cuda.forward, arrays, **params), ctx, *values)
 
 
 def _lower_portable(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:

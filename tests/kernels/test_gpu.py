@@ -271,7 +271,7 @@ def test_more_than_2_to_the_31_elements(long: str) -> None:
 
 @pytest.mark.parametrize("seen", [100, 30000])
 def test_one_query_over_few_heads(seen: int) -> None:
-    """Lengths decide when it runs: the kernel reads few keys, the XLA path many, of which the others may be NaN."""
+    """It takes the XLA path, without a copy of the values, of which hidden ones may be NaN."""
     keys = jax.random.split(jax.random.key(0), 3)
     query, k, value = (
         jax.random.normal(key, (1, length, heads, 128), jnp.bfloat16)
