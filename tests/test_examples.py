@@ -25,14 +25,15 @@ ROOT = Path(__file__).parent.parent
 TINY = "--layers 2 --width 32 --heads 4 --kv-heads 2 --length 48 --batch 4 --steps 25 --eval-every 10 --sample 4"
 
 
-def run(script: str, *options: str, devices: int = 1) -> str:
-    """Runs a script of the repository; gives what it printed."""
+def run(script: str, *options: str, devices: int = 1, optimized: bool = False) -> str:
+    """Runs a script of the repository; gives what it printed. It compiles with few optimizations."""
     # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates; any other warning is an error.
     warnings = ["error", "ignore:jax.array_ref is deprecated", "ignore:jax.ArrayRef is deprecated"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": ",".join(warnings),
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(not optimized),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
     command = [sys.executable, str(ROOT / script), *options]
@@ -41,16 +42,16 @@ def run(script: str, *options: str, devices: int = 1) -> str:
     return finished.stdout
 
 
-def train(output: Path, *options: str, devices: int = 1) -> tuple[dict[str, Any], str]:
+def train(output: Path, *options: str, **how: Any) -> tuple[dict[str, Any], str]:
     """Runs train_gpt.py in its tiny size; gives metrics.json and what it printed."""
-    printed = run("examples/train_gpt.py", *TINY.split(), "--output", str(output), *options, devices=devices)
+    printed = run("examples/train_gpt.py", *TINY.split(), "--output", str(output), *options, **how)
     return json.loads((output / "metrics.json").read_text()), printed
 
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     output = tmp_path_factory.mktemp("one-device")
-    return output, *train(output)
+    return output, *train(output, optimized=True)  # as a user runs it
 
 
 def test_train_gpt_learns_and_reports(one_device: tuple[Path, dict[str, Any], str]) -> None:
