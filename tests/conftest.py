@@ -40,8 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", type=int, default=1, help="of functions marked `numbers`, one in so many cases")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"random packed calls: --seed {config.getoption('--seed')}"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    sample = config.getoption("--sample")
+    return [
+        f"random packed calls: --seed {config.getoption('--seed')}",
+        f"of each function marked numbers: {'every case' if sample == 1 else f'one case in {sample}'}",
+    ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
