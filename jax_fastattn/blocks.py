@@ -214,7 +214,7 @@ class Blocks:
         return jnp.einsum(equation, x, y, precision=self.spec.precision, preferred_element_type=self.zero.dtype)
 
     def weighted(self, weights: jax.Array, keys: Span, visible: jax.Array | None) -> jax.Array:
-        """The values of `keys`, summed with weights `[B, K, G, t, s]`. Those of unseen keys may be NaN.
+        """Sums the values of `keys` with weights `[B, K, G, t, s]`. Unseen keys may have values that are NaN.
 
         0 * NaN is NaN, so such values become 0 in a copy. Few queries use it only if the sum without it is not finite.
         """

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.numbers]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 TINY = "--layers 2 --width 32 --heads 4 --kv-heads 2 --length 48 --batch 4 --steps 25 --eval-every 10 --sample 4"

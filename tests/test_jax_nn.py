@@ -23,8 +23,6 @@ import pytest
 from jax_fastattn import attention
 from jax_fastattn.testing.cases import Case
 
-pytestmark = pytest.mark.numbers
-
 JAX_NN = inspect.signature(jax.nn.dot_product_attention).parameters
 HAS_RESIDUAL = "return_residual" in JAX_NN
 

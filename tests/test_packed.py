@@ -25,8 +25,6 @@ from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
 
-pytestmark = pytest.mark.numbers
-
 
 def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any) -> dict[str, jax.Array]:
     """Computes by the portable path what a launch should, of the sequences that the records name."""

@@ -26,8 +26,6 @@ from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.cases import Case
 
-pytestmark = pytest.mark.numbers
-
 CU_Q, CU_K = jnp.array([1, 4, 4, 9]), jnp.array([0, 5, 7, 11])
 OPTIONS = {"is_causal": True, "query_offset": "bottom_right", "logits_soft_cap": 2.0, "local_window_size": (3, None)}
 

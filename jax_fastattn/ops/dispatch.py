@@ -84,8 +84,8 @@ def faster_on_xla(problem: Problem, multiprocessors: int) -> str | None:
     """Says why the XLA path is the faster one for a call that the kernels can run; None if it is not.
 
     A kernel gives all keys of a key/value head to one CTA for each tile of queries. One query over few heads leaves
-    most multiprocessors idle, whereas XLA splits the keys. XLA reads all of them, also those that are hidden. Letting
-    lengths choose when a call runs cost 0.03 to 0.1 ms on an H100, where 128k keys of 8 heads take 0.25 ms.
+    most multiprocessors idle, whereas XLA splits the keys. XLA reads hidden keys, too. Letting lengths choose when a
+    call runs cost 0.03 to 0.1 ms on an H100, where 128k keys of 8 heads take 0.25 ms.
     """
     heads = problem.batch * problem.num_kv_heads
     busy = multiprocessors * (ONE_QUERY_SHARE if problem.batch == 1 else ONE_QUERY_SHARE_OF_SEVERAL)
