@@ -194,27 +194,30 @@ class DkdvDqMemory:
 
 def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
     """Returns the tiling for a compile key."""
-    return first_fit(_candidates(padded(max(spec.head_dim, spec.v_head_dim)), spec.logits_soft_cap), spec)
+    return first_fit(_candidates(padded(max(spec.head_dim, spec.v_head_dim))), spec)
 
 
-def _candidates(width: int, is_capped: bool) -> tuple[DkdvDqConfig, ...]:
+def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
     """Tilings for the wider one of both head dims, best first; the first that fits shared memory is taken.
 
-    A warp's sums of 32 keys and 128 columns take 128 registers, so wider heads need warps that share key rows.
+    A warp's sums of 32 keys and 128 columns take 128 registers, so wider heads need warps of 16 keys, or warps that
+    share key rows. An exchange between such warps costs more than it saves if a tile is small.
     """
     if width <= 64:
-        # The slope of a soft cap is one more value per score: 64 of them a lane spill 200 bytes.
-        two_roles = DkdvDqConfig(2, 2, 64) if is_capped else DkdvDqConfig(4, 1, 64)
-        return (DkdvDqConfig(4, 1, 64, roles=1, parts=2, blocks=2), two_roles)
+        return (DkdvDqConfig(4, 1, 64, roles=1, parts=2, blocks=2), DkdvDqConfig(4, 1, 64, dq_roles=1))
     if width <= 128:
         # Four warps side by side split 128 columns, two of them any multiple of 32.
         dq_row_warps = 1 if width > 96 else 2
-        return (DkdvDqConfig(4, 1, 64, dq_row_warps=dq_row_warps, dq_roles=1), DkdvDqConfig(2, 2, 64, stages=1))
+        return (
+            DkdvDqConfig(4, 1, 64, dq_row_warps=dq_row_warps, dq_roles=1),
+            DkdvDqConfig(4, 1, 32),
+            DkdvDqConfig(4, 1, 32, stages=1),
+        )
     return (
         DkdvDqConfig(2, 2, 64),
         DkdvDqConfig(2, 2, 64, stages=1),
         DkdvDqConfig(2, 2, 32, stages=1),
-        DkdvDqConfig(2, 2, 32, keys_per_warp=16, stages=1),
+        DkdvDqConfig(3, 1, 32, keys_per_warp=16, stages=1, dq_row_warps=1),
     )
 
 

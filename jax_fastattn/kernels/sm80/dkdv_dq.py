@@ -90,7 +90,7 @@ class DkdvDqKernel:
         ticket = self.reduce.ticket(buffers, scalars, thread, shared)
         work = self.schedule.in_sections(ticket, order.group, buffers, scalars)
         warp = cute.arch.make_warp_uniform(thread // 32)
-        # Warps w and w + 4 share a scheduler: one of each role.
+        # Of four warps in a role, w and w + 4 share a scheduler: one of each role.
         role_warp = warp % config.role_warps
         key_warp = role_warp // config.column_warps
         return SimpleNamespace(
