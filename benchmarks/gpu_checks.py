@@ -60,7 +60,7 @@ CASES = (
     # Tilings of the portable kernels that no other one has.
     "mha-d32-f16-q193-kv257",
     "mha-causal-cap2-d64-bf16-q193-kv257",
-    "gqa2-d96v32-bf16-q193-kv257",
+    "gqa2-d256v32-bf16-q193-kv257",
     "gqa2-causal-d112v16-bf16-q193-kv257",
     "gqa2-window64.x-d160-bf16-q193-kv257",
     "gqa2-d192-f16-q193-kv257",

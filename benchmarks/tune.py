@@ -1,15 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times variants of a Hopper kernel beside each other and beside peers: what the tables in kernels/sm90 rest on.
+"""Times variants of a kernel beside each other and beside peers: what the tables in kernels/sm90 and sm80 rest on.
 
     python benchmarks/tune.py --cases d64-causal-4k d64-full-16k --peers dew-flash-attn \\
         --configs "3, 128, 10, ping_pong=True" "3, 112, 10, ping_pong=True, walks=True"
     python benchmarks/tune.py --mode backward --cases d64-full-4k --configs table "128, 2, dq_registers=72"
+    python benchmarks/tune.py --arch sm_90-rtx --mode backward --cases d256-full-4k --configs table "4, 1, 16, stages=1"
 
-Each argument of `--configs` is the inside of a `ForwardConfig(...)` or, backward, of a `BackwardConfig(...)`; "table"
-is the one that would be chosen. They all take turns in short measurements, forwards and then backwards, so that a clock
-that drops under load drops for all. A variant that differs from the first in its results, or that does not end, is a
-record with its error.
+Each argument of `--configs` is the inside of a `ForwardConfig(...)` or, backward, of a `BackwardConfig(...)`, for the
+portable kernels (`--arch`) of a `DkdvDqConfig(...)`; "table" is the one that would be chosen. They all take turns in
+short measurements, forwards and then backwards, so that a clock that drops under load drops for all. A variant that
+differs from the first in its results, or that does not end, is a record with its error.
 
 Variants are compiled first, in processes of their own. One record per line goes to the output: config, case, median and
 best TFLOP/s, ratio to the best peer, clocks.
@@ -35,22 +36,48 @@ import jax
 import jax.numpy as jnp
 from cases import CASES, FLOP_FORMULA, flops
 from peers import IMPLEMENTATIONS
-from run import clocks, compiled, describe_run
+from run import MODES, clocks, compiled, describe_run
 
 from jax_fastattn import ffi
 from jax_fastattn.ffi import cache, call
-from jax_fastattn.kernels.sm90 import backward, backward_config, config, forward
+from jax_fastattn.kernels.sm80 import backward as sm80_backward
+from jax_fastattn.kernels.sm80 import backward_config as sm80_backward_config
+from jax_fastattn.kernels.sm80 import config as sm80_config
+from jax_fastattn.kernels.sm80 import forward as sm80_forward
+from jax_fastattn.kernels.sm90 import backward as sm90_backward
+from jax_fastattn.kernels.sm90 import backward_config as sm90_backward_config
+from jax_fastattn.kernels.sm90 import config as sm90_config
+from jax_fastattn.kernels.sm90 import forward as sm90_forward
 from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
+from jax_fastattn.kernels.support import BORROWED
+from jax_fastattn.testing.borrow import borrow
 
 KERNEL_KEY = cache.kernel_key
-# The modules that choose a variant, and by which function.
+# By family and pass: the modules that choose a variant, by which function, that function, and the type of a variant.
 TABLES = {
-    "forward": ((config, forward), "forward_config", config.forward_config, config.ForwardConfig),
-    "backward": (
-        (backward_config, backward),
+    ("sm90", "forward"): (
+        (sm90_config, sm90_forward),
+        "forward_config",
+        sm90_config.forward_config,
+        sm90_config.ForwardConfig,
+    ),
+    ("sm90", "backward"): (
+        (sm90_backward_config, sm90_backward),
         "backward_config",
-        backward_config.backward_config,
-        backward_config.BackwardConfig,
+        sm90_backward_config.backward_config,
+        sm90_backward_config.BackwardConfig,
+    ),
+    ("sm80", "forward"): (
+        (sm80_config, sm80_forward),
+        "forward_config",
+        sm80_config.forward_config,
+        sm80_config.ForwardConfig,
+    ),
+    ("sm80", "backward"): (
+        (sm80_backward_config, sm80_backward),
+        "dkdv_dq_config",
+        sm80_backward_config.dkdv_dq_config,
+        sm80_backward_config.DkdvDqConfig,
     ),
 }
 # A variant that hangs holds the GPU until its process ends.
@@ -60,7 +87,8 @@ LONGEST_STEP_SECONDS = 60.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", required=True)
-    parser.add_argument("--mode", choices=TABLES, default="forward")
+    parser.add_argument("--mode", choices=MODES, default="forward")
+    parser.add_argument("--arch", choices=BORROWED, help="the portable kernels, with tiles of which card")
     parser.add_argument("--configs", nargs="+", required=True)
     parser.add_argument("--peers", nargs="*", choices=IMPLEMENTATIONS, default=[])
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each (default: 7)")
@@ -68,9 +96,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     options = parser.parse_args()
-    options.configs = [parse_config(options.mode, text) for text in options.configs]
+    if options.arch:
+        borrow(options.arch)
+    options.table = "sm80" if options.arch else "sm90", options.mode
+    options.configs = [parse_config(options.table, text) for text in options.configs]
     compile_all(options)
-    context = {"flop_formula": FLOP_FORMULA} | describe_run(options.commit)
+    context = {"flop_formula": FLOP_FORMULA, "arch": options.arch} | describe_run(options.commit)
     for name in options.cases:
         for record in tune(name, options):
             line = f"{name:24} {record['variant']:70} {record.get('tflops', 0):6.0f} {record.get('ratio', 0):6.3f}"
@@ -79,20 +110,20 @@ def main() -> None:
                 file.write(json.dumps(record | context) + "\n")
 
 
-def parse_config(mode: str, text: str) -> Any:
+def parse_config(table: tuple[str, str], text: str) -> Any:
     """A config from the arguments of its constructor; None for "table"."""
-    return None if text == "table" else eval(f"Config({text})", {"Config": TABLES[mode][3]})
+    return None if text == "table" else eval(f"Config({text})", {"Config": TABLES[table][3]})
 
 
-def select(mode: str, variant: Any) -> None:
-    """Makes the kernels of a mode, in this process, those of a variant."""
-    modules, name, table, _ = TABLES[mode]
+def select(table: tuple[str, str], variant: Any) -> None:
+    """Makes the kernels of a family and pass, in this process, those of a variant."""
+    modules, name, choose_by_table, _ = TABLES[table]
 
     def choose(spec: KernelSpec) -> Any:
-        return table(spec) if variant is None else variant
+        return choose_by_table(spec) if variant is None else variant
 
     def key(spec: KernelSpec) -> str:
-        label = choose(spec) if spec.op == mode else ""
+        label = choose(spec) if (spec.family, spec.op) == table else ""
         return hashlib.sha256(f"{KERNEL_KEY(spec)} {label}".encode()).hexdigest()
 
     for module in modules:
@@ -113,7 +144,7 @@ def compile_all(options: argparse.Namespace) -> None:
 def compile_one(job: tuple[KernelSpec, Any]) -> None:
     """Compiles one variant; its error, if any, comes again where it is measured."""
     spec, variant = job
-    select(spec.op, variant)
+    select((spec.family, spec.op), variant)
     try:
         ffi.prepare(spec)
     except Exception as error:
@@ -142,7 +173,7 @@ def tune(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for label, implementation, variant in attempts:
         try:
             with deadline(f"{name}: {label}"):
-                select(options.mode, variant)
+                select(options.table, variant)
                 call, arrays = compiled(IMPLEMENTATIONS[implementation].attend, case, operands, dout, options.mode)
                 # Compiled for good: a function traced again would run the variant selected last.
                 call = call.lower(*arrays).compile()

@@ -364,7 +364,7 @@ _SHORTER = [
     # Head dims; some with a feature that has no line of its own.
     *_vary(_on(_GQA, head_dim=8, is_causal=True), {}, *_ODD),
     *_vary(_on(_MHA, dtype="float16", head_dim=32), {}, *_FEW),
-    *_vary(_on(_GQA, head_dim=96, v_head_dim=32), {}, *_FEW),
+    *_vary(_on(_GQA, head_dim=256, v_head_dim=32), {}, *_FEW),
     *_vary(_on(_GQA, head_dim=112, v_head_dim=16, is_causal=True), {}, *_FEW),
     *_vary(_on(_GQA, head_dim=16), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=24, dtype="float16", is_causal=True), {}, *_ODD),
