@@ -5,12 +5,13 @@
     python benchmarks/tune.py --cases d64-causal-4k d64-full-16k --peers dew-flash-attn \\
         --configs "3, 128, 10, ping_pong=True" "3, 112, 10, ping_pong=True, walks=True"
     python benchmarks/tune.py --mode backward --cases d64-full-4k --configs table "128, 2, dq_registers=72"
-    python benchmarks/tune.py --arch sm_90-rtx --mode backward --cases d256-full-4k --configs table "4, 1, 16, stages=1"
+    python benchmarks/tune.py --arch sm_90-rtx --mode backward --cases d256-full-4k \\
+        --configs table "3, 1, 16, keys_per_warp=16, dq_row_warps=1"
 
-Each argument of `--configs` is the inside of a `ForwardConfig(...)` or, backward, of a `BackwardConfig(...)`, for the
-portable kernels (`--arch`) of a `DkdvDqConfig(...)`; "table" is the one that would be chosen. They all take turns in
-short measurements, forwards and then backwards, so that a clock that drops under load drops for all. A variant that
-differs from the first in its results, or that does not end, is a record with its error.
+Each argument of `--configs` holds the arguments of a `ForwardConfig`, or for the backward pass of a `BackwardConfig`
+(Hopper) or a `DkdvDqConfig` (portable); "table" names the row that is the default. The variants take turns in short
+measurements, forwards and then backwards, so that a clock that drops under load drops for all. If the results of a
+variant differ from those of the first, or if it does not end, its record has an error.
 
 Variants are compiled first, in processes of their own. One record per line goes to the output: config, case, median and
 best TFLOP/s, ratio to the best peer, clocks.
@@ -98,9 +99,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.arch:
         borrow(options.arch)
-    options.table = "sm80" if options.arch else "sm90", options.mode
+    specs = {kernel_spec(CASES[name].problem(), options.mode, ffi.arch() or "") for name in options.cases}
+    (family,) = {spec.family for spec in specs}
+    options.table = family, options.mode
     options.configs = [parse_config(options.table, text) for text in options.configs]
-    compile_all(options)
+    compile_all(specs, options.configs)
     context = {"flop_formula": FLOP_FORMULA, "arch": options.arch} | describe_run(options.commit)
     for name in options.cases:
         for record in tune(name, options):
@@ -133,10 +136,9 @@ def select(table: tuple[str, str], variant: Any) -> None:
     jax.clear_caches()
 
 
-def compile_all(options: argparse.Namespace) -> None:
+def compile_all(specs: set[KernelSpec], variants: list[Any]) -> None:
     """Fills the kernel cache, on all cores."""
-    specs = {kernel_spec(CASES[name].problem(), options.mode, ffi.arch() or "") for name in options.cases}
-    jobs = [(spec, variant) for spec in specs for variant in options.configs]
+    jobs = [(spec, variant) for spec in specs for variant in variants]
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs))
 
