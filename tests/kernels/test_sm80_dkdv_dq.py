@@ -96,6 +96,7 @@ _CASES = {
         _spec(256, 256, arch="sm_90", window_right=True),
         Sizes(batch=1, right=0, queries=150, keys=70),
     ),
+    "d256-small": (_spec(256, 256, arch="sm_86"), _SMALL),
     "all-d256-small-ordered": (_spec(256, 256, arch="sm_86", ordered=True, **_ALL), _SMALL),
     "d256-32-small": (_spec(256, 32, arch="sm_86"), _SMALL),
     "d192-128": (_spec(192, 128, window_left=True), _SMALL),
