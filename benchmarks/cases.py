@@ -73,6 +73,11 @@ OTHERS = {
         512, 32, 64, is_causal=True, logits_soft_cap=50.0, deterministic=True
     ),
     "mla-192-128-causal-4k": _case(4096, 16, 192, v_head_dim=128, is_causal=True),
+    "mla-192-128-full-4k": _case(4096, 16, 192, v_head_dim=128),
+    "d160-causal-4k": _case(4096, 12, 160, is_causal=True),
+    "d160-full-4k": _case(4096, 12, 160),
+    "d192-causal-4k": _case(4096, 10, 192, is_causal=True),
+    "d192-full-4k": _case(4096, 10, 192),
     "odd-length-1000-d96-causal": _case(1000, 21, 96, is_causal=True),
     "odd-length-1000-d96-full": _case(1000, 21, 96),
     "short-512-d128-causal": _case(512, 16, 128, is_causal=True),

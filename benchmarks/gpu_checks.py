@@ -64,6 +64,7 @@ CASES = (
     "gqa2-causal-d112v16-bf16-q193-kv257",
     "gqa2-window64.x-d160-bf16-q193-kv257",
     "gqa2-d192-f16-q193-kv257",
+    "mha-d64v256-bf16-q193-kv257",
     # Packed sequences, whose boundaries decrease and leave the rows.
     "mha-causal-packed1200.-900.500.1e+09.-2e+09.1e+09-and200.1000.0.-300.1097.-400-first-7.3-d128v128-bf16-b1-q1600-kv1600",
 )

@@ -366,6 +366,7 @@ _SHORTER = [
     *_vary(_on(_MHA, dtype="float16", head_dim=32), {}, *_FEW),
     *_vary(_on(_GQA, head_dim=256, v_head_dim=32), {}, *_FEW),
     *_vary(_on(_GQA, head_dim=112, v_head_dim=16, is_causal=True), {}, *_FEW),
+    *_vary(_on(_GQA, head_dim=160, v_head_dim=16, logits_soft_cap=5.0, dlse=True, deterministic=True), {}, *_FEW),
     *_vary(_on(_GQA, head_dim=16), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=24, dtype="float16", is_causal=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=40, is_causal=True), {}, *_ODD),

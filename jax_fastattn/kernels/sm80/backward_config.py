@@ -200,8 +200,9 @@ def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
 def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
     """Tilings for the wider one of both head dims, best first; the first that fits shared memory is taken.
 
-    A warp's sums of 32 keys and 128 columns take 128 registers, so wider heads need warps of 16 keys, or warps that
-    share key rows. An exchange between such warps costs more than it saves if a tile is small.
+    A warp's sums of 32 keys take a register for each column. Up to 192 columns that leaves enough for S^T or dP^T of 32
+    queries, up to 160 for those of 64; wider heads need warps that share key rows, or warps of 16 keys. An exchange
+    between such warps costs more than it saves if a tile is small.
     """
     if width <= 64:
         return (DkdvDqConfig(4, 1, 64, roles=1, parts=2, blocks=2), DkdvDqConfig(4, 1, 64, dq_roles=1))
@@ -213,6 +214,10 @@ def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
             DkdvDqConfig(4, 1, 32),
             DkdvDqConfig(4, 1, 32, stages=1),
         )
+    if width <= 160:
+        return (DkdvDqConfig(4, 1, 64, stages=1, dq_row_warps=4), DkdvDqConfig(2, 1, 32))
+    if width <= 192:
+        return (DkdvDqConfig(4, 1, 32, stages=1), DkdvDqConfig(2, 1, 32), DkdvDqConfig(2, 1, 32, stages=1))
     return (
         DkdvDqConfig(2, 2, 64),
         DkdvDqConfig(2, 2, 64, stages=1),
