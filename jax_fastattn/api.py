@@ -196,11 +196,12 @@ def explain(
         what to do instead.
     """
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
-    arrays |= {name: options.pop(name) for name in canonical.ARRAY_OPTIONS if name in options}
-    options.pop("return_residual", None)
+    # A Python number has a value, which counts: an offset of 0 is none.
+    kinds = (jax.Array, jax.ShapeDtypeStruct)
+    traced = [name for name, x in options.items() if any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(x))]
+    arrays |= {name: options.pop(name) for name in traced}
+    validation.check_flag("return_residual", options.pop("return_residual", False))
     found: list[Problem] = []
-    if isinstance(options.get("scale"), (jax.Array, jax.ShapeDtypeStruct)):
-        arrays["scale"] = options.pop("scale")
     jax.eval_shape(lambda arrays: found.append(Problem.of(*canonical.canonicalize(**arrays, **options))), arrays)
     with ffi.target_arch(ffi.named_arch() if arch is None else arch):
         return dispatch.explain(found[0])

@@ -19,8 +19,6 @@ from jax_fastattn.spec import AttentionSpec, Operands
 # Beyond any length. Below, offsets are clamped to it, so that no position leaves int32.
 UNBOUNDED = 1 << 29
 
-ARRAY_OPTIONS = ("query_seq_lengths", "key_value_seq_lengths", "segment_ids", "sinks", "query_offset")
-
 
 def canonicalize(
     query: Any,
@@ -66,7 +64,7 @@ def canonicalize(
         query_offset=offset,
         query_segment_ids=query_ids,
         key_value_segment_ids=key_ids,
-        sinks=None if sinks is None else _check_sinks(axes, sinks),
+        sinks=None if sinks is None else _check_sinks(axes, sinks, q.dtype),
     )
     return _resolve(operands, **static)
 
@@ -97,7 +95,7 @@ def canonicalize_packed(
         query=q,
         key=k,
         value=v,
-        sinks=None if sinks is None else _check_sinks(axes, sinks),
+        sinks=None if sinks is None else _check_sinks(axes, sinks, q.dtype),
         sequences=packed.with_offsets(sequences, None if offset is None else jnp.clip(offset, -UNBOUNDED, UNBOUNDED))[
             None
         ],
@@ -189,11 +187,11 @@ def _check_segment_ids(
     return query_ids, key_ids
 
 
-def _check_sinks(axes: validation.Axes, sinks: Any) -> jax.Array:
-    """float32 `[1, N]` (float64 stays)."""
+def _check_sinks(axes: validation.Axes, sinks: Any, dtype: Any) -> jax.Array:
+    """`[1, N]` in the dtype of the logits of operands of `dtype`."""
     sinks = _checked("sinks", sinks, "float")
     axes.bind("sinks", sinks, "N")
-    return sinks.astype(np.promote_types(sinks.dtype, np.float32))[None]
+    return sinks.astype(np.promote_types(dtype, np.float32))[None]
 
 
 def _check_scale(scale: jax.Array, dtype: Any) -> jax.Array:

@@ -129,7 +129,8 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
     """A finite Python number: scalars are fixed when the function is traced."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static")
-    if isinstance(x, (bool, str)) or (not np.isscalar(x) and not (hasattr(x, "shape") and x.shape == ())):
+    is_scalar = np.isscalar(x) or (hasattr(x, "shape") and x.shape == ())
+    if isinstance(x, (bool, str)) or not is_scalar or np.iscomplexobj(x):
         raise TypeError(f"`{name}` is {type(x).__name__}, expected a float")
     try:
         value = float(x)  # pyright: ignore[reportArgumentType] (numpy.isscalar narrows to more than numbers)

@@ -433,6 +433,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "scale-string": ({"scale": "1"}, TypeError, r"`scale` is str, expected a float"),
     "scale-shape": ({"scale": jnp.ones(2)}, ValueError, r"`scale` has shape \(2,\), expected .* of shape \(\); vmap"),
+    "scale-complex": ({"scale": 1j}, TypeError, r"`scale` is complex, expected a float"),
+    "scale-complex-scalar": ({"scale": np.complex64(1)}, TypeError, r"`scale` is complex64, expected a float"),
     "scale-dtype": ({"scale": jnp.array(True)}, TypeError, r"`scale` has dtype bool, expected a floating or integer"),
     "scale-nan": ({"scale": float("nan")}, ValueError, r"`scale` is nan, expected a finite number"),
     "cap-zero": ({"logits_soft_cap": 0.0}, ValueError, r"`logits_soft_cap` is 0.0, expected a finite positive number"),

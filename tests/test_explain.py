@@ -12,6 +12,7 @@ from typing import Any
 import calls
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_fastattn import attention, explain, target_arch
@@ -44,6 +45,30 @@ def test_elsewhere_names_every_reason() -> None:
     assert "the dtype is float32; the kernels take bfloat16 and float16" in found.reasons
     assert "`query` has head dim 264; at most 256" in found.reasons
     assert all(reason in str(found) for reason in found.reasons)
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_a_python_number_is_what_it_is_for_attention() -> None:
+    """An offset of 0 is none; one query over many keys with an offset would take the XLA path."""
+    query = jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, 1 << 17, 8, 128), jnp.bfloat16)
+    for offset, implementation in ((0, "cuda"), (1, "xla"), (jnp.zeros((), jnp.int32), "xla")):
+        assert explain(query, key, key, is_causal=True, query_offset=offset).implementation == implementation
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"query_offset": 2**40}, ValueError, "`query_offset`"),
+        ({"key_value_seq_lengths": np.array([2**40, 4])}, ValueError, "`key_value_seq_lengths`"),
+        ({"return_residual": 3}, TypeError, "`return_residual` is int, expected a bool"),
+    ],
+)
+def test_refuses_what_attention_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    arrays = [jnp.ones((2, 5, 3, 8))] * 3
+    for function in (explain, attention):
+        with pytest.raises(error, match=message):
+            function(*arrays, **options)
 
 
 @pytest.mark.usefixtures("_gpu")

@@ -174,6 +174,13 @@ def test_wrong_number_of_operands() -> None:
         lower(lambda *xs: stand_in.launch(*xs[:3]), *stand_in.operands())
 
 
+def test_wrong_dtype() -> None:
+    """The kernel would read other numbers."""
+    query, *others = stand_in.operands()
+    with pytest.raises(ValueError, match="the forward kernel takes `query` in bfloat16; found float16"):
+        lower(lambda *xs: stand_in.launch(*xs), query.astype(jnp.float16), *others)
+
+
 def test_attention_compiles_once_for_all_sizes_windows_and_caps(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

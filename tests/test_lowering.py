@@ -319,6 +319,21 @@ def test_the_backward_pass_falls_back_with_the_forward_pass() -> None:
     assert "custom_call" not in text
 
 
+@pytest.mark.usefixtures("_cuda")
+def test_sinks_in_float64_reach_the_kernels_in_float32() -> None:
+    """The kernels read their bytes as float32; and the gradient of sinks did not lower."""
+    with jax.enable_x64(True):
+        arrays = [jnp.ones((1, 5, 4, 8), jnp.bfloat16)] * 3 + [jnp.zeros(4)]
+
+        def loss(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array) -> jax.Array:
+            return attention(query, key, value, sinks=sinks).astype(jnp.float32).sum()
+
+        text = calls.cuda_text(jax.grad(loss, (0, 3)), *arrays)
+        assert jax.eval_shape(jax.grad(loss, 3), *arrays).dtype == jnp.float64
+    launches = re.findall(r"custom_call @jax_fastattn_launch.*", text)
+    assert len(launches) == 2 and not any("f64" in launch for launch in launches)
+
+
 @pytest.fixture
 def export_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Exports one and the same function for an architecture, and returns those of the kernels in it."""

@@ -82,16 +82,20 @@ def custom_call(
         the results, as ir values.
 
     Raises:
-        ValueError: the number of operands and results is not that of the kernel.
+        ValueError: the number of operands and results is not that of the kernel, or a dtype is not.
         ImportError: the extension or the compiler is not installed.
     """
-    names = [name for name, dtype in launch_buffers(spec).items() if dtype is not None]
+    names = {name: dtype for name, dtype in launch_buffers(spec).items() if dtype is not None}
     count = len(operands) + len(ctx.avals_out)
     if count != len(names):
         raise ValueError(
             f"the {spec.op} kernel takes {len(names)} buffers ({', '.join(names)}); found {len(operands)} operands and "
             f"{len(ctx.avals_out)} results"
         )
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    for (name, dtype), aval in zip(names.items(), avals, strict=True):
+        if aval.dtype != dtype:
+            raise ValueError(f"the {spec.op} kernel takes `{name}` in {dtype}; found {aval.dtype}")
     registry.register()
     kernel = _kernel(spec)
     attributes = {
