@@ -211,6 +211,29 @@ def test_vmap_over_other_axes_than_the_first() -> None:
         calls.assert_same(out[..., i, :], attention(query[:, :, i], key[..., i], value))
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["all", "query alone"])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0), (2, 3)], ids=str)
+@pytest.mark.parametrize("empty", ["", "T", "H", "D", "S"])
+def test_vmap_over_no_example_and_over_empty_arrays(empty: str, shape: tuple[int, int], shared: bool) -> None:
+    """Sizes were divided by that of the axis."""
+    sizes = {"T": 5, "S": 6, "H": 8, "D": 7} | ({empty: 0} if empty else {})
+    batch, (queries, keys, head_dim, v_head_dim) = 2, sizes.values()
+    query = jnp.ones((*shape, batch, queries, 4, head_dim))
+    key, value = (jnp.ones((batch, keys, 2, size)) for size in (head_dim, v_head_dim))
+    axes: Any = (0, None, None) if shared else 0
+    if not shared:
+        key, value = (jnp.broadcast_to(x, (*shape, *x.shape)) for x in (key, value))
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        out, gradients = jax.vjp(lambda *x: attention(*x), *arrays)
+        return out, *gradients(jnp.ones_like(out))
+
+    found = jax.vmap(jax.vmap(run, axes), axes)(query, key, value)
+    wanted = [(batch, queries, 4, v_head_dim), query.shape[2:], *((batch, keys, 2, x) for x in (head_dim, v_head_dim))]
+    assert [x.shape for x in found] == [(*shape, *x) for x in wanted]
+    assert all(np.isfinite(x).all() for x in found)
+
+
 def test_vmap_of_unbatched_is_batched() -> None:
     query, key, value = calls.EVERYTHING.operands(jax.random.key(0))[:3]
     for axes in [(0, 0, 0), (0, None, None), (None, 0, 0)]:

@@ -93,6 +93,8 @@ def _op(spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> Callab
 
     @op.def_vmap
     def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
+        if size == 0:
+            return batching.of_no_example(op, mapped, arrays), [True] * len(result_axes)
         inner = batching.inner_batch(arrays[0], mapped[0])
         # Each example's own gradient is asked for: a shared bias or sink is repeated, its gradient summed over B alone.
         folded = [

@@ -8,7 +8,8 @@ of example v shares its key/value head with the G query heads of every example, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,12 @@ def fold(x: jax.Array, is_mapped: bool, size: int, batch: int, *, may_broadcast:
 def unfold(x: jax.Array, size: int) -> jax.Array:
     """Inverse of `fold` on a result: `[V * B, ...]` to `[V, B, ...]`."""
     return x.reshape((size, x.shape[0] // size, *x.shape[1:]))
+
+
+def of_no_example(op: Callable[..., Any], mapped: Sequence[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Results `[0, ...]` of an op under `vmap` over an axis of size 0."""
+    one = [jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype) for x, is_mapped in zip(arrays, mapped, strict=True)]
+    return [jnp.zeros((0, *x.shape), x.dtype) for x in jax.eval_shape(op, *one)]
 
 
 def inner_batch(x: jax.Array, is_mapped: bool) -> int:

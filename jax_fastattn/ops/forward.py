@@ -90,9 +90,14 @@ def _op(spec: AttentionSpec, ahead: tuple[bool, ...]) -> Callable[..., Any]:
 
     @op.def_vmap
     def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
-        if any(ahead) and tuple(mapped) == ahead:  # two mapped axes become one
-            merged = [x.reshape((-1, *x.shape[2:])) if m else x for x, m in zip(arrays, mapped, strict=True)]
-            results = [x.reshape((size, -1, *x.shape[1:])) for x in _op(spec, ahead)(*merged)]
+        if size == 0:
+            results = batching.of_no_example(op, mapped, arrays)
+        elif any(ahead) and tuple(mapped) == ahead:  # two mapped axes become one
+            merged = [
+                x.reshape((size * x.shape[1], *x.shape[2:])) if is_mapped else x
+                for x, is_mapped in zip(arrays, mapped, strict=True)
+            ]
+            results = [batching.unfold(x, size) for x in _op(spec, ahead)(*merged)]
         elif not any(ahead) and batching.becomes_heads(spec.present, mapped, [x.shape for x in arrays]):
             results = _op(spec, tuple(mapped))(*arrays)
         else:
