@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastattn import attention
 from jax_fastattn.ffi import TARGET_NAME
@@ -158,6 +159,18 @@ def test_export_for_several_platforms(monkeypatch: pytest.MonkeyPatch, tmp_path:
     loaded = round_trip(export(query, key, value))
     assert TARGET_NAME in loaded.mlir_module()
     np.testing.assert_array_equal(loaded.call(query, key, value), jax.jit(attention)(query, key, value))
+
+
+def test_export_for_several_devices_inside_shard_map() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = PartitionSpec("data")
+    query = jax.device_put(jax.random.normal(jax.random.key(0), (8, 5, 4, 8)), NamedSharding(mesh, split))
+    sharded = jax.jit(jax.shard_map(attention, mesh=mesh, in_specs=split, out_specs=split))
+    loaded = round_trip(jax.export.export(sharded)(query, query, query))
+    assert loaded.nr_devices == 8
+    np.testing.assert_array_equal(jax.jit(loaded.call)(query, query, query), sharded(query, query, query))
+    with pytest.raises(NotImplementedError, match="serialization"):
+        jax.export.export(jax.jit(attention))(query, query, query).serialize()
 
 
 @pytest.mark.parametrize(
