@@ -161,6 +161,8 @@ def _check_qkv(query: Any, key: Any, value: Any, *, packed: bool) -> tuple[valid
     """Query, key and value with a batch axis, and their sizes by name."""
     arrays = {name: validation.as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     validation.check_float_operands(**arrays)
+    if not packed and arrays["query"].ndim not in (3, 4):
+        raise ValueError(f"`query` has shape {arrays['query'].shape}, expected 4 dimensions (BTNH), or 3 (TNH)")
     batched = arrays["query"].ndim == 4 and not packed
     axes = validation.Axes()
     for (name, x), letters in zip(arrays.items(), ("TNH", "SKH", "SKD"), strict=True):

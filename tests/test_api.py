@@ -288,8 +288,12 @@ def test_packed_results_are_unbatched() -> None:
 # Arguments that replace those of a good call, and the text of the error that they cause.
 Q, K, V = (jnp.zeros(shape) for shape in ((2, 5, 6, 8), (2, 7, 3, 8), (2, 7, 3, 4)))
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "query-rank": ({"query": Q[0, 0]}, ValueError, r"`query` has shape \(6, 8\), expected 3 dimensions \(TNH\)"),
-    "query-rank-5": ({"query": Q[None]}, ValueError, r"`query` has shape \(1, 2, 5, 6, 8\), expected .* dimensions"),
+    "query-rank": ({"query": Q[0, 0]}, ValueError, r"`query` has shape \(6, 8\), expected 4 .* \(BTNH\), or 3 \(TNH\)"),
+    "query-rank-5": (
+        {"query": Q[None]},
+        ValueError,
+        r"`query` has shape \(1, 2, 5, 6, 8\), expected 4 .* or 3 \(TNH\)",
+    ),
     "key-rank": ({"key": K[0]}, ValueError, r"`key` has shape \(7, 3, 8\), expected 4 dimensions \(BSKH\)"),
     "key-batch": ({"key": K[:1]}, ValueError, r"`key` has shape \(1, 7, 3, 8\) .* B = 1, expected B = 2 as in `query`"),
     "key-head-dim": ({"key": K[..., :5]}, ValueError, r"`key` .* with H = 5, expected H = 8 as in `query`"),
