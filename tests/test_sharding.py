@@ -353,3 +353,67 @@ def test_explicit_axes(name: str) -> None:
     if name == "plain":
         assert collectives(compiled) == []
     assert_right_and_split(case, result)
+
+
+KINDS = {
+    "auto": AxisType.Auto,
+    "explicit": pytest.param(
+        AxisType.Explicit,
+        marks=pytest.mark.skipif(JAX_VERSION < (0, 9), reason="jax 0.8 fails on custom_partitioning under Explicit"),
+    ),
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@kinds
+@pytest.mark.parametrize("wrap", ["eager", "jit", "grad", "vmap"])
+def test_set_mesh_with_arguments_that_have_no_mesh(partitioner: str, kind: AxisType, wrap: str) -> None:
+    """jax tells the partitioner of no mesh here; GSPMD does not even tell it of shardings."""
+    del partitioner
+    arrays = calls.arrays_of(PLAIN.operands(jax.random.key(0)))
+    arrays = jax.tree.map(lambda x: x[None], arrays) if wrap == "vmap" else arrays
+    run = {
+        "eager": lambda arrays: calls.attention(**arrays),
+        "jit": jax.jit(lambda arrays: calls.attention(**arrays)),
+        "grad": jax.jit(jax.grad(lambda arrays: jnp.sin(calls.attention(**arrays)).sum())),
+        "vmap": jax.jit(jax.vmap(lambda arrays: calls.attention(**arrays))),
+    }[wrap]
+    with jax.set_mesh(make_mesh(kind=kind)):
+        found = run(arrays)
+    calls.assert_same(jax.device_get(found), jax.device_get(run(arrays)))
+
+
+# What splits query, key and value within the jitted function, and the mesh.
+CONSTRAINTS = {
+    "batch": (("data",), (6, 1)),
+    "heads": ((None, None, "model"), (2, 4)),
+    "both": (("data", None, "model"), (2, 4)),
+    "both-by-the-other-axis": (("model", None, "data"), (4, 2)),
+    "batch-by-both": ((("model", "data"),), (3, 2)),
+    "three-and-two": (("data", None, "model"), (3, 2)),
+    "two-and-three": (("data", None, "model"), (2, 3)),
+}
+
+
+@kinds
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraints_within_jit_split_too(partitioner: str, kind: AxisType, name: str) -> None:
+    del partitioner
+    entries, mesh_shape = CONSTRAINTS[name]
+    num_kv_heads, group = (6, 2) if 3 in mesh_shape else (4, 3)
+    case = dataclasses.replace(PLAIN, batch=12, num_kv_heads=num_kv_heads, group=group)
+    arrays = calls.arrays_of(case.operands(jax.random.key(0)))
+    sharding = NamedSharding(make_mesh(*mesh_shape, kind), PartitionSpec(*entries))
+    constrain = jax.reshard if kind == AxisType.Explicit else jax.lax.with_sharding_constraint
+
+    def run(arrays: calls.Arrays) -> Any:
+        out, vjp = jax.vjp(lambda arrays: calls.attention(**arrays), arrays)
+        return out, vjp(jnp.sin(out))[0]
+
+    with jax.set_mesh(sharding.mesh):
+        compiled = calls.quick_jit(lambda arrays: run(constrain(arrays, sharding.spec))).lower(arrays).compile()
+        found = compiled(arrays)
+    assert collectives(compiled) == []
+    for x in jax.tree.leaves(found):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    calls.assert_same(jax.device_get(found), jax.device_get(calls.quick_jit(run)(arrays)))

@@ -91,7 +91,7 @@ def partitioned(
             jax.core.ShapedArray(sharding.shard_shape(x.shape), x.dtype)
             for sharding, x in zip(shardings, result_shapes, strict=True)
         )
-        return mesh, functools.partial(part_p.bind, function=part, results=results), shardings, args
+        return split.mesh, functools.partial(part_p.bind, function=part, results=results), shardings, args
 
     def rule(mesh: Mesh, operand_types: Sequence[Any], result_types: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         return shardy_rule(
@@ -149,6 +149,7 @@ class _Split:
 
     @classmethod
     def of(cls, mesh: Mesh, letters: str, query: Any, key: Any) -> _Split:
+        mesh = _finest_mesh(query) if mesh.empty else mesh
         names = {
             letter: _dividing(mesh, _names(mesh, query, axis), query.shape[axis])
             for axis, letter in enumerate(letters)
@@ -208,8 +209,37 @@ def _dividing(mesh: Mesh, names: tuple[str, ...], size: int) -> tuple[str, ...]:
     return names
 
 
+def _finest_mesh(x: Any) -> Mesh:
+    """Returns a mesh whose axes have prime sizes and express how `x` is split.
+
+    jax passes an empty mesh if no argument or result of the jitted function has a `NamedSharding`, even under
+    `jax.set_mesh`. The sharding of `x` names the devices in the order of jax's mesh, but not the sizes of its axes.
+    These are tried from the minor axis on. GSPMD gives no sharding if nothing is split; the mesh is then empty.
+    """
+    if x.sharding is None:
+        return Mesh(np.empty((), object), ())
+    indices = x.sharding.devices_indices_map(x.shape)
+    starts = np.array([[part.start or 0 for part in index] for index in indices.values()])
+    sizes: list[int] = []
+    while len(starts) > 1:
+        primes = _prime_factors(len(starts))
+        # Devices along one mesh axis start at regular distances. Two always do, so the largest prime comes first.
+        size = next((p for p in reversed(primes) if not np.diff(starts[:p], 2, axis=0).any()), primes[0])
+        sizes.insert(0, size)
+        starts = starts[::size]
+    return Mesh(np.array(list(indices)).reshape(sizes), [f"axis{i}" for i in range(len(sizes))])
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Returns the prime factors of a number above 1, smallest first."""
+    smallest = next(p for p in range(2, number + 1) if number % p == 0)
+    return [smallest, *(_prime_factors(number // smallest) if number > smallest else [])]
+
+
 def _names(mesh: Mesh, x: Any, axis: int) -> tuple[str, ...]:
     """Returns the mesh axes that split an axis of `x`, major first, or none if no order of whole mesh axes does."""
+    if x.sharding is None:
+        return ()
     indices = x.sharding.devices_indices_map(x.shape)
     starts = np.vectorize(lambda device: indices[device][axis].start or 0, otypes=[np.int64])(mesh.devices)
     places = np.indices(starts.shape)
