@@ -76,3 +76,22 @@ def test_packed_sequences_on_each_device() -> None:
     mapped = jax.jit(jax.shard_map(packed, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=True))
     halves = [packed(*(x[i * len(x) // 2 : (i + 1) * len(x) // 2] for x in arrays)) for i in range(2)]
     calls.assert_same(jax.device_get(mapped(*arrays)), jax.device_get(jax.numpy.concatenate(halves)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("packed", [False, True], ids=["attention", "packed"])
+def test_without_jit(packed: bool, check_vma: bool) -> None:
+    """jax refuses a `custom_vjp` with symbolic zeros here unless it is jitted."""
+    arrays = CASE.operands(jax.random.key(0))[:3]
+
+    def local(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if not packed:
+            return calls.attention(*arrays, is_causal=True, return_residual=True)
+        rows = [x.reshape(-1, *x.shape[2:]) for x in arrays]
+        starts = [jax.numpy.array([0, 4, len(x)]) for x in rows[:2]]
+        out, lse = attention_varlen(*rows, *starts, return_residual=True)
+        return out.reshape(*arrays[0].shape[:3], -1), lse.reshape(arrays[0].shape[:3])
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
+    calls.assert_same(jax.device_get(mapped(*arrays)), jax.device_get(jax.jit(mapped)(*arrays)))

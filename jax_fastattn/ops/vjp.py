@@ -28,9 +28,20 @@ LSE_NAME = "jax_fastattn_lse"
 Results = tuple[jax.Array, jax.Array | None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
 def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> Results:
-    """The output `[B, T, N, D]` and, if asked for, the log-sum-exp `[B, T, N]`, else None."""
+    """Returns the output `[B, T, N, D]` and, if asked for, the log-sum-exp `[B, T, N]`, else None."""
+
+    def run(operands: Operands) -> Results:
+        return _attend(spec, operands, return_residual)
+
+    # A `shard_map` that is not jitted refuses a `custom_vjp` with symbolic zeros. The jitted function is made anew for
+    # each call: calls that shared its trace would also share which operands are differentiated.
+    is_in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.jit(run, inline=True)(operands) if is_in_shard_map else run(operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def _attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> Results:
     out, lse = forward(spec, operands)
     return out, lse if return_residual else None
 
@@ -58,4 +69,4 @@ def _attend_bwd(spec: AttentionSpec, return_residual: bool, residuals: Any, cota
     return (Operands(**gradients),)
 
 
-attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
