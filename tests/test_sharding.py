@@ -417,3 +417,53 @@ def test_constraints_within_jit_split_too(partitioner: str, kind: AxisType, name
     for x in jax.tree.leaves(found):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
     calls.assert_same(jax.device_get(found), jax.device_get(calls.quick_jit(run)(arrays)))
+
+
+# What is mapped, how the mapped axis and the batch of the query are split, and whether that takes no communication.
+EXPLICIT_VMAPS = {
+    "all": (("query", "key", "value"), (None, "data"), True),
+    "query": (("query",), (None, "data"), True),
+    "key-value": (("key", "value"), (None, "data"), True),
+    "mask": (("mask",), (None, "data"), True),
+    "query-by-both": (("query",), ("model", "data"), True),
+    "mask-by-both": (("mask",), ("model", "data"), False),
+}
+
+
+@pytest.mark.skipif(JAX_VERSION < (0, 9), reason="jax 0.8 fails on custom_partitioning under Explicit")
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", EXPLICIT_VMAPS)
+def test_vmap_with_an_explicit_batch(name: str, axis: int) -> None:
+    """The mapped axis is folded into a batch that is split. The mesh axis of heads splits V in some cases."""
+    mapped, (v_axis, b_axis), is_local = EXPLICIT_VMAPS[name]
+    case = dataclasses.replace(PLAIN, mask="bnts" if "mask" in mapped else None)
+    mesh = make_mesh(kind=AxisType.Explicit)
+    one_device = calls.arrays_of(case.operands(jax.random.key(0)))
+    examples = [1, 2, -1, 3]
+    for x in mapped:
+        one = one_device[x]
+        one_device[x] = jnp.stack([jnp.roll(one, i, 2) if x == "mask" else i * one for i in examples], axis)
+
+    def put(name: str, x: jax.Array) -> jax.Array:
+        entries = [b_axis, None]
+        if name in mapped:
+            entries.insert(axis, v_axis)
+        return jax.device_put(x, PartitionSpec(*entries))
+
+    def run(arrays: calls.Arrays) -> Any:
+        def results(wanted: calls.Arrays) -> jax.Array:
+            return calls.attention(**arrays | wanted)
+
+        out, vjp = jax.vjp(results, {name: arrays[name] for name in ("query", "key", "value")})
+        return out, vjp(out)[0]
+
+    mapped_run = calls.quick_jit(jax.vmap(run, in_axes=({x: axis if x in mapped else None for x in one_device},)))
+    expected = jax.device_get(mapped_run(one_device))
+    with jax.set_mesh(mesh):
+        arrays = {x: put(x, array) for x, array in one_device.items()}
+        compiled = mapped_run.lower(arrays).compile()
+        found = compiled(arrays)
+    assert (collectives(compiled) == []) == is_local
+    out_axis = v_axis if "query" in mapped else None
+    assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(out_axis, b_axis)), found[0].ndim)
+    calls.assert_same(jax.device_get(found), expected)

@@ -93,15 +93,13 @@ def _op(spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> Callab
 
     @op.def_vmap
     def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
-        if size == 0:
-            return batching.of_no_example(op, mapped, arrays), [True] * len(result_axes)
-        inner = batching.inner_batch(arrays[0], mapped[0])
+        into = batching.Fold.of(arrays[0], mapped[0], size, batch_axis=int(mapped[0]))
         # Each example's own gradient is asked for: a shared bias or sink is repeated, its gradient summed over B alone.
         folded = [
-            batching.fold(x, is_mapped, size, inner, may_broadcast=i < len(spec.present) and spec.present[i] == "mask")
+            into.fold(x, is_mapped, may_broadcast=i < len(spec.present) and spec.present[i] == "mask")
             for i, (x, is_mapped) in enumerate(zip(arrays, mapped, strict=True))
         ]
-        found = [batching.unfold(x, size) for x in _op(spec, with_dlse, wanted)(*folded)]
+        found = [into.unfold(x) for x in _op(spec, with_dlse, wanted)(*folded)]
         own_batches = [batching.inner_batch(arrays[i], mapped[i]) for i in differentiable]
         results = [x.sum(axis=1, keepdims=True) if own == 1 else x for x, own in zip(found, own_batches, strict=True)]
         return results, [True] * len(results)

@@ -2,17 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folds a vmapped axis V into the batch, `[V, B, ...] <-> [V * B, ...]`, or into the groups of query heads.
 
+If a mesh with Explicit axes splits the B of the query alone, B comes first: `[V, B, ...] <-> [B * V, ...]`.
+
 In the forward pass V becomes query heads if keys and values are not mapped, so that they are not repeated: query head g
 of example v shares its key/value head with the G query heads of every example, `K * G <-> K * V * G`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 # Ops that are kept, forward and backward each. One of them is made for every new spec, such as a new scale.
 CACHED_OPS = 256
@@ -25,29 +29,59 @@ BROADCAST = ("bias", "mask", "sinks", "scale")
 HEAD_AXIS = {"query": 2, "bias": 1, "mask": 1, "sinks": 1}
 
 
-def fold(x: jax.Array, is_mapped: bool, size: int, batch: int, *, may_broadcast: bool) -> jax.Array:
-    """One operand, `[V, B, ...]` or not mapped `[B, ...]`, to `[V * B, ...]`.
+@dataclass(frozen=True)
+class Fold:
+    """How V and B become one axis.
 
-    An operand that is the same for all of V and B stays of size 1 where it `may_broadcast`.
+    Attributes:
+        size: size of V.
+        batch: size of B.
+        names: Explicit mesh axes that split V and B of the query, each as an entry of a `PartitionSpec`.
     """
-    if not is_mapped:
-        if may_broadcast and x.shape[0] == 1:
-            return x
-        x = jnp.broadcast_to(x[None], (size, *x.shape))
-    if x.shape[1] != batch:
-        x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-    return x.reshape((size * batch, *x.shape[2:]))
+
+    size: int
+    batch: int
+    names: tuple[Any, Any]
+
+    @classmethod
+    def of(cls, query: jax.Array, is_mapped: bool, size: int, batch_axis: int) -> Fold:
+        spec = jax.typeof(query).sharding.spec
+        return cls(size, query.shape[batch_axis], (spec[0] if is_mapped else None, spec[batch_axis]))
+
+    @property
+    def _is_batch_major(self) -> bool:
+        """Whether B comes first: the major part of the folded axis is the one that may be split alone."""
+        return self.names[0] is None and self.names[1] is not None
+
+    def fold(self, x: jax.Array, is_mapped: bool, *, may_broadcast: bool = False) -> jax.Array:
+        """Folds one operand, `[V, B, ...]` or not mapped `[B, ...]`, to `[V * B, ...]`.
+
+        An operand that is the same for all of V and B stays of size 1 where it `may_broadcast`.
+        """
+        if not is_mapped:
+            if may_broadcast and x.shape[0] == 1:
+                return x
+            x = jnp.broadcast_to(x[None], (self.size, *x.shape))
+        if x.shape[1] != self.batch:
+            x = jnp.broadcast_to(x, (self.size, self.batch, *x.shape[2:]))
+        spec = jax.typeof(x).sharding.spec
+        if tuple(spec[:2]) != self.names:
+            taken = _mesh_axes(self.names[0]) | _mesh_axes(self.names[1])
+            rest = (None if _mesh_axes(entry) & taken else entry for entry in spec[2:])
+            x = jax.reshard(x, PartitionSpec(*self.names, *rest))
+        x = jnp.swapaxes(x, 0, 1) if self._is_batch_major else x
+        return x.reshape((self.size * self.batch, *x.shape[2:]))
+
+    def unfold(self, x: jax.Array) -> jax.Array:
+        """Inverse of `fold` on a result: `[V * B, ...]` to `[V, B, ...]`."""
+        if self._is_batch_major:
+            return jnp.swapaxes(x.reshape((self.batch, self.size, *x.shape[1:])), 0, 1)
+        return x.reshape((self.size, self.batch, *x.shape[1:]))
 
 
-def unfold(x: jax.Array, size: int) -> jax.Array:
-    """Inverse of `fold` on a result: `[V * B, ...]` to `[V, B, ...]`."""
-    return x.reshape((size, x.shape[0] // size, *x.shape[1:]))
-
-
-def of_no_example(op: Callable[..., Any], mapped: Sequence[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Results `[0, ...]` of an op under `vmap` over an axis of size 0."""
-    one = [jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype) for x, is_mapped in zip(arrays, mapped, strict=True)]
-    return [jnp.zeros((0, *x.shape), x.dtype) for x in jax.eval_shape(op, *one)]
+def _mesh_axes(entry: Any) -> set[Any]:
+    """Returns the mesh axes of an entry of a `PartitionSpec`."""
+    return set(entry) if isinstance(entry, tuple) else {entry} - {None}
 
 
 def inner_batch(x: jax.Array, is_mapped: bool) -> int:
@@ -93,8 +127,8 @@ def fold_heads(names: Sequence[str], mapped: Sequence[bool], arrays: Sequence[ja
     return [fold_one(*x) for x in zip(names, arrays, mapped, strict=True)]
 
 
-def unfold_heads(x: jax.Array, size: int, kv_heads: int) -> jax.Array:
-    """Inverse of `fold_heads` on a result: `[B, T, K * V * G, ...]` to `[V, B, T, K * G, ...]`."""
-    rows, heads, rest = x.shape[:2], x.shape[2], x.shape[3:]
-    x = x.reshape((*rows, kv_heads, size, heads // max(kv_heads * size, 1), *rest))
-    return jnp.moveaxis(x, 3, 0).reshape((size, *rows, heads // size, *rest))
+def unfold_heads(x: jax.Array, size: int, heads: int, kv_heads: int) -> jax.Array:
+    """Inverse of `fold_heads` on a result: `[B, T, K * V * G, ...]` to `[V, B, T, K * G, ...]`; `heads` is K * G."""
+    rows, rest = x.shape[:2], x.shape[3:]
+    x = x.reshape((*rows, kv_heads, size, heads // max(kv_heads, 1), *rest))
+    return jnp.moveaxis(x, 3, 0).reshape((size, *rows, heads, *rest))

@@ -39,9 +39,9 @@ def _results(run: Any, arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...
     """Calls `run` on what is bound."""
     if not any(mapped):
         return run(spec, spec.operands(arrays))
-    size, kv_heads = arrays[0].shape[0], arrays[1].shape[2]
+    (size, _, _, heads, _), kv_heads = arrays[0].shape, arrays[1].shape[2]
     folded = batching.fold_heads(spec.present, mapped, arrays)
-    return tuple(batching.unfold_heads(x, size, kv_heads) for x in run(spec, spec.operands(folded)))
+    return tuple(batching.unfold_heads(x, size, heads, kv_heads) for x in run(spec, spec.operands(folded)))
 
 
 def _problem(avals: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Problem:
@@ -90,14 +90,10 @@ def _op(spec: AttentionSpec, ahead: tuple[bool, ...]) -> Callable[..., Any]:
 
     @op.def_vmap
     def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
-        if size == 0:
-            results = batching.of_no_example(op, mapped, arrays)
-        elif any(ahead) and tuple(mapped) == ahead:  # two mapped axes become one
-            merged = [
-                x.reshape((size * x.shape[1], *x.shape[2:])) if is_mapped else x
-                for x, is_mapped in zip(arrays, mapped, strict=True)
-            ]
-            results = [batching.unfold(x, size) for x in _op(spec, ahead)(*merged)]
+        if any(ahead) and tuple(mapped) == ahead:  # two mapped axes become one
+            both = batching.Fold.of(arrays[0], True, size, batch_axis=1)
+            merged = [both.fold(x, True) if m else x for x, m in zip(arrays, mapped, strict=True)]
+            results = [both.unfold(x) for x in _op(spec, ahead)(*merged)]
         elif not any(ahead) and batching.becomes_heads(spec.present, mapped, [x.shape for x in arrays]):
             results = _op(spec, tuple(mapped))(*arrays)
         else:
@@ -105,17 +101,16 @@ def _op(spec: AttentionSpec, ahead: tuple[bool, ...]) -> Callable[..., Any]:
         return list(results), [True] * len(results)
 
     def into_batch(size: int, mapped: list[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        inner = arrays[0].shape[mapped[0] + ahead[0]]
+        into = batching.Fold.of(arrays[0], mapped[0], size, batch_axis=mapped[0] + ahead[0])
 
         def fold(name: str, x: jax.Array, is_mapped: bool, is_ahead: bool) -> jax.Array:
             def one(x: jax.Array) -> jax.Array:
-                return batching.fold(x, is_mapped, size, inner, may_broadcast=name in batching.BROADCAST)
+                return into.fold(x, is_mapped, may_broadcast=name in batching.BROADCAST)
 
             return jax.vmap(one, in_axes=int(is_mapped))(x) if is_ahead else one(x)
 
         folded = [fold(*x) for x in zip(spec.present, arrays, mapped, ahead, strict=True)]
-        unfold = functools.partial(batching.unfold, size=size)
-        unfold = jax.vmap(unfold, out_axes=1) if any(ahead) else unfold
+        unfold = jax.vmap(into.unfold, out_axes=1) if any(ahead) else into.unfold
         return [unfold(x) for x in _op(spec, ahead)(*folded)]
 
     return jax.jit(op, inline=True)
