@@ -95,3 +95,26 @@ def test_without_jit(packed: bool, check_vma: bool) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
     calls.assert_same(jax.device_get(mapped(*arrays)), jax.device_get(jax.jit(mapped)(*arrays)))
+
+
+@pytest.mark.parametrize("auto", [P("data", None, "model"), P(("data", "model")), P("data")], ids=str)
+def test_some_axes_alone(auto: P) -> None:
+    """The other mesh axis splits the heads, the batch or nothing; the XLA path needs no communication."""
+    case = dataclasses.replace(test_sharding.PLAIN, batch=8)
+    arrays = calls.arrays_of(case.operands(jax.random.key(0)))
+    mesh = test_sharding.make_mesh()
+
+    def run(attend: Any) -> Any:
+        def results(arrays: calls.Arrays) -> Any:
+            out, vjp = jax.vjp(lambda x: attend(x["query"], x["key"], x["value"]), arrays)
+            return out, vjp(jax.numpy.sin(out))[0]
+
+        return calls.quick_jit(results)
+
+    mapped = jax.shard_map(
+        calls.attention, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names=frozenset({"data"})
+    )
+    split = jax.device_put(arrays, jax.sharding.NamedSharding(mesh, auto))
+    compiled = run(mapped).lower(split).compile()
+    assert test_sharding.collectives(compiled) == []
+    calls.assert_same(jax.device_get(compiled(split)), jax.device_get(run(calls.attention)(arrays)))
