@@ -211,6 +211,7 @@ def test_vmap_over_other_axes_than_the_first() -> None:
         calls.assert_same(out[..., i, :], attention(query[:, :, i], key[..., i], value))
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("shared", [False, True], ids=["all", "query alone"])
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0), (2, 3)], ids=str)
 @pytest.mark.parametrize("empty", ["", "T", "H", "D", "S"])
