@@ -78,8 +78,7 @@ def test_packed_sequences_on_each_device() -> None:
     calls.assert_same(jax.device_get(mapped(*arrays)), jax.device_get(jax.numpy.concatenate(halves)))
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("packed", [False, True], ids=["attention", "packed"])
+@pytest.mark.parametrize(("packed", "check_vma"), [(False, True), (True, False)], ids=["attention", "packed"])
 def test_without_jit(packed: bool, check_vma: bool) -> None:
     """jax refuses a `custom_vjp` with symbolic zeros here unless it is jitted."""
     arrays = CASE.operands(jax.random.key(0))[:3]
