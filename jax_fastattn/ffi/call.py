@@ -82,7 +82,7 @@ def custom_call(
         the results, as ir values.
 
     Raises:
-        ValueError: the number of operands and results is not that of the kernel, or a dtype is not.
+        ValueError: the kernel takes another number of operands and results, or one of them in another dtype.
         ImportError: the extension or the compiler is not installed.
     """
     names = {name: dtype for name, dtype in launch_buffers(spec).items() if dtype is not None}

@@ -200,9 +200,9 @@ def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
 def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
     """Tilings for the wider one of both head dims, best first; the first that fits shared memory is taken.
 
-    A warp's sums of 32 keys take a register for each column. Up to 192 columns that leaves enough for S^T or dP^T of 32
-    queries, up to 160 for those of 64; wider heads need warps that share key rows, or warps of 16 keys. An exchange
-    between such warps costs more than it saves if a tile is small.
+    A warp of 32 keys keeps its sums in one register for each column. With 160 columns, the other registers hold S^T or
+    dP^T of 64 queries, and with 192 columns those of 32 queries. For wider heads, warps share key rows or have 16 keys
+    each. Warps that share key rows exchange tiles, which costs more than it saves if the tiles are small.
     """
     if width <= 64:
         return (DkdvDqConfig(4, 1, 64, roles=1, parts=2, blocks=2), DkdvDqConfig(4, 1, 64, dq_roles=1))
