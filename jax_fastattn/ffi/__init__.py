@@ -8,6 +8,7 @@ first kernel that is in no cache loads the compiler.
 """
 
 from jax_fastattn.ffi.call import compile_count, custom_call, prepare
+from jax_fastattn.ffi.fingerprint import process_fingerprint
 from jax_fastattn.ffi.registry import (
     TARGET_NAME,
     arch,
@@ -27,6 +28,7 @@ __all__ = [
     "multiprocessors",
     "named_arch",
     "prepare",
+    "process_fingerprint",
     "register",
     "target_arch",
 ]

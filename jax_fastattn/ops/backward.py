@@ -84,12 +84,12 @@ mlir.register_lowering(backward_p, functools.partial(_lower_portable, ACCELERATO
 @functools.lru_cache(maxsize=batching.CACHED_OPS)
 def _op(spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> Callable[..., Any]:
     """The primitive with its sharding rule around it, and its batching rule around that."""
-    one_device = functools.partial(backward_p.bind, spec=spec, with_dlse=with_dlse, wanted=wanted)
+    params = {"spec": spec, "with_dlse": with_dlse, "wanted": wanted}
     operand_axes = [sharding.OPERAND_AXES[name] for name in spec.present]
     cotangent_axes = ["BTND", "BTN", "BTND", "BTN"][: 3 + with_dlse]
     differentiable = [spec.present.index(name) for name in wanted]
     result_axes = [operand_axes[i] for i in differentiable]
-    op = custom_vmap(sharding.partitioned(one_device, operand_axes + cotangent_axes, result_axes))
+    op = custom_vmap(sharding.partitioned(backward_p, params, operand_axes + cotangent_axes, result_axes))
 
     @op.def_vmap
     def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:

@@ -83,10 +83,10 @@ def _op(spec: AttentionSpec, ahead: tuple[bool, ...]) -> Callable[..., Any]:
 
     `ahead` says which operands have a mapped axis ahead of their own already, which becomes query heads.
     """
-    one_device = functools.partial(forward_p.bind, spec=spec, mapped=ahead)
+    params = {"spec": spec, "mapped": ahead}
     axis = "V" if any(ahead) else ""
     operand_axes = ["V" * a + sharding.OPERAND_AXES[name] for name, a in zip(spec.present, ahead, strict=True)]
-    op = custom_vmap(sharding.partitioned(one_device, operand_axes, [axis + "BTND", axis + "BTN"]))
+    op = custom_vmap(sharding.partitioned(forward_p, params, operand_axes, [axis + "BTND", axis + "BTN"]))
 
     @op.def_vmap
     def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:

@@ -8,10 +8,12 @@ a string of axis letters for each array, as in spec.py; `N` and `K` are the quer
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +22,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract
 
@@ -56,20 +60,58 @@ mlir.register_lowering(
     lambda ctx, *values, function, results: abstract.lower_on_one_device(function, ctx, *values),
 )
 
+# A call that XLA may partition. The lowered program names a Python callback of this process and says nothing of what
+# the callback computes, so that two calls with equal operands look the same to JAX's compilation cache if it leaves the
+# name out (`jax_remove_custom_partitioning_ptr_from_cache_key`). Hence the lowering marks the call with a digest.
+partitioned_p = Primitive("jax_fastattn_partitioned")
+partitioned_p.multiple_results = True
+partitioned_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+partitioned_p.def_impl(lambda *arrays, function, **_: function(*arrays))
+
+
+def _lower_partitioned(
+    ctx: mlir.LoweringRuleContext, *values: Any, function: Callable[..., Any], identity: str, jaxpr: Any
+) -> Any:
+    del jaxpr  # jax looks into it, and hands the devices to a lowering that meets a `custom_partitioning`
+    marked = _mark(identity) if _may_be_split(ctx.module_context.axis_context) else contextlib.nullcontext()
+    with marked:
+        return mlir.lower_fun(function)(ctx, *values)
+
+
+mlir.register_lowering(partitioned_p, _lower_partitioned)
+
+
+def _mark(identity: str) -> contextlib.AbstractContextManager[None]:
+    """Puts a digest of all that the partition callback reads into the operations that are traced inside."""
+    facts = repr((identity, jax.config.jax_enable_x64, ffi.process_fingerprint()))  # pyright: ignore[reportAttributeAccessIssue]
+    return set_xla_metadata(jax_fastattn=hashlib.sha256(facts.encode()).hexdigest())
+
+
+def _may_be_split(axis_context: Any) -> bool:
+    """Whether XLA partitions a program that is lowered in this context: not for one device, nor inside `shard_map`.
+
+    A context of an unknown kind counts as one that may be split: a mark that is not needed changes no result.
+    """
+    if hasattr(axis_context, "manual_axes"):
+        return set(axis_context.manual_axes) != set(axis_context.mesh.axis_names)
+    return getattr(axis_context, "num_devices", 2) > 1
+
 
 def partitioned(
-    local: Callable[..., Any], operand_axes: Sequence[str], result_axes: Sequence[str]
+    primitive: Any, params: Mapping[str, Any], operand_axes: Sequence[str], result_axes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Wraps `local`, which works on any number of batch entries and heads, so that each device runs it on its share.
+    """Returns a function that binds `primitive`, of which each device computes its share under a mesh.
 
     Where query heads are split further than key/value heads, a device slices the key/value heads that its query heads
     read. A result whose batch or head axis is of size 1 while that axis is split is a sum over it, and so is the
     gradient of a key/value head that several devices read: the devices' shares are added up.
 
     Args:
-        local: one device's share of the work, from arrays to results.
+        primitive: one device's share of the work, on any number of batch entries and heads.
+        params: its parameters. Their `repr` tells calls apart in JAX's compilation cache.
         operand_axes, result_axes: axis letters of each array; trailing letters that an array lacks are ignored.
     """
+    local = functools.partial(primitive.bind, **params)
 
     def infer(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> list[NamedSharding]:
         split = _Split.of(mesh, operand_axes[0], *arg_shapes[:2])
@@ -104,13 +146,17 @@ def partitioned(
     function.def_partition(
         partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule, decode_shardings=False
     )
+    identity = repr((primitive.name, params, operand_axes, result_axes))
 
     def call(*arrays: jax.Array) -> Any:
         # If a `shard_map` has only some axes of the mesh, XLA passes shardings that jax cannot read. XLA itself then
         # splits the call over the other axes.
         mesh = jax.sharding.get_abstract_mesh()
         is_partly_manual = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
-        return local(*arrays) if is_partly_manual else function(*arrays)
+        if is_partly_manual:
+            return local(*arrays)
+        jaxpr = jax.make_jaxpr(function)(*arrays)
+        return partitioned_p.bind(*arrays, function=function, identity=identity, jaxpr=jaxpr)
 
     return call
 
