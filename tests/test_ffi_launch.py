@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import re
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,8 @@ def library(handle: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     library = Library(handle)
     library.set_num_buffers, library.set_device = NUM_BUFFERS, next(_devices)
     library.seen_loads = library.seen_runs = library.seen_overlapping_loads = library.seen_attribute_reads = 0
-    library.seen_captured_runs = 0
+    library.seen_captured_runs = library.set_load_milliseconds = 0
+    library.seen_capture_mode, library.seen_stream_flags = -1, 0
     yield library
     for name in (
         "device_error",
@@ -103,11 +105,20 @@ def test_equal_scalars_keep_their_number(library: Library) -> None:
 
 
 def test_a_kernel_is_loaded_once_by_many_threads(library: Library) -> None:
+    """For a second device, on which all threads meet: a first run is slow to begin, and one thread is ahead."""
     launch = program()
     arrays = stand_in.operands()
+    jax.block_until_ready(launch(*arrays))
+    library.set_device, library.set_load_milliseconds = next(_devices), 200
+    barrier = threading.Barrier(8)
+
+    def run_with_others(_: int) -> None:
+        barrier.wait()
+        jax.block_until_ready(launch(*arrays))
+
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: jax.block_until_ready(launch(*arrays)), range(32)))
-    assert (library.seen_loads, library.seen_runs, library.seen_overlapping_loads) == (1, 32, 0)
+        list(pool.map(run_with_others, range(32)))
+    assert (library.seen_loads, library.seen_runs, library.seen_overlapping_loads) == (2, 33, 0)
 
 
 def test_a_kernel_is_loaded_once_per_device(library: Library) -> None:
@@ -135,6 +146,13 @@ def test_a_first_launch_is_captured_and_thrown_away(library: Library) -> None:
     jax.block_until_ready(launch(*stand_in.operands()))
     assert (library.seen_captured_runs, library.seen_runs) == (2, 3)
     assert library.seen_open_captures == 0
+
+
+def test_a_first_launch_is_captured_without_regard_to_other_threads_and_streams(library: Library) -> None:
+    """A global capture makes allocations of other threads fail; a blocking stream waits for the default stream."""
+    run()
+    assert library.seen_capture_mode == 2, "relaxed"
+    assert library.seen_stream_flags == 1, "non-blocking"
 
 
 def test_a_launch_that_cannot_be_captured_runs(library: Library) -> None:

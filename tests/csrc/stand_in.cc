@@ -25,6 +25,7 @@ int set_get_throws = 0;
 int set_run_status = 0;
 int set_run_cuda_error = 0;
 int set_num_buffers = 0;
+int set_load_milliseconds = 0;  // how long a load takes
 
 std::atomic<int> seen_loads{0};
 std::atomic<int> seen_overlapping_loads{0};
@@ -36,6 +37,8 @@ int seen_object_at_run = 0;  // size of the object whose kernel ran
 int seen_attribute_reads = 0;
 int seen_mode_at_load = -1;
 int seen_mode = 0;  // 0: global, 1: thread local, 2: relaxed
+int seen_capture_mode = -1;
+unsigned seen_stream_flags = 0;
 int seen_device_at_run = -1;
 size_t seen_num_arguments = 0;
 void* seen_buffers[32];
@@ -52,7 +55,7 @@ struct Module {
 int CuteDSLRT_Module_Create_From_Bytes(Module** module, const unsigned char*, size_t size, const char**, size_t) {
   static std::atomic<int> loading{0};
   if (loading.fetch_add(1) != 0) ++seen_overlapping_loads;
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  std::this_thread::sleep_for(std::chrono::milliseconds(set_load_milliseconds));
   ++seen_loads;
   seen_mode_at_load = seen_mode;
   seen_object_size = static_cast<int>(size);
@@ -96,8 +99,10 @@ int cuCtxGetDevice(int* device) {
 
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   ++seen_attribute_reads;
-  if (set_attribute_error == 0) *value = attribute == 75 ? set_major : set_minor;
-  return set_attribute_error;
+  if (set_attribute_error != 0) return set_attribute_error;
+  if (attribute != 75 && attribute != 76) return 1;  // CUDA_ERROR_INVALID_VALUE
+  *value = attribute == 75 ? set_major : set_minor;
+  return 0;
 }
 
 int cuThreadExchangeStreamCaptureMode(int* mode) {
@@ -105,14 +110,15 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
   return 0;
 }
 
-int cuStreamCreate(void** stream, unsigned) {
+int cuStreamCreate(void** stream, unsigned flags) {
   if (set_stream_error != 0) return set_stream_error;
+  seen_stream_flags = flags;
   *stream = &captured_stream;
   ++seen_open_captures;
   return 0;
 }
 
-int cuStreamBeginCapture_v2(void*, int) { return 0; }
+int cuStreamBeginCapture_v2(void*, int mode) { return seen_capture_mode = mode, 0; }
 
 int cuStreamEndCapture(void*, void** graph) {
   *graph = &captured_graph;
