@@ -25,6 +25,9 @@ namespace ffi = xla::ffi;
 constexpr size_t kMaxBuffers = 32;
 constexpr size_t kMaxArguments = 64;
 
+// The attributes that `Read` reads. An attribute of another version may change what the call means.
+constexpr size_t kNumAttributes = 8;
+
 // What a custom call passes on. XLA keeps the attributes where they are.
 struct Call {
   KernelImage image;
@@ -41,10 +44,11 @@ ffi::ErrorOr<Call> Read(ffi::RemainingArgs operands, ffi::RemainingRets results,
   const auto ints = attributes.get<ffi::Span<const int32_t>>("ints");
   const auto floats = attributes.get<ffi::Span<const float>>("floats");
   if (key.has_error() || arch.has_error() || digest.has_error() || object.has_error() || object_size.has_error() ||
-      num_buffers.has_error() || ints.has_error() || floats.has_error()) {
+      num_buffers.has_error() || ints.has_error() || floats.has_error() || attributes.size() != kNumAttributes) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_fastattn: the program lacks an attribute that this version needs: another version of jax_fastattn lowered "
-        "it. Lower the computation again; if the program comes from a jax.export file, export it again."));
+        "jax_fastattn: the program lacks an attribute that this version needs, or has one that it does not know: "
+        "another version of jax_fastattn lowered it. Lower the computation again; if the program comes from a "
+        "jax.export file, export it again."));
   }
   const size_t count = operands.size() + results.size();
   if (count != static_cast<size_t>(*num_buffers) || count > kMaxBuffers ||

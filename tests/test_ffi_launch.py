@@ -367,6 +367,18 @@ def test_missing_attribute(library: Library, name: str) -> None:
     assert library.seen_runs == 0
 
 
+@pytest.mark.parametrize("value", [np.int32(0), np.array([1.0], np.float32), "text"], ids=["int", "floats", "text"])
+def test_attribute_that_this_version_does_not_know(library: Library, value: Any) -> None:
+    """Such as an option of a later version's kernels, without which the call means something else."""
+    library.set_num_buffers = 2
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match=r"one that it does not know: another version of jax_fastattn lowered it\. .* export it again",
+    ):
+        _call(_attributes(option=value))
+    assert library.seen_loads == library.seen_runs == 0
+
+
 class _Metadata(ctypes.Structure):
     """XLA_FFI_Metadata, after XLA_FFI_Metadata_Extension and XLA_FFI_Extension_Base, as jaxlib 0.8.0 has them."""
 
