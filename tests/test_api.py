@@ -394,6 +394,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"`key_value_seq_lengths` is 4294967299, expected a value that int32 holds",
     ),
+    "lengths-range-below": (
+        {"key_value_seq_lengths": np.array([5, -(2**33)])},
+        ValueError,
+        r"`key_value_seq_lengths` is -8589934592, expected a value that int32 holds",
+    ),
     "lengths-range-list": (
         {"query_seq_lengths": [5, 2**32 + 3]},
         ValueError,

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import platform
 import signal
 import socket
 import stat
@@ -340,6 +341,15 @@ def test_cuda_libraries_of_the_compiler_are_in_the_key(compiler_version: None, m
     keys = set()
     for version in (12, 13):
         monkeypatch.setattr(registry, "toolkit", lambda version=version: version)
+        keys.add(cache.kernel_key(SPEC))
+    assert len(keys) == 2
+
+
+def test_cpu_of_the_launcher_is_in_the_key(compiler_version: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home directory may be shared by machines of two kinds."""
+    keys = set()
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
         keys.add(cache.kernel_key(SPEC))
     assert len(keys) == 2
 

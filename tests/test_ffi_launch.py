@@ -121,6 +121,27 @@ def test_a_kernel_is_loaded_once_by_many_threads(library: Library) -> None:
     assert (library.seen_loads, library.seen_runs, library.seen_overlapping_loads) == (2, 33, 0)
 
 
+def test_a_kernel_is_compiled_once_by_many_threads(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads lower one call; the compiler takes longer than all of them need to begin."""
+    compiled: list[Any] = []
+    barrier = threading.Barrier(8)
+
+    def compile_slowly(spec: Any) -> bytes:
+        compiled.append(spec)
+        time.sleep(0.5)
+        return stand_in.elf_object()
+
+    def lower_with_others(_: int) -> str:
+        barrier.wait()
+        return jax.jit(lambda *arrays: stand_in.launch(*arrays)).lower(*stand_in.operands()).as_text()
+
+    monkeypatch.setattr(call, "_compile", compile_slowly)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lower_with_others, range(8)))
+    assert all("@jax_fastattn_launch" in text for text in texts)
+    assert compiled == [SPEC]
+
+
 def test_a_kernel_is_loaded_once_per_device(library: Library) -> None:
     launch = program()
     for device in (0, 3, 0, 3):

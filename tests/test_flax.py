@@ -247,6 +247,13 @@ def test_causality_of_one_query_without_a_mask_raises() -> None:
         bind(is_causal=True)(x[:, :1], x, x)
 
 
+def test_bound_causality_sees_a_mask_that_is_passed_by_position() -> None:
+    """As in a decoding step, whose mask alone hides the future."""
+    key, mask = make_inputs((2, KEYS, HEADS))[0], jnp.arange(KEYS) < 3
+    found = bind(is_causal=True)(key[:, -1:], key, key, None, mask)
+    assert_same(found, attention_fn(key[:, -1:], key, key, mask=mask), tolerance=0)
+
+
 def flax_dropout(family: str, ours: Callable[..., jax.Array], call: dict[str, Any], **module: Any) -> None:
     """Asserts that a module with dropout trains as with its own function, and that a first call warns."""
     inputs = make_inputs((2, QUERIES))

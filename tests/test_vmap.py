@@ -166,12 +166,17 @@ def test_vmap_over_the_query_does_not_repeat_keys_and_values(
 
 
 def test_vmap_over_a_query_whose_bias_serves_the_batch_does_not_repeat_the_bias() -> None:
-    """A bias of heads and keys can be larger than the keys: the mapped axis goes into the batch then."""
+    """A bias of heads and keys can be larger than the keys: the mapped axis goes into the batch then.
+
+    A bias of the whole batch is repeated either way: the mapped axis goes into the heads, which repeats no key.
+    """
     query, key, value = calls.EVERYTHING.operands(jax.random.key(0))[:3]
     for bias, is_repeated in ((jnp.zeros((1, 6, 5, 7)), False), (jnp.zeros((2, 6, 5, 7)), True)):
         run = jax.jit(jax.vmap(functools.partial(attention, bias=bias), in_axes=(0, None, None)))
         text = run.lower(jnp.stack([query] * 4), key, value).as_text()
         assert (f"tensor<4x{len(bias)}x6x5x7xf32>" in text) == is_repeated
+        for x in (key, value):
+            assert (f"tensor<4x{'x'.join(map(str, x.shape))}xf32>" in text) != is_repeated
 
 
 @pytest.mark.parametrize("outer", ["query", "key", "bias"])
