@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import calls
@@ -197,6 +198,18 @@ def test_query_heads_split_further_than_key_heads(partitioner: str, num_kv_heads
     one_device, expected = compile_gradients(case, placed(make_mesh(1, 1), arrays))
     assert flops(compiled) < 1.5 * flops(one_device) / 8
     calls.assert_same(jax.device_get(result), jax.device_get(expected))
+
+
+def test_shares_of_key_heads_are_added_up_in_float32(partitioner: str, tmp_path: Path) -> None:
+    """XLA for CPUs turns an all-reduce of bfloat16 into one of float32, so this reads what the partitioner wrote."""
+    del partitioner
+    case = dataclasses.replace(PLAIN, num_kv_heads=2, group=4, dtype="bfloat16")
+    arrays = placed(make_mesh(1, 8), calls.arrays_of(case.operands(jax.random.key(0))), WHOLE_KEY_HEADS)
+    lowered = jax.jit(functools.partial(calls.gradients, calls.loss_of(case))).lower(arrays)
+    lowered.compile({"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning"})
+    (text,) = (path.read_text() for path in tmp_path.glob("*.after_spmd-partitioning.*"))
+    dtypes = {shape: dtype for dtype, shape in re.findall(r" (\w+)\[([\d,]+)\]\S* all-reduce\(", text)}
+    assert (dtypes["6,7,2,8"], dtypes["6,7,2,4"]) == ("f32", "f32"), "dk and dv"
 
 
 def test_heads_split_further_with_every_operand(partitioner: str) -> None:
