@@ -12,6 +12,8 @@ import platform
 import signal
 import socket
 import stat
+import subprocess
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -217,6 +219,70 @@ def test_files_of_root_are_trusted(directory: Path, monkeypatch: pytest.MonkeyPa
     cache.store(KEY, KERNEL)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert cache.load(KEY) == KERNEL
+
+
+@contextlib.contextmanager
+def _another_user() -> Iterator[None]:
+    """Runs a block as a user whose files are not root's; tests of other users take away their own rights instead."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache with one entry that every user can read. Not in `tmp_path`, which pytest closes to other users."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        path = Path(name).resolve() / "image" / "cache"
+        monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(path))
+        cache.store(KEY, KERNEL)
+        for made in (*list(path.parents)[:2], path):
+            made.chmod(0o755)
+        (path / KEY).chmod(0o644)
+        yield path
+        for made in (path.parent, path):
+            made.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("place", "closed", "above"),
+    [
+        (f"image/cache/{KEY}", f"compiled kernel .*/image/cache/{KEY}", ""),
+        ("image/cache", "directory .*/image/cache", ""),
+        ("image", "directory .*/image", "make .*/image searchable and "),
+    ],
+    ids=["entry", "directory", "above"],
+)
+def test_a_cache_that_root_filled_and_others_cannot_read(filled: Path, place: str, closed: str, above: str) -> None:
+    """One warning names what is closed and how to open it, and none follows about what cannot be written."""
+    path = filled.parents[1] / place
+    path.chmod((0o600 if path.is_file() else 0o700) if os.geteuid() == 0 else 0)
+    with _another_user():
+        with pytest.warns(
+            RuntimeWarning,
+            match=rf"Cannot read the {closed} \(Permission denied\).* {above}run `chmod -R a\+rX .*/image/cache`\.",
+        ):
+            assert cache.load(KEY) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cache.store("cd" * 32, KERNEL)
+            assert cache.load(KEY) is None
+
+
+def test_a_cache_that_root_filled_and_opened_is_read(filled: Path) -> None:
+    """By the command of the documentation: `chmod -R a+rX`."""
+    for path in (filled, filled / KEY):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    subprocess.run(["chmod", "-R", "a+rX", str(filled)], check=True)
+    with _another_user(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.load(KEY) == KERNEL
+        assert cache.load("cd" * 32) is None, "what is not there is no reason for a warning"
 
 
 @pytest.mark.parametrize("umask", [0, 0o777])

@@ -46,6 +46,9 @@ _DAY = 24 * 3600
 _UNUSED_SECONDS = 90 * _DAY
 _TEMPORARY_PREFIX = ".writing-"
 
+# Directories that a warning has said cannot be read.
+_unreadable: set[Path] = set()
+
 
 def directory() -> Path | None:
     """The directory of compiled kernels: `$JAX_FASTATTN_CACHE_DIR`, else `jax_fastattn` in the user's cache directory.
@@ -96,7 +99,10 @@ class _UntrustedError(Exception):
 
 
 def load(key: str) -> bytes | None:
-    """The object kept under `key`; None if there is none that is whole and can be read. Warns of one not to trust."""
+    """Returns the object kept under `key`, or None if there is none that is whole.
+
+    Warns once if an entry cannot be trusted, or cannot be read although it may exist.
+    """
     target = directory()
     if target is None:
         return None
@@ -104,6 +110,9 @@ def load(key: str) -> bytes | None:
         content = _read(target, key)
     except _UntrustedError as error:
         _warn_untrusted(target, str(error))
+        return None
+    except PermissionError:
+        _warn_unreadable(target, key)
         return None
     except OSError:
         return None
@@ -133,7 +142,8 @@ def store(key: str, kernel: bytes) -> None:
     except OSError as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        _warn_unwritable(f"to {target} ({error.strerror or error})")
+        if target not in _unreadable or not isinstance(error, PermissionError):
+            _warn_unwritable(f"to {target} ({error.strerror or error})")
     else:
         _prune(target)
 
@@ -210,6 +220,29 @@ def _warn_untrusted(target: Path, problem: str) -> None:
         "user. Every process will recompile them. Delete that directory, or set `JAX_FASTATTN_CACHE_DIR` to one that "
         "only you can write."
     )
+
+
+def _warn_unreadable(target: Path, key: str) -> None:
+    """Warns, once for each directory, that this user may not open an entry, or the way to it."""
+    if target in _unreadable:
+        return
+    _unreadable.add(target)
+    closed = _closed(target, key)
+    what = "compiled kernel" if closed.name == key else "directory"
+    above = "" if closed in (target, target / key) else f"make {closed} searchable and "
+    _warn_once(
+        f"Cannot read the {what} {closed} (Permission denied); kernels that cannot be read are compiled again. If an "
+        f"administrator filled {target} for its users, let its owner {above}run `chmod -R a+rX {target}`. Otherwise "
+        "set `JAX_FASTATTN_CACHE_DIR` to a directory that only you can write."
+    )
+
+
+def _closed(target: Path, key: str) -> Path:
+    """Returns what this user may not open on the way to an entry: the first such directory, or the entry."""
+    closed = [path for path in target.absolute().parents if not os.access(path, os.X_OK, effective_ids=True)]
+    if closed:
+        return closed[-1]
+    return target / key if os.access(target, os.R_OK | os.X_OK, effective_ids=True) else target
 
 
 def _warn_unwritable(problem: str) -> None:
