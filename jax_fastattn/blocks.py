@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jax_fastattn.packed import by_token, key_range
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import AttentionSpec, Operands, is_known
 
 Index = jax.Array | int
 
@@ -118,7 +118,9 @@ class Axis:
 
     @classmethod
     def cut(cls, length: int, limit: int) -> Axis:
-        """The fewest chunks of at most `limit` elements, as even as can be."""
+        """The fewest chunks of at most `limit` elements, as even as can be; one of a symbolic length."""
+        if not is_known(length):
+            return cls(length, length, 1)
         count = max(-(-length // limit), 1)
         return cls(length, -(-length // count), count)
 
@@ -163,15 +165,14 @@ class Blocks:
     def of(cls, spec: AttentionSpec, operands: Operands, tuning: Tuning) -> Blocks:
         batch, query_length, num_heads, _ = operands.query.shape
         _, key_length, num_kv_heads, _ = operands.key.shape
-        rows = batch * num_heads
+        rows = num_heads * (batch if is_known(batch) else 1)
         chunk = tuning.chunk
         while chunk > tuning.min_chunk and rows * chunk**2 > tuning.block:
             chunk //= 2
         queries = Axis.cut(query_length, chunk)
         # A few queries take more keys at a time.
-        key_chunk = (
-            max(chunk, tuning.block // (rows * query_length)) if 0 < rows * query_length < rows * chunk else chunk
-        )
+        is_few = is_known(query_length) and 0 < rows * query_length < rows * chunk
+        key_chunk = max(chunk, tuning.block // (rows * query_length)) if is_few else chunk
         dtype = np.promote_types(operands.query.dtype, np.float32)
         # The sum of an empty slice is a constant 0 to XLA.
         zeros = [jnp.sum(x[:0].astype(dtype)) for x in operands.arrays()]
@@ -224,7 +225,9 @@ class Blocks:
         def of_seen_keys() -> jax.Array:
             return self.product("bkgts,bskd->bkgtd", weights, zero_unseen_keys(value, visible))
 
-        if visible is None or self.queries.length > FEW_QUERIES or value.size * value.dtype.itemsize <= self.copied:
+        is_many = not is_known(self.queries.length) or self.queries.length > FEW_QUERIES
+        is_small = is_known(value.size) and value.size * value.dtype.itemsize <= self.copied
+        if visible is None or is_many or is_small:
             return of_seen_keys()
         out = self.product("bkgts,bskd->bkgtd", weights, value)
         return lax.cond(jnp.isfinite(out).all(), lambda: out, of_seen_keys)
@@ -274,6 +277,8 @@ class Blocks:
 
     def key_chunks(self, queries: Span) -> tuple[Index, Index]:
         """The chunks of keys of which the queries may see any: [begin, end)."""
+        if self.keys.count == 1:
+            return 0, 1
         left, right = self.spec.bounds
         begin, end = jnp.int32(0), jnp.int32(self.keys.count)
         last = self.keys.length - 1
@@ -336,10 +341,12 @@ class Blocks:
 
 
 def bands(spec: AttentionSpec, operands: Operands, tuning: Tuning) -> tuple[tuple[Span, Span], ...]:
-    """Bands of queries, each with the keys that any of them sees by position; none if there are too many logits."""
+    """Bands of queries, each with the keys that any of them sees by position; none of too many or symbolic logits."""
     batch, query_length, num_heads, _ = operands.query.shape
     key_length = operands.key.shape[1]
-    logits = batch * num_heads * query_length * key_length
+    if not is_known(query_length) or not is_known(key_length):
+        return ()
+    logits = (batch if is_known(batch) else 1) * num_heads * query_length * key_length
     if logits > tuning.whole:
         return ()
     left, right = spec.bounds if operands.query_offset is None else (None, None)

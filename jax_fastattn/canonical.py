@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import _compat, packed, validation
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import AttentionSpec, Operands, is_known
 
 # Beyond any length. Below, offsets are clamped to it, so that no position leaves int32.
 UNBOUNDED = 1 << 29
+# What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
+LONGEST_SYMBOLIC = 1 << 27
 
 
 def canonicalize(
@@ -86,7 +88,7 @@ def canonicalize_packed(
     starts_k = to_int32(validation.as_integers("cu_seqlens_k", cu_seqlens_k))
     axes.bind("cu_seqlens_q", starts_q, "C")
     axes.bind("cu_seqlens_k", starts_k, "C")
-    if axes["C"] < 2:
+    if is_known(axes["C"]) and axes["C"] < 2:
         raise ValueError(f"`cu_seqlens_q` has {axes['C']} entries, expected one more than there are sequences")
     sequences = packed.sequences(starts_q, starts_k, (axes["T"], axes["S"]))
     offset = _packed_offset(query_offset, sequences)
@@ -268,6 +270,7 @@ def fold_wide_window(
     clamped to [-T, S]. In a window this wide, at most one of them is inside that range, as T + S is smaller.
     """
     left, right = window
+    query_length, key_length = (x if is_known(x) else LONGEST_SYMBOLIC for x in (query_length, key_length))
     if offset is None or max(left or 0, right or 0) <= UNBOUNDED - max(query_length, key_length):
         return offset, window
     below, above, reach = -query_length, key_length, query_length + key_length

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.spec import Operands
+from jax_fastattn.spec import Operands, is_known
 
 # Segment id of queries that belong to no sequence; that of keys is one less.
 PADDING_ID = -1
@@ -73,8 +73,11 @@ def token_ids(sequences: jax.Array, length: int, *, of_keys: bool) -> jax.Array:
     """Returns the sequence of each token, int32 `[B, length]`; of padding PADDING_ID, or of keys one less."""
     first = sequences[:, :, 2 * of_keys]
     tokens = jnp.arange(length, dtype=jnp.int32)
-    find = jax.vmap(lambda x: jnp.searchsorted(x, tokens, side="right", method="scan_unrolled"))
-    ids = find(first).astype(jnp.int32) - 1
+    if is_known(first.shape[1]):
+        find = jax.vmap(lambda x: jnp.searchsorted(x, tokens, side="right", method="scan_unrolled"))
+        ids = find(first).astype(jnp.int32) - 1
+    else:  # jax 0.8 cannot search through a symbolic number of sequences
+        ids = jnp.sum(first[:, :, None] <= tokens[None, None], axis=1, dtype=jnp.int32) - 1
     inside = (ids > 0) & (ids < first.shape[1] - 1)
     return jnp.where(inside, ids, PADDING_ID - of_keys)
 

@@ -20,6 +20,11 @@ import jax
 Implementation = Literal["cuda", "xla"]
 
 
+def is_known(size: Any) -> bool:
+    """Whether a size is a number, not an expression of `jax.export.symbolic_shape`, which cannot be compared."""
+    return isinstance(size, int)
+
+
 class Operands(NamedTuple):
     """The arrays of one attention call, in the order in which primitives take them; None is absent.
 
@@ -157,6 +162,12 @@ class Problem:
     def is_empty(self) -> bool:
         """Whether there is nothing to compute: no query or no key."""
         return 0 in (self.batch, self.query_length, self.key_length, self.num_heads, self.head_dim, self.v_head_dim)
+
+    @property
+    def symbolic_sizes(self) -> list[str]:
+        """The sizes that `jax.export.symbolic_shape` made, such as `B = b`; kernels have none of these."""
+        sizes = {"B": self.batch, "T": self.query_length, "S": self.key_length, "sequences": self.num_sequences}
+        return [f"{name} = {size}" for name, size in sizes.items() if not is_known(size)]
 
     @property
     def group(self) -> int:

@@ -17,6 +17,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fastattn.spec import is_known
+
 _LARGEST_FLOAT32, _SMALLEST_FLOAT32 = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -116,7 +118,13 @@ def check_kind(name: str, x: jax.Array, expected: str) -> None:
 
 
 def check_heads(axes: Axes) -> None:
-    """Query heads are a multiple of key/value heads."""
+    """Query heads are a multiple of key/value heads; neither they nor head dims are symbolic."""
+    for axis, name in (("N", "query"), ("K", "key"), ("H", "query"), ("D", "value")):
+        if not is_known(axes[axis]):
+            raise ValueError(
+                f"`{name}` has the symbolic size {axis} = {axes[axis]}, expected a number; "
+                "export one program for each, since only the batch and lengths may be symbolic"
+            )
     num_heads, num_kv_heads = axes["N"], axes["K"]
     if (num_heads and not num_kv_heads) or (num_kv_heads and num_heads % num_kv_heads):
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
 import logging
 import threading
 import zlib
@@ -82,7 +83,8 @@ def custom_call(
         the results, as ir values.
 
     Raises:
-        ValueError: the kernel takes another number of operands and results, or one of them in another dtype.
+        ValueError: the kernel takes another number of operands and results, or one of them in another dtype; or
+            `jax.export` would refuse the call.
         ImportError: the extension or the compiler is not installed.
     """
     names = {name: dtype for name, dtype in launch_buffers(spec).items() if dtype is not None}
@@ -96,6 +98,7 @@ def custom_call(
     for (name, dtype), aval in zip(names.items(), avals, strict=True):
         if aval.dtype != dtype:
             raise ValueError(f"the {spec.op} kernel takes `{name}` in {dtype}; found {aval.dtype}")
+    _check_export(ctx)
     registry.register()
     kernel = _kernel(spec)
     attributes = {
@@ -109,6 +112,37 @@ def custom_call(
         "floats": mlir.ir.DenseF32ArrayAttr.get(floats),
     }
     return jax.ffi.ffi_lowering(registry.TARGET_NAME, backend_config=attributes)(ctx, *operands)
+
+
+def _check_export(ctx: mlir.LoweringRuleContext) -> None:
+    """Raises if `jax.export` would refuse the launch of a kernel.
+
+    JAX's own error comes once kernels are compiled, and prints each custom call with its kernel: 20 000 characters for
+    one of them.
+    """
+    if not ctx.module_context.lowering_parameters.for_export:
+        return
+    disabled = _disabled_checks()
+    if disabled is None or any(check.is_custom_call() in (registry.TARGET_NAME, "ALL") for check in disabled):
+        return
+    flag = f'disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("{registry.TARGET_NAME}")]'
+    raise ValueError(
+        "jax.export refuses the custom calls that launch jax_fastattn's kernels, since JAX does not know that they "
+        f'stay compatible. Pass `{flag}` to `jax.export.export`, or `implementation="xla"` to attention.'
+    )
+
+
+def _disabled_checks() -> Sequence[Any] | None:
+    """Returns what `jax.export` was told to leave unchecked; None if that is not to be found.
+
+    JAX tells lowering rules that they lower for an export, and nothing else of it. Its own frame knows.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "do_export" and frame.f_globals.get("__name__") == "jax._src.export._export":
+            return frame.f_locals.get("disabled_checks")
+        frame = frame.f_back
+    return None
 
 
 def _int32(value: int) -> Any:

@@ -11,7 +11,7 @@ from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm90 import backward_config as sm90_backward
 from jax_fastattn.kernels.sm90 import config as sm90
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, kernel_spec
-from jax_fastattn.spec import Problem
+from jax_fastattn.spec import Problem, is_known
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
 # For tests and benchmarks of the portable family on a Hopper GPU: compiled for it, with the shared memory of an A100,
@@ -23,14 +23,16 @@ MAX_HEAD_DIM = 256
 
 def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
     """Every reason why no CUDA kernel can run `problem` on `arch`; empty when one can."""
-    present = problem.spec.present
+    present, symbolic = problem.spec.present, problem.symbolic_sizes
+    longest = max(size for size in (0, problem.query_length, problem.key_length) if is_known(size))
     checks = {
         f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}": arch
         not in ARCHITECTURES + BORROWED,
         f"the dtype is {problem.dtype}; the kernels take {' and '.join(DTYPES)}": problem.dtype not in DTYPES,
         f"`query` has head dim {problem.head_dim}; at most {MAX_HEAD_DIM}": problem.head_dim > MAX_HEAD_DIM,
         f"`value` has head dim {problem.v_head_dim}; at most {MAX_HEAD_DIM}": problem.v_head_dim > MAX_HEAD_DIM,
-        f"a length is over {UNBOUNDED}": max(problem.query_length, problem.key_length) > UNBOUNDED,
+        f"sizes are symbolic: {', '.join(symbolic)}": bool(symbolic),
+        f"a length is over {UNBOUNDED}": longest > UNBOUNDED,
         "`bias` is given": "bias" in present,
         "`mask` is given": "mask" in present,
         "segment ids are given": "query_segment_ids" in present,

@@ -99,7 +99,7 @@ def becomes_heads(names: Sequence[str], mapped: Sequence[bool], shapes: Sequence
     _, batch, _, heads, _ = shapes[0]
 
     def is_repeated(size: int, whole: int, is_mapped: bool) -> bool:
-        return size < whole if is_mapped else size > 1
+        return size != whole if is_mapped else size != 1  # not `<`: a symbolic batch cannot be compared
 
     for name, shape, is_mapped in zip(names, shapes, mapped, strict=True):
         if name in ("bias", "mask"):

@@ -32,6 +32,7 @@ REMEDIES = {
         "leave the array out and pass `is_causal=True` for a causal mask, `key_value_seq_lengths` for padding, or "
         "`local_window_size` for a band"
     ),
+    "sizes are symbolic": 'export for sizes that are numbers, a program for each, or pass `implementation="xla"`',
     "segment ids are given": "pass boundaries to `attention_varlen` instead; docs/packed.md shows how to get them",
 }
 
@@ -74,10 +75,18 @@ class Explanation:
 
 
 def cuda_reasons(problem: Problem) -> list[str]:
-    """Every reason against the CUDA kernels for a call that is lowered for CUDA."""
+    """Every reason against the CUDA kernels for a call that is lowered for CUDA.
+
+    Raises:
+        NotImplementedError: symbolic sizes are the only reason. The slower path would replace kernels in every program
+            that is exported then, so the caller has to ask for it.
+    """
     missing = ffi.missing_parts()
     arch = None if missing else ffi.arch()
-    return missing + [reason for reason in unsupported_reasons(problem, arch) if arch or "architecture" not in reason]
+    found = [reason for reason in unsupported_reasons(problem, arch) if arch or "architecture" not in reason]
+    if problem.symbolic_sizes and len(missing + found) == 1:
+        raise NotImplementedError(f"jax_fastattn's CUDA kernels cannot run this call: {_advice(found)}.")
+    return missing + found
 
 
 def faster_on_xla(problem: Problem, multiprocessors: int) -> str | None:
