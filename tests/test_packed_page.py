@@ -3,6 +3,7 @@
 """The code of docs/packed.md runs as it stands, and means what the page says."""
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ def names() -> dict[str, Any]:
     """What the code of the page defines."""
     page = (Path(__file__).parents[1] / "docs" / "packed.md").read_text()
     found: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates.
+        warnings.filterwarnings("ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning)
+        import flax.nnx  # noqa: F401 (the page imports it again, without a warning)
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), found)
     return found
 
@@ -48,3 +53,11 @@ def test_boundaries_mean_what_segment_ids_mean(names: dict[str, Any]) -> None:
     assert names["boundaries_without_padding"](ids, 5).tolist() == [0, 50, 80, 120, 120, 120]
     step = jax.jit(names["boundaries"], static_argnums=1)
     assert step(names["segment_ids"][1], 2).tolist() == [0, 128, 128]
+
+
+def test_a_module_of_flax_attends_inside_segments(names: dict[str, Any]) -> None:
+    ids, layer, x = names["segment_ids"], names["layer"], names["x"]
+    packed = names["Packed"](segment_ids=ids)
+    np.testing.assert_allclose(names["out_of_layer"], layer(x, mask=packed), atol=1e-5)
+    row = layer(x[:1, 50:80])
+    np.testing.assert_allclose(names["out_of_layer"][:1, 50:80], row, atol=1e-5)

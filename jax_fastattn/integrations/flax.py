@@ -5,6 +5,14 @@
     flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention_fn)
     flax.nnx.MultiHeadAttention(8, 512, attention_fn=bind(is_causal=True, implementation="cuda"), rngs=rngs)
 
+A packed batch goes where a mask would, as data of the call, so that new segment ids and boundaries trace nothing again:
+
+    layer = flax.nnx.MultiHeadAttention(8, 512, attention_fn=bind(is_causal=True), decode=False, rngs=rngs)
+
+    @flax.nnx.jit
+    def step(layer, x, segment_ids):  # x [batch, length, 512], segment_ids [batch, length]
+        return layer(x, mask=Packed(segment_ids=segment_ids))
+
 Every argument that a module may pass is honored or raises. Differences from Flax's own function: softmax is in float32
 whatever the dtype, and a query that sees no key gives 0 where Flax gives the mean of the values.
 
@@ -19,13 +27,39 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_fastattn.api import attention
+from jax_fastattn.api import attention, attention_varlen
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """Says which tokens of a packed batch attend to each other. A module takes it in the place of a mask.
+
+    Modules of Flax hand the mask of a call to their attention_fn unchanged, unless they decode. A `Packed` is a pytree,
+    so it may also be an argument of `jax.jit`, `nnx.jit`, `nn.remat` and the like. Give one of the two attributes:
+
+    Attributes:
+        segment_ids: integers `[batch..., T]` (with T = S), or a pair `([batch..., T], [batch..., S])`; tokens attend
+            inside equal ids. These take the XLA path.
+        cu_seqlens: integers `[batch..., sequences + 1]`, or a pair of those of queries and of keys: the boundaries of
+            the sequences in each row of the batch, as for `jax_fastattn.attention_varlen`. The CUDA kernels take these.
+    """
+
+    segment_ids: Any = None
+    cu_seqlens: Any = None
+
+    def given(self) -> list[str]:
+        """The names of what is there."""
+        return [
+            name for name, x in (("segment_ids", self.segment_ids), ("cu_seqlens", self.cu_seqlens)) if x is not None
+        ]
 
 
 def attention_fn(
@@ -33,7 +67,7 @@ def attention_fn(
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | Packed | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -60,7 +94,7 @@ def attention_fn(
         value: `[batch..., S, K, D]`.
         bias: broadcastable to `[batch..., N, T, S]`, added to the scaled logits. Default None.
         mask: broadcastable to `[batch..., N, T, S]`, bool or numbers as Flax's mask makers give them: a query may
-            attend where it is not 0. Default None.
+            attend where it is not 0. Or a `Packed`: tokens attend inside their own sequence. Default None.
         broadcast_dropout, dropout_rng: as in Flax.
         dropout_rate: on the attention weights. If it is not 0 (the default) and not `deterministic`, Flax's function
             computes the call.
@@ -92,8 +126,10 @@ def attention_fn(
     given = [
         name for name, value in options.items() if value is not None and (name, value) != ("implementation", "xla")
     ]
+    packed = mask.given() if isinstance(mask, Packed) else []
     _refuse(
-        dropout=given if drops else [],
+        dropout=packed + given if drops else [],
+        bias=bias is not None and "cu_seqlens" in packed,
         module=module is not None,
         precision=not drops and _precision_name(precision) == "",
         einsum_dot_general=einsum_dot_general,
@@ -114,6 +150,7 @@ def attention_fn(
             "the module's mask hides the future already: leave `is_causal` out, or bind `query_offset`."
         )
     if drops:
+        assert not isinstance(mask, Packed)  # refused above
         return _attend_with_dropout(
             query,
             key,
@@ -129,15 +166,17 @@ def attention_fn(
             force_fp32_for_softmax=force_fp32_for_softmax,
         )
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    arrays = [x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)]
+    options |= {"is_causal": is_causal, "deterministic": deterministic_gradients}
+    if bias is not None:
+        options["bias"] = _fold_broadcast("bias", bias, batch)
     with contextlib.nullcontext() if precision is None else jax.default_matmul_precision(_precision_name(precision)):
-        out = attention(
-            *(x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)),
-            bias=None if bias is None else _fold_broadcast("bias", bias, batch),
-            mask=None if mask is None else _fold_broadcast("mask", mask.astype(bool), batch),
-            is_causal=is_causal,
-            deterministic=deterministic_gradients,
-            **options,
-        )
+        if isinstance(mask, Packed):
+            out = _attend_packed(arrays, mask, batch, options)
+        else:
+            out = attention(
+                *arrays, mask=None if mask is None else _fold_broadcast("mask", mask.astype(bool), batch), **options
+            )
     return out.reshape(*batch, *out.shape[1:])
 
 
@@ -151,7 +190,9 @@ def bind(*, is_causal: bool = False, **options: Any) -> Callable[..., jax.Array]
         is_causal: query i sees the keys up to i, without a mask array. Default False. In a decoding step of the module
             (one query, several keys, and a mask of the module's) the mask alone hides the future.
         **options: `bias`, `deterministic_gradients` and the keyword arguments of `jax_fastattn.attention`, such as
-            `implementation`, `local_window_size`, `logits_soft_cap` or `segment_ids`.
+            `implementation`, `local_window_size` or `logits_soft_cap`. Segment ids that change from call to call do
+            not belong here: to nnx a module with another attention_fn is another module, so that a jitted step is
+            traced again at every call. Pass `mask=Packed(segment_ids=...)` to the module instead.
 
     Returns:
         A function with the signature of `attention_fn`. It raises `TypeError` when called with what is bound.
@@ -163,12 +204,34 @@ def bind(*, is_causal: bool = False, **options: Any) -> Callable[..., jax.Array]
         query: jax.Array, key: jax.Array, value: jax.Array, *args: Any, is_causal: bool = False, **kwargs: Any
     ) -> jax.Array:
         mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
+        has_mask = mask is not None and not isinstance(mask, Packed)
         lengths = query.shape[-3:-2] + key.shape[-3:-2]
-        decodes = mask is not None and lengths[:1] == (1,) < lengths[1:] and "query_offset" not in options
+        decodes = has_mask and lengths[:1] == (1,) < lengths[1:] and "query_offset" not in options
         is_causal = is_causal or (bound_is_causal and not decodes)
         return attention_fn(query, key, value, *args, is_causal=is_causal, **options, **kwargs)
 
     return bound
+
+
+def _attend_packed(
+    arrays: list[jax.Array], packed: Packed, batch: tuple[int, ...], options: dict[str, Any]
+) -> jax.Array:
+    """Attends inside the sequences of each row; `arrays` are query, key and value with one batch axis."""
+    if len(packed.given()) != 1:
+        found = " and ".join(f"`{name}`" for name in packed.given()) or "nothing"
+        raise ValueError(f"`mask` is a `Packed` with {found}; expected `segment_ids` or `cu_seqlens`, one of them.")
+    (name,) = packed.given()
+    both = getattr(packed, name)
+    both = tuple(both) if isinstance(both, (tuple, list)) else (both, both)
+    for x in both:
+        if x.shape[:-1] != batch:
+            raise ValueError(
+                f"`{name}` of `mask` has shape {x.shape}; expected the batch axes {batch} of `query` and one more."
+            )
+    of_queries, of_keys = (x.reshape(math.prod(batch), x.shape[-1]) for x in both)
+    if name == "segment_ids":
+        return attention(*arrays, segment_ids=(of_queries, of_keys), **options)
+    return jax.vmap(functools.partial(attention_varlen, **options))(*arrays, of_queries, of_keys)
 
 
 def _attend_with_dropout(
@@ -207,6 +270,7 @@ def _refuse(**arguments: Any) -> None:
     lacking = ", ".join(f"`{name}`" for name in arguments["dropout"])
     remedies = {
         "dropout": f"Flax's own attention computes it and lacks {lacking}; set `dropout_rate=0.0`",
+        "bias": "attention inside boundaries has none: give `Packed` the `segment_ids`",
         "module": "the weights to sow never exist in memory: call the module with `sow_weights=False`",
         "precision": "set one precision for both operands, by a name that `jax.default_matmul_precision` takes",
         "einsum_dot_general": "the products are part of the kernel: leave it out",
