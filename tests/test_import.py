@@ -4,23 +4,32 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
+import pytest
+
 import jax_fastattn
+from jax_fastattn.ffi import registry
 
 # Makes a module impossible to find and to import.
 WITHOUT = "import sys\nfor name in ({names!r}): sys.modules[name] = None\n"
 COMPILER = ("cutlass", "nvidia_cutlass_dsl", "cuda")
 
 
-def python(code: str, without: tuple[str, ...] = ()) -> str:
+ROOT = Path(jax_fastattn.__file__).parents[1]
+
+
+def python(code: str, without: tuple[str, ...] = (), path: tuple[Path, ...] = (ROOT,)) -> str:
     """What a new process prints that sees no GPU."""
     environment = os.environ | {
-        "PYTHONPATH": str(Path(jax_fastattn.__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         "JAX_PLATFORMS": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -85,6 +94,62 @@ def test_without_the_compiler_everything_but_kernels_works() -> None:
     for without, missing in ((COMPILER, 1), ((*COMPILER, "jax_fastattn.ffi._ffi"), 2)):
         expected = ["(2, 5, 3, 8) xla", "False 1 True", f"{missing} True"]
         assert python(code, without).splitlines() == expected
+
+
+def test_a_clone_that_shadows_the_installed_package_says_so(tmp_path: Path) -> None:
+    """So does the error of `register_ffi_targets`, which was a bare ModuleNotFoundError."""
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    shutil.copytree(ROOT / "jax_fastattn", clone / "jax_fastattn", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (clone / "CMakeLists.txt").touch()
+    extension = site / "jax_fastattn" / "ffi" / f"_ffi{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    extension.parent.mkdir(parents=True)
+    extension.touch()
+    code = """
+        import sys
+        sys.meta_path[:] = [finder for finder in sys.meta_path if isinstance(finder, type)]  # none of `pip install -e`
+        import jax_fastattn
+        print(jax_fastattn.ffi.missing_parts()[0])
+        try:
+            jax_fastattn.register_ffi_targets()
+        except ImportError as error:
+            print(type(error).__name__, error)
+    """
+    found = python(code, path=(clone, site)).splitlines()
+    assert found == [
+        f"the C++ extension of jax_fastattn, built for this Python, is not in {clone / 'jax_fastattn'}, a source tree "
+        f"that Python imports instead of the installed package {site / 'jax_fastattn'}; start Python in another "
+        f"directory, or leave {clone} out of PYTHONPATH; or run `pip install -e {clone}`",
+        f"ImportError {found[0]}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("is_clone", "remedy"), [(True, "run `pip install -e {root}`"), (False, "reinstall jax_fastattn")]
+)
+def test_a_package_without_its_extension_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_clone: bool, remedy: str
+) -> None:
+    if is_clone:
+        (tmp_path / "CMakeLists.txt").touch()
+    monkeypatch.setattr(registry, "__file__", str(tmp_path / "jax_fastattn" / "ffi" / "registry.py"))
+    monkeypatch.setattr(registry, "_is_installed", lambda module: module == "nvidia_cutlass_dsl")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (reason,) = registry.missing_parts()
+    assert reason.endswith(f" is not in {tmp_path / 'jax_fastattn'}; {remedy.format(root=tmp_path)}")
+
+
+def test_messages_name_only_packages_that_an_index_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extras of this package are right in a clone alone: no index has its name, which anybody may register."""
+    clone = Path(__file__).parents[1]
+    sources = [*(clone / "jax_fastattn").rglob("*.py"), *(clone / "csrc").glob("*.cc")]
+    texts = {path.name: path.read_text() for path in sources}
+    assert [name for name, text in texts.items() if "jax_fastattn[" in text] == []
+    extras = tomllib.loads((clone / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    monkeypatch.setattr(registry, "_is_installed", lambda module: False)
+    for extra in ("cuda13", "cuda12"):
+        (compiler,) = (name for name in extras[extra] if name.startswith("nvidia-cutlass-dsl"))
+        for text in (registry.missing_parts()[1], texts["libraries.cc"]):
+            assert f"'{compiler}'" in text
 
 
 def test_public_names() -> None:

@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import re
+import sys
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -121,13 +123,35 @@ def multiprocessors() -> int:
 
 def missing_parts() -> list[str]:
     """What the installation lacks to launch kernels, each with its remedy; empty when it is complete."""
-    parts = {
-        "the compiled extension of jax_fastattn is missing; install jax_fastattn from a wheel, or build it with "
-        "`pip install -e .`": _EXTENSION,
-        "nvidia-cutlass-dsl, which compiles and loads kernels, is not installed; run `pip install "
-        "'jax_fastattn[cuda13]'`, or `'jax_fastattn[cuda12]'` for CUDA 12": _COMPILER,
-    }
-    return [reason for reason, module in parts.items() if not _is_installed(module)]
+    missing = [] if _is_installed(_EXTENSION) else [_without_extension()]
+    if not _is_installed(_COMPILER):
+        missing.append(
+            "nvidia-cutlass-dsl, which compiles and loads kernels, is not installed; run `pip install "
+            "'nvidia-cutlass-dsl[cu13]>=4.8'`, or `pip install 'nvidia-cutlass-dsl>=4.8'` for CUDA 12"
+        )
+    return missing
+
+
+def _without_extension() -> str:
+    """Says which package was imported without its extension, and what to do."""
+    package = Path(__file__).parents[1]
+    root = package.parent
+    text = f"the C++ extension of jax_fastattn, built for this Python, is not in {package}"
+    if not (root / "CMakeLists.txt").is_file():
+        return f"{text}; reinstall jax_fastattn"
+    if other := _installed_elsewhere():
+        text += (
+            f", a source tree that Python imports instead of the installed package {other}; start Python in another "
+            f"directory, or leave {root} out of PYTHONPATH"
+        )
+    return f"{text}; {'or ' if other else ''}run `pip install -e {root}`"
+
+
+def _installed_elsewhere() -> Path | None:
+    """Finds a package with an extension that is on Python's path too; None without any."""
+    folders = [str(Path(entry, "jax_fastattn", "ffi")) for entry in sys.path]
+    found = importlib.machinery.PathFinder.find_spec("_ffi", folders)
+    return Path(found.origin).parents[1] if found and found.origin else None
 
 
 def register() -> None:
@@ -145,6 +169,8 @@ def register() -> None:
 
 @functools.cache
 def _register_once() -> None:
+    if not _is_installed(_EXTENSION):
+        raise ImportError(_without_extension())
     extension = importlib.import_module(_EXTENSION)
     extension.set_library_paths(runtime=runtime_library() or "", driver=_DRIVER)
     stages = {"initialize": extension.initialize, "execute": extension.launch}
