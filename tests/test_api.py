@@ -541,9 +541,10 @@ def test_insisting_on_cuda_elsewhere_names_every_reason(transform: Any) -> None:
     listed = [line.strip(" -") for line in str(caught.value).split("\n")[1:-1]]
     assert listed == [
         "the platform is not CUDA",
-        "the dtype is float32; the kernels take bfloat16 and float16",
-        "`bias` is given",
-        "`mask` is given",
+        "the dtype is float32; the kernels take bfloat16 and float16 (cast query, key and value to bfloat16)",
+        "`bias` is given (if it hides pairs, pass what hides them by number, as for `mask`)",
+        "`mask` is given (leave the array out and pass `is_causal=True` for a causal mask, `key_value_seq_lengths` for "
+        "padding, or `local_window_size` for a band)",
     ]
     assert "implementation=None falls back to the XLA path" in str(caught.value)
 

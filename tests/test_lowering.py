@@ -198,8 +198,7 @@ def test_a_fallback_warns_once_with_its_reasons() -> None:
     site = f"{__file__}:{line_of(test_a_fallback_warns_once_with_its_reasons, 'jax.vmap')}"
     text = (
         rf"takes the XLA path for the call at {re.escape(site)}: the dtype is float32; the kernels take bfloat16 and "
-        r"float16 \(cast query, key and value to bfloat16\)\. It takes about \d to \d+ times as long .* Pass "
-        r"implementation"
+        r"float16 \(cast query, key and value to bfloat16\)\. Pass implementation"
     )
     with pytest.warns(UserWarning, match=text) as caught:
         assert "custom_call" not in calls.cuda_text(model, query, key, value)
