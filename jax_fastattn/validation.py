@@ -9,6 +9,7 @@ computes on array values: lengths, offsets and ids are checked for shape and dty
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax_fastattn.spec import is_known
 
 _LARGEST_FLOAT32, _SMALLEST_FLOAT32 = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
-_FLOATS = ("bfloat16", "float16", "float32", "float64")
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class Axes:
@@ -76,7 +77,21 @@ def as_array(name: str, x: Any) -> jax.Array:
     except OverflowError as error:
         raise ValueError(f"`{name}` is {x}, expected values that int32 holds") from error
     except (TypeError, ValueError) as error:
+        if dtype := _foreign_byte_order(x):
+            order = "big" if sys.byteorder == "little" else "little"
+            native = np.dtype(dtype).newbyteorder("=")
+            raise TypeError(
+                f"`{name}` has dtype {dtype}, which is {order}-endian; JAX takes the byte order of this machine alone, "
+                f'so pass `{name}.astype("{native}")`'
+            ) from error
         raise TypeError(f"`{name}` is {type(x).__name__}, expected an array") from error
+
+
+def _foreign_byte_order(x: Any) -> str | None:
+    """The dtype of the first NumPy array in x with the other byte order, such as ">f4"; None without any."""
+    leaves = jax.tree.leaves(x, lambda x: not isinstance(x, (list, tuple)))
+    dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic)))
+    return next((dtype.str for dtype in dtypes if not dtype.isnative), None)
 
 
 def as_integers(name: str, x: Any) -> jax.Array:
@@ -97,8 +112,8 @@ def as_integers(name: str, x: Any) -> jax.Array:
 def check_float_operands(**arrays: jax.Array) -> None:
     """All of one floating dtype that attention is defined for."""
     (first, x), *rest = arrays.items()
-    if x.dtype.name not in _FLOATS:
-        raise TypeError(f"`{first}` has dtype {x.dtype}, expected one of {', '.join(_FLOATS)}; cast it first")
+    if x.dtype.name not in FLOATS:
+        raise TypeError(f"`{first}` has dtype {x.dtype}, expected one of {', '.join(FLOATS)}; cast it first")
     for name, y in rest:
         if y.dtype != x.dtype:
             raise TypeError(f"`{name}` has dtype {y.dtype}, expected {x.dtype} as in `{first}`; cast one of them")
@@ -138,12 +153,14 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static")
     is_scalar = np.isscalar(x) or (hasattr(x, "shape") and x.shape == ())
-    if isinstance(x, (bool, str)) or not is_scalar or np.iscomplexobj(x):
+    if isinstance(x, (bool, np.bool_, str, bytes)) or not is_scalar or np.iscomplexobj(x):
         raise TypeError(f"`{name}` is {type(x).__name__}, expected a float")
     try:
         value = float(x)  # pyright: ignore[reportArgumentType] (numpy.isscalar narrows to more than numbers)
     except OverflowError:
         value = math.inf
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` is {type(x).__name__}, expected a float") from error
     if not math.isfinite(value) or (positive and value <= 0):
         raise ValueError(f"`{name}` is {value}, expected a finite{' positive' if positive else ''} number")
     if abs(value) > _LARGEST_FLOAT32 or (positive and value < _SMALLEST_FLOAT32):
@@ -190,6 +207,8 @@ def check_window(window: int | Sequence[int | None] | None) -> tuple[int | None,
 
 def check_implementation(implementation: Any) -> None:
     """None, "cuda" or "xla"."""
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f'`implementation` is {type(implementation).__name__}, expected None, "cuda" or "xla"')
     if implementation not in (None, "cuda", "xla"):
         remedy = "; cuDNN is reached through jax.nn.dot_product_attention" if implementation == "cudnn" else ""
         raise ValueError(f'`implementation` is {implementation!r}, expected None, "cuda" or "xla"{remedy}')

@@ -321,6 +321,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "value-dtype": ({"value": V.astype(jnp.float16)}, TypeError, r"`value` has dtype float16, expected float32 as in"),
     "query-string": ({"query": "text"}, TypeError, r"`query` is str, expected an array"),
+    "query-big-endian": (
+        {"query": np.zeros(Q.shape, ">f4")},
+        TypeError,
+        r"`query` has dtype >f4, which is big-endian; .* pass `query.astype\(\"float32\"\)`",
+    ),
     "query-none": ({"query": None}, TypeError, r"`query` is NoneType, expected an array"),
     "bias-axis": (
         {"bias": jnp.zeros((2, 6, 4, 7))},
@@ -404,6 +409,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"`query_seq_lengths` is \[5, 4294967299\], expected values that int32 holds",
     ),
+    "lengths-big-endian": (
+        {"key_value_seq_lengths": np.array([5, 3], ">i4")},
+        TypeError,
+        r"`key_value_seq_lengths` has dtype >i4, which is big-endian; .*astype\(\"int32\"\)`",
+    ),
+    "segments-big-endian": (
+        {"segment_ids": (jnp.zeros((2, 5), jnp.int32), np.zeros((2, 7), ">i8"))},
+        TypeError,
+        r"`segment_ids` has dtype >i8, which is big-endian",
+    ),
     "segments-range": (
         {"segment_ids": (np.zeros((2, 5), int), np.full((2, 7), -(2**32)))},
         ValueError,
@@ -440,6 +455,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"`logits_soft_cap` is 1e-300, expected a positive number that float32 holds",
     ),
+    "scale-object": ({"scale": np.array(None, object)}, TypeError, r"`scale` is ndarray, expected a float"),
+    "scale-date": ({"scale": np.datetime64("2026-01-01")}, TypeError, r"`scale` is datetime64, expected a float"),
+    "scale-bytes": ({"scale": b"1"}, TypeError, r"`scale` is bytes, expected a float"),
+    "scale-bool": ({"scale": np.bool_(True)}, TypeError, r"`scale` is bool_?, expected a float"),
+    "cap-key": ({"logits_soft_cap": jax.random.key(0)}, TypeError, r"`logits_soft_cap` is PRNGKeyArray, expected a"),
     "scale-string": ({"scale": "1"}, TypeError, r"`scale` is str, expected a float"),
     "scale-shape": ({"scale": jnp.ones(2)}, ValueError, r"`scale` has shape \(2,\), expected .* of shape \(\); vmap"),
     "scale-complex": ({"scale": 1j}, TypeError, r"`scale` is complex, expected a float"),
@@ -469,6 +489,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r'`implementation` is \'triton\', expected None, "cuda" or "xla"$',
     ),
+    "implementation-list": (
+        {"implementation": ["cuda"]},
+        TypeError,
+        r"`implementation` is list, expected None, \"cuda\"",
+    ),
+    "implementation-array": ({"implementation": np.ones(2)}, TypeError, r"`implementation` is ndarray, expected None"),
     "implementation-cudnn": (
         {"implementation": "cudnn"},
         ValueError,
