@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -12,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_fastattn import canonical, ffi, validation
 from jax_fastattn.ops import dispatch, vjp
-from jax_fastattn.spec import Implementation, Problem
+from jax_fastattn.spec import Implementation
 
 Window = int | tuple[int | None, int | None] | None
 SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike] | None
@@ -182,29 +183,45 @@ def attention(
 
 
 def explain(
-    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, arch: str | None = None, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    arch: str | None = None,
+    **options: Any,
 ) -> dispatch.Explanation:
-    """Which implementation a call of `attention` with these arguments would run, and why.
+    """Which implementation a call of `attention`, or of `attention_varlen`, with these arguments would run, and why.
 
     Args:
         query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s will do. Nothing runs.
+        cu_seqlens_q, cu_seqlens_k: as for `attention_varlen`, whose arguments the others then are. Default: a call of
+            `attention`.
         arch: the GPU to lower for, such as `"sm_90a"`; see `target_arch`. Default: that of an enclosing `target_arch`,
             else what is here.
 
     Returns:
         A readable record: implementation, kernels, tiles, how dq is added up, or the reasons against the kernels and
         what to do instead.
+
+    Raises:
+        ValueError, TypeError: as the call itself.
     """
-    arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
-    # A Python number has a value, which counts: an offset of 0 is none.
-    kinds = (jax.Array, jax.ShapeDtypeStruct)
-    traced = [name for name, x in options.items() if any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(x))]
-    arrays |= {name: options.pop(name) for name in traced}
-    validation.check_flag("return_residual", options.pop("return_residual", False))
-    found: list[Problem] = []
-    jax.eval_shape(lambda arrays: found.append(Problem.of(*canonical.canonicalize(**arrays, **options))), arrays)
+    options |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
+    function, canonicalize = attention, canonical.canonicalize
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        function, canonicalize = attention_varlen, canonical.canonicalize_packed
+        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if unknown := [name for name in options if name not in inspect.signature(function).parameters]:
+        raise TypeError(f"explain() got an unexpected keyword argument '{unknown[0]}'; {function.__name__}() has none")
+    return_residual = options.pop("return_residual", False)
+    problem = canonical.problem_of(canonicalize, query=query, key=key, value=value, **options)
+    validation.check_flag("return_residual", return_residual)
     with ffi.target_arch(ffi.named_arch() if arch is None else arch):
-        return dispatch.explain(found[0])
+        return dispatch.explain(problem)
 
 
 @overload

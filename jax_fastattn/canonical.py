@@ -7,19 +7,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import _compat, packed, validation
-from jax_fastattn.spec import AttentionSpec, Operands, is_known
+from jax_fastattn.spec import AttentionSpec, Operands, Problem, is_known
 
 # Beyond any length. Below, offsets are clamped to it, so that no position leaves int32.
 UNBOUNDED = 1 << 29
 # What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
 LONGEST_SYMBOLIC = 1 << 27
+
+# Arguments that are Python values, fixed when a call is traced.
+_STATIC = ("is_causal", "local_window_size", "implementation", "logits_soft_cap", "deterministic")
 
 
 def canonicalize(
@@ -78,8 +83,8 @@ def canonicalize_packed(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     *,
-    sinks: Any,
-    query_offset: Any,
+    sinks: Any = None,
+    query_offset: Any = 0,
     **static: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `api.attention_varlen`; packed tokens become one batch entry."""
@@ -109,6 +114,36 @@ def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> ja
     """Inverse of both on the results: drops an added batch axis, and a log-sum-exp that nobody asked for."""
     out, lse = results if batched else jax.tree.map(drop_batch, results)
     return out if lse is None else (out, lse)
+
+
+def problem_of(canonicalize: Callable[..., tuple[AttentionSpec, Operands]], **arguments: Any) -> Problem:
+    """Returns what a call with the arguments of `canonicalize` would be lowered for; nothing runs.
+
+    Arrays may be abstract. Any other argument stays what it is, so that it gets the error that the call gives it.
+    """
+    static = {name: x for name, x in arguments.items() if name in _STATIC or (name == "scale" and not _is_abstract(x))}
+    operands = {name: x for name, x in arguments.items() if name not in static}
+    leaves, tree = jax.tree.flatten(operands, lambda x: x is not operands and not isinstance(x, (list, tuple)))
+    found: list[Problem] = []
+
+    def trace(shapes: dict[int, jax.Array]) -> None:
+        given = jax.tree.unflatten(tree, [shapes.get(i, x) for i, x in enumerate(leaves)])
+        found.append(Problem.of(*canonicalize(**given, **static)))
+
+    jax.eval_shape(trace, {i: x for i, x in enumerate(leaves) if _has_shape_alone(x)})
+    return found[0]
+
+
+def _is_abstract(x: Any) -> bool:
+    """Whether x is a JAX array, or stands for one."""
+    return isinstance(x, (jax.Array, jax.ShapeDtypeStruct, jax.core.ShapedArray))
+
+
+def _has_shape_alone(x: Any) -> bool:
+    """Whether a call checks no value of x. It checks those of integers on the host."""
+    if isinstance(x, np.ndarray):
+        return x.dtype.isnative and x.dtype.name in ("bool", *validation.FLOATS)
+    return _is_abstract(x)
 
 
 def _resolve(

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import attention, explain, target_arch
+from jax_fastattn import attention, attention_varlen, explain, target_arch
 
 Q, K, V = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 129, 6, 64), (2, 193, 3, 64), (2, 193, 3, 40)))
 
@@ -219,5 +221,110 @@ def test_takes_every_argument_of_attention_and_runs_nothing() -> None:
 def test_wrong_arguments_raise_as_in_attention() -> None:
     with pytest.raises(ValueError, match="`key` has 3 heads, which does not divide the 5 heads of `query`"):
         explain(jax.ShapeDtypeStruct((2, 129, 5, 64), jnp.bfloat16), K, V)
-    with pytest.raises(TypeError, match="windw"):
-        explain(Q, K, V, windw=3)
+
+
+@pytest.mark.parametrize("options", [{"windw": 3}, {"operands": None}, {"static": ()}])
+def test_refuses_an_unknown_option_by_its_name(options: dict[str, Any]) -> None:
+    (name,) = options
+    for function in (attention, explain):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument '{name}'"):
+            function(Q, K, V, **options)
+
+
+STARTS = jnp.array([0, 40, 100, 129], jnp.int32)
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("options", [{}, {"query_offset": "bottom_right"}, {"query_offset": jnp.zeros(3, jnp.int32)}])
+def test_answers_for_packed_calls(options: dict[str, Any]) -> None:
+    """What it says is what the text of the program holds."""
+    query, key, value = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (Q, K, V))
+    options |= {"is_causal": True}
+    for starts in (STARTS, np.asarray(STARTS), jax.ShapeDtypeStruct(STARTS.shape, STARTS.dtype)):
+        found = explain(query, key, value, cu_seqlens_q=starts, cu_seqlens_k=starts, **options)
+        assert (found.implementation, found.kernel) == ("cuda", "sm90 forward, sm90 backward")
+    packed = lambda query, key, value: attention_varlen(query, key, value, STARTS, STARTS, **options)
+    assert calls.count_launches(calls.cuda_text(packed, query, key, value)) == 1
+    assert explain(query, key, value, cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, implementation="xla").reasons == (
+        '`implementation` is "xla"',
+    )
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_answers_for_packed_calls_by_their_sequences() -> None:
+    """Without its sequences this call takes the XLA path."""
+    call = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in one_query().items()}
+    starts = {"cu_seqlens_q": jnp.array([0, 1]), "cu_seqlens_k": jnp.array([0, 1 << 17])}
+    assert explain(**call).implementation == "xla"
+    assert explain(**call, **starts).implementation == "cuda"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": True},
+        {"bias": 0.0},
+        {"segment_ids": None},
+        {"query_seq_lengths": None},
+        {"key_value_seq_lengths": None},
+    ],
+)
+def test_refuses_for_a_packed_call_what_attention_varlen_refuses(options: dict[str, Any]) -> None:
+    arguments = {name: jnp.zeros((5, 3, 8)) for name in ("query", "key", "value")}
+    arguments |= {"cu_seqlens_q": jnp.array([0, 5]), "cu_seqlens_k": jnp.array([0, 5])}
+    (name,) = options
+    for function in (attention_varlen, explain):
+        with pytest.raises(TypeError, match=f"got an unexpected keyword argument '{name}'"):
+            function(**arguments, **options)
+    with pytest.raises(TypeError, match="`cu_seqlens_k` is NoneType, expected an array"):
+        explain(**arguments | {"cu_seqlens_k": None})
+
+
+# Values that are wrong for most arguments, or for all.
+BAD = (
+    None,
+    "text",
+    b"1",
+    object(),
+    int,
+    -1,
+    float("nan"),
+    2**40,
+    1j,
+    ["one", "two"],
+    [None, None],
+    [[1, 2], [3]],
+    {1: 2, "a": 3},
+    (1, 2, 3),
+    jax.random.key(0),
+    np.array(None, object),
+    np.array([5, 2**40]),
+    np.array([5, 3], ">i4"),
+    np.ones((1, 2, 5, 6, 8)),
+    jnp.ones(2),
+)
+ARGUMENTS = [
+    (function, name) for function in (attention, attention_varlen) for name in inspect.signature(function).parameters
+]
+
+
+def said_by(function: Any, arguments: dict[str, Any]) -> str:
+    """The error of a call, without the addresses of objects; nothing if there is none."""
+    try:
+        function(**arguments)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {re.sub('0x[0-9a-f]+', '', str(error))}"
+    return ""
+
+
+@pytest.mark.parametrize(("function", "name"), ARGUMENTS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_says_what_the_call_says_and_names_the_argument(function: Any, name: str) -> None:
+    query, key, value = (jnp.zeros(shape) for shape in ((2, 5, 6, 8), (2, 7, 3, 8), (2, 7, 3, 4)))
+    good = {"query": query, "key": key, "value": value}
+    if function is attention_varlen:
+        starts = jnp.array([0, 2, 5], jnp.int32)
+        good = {name: x[0] for name, x in good.items()} | {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    found = [said_by(function, good | {name: bad}) for bad in BAD]
+    assert [said_by(explain, good | {name: bad}) for bad in BAD] == found
+    assert all(f"`{name}`" in text for text in found if text)
+    assert sum(text != "" for text in found) >= len(BAD) // 2
