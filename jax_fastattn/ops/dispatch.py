@@ -82,7 +82,7 @@ def cuda_reasons(problem: Problem) -> list[str]:
     arch = None if missing else ffi.arch()
     found = [reason for reason in unsupported_reasons(problem, arch) if arch or "architecture" not in reason]
     if problem.symbolic_sizes and len(missing + found) == 1:
-        raise NotImplementedError(f"jax_fastattn's CUDA kernels cannot run this call: {_advice(found)}.")
+        raise NotImplementedError(f"jax_fastattn's CUDA kernels cannot run this call: {_with_remedy(found[0])}.")
     return missing + found
 
 
