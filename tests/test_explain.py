@@ -201,13 +201,21 @@ def test_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert explain(Q, K, V).kernel == "sm80 forward, sm80 backward"
         assert explain(Q, K, V, arch="sm_90a").kernel == "sm90 forward, sm90 backward"
         assert explain(Q, K, V).kernel == "sm80 forward, sm80 backward"
-        assert explain(Q, K, V, arch="sm_75").reasons == (
-            "the GPU architecture is sm_75; the kernels run on sm_80, sm_86, sm_89, sm_90a, sm_120a",
-        )
     assert explain(Q, K, V, arch="sm_90a").kernel == "sm90 forward, sm90 backward"
     assert explain(Q, K, V).reasons == ("the platform is cpu",)
-    with pytest.raises(ValueError, match='`arch` is "hopper"; pass a name such as "sm_80"'):
-        explain(Q, K, V, arch="hopper")
+    for name in ("hopper", "sm_75", "sm_99999"):
+        with pytest.raises(ValueError, match=f'`arch` is "{name}"; pass one of sm_80, sm_86, sm_87'):
+            explain(Q, K, V, arch=name)
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("arch", ["sm_87", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_121a"])
+def test_says_where_the_kernels_were_not_timed(arch: str) -> None:
+    found = explain(Q, K, V, arch=arch)
+    assert found.implementation == "cuda"
+    untimed = arch in ("sm_100a", "sm_103a", "sm_110a")
+    assert bool(found.note) == untimed
+    assert str(found).endswith('with implementation="cudnn" may be faster there') == untimed
 
 
 def test_takes_every_argument_of_attention_and_runs_nothing() -> None:

@@ -191,7 +191,10 @@ def test_the_object_arrives_whole(library: Library, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("arch", "major", "minor"),
-    [("sm_80", 8, 0), ("sm_80", 8, 7), ("sm_86", 8, 9), ("sm_90a", 9, 0), ("sm_120a", 12, 0), ("sm_120f", 12, 1)],
+    [
+        *(("sm_80", 8, 0), ("sm_80", 8, 7), ("sm_86", 8, 9), ("sm_87", 8, 7), ("sm_90a", 9, 0), ("sm_100a", 10, 0)),
+        *(("sm_103a", 10, 3), ("sm_110a", 11, 0), ("sm_120a", 12, 0), ("sm_120f", 12, 1), ("sm_121a", 12, 1)),
+    ],
 )
 def test_architecture_that_runs(library: Library, arch: str, major: int, minor: int) -> None:
     library.set_major, library.set_minor = major, minor
@@ -202,6 +205,7 @@ def test_architecture_that_runs(library: Library, arch: str, major: int, minor: 
 @pytest.mark.parametrize(
     ("arch", "major", "minor"),
     [("sm_80", 9, 0), ("sm_86", 8, 0), ("sm_90a", 10, 0), ("sm_90a", 8, 0), ("sm_120a", 12, 1), ("", 9, 0)]
+    + [("sm_87", 8, 6), ("sm_100a", 10, 3), ("sm_103a", 10, 0), ("sm_110a", 10, 1), ("sm_121a", 12, 0)]
     + [(name, 9, 0) for name in ("sm_", "sm_a", "90a", "SM_90a", "sm_90ab", "sm_9x0", "sm_+90", "sm_090", "sm_90a ")]
     + [(f"sm_{2**32 + 90}a", 9, 0), (f"sm_{10**30}", 9, 0)],
 )

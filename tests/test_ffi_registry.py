@@ -15,6 +15,9 @@ import pytest
 
 from jax_fastattn import ffi
 from jax_fastattn.ffi import registry
+from jax_fastattn.kernels import support
+from jax_fastattn.ops import dispatch
+from jax_fastattn.testing.cases import Case
 
 
 @pytest.fixture
@@ -40,19 +43,52 @@ class Device(types.SimpleNamespace):
 @pytest.mark.parametrize(
     ("capability", "arch"),
     [
-        ("7.5", None),
+        ("7.5", "sm_75"),
         ("8.0", "sm_80"),
         ("8.6", "sm_86"),
-        ("8.7", "sm_80"),
+        ("8.7", "sm_87"),
         ("8.9", "sm_89"),
         ("9.0", "sm_90a"),
-        ("10.0", None),
+        ("10.0", "sm_100a"),
+        ("10.3", "sm_103a"),
+        ("11.0", "sm_110a"),
         ("12.0", "sm_120a"),
+        ("12.1", "sm_121a"),
     ],
 )
-def test_arch_of_the_local_devices(devices: list[Any], capability: str, arch: str | None) -> None:
+def test_arch_of_the_local_devices(devices: list[Any], capability: str, arch: str) -> None:
     devices += [Device(id=0, compute_capability=capability), Device(id=1, compute_capability=capability)]
     assert ffi.arch() == arch
+
+
+@pytest.mark.parametrize(
+    ("capability", "reasons"), [("7.5", ["the GPU architecture is sm_75; the kernels run on"]), ("10.3", [])]
+)
+def test_a_gpu_that_no_kernel_is_for_takes_the_xla_path(
+    devices: list[Any], monkeypatch: pytest.MonkeyPatch, capability: str, reasons: list[str]
+) -> None:
+    """It failed while it was lowered, since nothing spoke against the kernels."""
+    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
+    devices.append(Device(id=0, compute_capability=capability))
+    found = dispatch.cuda_reasons(Case(dtype="bfloat16").problem())
+    assert [reason[: len(start)] for reason, start in zip(found, reasons, strict=True)] == reasons
+
+
+@pytest.mark.parametrize(("cuda", "refused"), [(12, {"sm_110a"}), (13, set()), (None, set())])
+def test_a_compiler_that_writes_code_for_the_old_name_is_a_reason(
+    devices: list[Any], monkeypatch: pytest.MonkeyPatch, cuda: int | None, refused: set[str]
+) -> None:
+    """That of CUDA 12 compiles for sm_101a when asked for sm_110a, and the program would fail where it is loaded."""
+    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
+    monkeypatch.setattr(registry, "toolkit", lambda: cuda)
+    found = {arch: ffi.compiler_reasons(arch) for arch in support.ARCHITECTURES}
+    assert {arch for arch, reasons in found.items() if reasons} == refused
+    assert ffi.compiler_reasons(None) == []
+    for arch in support.ARCHITECTURES:
+        with ffi.target_arch(arch):
+            assert dispatch.cuda_reasons(Case(dtype="bfloat16").problem()) == found[arch]
+    for (reason,) in [found[arch] for arch in refused]:
+        assert "run `pip install 'nvidia-cutlass-dsl[cu13]>=4.8'`" in reason
 
 
 def test_arch_without_a_device(devices: list[Any]) -> None:
@@ -108,9 +144,19 @@ def test_multiprocessors_are_those_of_the_smallest_local_device(devices: list[An
         assert ffi.multiprocessors() == 132
 
 
-@pytest.mark.parametrize("name", ["hopper", "90a", "sm_", "SM_90A", "sm_90a ", "sm_٩0"])
-def test_target_arch_of_another_form(devices: list[Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f'`arch` is "{name}"; pass a name such as "sm_80"'):
+@pytest.mark.parametrize("name", support.ARCHITECTURES)
+def test_target_arch_takes_every_name(devices: list[Any], name: str) -> None:
+    with ffi.target_arch(name):
+        assert ffi.arch() == name
+
+
+OTHER_NAMES = ["hopper", "90a", "sm_", "SM_90A", "sm_90a ", "sm_٩0", "sm_75", "sm_103", "sm_101a", "sm_99999"]
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_target_arch_refuses_other_names_with_the_list(devices: list[Any], name: str) -> None:
+    listed = ", ".join(support.ARCHITECTURES)
+    with pytest.raises(ValueError, match=f'`arch` is "{name}"; pass one of {listed}. .*implementation="xla"'):
         ffi.target_arch(name)
 
 

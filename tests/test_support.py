@@ -25,6 +25,7 @@ from jax_fastattn.kernels.support import (
     BORROWED,
     MAX_HEAD_DIM,
     describe_kernels,
+    speed_note,
     unsupported_reasons,
 )
 from jax_fastattn.testing.borrow import borrow
@@ -64,10 +65,39 @@ def test_one_obstacle_is_one_reason(name: str) -> None:
     assert unsupported_reasons(dataclasses.replace(BASE, **change).problem(), "sm_90a") == [reason]
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_100a", None])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_100", None])
 def test_architecture(arch: str | None) -> None:
     (reason,) = unsupported_reasons(BASE.problem(), arch)
     assert reason == f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}"
+
+
+# CUDA programming guide, table "Memory Information per Compute Capability": KB for one CTA, and 1 KB more for an SM.
+MEMORY = {
+    163: ("sm_80", "sm_87"),
+    227: ("sm_90a", "sm_100a", "sm_103a", "sm_110a"),
+    99: ("sm_86", "sm_89", "sm_120a", "sm_121a"),
+}
+
+
+def test_shared_memory_of_every_architecture() -> None:
+    expected = {arch: kilobytes * 1024 for kilobytes, archs in MEMORY.items() for arch in archs}
+    assert {arch: shared_memory_limit(arch) for arch in ARCHITECTURES} == expected
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_page_says_of_every_architecture_what_was_checked(arch: str) -> None:
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {arch} |")]
+    assert len(row.split(" | ")) == 6
+    never_ran = arch not in ("sm_80", "sm_86", "sm_90a")
+    assert row.endswith("| nothing |") == never_ran
+
+
+def test_a_gpu_that_was_not_timed_gets_a_note() -> None:
+    noted = [arch for arch in ARCHITECTURES if speed_note(arch)]
+    assert noted == ["sm_100a", "sm_103a", "sm_110a"]
+    for arch in noted:
+        assert f"were not timed on {arch}" in speed_note(arch)
+        assert 'implementation="cudnn" may be faster' in speed_note(arch)
 
 
 @pytest.mark.parametrize(("arch", "card"), [("sm_90-a100", "sm_80"), ("sm_90-rtx", "sm_86"), ("sm_90", "sm_90a")])

@@ -12,6 +12,7 @@ from jax_fastattn.ffi.fingerprint import process_fingerprint
 from jax_fastattn.ffi.registry import (
     TARGET_NAME,
     arch,
+    compiler_reasons,
     missing_parts,
     multiprocessors,
     named_arch,
@@ -23,6 +24,7 @@ __all__ = [
     "TARGET_NAME",
     "arch",
     "compile_count",
+    "compiler_reasons",
     "custom_call",
     "missing_parts",
     "multiprocessors",

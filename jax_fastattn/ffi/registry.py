@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
-import re
 import sys
 import threading
 from collections.abc import Generator
@@ -22,6 +21,8 @@ from typing import Any
 
 import jax
 
+from jax_fastattn.kernels import support
+
 # Written into compiled programs and exported files: never changes.
 TARGET_NAME = "jax_fastattn_launch"
 
@@ -29,15 +30,20 @@ _EXTENSION = "jax_fastattn.ffi._ffi"
 _COMPILER = "nvidia_cutlass_dsl"
 _DRIVER = "libcuda.so.1"
 
-# Binaries run on later minor versions of their major version; those with the suffix "a" run on their own version only.
-ARCHITECTURES = {
-    "8.0": "sm_80",
-    "8.6": "sm_86",
-    "8.7": "sm_80",
-    "8.9": "sm_89",
-    "9.0": "sm_90a",
-    "12.0": "sm_120a",
-}
+
+def _capability(arch: str) -> str:
+    """The compute capability that `arch` is named after, as JAX writes it: "10.3" for `"sm_103a"`."""
+    digits = arch.removeprefix("sm_").removesuffix("a")
+    return f"{digits[:-1]}.{digits[-1]}"
+
+
+# What to compile for, by compute capability. Binaries run on later minor versions of their major version; those with
+# the suffix "a" run on their own version only.
+ARCHITECTURES = {_capability(arch): arch for arch in support.ARCHITECTURES}
+
+# From which CUDA version on the compiler writes code for an architecture of that name. For compute capability 11.0 the
+# compiler of CUDA 12.9 writes what it calls sm_101a, and says nothing (nvidia-cutlass-dsl 4.8.1).
+_FIRST_CUDA = {"sm_110a": 13}
 
 _H100_MULTIPROCESSORS = 132
 
@@ -55,17 +61,20 @@ def target_arch(arch: str | None) -> contextlib.AbstractContextManager[None]:
     must also be lowered inside it.
 
     Args:
-        arch: such as `"sm_80"`, `"sm_86"`, `"sm_89"`, `"sm_90a"` (H100, H200) or `"sm_120a"`; None means the local
-            GPUs, inside the block of another name too.
+        arch: one of the names in docs/support.md, such as `"sm_80"`, `"sm_90a"` (H100, H200) or `"sm_103a"`; None means
+            the local GPUs, inside the block of another name too.
 
     Raises:
         TypeError: `arch` is not a string.
-        ValueError: `arch` is not of that form.
+        ValueError: `arch` is no name of an architecture that the kernels run on.
     """
     if arch is not None and not isinstance(arch, str):
         raise TypeError(f'`arch` is a {type(arch).__name__}; pass a string such as "sm_90a", or None')
-    if arch is not None and not re.fullmatch(r"sm_[0-9]+[a-z]?", arch):
-        raise ValueError(f'`arch` is "{arch}"; pass a name such as "sm_80" or "sm_90a"')
+    if arch is not None and arch not in support.ARCHITECTURES:
+        raise ValueError(
+            f'`arch` is "{arch}"; pass one of {", ".join(support.ARCHITECTURES)}. Calls with implementation="xla" need '
+            "no name and run on other GPUs too"
+        )
     return _inside(arch)
 
 
@@ -80,11 +89,11 @@ def named_arch() -> str | None:
     return _target.value
 
 
-def arch() -> str | None:
+def arch() -> str:
     """The architecture to compile for: that of `target_arch`, else that of this process's CUDA devices.
 
     Returns:
-        such as `"sm_90a"`; None for devices that no kernel is written for.
+        such as `"sm_90a"`; for devices that no kernel is written for a name that `unsupported_reasons` refuses.
 
     Raises:
         RuntimeError: there is no CUDA device and none was named, or the devices are of different architectures.
@@ -92,7 +101,7 @@ def arch() -> str | None:
     return named_arch() or _local_arch()
 
 
-def _local_arch() -> str | None:
+def _local_arch() -> str:
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -100,14 +109,18 @@ def _local_arch() -> str | None:
             "a computation is lowered for CUDA in a process without a CUDA device, so that the GPU to compile for is "
             'unknown; name it with `with jax_fastattn.target_arch("sm_90a"):` (H100), around the lowering or export'
         ) from None
-    found = {str(device): ARCHITECTURES.get(device.compute_capability) for device in devices}
-    if len(set(found.values())) > 1:
+    found = {_arch_of(device.compute_capability) for device in devices}
+    if len(found) > 1:
         listed = ", ".join(f"{device}: {device.compute_capability}" for device in devices)
         raise RuntimeError(
             f"the local CUDA devices have different compute capabilities ({listed}), and one program runs on all of "
             "them; start one process for each kind, with CUDA_VISIBLE_DEVICES"
         )
-    return next(iter(found.values()))
+    return found.pop()
+
+
+def _arch_of(capability: str) -> str:
+    return ARCHITECTURES.get(capability, f"sm_{capability.replace('.', '')}")
 
 
 def multiprocessors() -> int:
@@ -152,6 +165,18 @@ def _installed_elsewhere() -> Path | None:
     folders = [str(Path(entry, "jax_fastattn", "ffi")) for entry in sys.path]
     found = importlib.machinery.PathFinder.find_spec("_ffi", folders)
     return Path(found.origin).parents[1] if found and found.origin else None
+
+
+def compiler_reasons(arch: str | None) -> list[str]:
+    """Why the installed compiler cannot compile for `arch`, with the remedy; empty when it can."""
+    needed = _FIRST_CUDA.get(arch or "")
+    found = toolkit() if needed else None
+    if needed is None or found is None or found >= needed:
+        return []
+    return [
+        f"nvidia-cutlass-dsl compiles for {arch} with its libraries for CUDA {needed} only, and finds those for CUDA "
+        f"{found}; run `pip install 'nvidia-cutlass-dsl[cu{needed}]>=4.8'`"
+    ]
 
 
 def register() -> None:

@@ -13,10 +13,15 @@ from jax_fastattn.kernels.sm90 import config as sm90
 from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, kernel_spec
 from jax_fastattn.spec import Problem, is_known
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
+ARCHITECTURES = (
+    *("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a"),
+    *("sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"),
+)
 # For tests and benchmarks of the portable family on a Hopper GPU: compiled for it, with the shared memory of an A100,
 # of an RTX card, or its own.
 BORROWED = ("sm_90-a100", "sm_90-rtx", "sm_90")
+# Where nothing is known of the speed. Their tensor cores have instructions that the portable kernels do not use.
+UNTIMED = ("sm_100a", "sm_103a", "sm_110a")
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 
@@ -38,6 +43,16 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
         "segment ids are given": "query_segment_ids" in present,
     }
     return [reason for reason, applies in checks.items() if applies]
+
+
+def speed_note(arch: str) -> str:
+    """What a user of `arch` should know about the speed of the kernels; empty where there is nothing to say."""
+    if arch not in UNTIMED:
+        return ""
+    return (
+        f"the portable kernels were not timed on {arch}, and jax.nn.dot_product_attention with "
+        'implementation="cudnn" may be faster there'
+    )
 
 
 def tilings(spec: KernelSpec) -> tuple[Any, ...]:

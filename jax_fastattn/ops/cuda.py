@@ -63,7 +63,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """One custom call: the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`."""
     padded = _for_kernels(operands)
     problem, arrays = _launched(spec, padded)
-    kernel = kernel_spec(problem, "forward", ffi.arch())  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
+    kernel = kernel_spec(problem, "forward", ffi.arch())
     rows = padded.query.shape[:3]
     shapes = {"out": rows + padded.value.shape[3:], "lse": rows}
     launched = {name: _joined_shape(shape, padded) for name, shape in shapes.items()}
@@ -86,7 +86,7 @@ def backward(
     problem, arrays = _launched(spec, padded)
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
     residuals = {name: x if x is None else _joined(x, padded) for name, x in residuals.items()}
-    kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)  # pyright: ignore[reportArgumentType] (known, or dispatch had refused)
+    kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)
     backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
     scratch = backward_scratch(kernel, problem.num_sequences or problem.batch, problem.query_length, problem.num_heads)
     gradients = {"dq": padded.query.shape, "dk": padded.key.shape, "dv": padded.value.shape}

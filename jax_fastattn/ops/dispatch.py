@@ -13,7 +13,7 @@ import jax
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.spec import kernel_spec
-from jax_fastattn.kernels.support import describe_kernels, unsupported_reasons
+from jax_fastattn.kernels.support import describe_kernels, speed_note, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 # From how many keys on, and up to which share of a GPU's multiprocessors, one query takes the XLA path; see
@@ -56,6 +56,7 @@ class Explanation:
         variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
         reasons: why the CUDA kernels are not taken, each one; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
+        note: what else there is to know about the speed of the CUDA kernels; mostly empty.
     """
 
     implementation: str
@@ -64,10 +65,12 @@ class Explanation:
     variant: str | None
     reasons: tuple[str, ...]
     advice: str
+    note: str = ""
 
     def __str__(self) -> str:
         if self.implementation == "cuda":
-            return f"CUDA kernels {self.kernel} ({self.tile}; {self.variant})"
+            kernels = f"CUDA kernels {self.kernel} ({self.tile}; {self.variant})"
+            return f"{kernels}; {self.note}" if self.note else kernels
         return "XLA path, because " + self.advice
 
 
@@ -80,6 +83,7 @@ def cuda_reasons(problem: Problem) -> list[str]:
     """
     missing = ffi.missing_parts()
     arch = None if missing else ffi.arch()
+    missing += ffi.compiler_reasons(arch)
     found = [reason for reason in unsupported_reasons(problem, arch) if arch or "architecture" not in reason]
     if problem.symbolic_sizes and len(missing + found) == 1:
         raise NotImplementedError(f"jax_fastattn's CUDA kernels cannot run this call: {_with_remedy(found[0])}.")
@@ -148,9 +152,10 @@ def explain(problem: Problem) -> Explanation:
         faster = faster_on_xla(problem, ffi.multiprocessors())
         reasons = [faster] if faster else []
     if reasons:
-        return Explanation("xla", None, None, None, tuple(reasons), "; ".join(map(_with_remedy, reasons)))
-    arch = ffi.arch() or ""
-    return Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "")
+        advice = "; ".join(map(_with_remedy, reasons))
+        return Explanation("xla", None, None, None, tuple(reasons), advice)
+    arch = ffi.arch()
+    return Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "", speed_note(arch))
 
 
 def note_call_site(spec: AttentionSpec, operands: Operands) -> None:

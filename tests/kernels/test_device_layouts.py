@@ -17,9 +17,9 @@ from jax_fastattn.kernels.device.layout import (
 )
 from jax_fastattn.kernels.sm80.config import forward_config, shared_memory_limit
 from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.support import ARCHITECTURES
 
 HEAD_DIMS = range(8, 257, 8)
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
 
 
 def ldmatrix(block: np.ndarray, lane_map, transpose: bool) -> np.ndarray:
@@ -108,7 +108,7 @@ def test_a_copy_visits_every_chunk_once(head_dim, rows, threads):
     assert (visits == 1).all()
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_forward_tiling_fits(head_dim, arch):
     for v_head_dim in HEAD_DIMS:

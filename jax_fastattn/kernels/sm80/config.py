@@ -14,10 +14,12 @@ from typing import Any
 from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.spec import KernelSpec
 
-# Dynamic shared memory that one CTA may ask for, in KB (CUDA programming guide, table of compute capabilities); names
-# with a suffix are those of `support.BORROWED`.
+# Dynamic shared memory that one CTA may ask for, in KB: CUDA programming guide, appendix "Compute Capabilities", table
+# "Memory Information per Compute Capability", columns 8.0 to 12.x. By the same table an SM has 1 KB more, and on all of
+# them 64 K registers, at most 255 for a thread. Names with a suffix are those of `support.BORROWED`.
 _SHARED_MEMORY = {
-    **{"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90a": 227, "sm_120a": 99},
+    **{"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90a": 227},
+    **{"sm_100a": 227, "sm_103a": 227, "sm_110a": 227, "sm_120a": 99, "sm_121a": 99},
     **{"sm_90": 227, "sm_90-a100": 163, "sm_90-rtx": 99},
 }
 

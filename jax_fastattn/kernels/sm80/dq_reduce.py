@@ -21,8 +21,8 @@ from jax_fastattn.kernels.spec import KernelSpec
 
 
 def adds_chunks(arch: str) -> bool:
-    """Returns whether one instruction adds four float32 to global memory."""
-    return arch.startswith(("sm_90", "sm_10", "sm_12"))
+    """Returns whether one instruction adds four float32 to global memory, as from compute capability 9.0 on."""
+    return arch.startswith(("sm_90", "sm_10", "sm_11", "sm_12"))
 
 
 class DqTile:
