@@ -67,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # The kernels are compared with XLA as it runs on a GPU.
     jax.config.update("jax_disable_most_optimizations", found == 0)
     for item in items:
+        if "every_arch" in item.keywords and "every_arch" not in config.getoption("markexpr"):
+            item.add_marker(pytest.mark.skip(reason="compiles every row for further GPUs: pytest -m every_arch"))
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if marker in item.keywords and found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {found}"))

@@ -20,7 +20,8 @@ from jax_fastattn.ffi import resources
 from jax_fastattn.ffi.resources import KernelResources
 from jax_fastattn.kernels.sm80.config import shared_memory_limit
 from jax_fastattn.kernels.spec import KernelSpec
-from jax_fastattn.kernels.support import ARCHITECTURES, tilings
+from jax_fastattn.kernels.support import tilings
+from jax_fastattn.testing.support_table import ALL_ROWS, COVERAGE, ONE_ROW
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,26 +41,39 @@ EVERYTHING = {
 FEATURES = {"full": {}, "causal": CAUSAL, "soft-cap": {**CAUSAL, "logits_soft_cap": True}, "everything": EVERYTHING}
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
-# GPUs whose calls run the portable family. Of sm_89 one row per operation is compiled, see
-# `test_sm_89_has_the_machine_code_of_sm_86`.
-PORTABLE_ARCHITECTURES = tuple(arch for arch in ARCHITECTURES if arch not in ("sm_89", "sm_90a"))
+# GPUs whose calls run the portable family: those that every run compiles all rows for, and those that it compiles one
+# row of each kind for. Of sm_89 one row per operation is compiled, see `test_sm_89_has_the_machine_code_of_sm_86`.
+PORTABLE_ARCHITECTURES = tuple(arch for arch, x in COVERAGE.items() if x.compiled == ALL_ROWS and arch != "sm_90a")
+OTHER_ARCHITECTURES = tuple(arch for arch, x in COVERAGE.items() if x.compiled == ONE_ROW)
 # Of the portable family the order is compiled for one architecture of each size of shared memory.
-ORDERED_ARCHITECTURES = ("sm_80", "sm_86", "sm_90a")
+ORDERED_ARCHITECTURES = ("sm_80", "sm_86", "sm_90a", "sm_100a")
 # Local memory of the kernels with every feature at once, bytes per thread: values kept across the loop, most of them
-# in the portable backward at head dims 192 and 128.
-EVERYTHING_LOCAL_BYTES = 88
-# Of the portable backward with a causal mask: at head dim 64 on sm_80, whose warps keep sums of dK and of dV; at those
-# from 136 to 192, whose warps keep sums of up to 192 columns, most of it in semaphore order; and at 256 on sm_120a.
+# in the portable backward at head dims 192 and 128, and at 64.
+EVERYTHING_LOCAL_BYTES = {arch: 96 if arch == "sm_103a" else 88 for arch in COVERAGE}
+# Of the portable backward with a causal mask: at head dim 64 where warps keep sums of dK and of dV; at those from 136
+# to 192, whose warps keep sums of up to 192 columns, most of it in semaphore order; and on sm_100a, sm_103a and
+# sm_110a at most head dims, though the tiles are the same.
 LOCAL_BYTES = {
-    ("sm_80", (64, 64)): 24,
-    ("sm_80", (160, 160)): 88,
-    ("sm_80", (192, 128)): 128,
-    ("sm_86", (192, 128)): 64,
-    ("sm_86", (192, 192)): 120,
-    ("sm_120a", (192, 128)): 48,
-    ("sm_120a", (192, 192)): 136,
-    ("sm_120a", (256, 256)): 16,
+    "sm_80": {(64, 64): 24, (160, 160): 88, (192, 128): 128},
+    "sm_86": {(192, 128): 64, (192, 192): 120},
+    "sm_87": {(64, 64): 24, (160, 160): 88, (192, 128): 16},
+    "sm_100a": {(64, 64): 64, (128, 128): 80, (160, 160): 104, (192, 128): 48, (256, 256): 8},
+    "sm_103a": {(64, 64): 40, (128, 128): 48, (160, 160): 72, (192, 128): 8, (256, 256): 8},
+    "sm_110a": {(64, 64): 40, (128, 128): 48, (160, 160): 72, (192, 128): 8},
+    "sm_120a": {(192, 128): 48, (192, 192): 136, (256, 256): 16},
+    "sm_121a": {(192, 128): 48, (192, 192): 136, (256, 256): 16},
 }
+FORWARD_LOCAL_BYTES = {
+    "sm_100a": {(128, 128): 24, (192, 128): 48, (256, 256): 16},
+    "sm_103a": {(128, 128): 16, (192, 128): 24, (256, 256): 24},
+    "sm_110a": {(128, 128): 16, (192, 128): 24, (256, 256): 24},
+}
+
+
+def _local_bytes(arch: str, op: str, dims: tuple[int, int], features: str) -> int:
+    if features == "everything":
+        return EVERYTHING_LOCAL_BYTES[arch]
+    return (LOCAL_BYTES if op == "backward" else FORWARD_LOCAL_BYTES).get(arch, {}).get(dims, 0)
 
 
 def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict[str, object]) -> KernelSpec:
@@ -79,38 +93,48 @@ def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_byt
 
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+
+
+def _portable_rows(architectures: Sequence[str]) -> list[tuple[str, str, str, str]]:
+    return [
+        ("sm80", arch, op, features)
+        for arch in architectures
+        for op in ("forward", "backward")
+        for features in ("causal", "everything")
+    ]
+
+
 # Those of Hopper that are causal only are among `HOPPER_ROWS`.
 COMPILED = [
     *(("sm90", "sm_90a", op, "everything") for op in ("forward", "backward")),
-    *(
-        ("sm80", arch, op, features)
-        for arch in PORTABLE_ARCHITECTURES
-        for op in ("forward", "backward")
-        for features in ("causal", "everything")
-    ),
+    *_portable_rows(PORTABLE_ARCHITECTURES),
 ]
 
-# One head dim of each tiling of the portable kernels that those of `DIMS` do not have, with a causal mask.
-OTHER_TILINGS = [
-    ("sm_80", "backward", (96, 96)),
-    ("sm_80", "backward", (160, 160)),
-    ("sm_80", "backward", (256, 64)),
-    *(
-        (arch, op, dims)
-        for arch in ("sm_86", "sm_120a")
-        for op, dims in (
-            ("forward", (80, 80)),
-            ("forward", (192, 192)),
-            ("backward", (32, 32)),
-            ("backward", (96, 96)),
-            ("backward", (112, 16)),
-            ("backward", (160, 16)),
-            ("backward", (192, 192)),
-            ("backward", (256, 32)),
-            ("backward", (256, 128)),
-        )
-    ),
-]
+# One head dim of each tiling of the portable kernels that those of `DIMS` do not have, by KB of shared memory.
+OTHER_DIMS = {
+    163: [("backward", (96, 96)), ("backward", (160, 160)), ("backward", (256, 64))],
+    227: [("forward", (160, 160)), ("backward", (96, 96)), ("backward", (160, 160))],
+    99: [
+        ("forward", (80, 80)),
+        ("forward", (192, 192)),
+        ("backward", (32, 32)),
+        ("backward", (96, 96)),
+        ("backward", (112, 16)),
+        ("backward", (160, 16)),
+        ("backward", (192, 192)),
+        ("backward", (256, 32)),
+        ("backward", (256, 128)),
+    ],
+}
+
+
+def _other_tilings(architectures: Sequence[str]) -> list[tuple[str, str, tuple[int, int]]]:
+    """Architecture, operation and head dims of rows with a causal mask."""
+    return [(arch, op, dims) for arch in architectures for op, dims in OTHER_DIMS[shared_memory_limit(arch) // 1024]]
+
+
+def _if_asked(rows: Sequence[tuple[object, ...]]) -> list[object]:
+    return [pytest.param(*row, marks=pytest.mark.every_arch) for row in rows]
 
 
 def _variants(spec: KernelSpec) -> list[KernelSpec]:
@@ -119,29 +143,45 @@ def _variants(spec: KernelSpec) -> list[KernelSpec]:
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=lambda x: "v".join(map(str, x)))
-@pytest.mark.parametrize(("family", "arch", "op", "features"), COMPILED)
+@pytest.mark.parametrize(
+    ("family", "arch", "op", "features"), [*COMPILED, *_if_asked(_portable_rows(OTHER_ARCHITECTURES))]
+)
 def test_kernels_fit(family: str, arch: str, op: str, features: str, dims: tuple[int, int]) -> None:
     from jax_fastattn.ffi.compiler import inspect_kernel
 
-    causal_bytes = LOCAL_BYTES.get((arch, dims), 0) if family == "sm80" and op == "backward" else 0
-    allowed = EVERYTHING_LOCAL_BYTES if features == "everything" else causal_bytes
+    allowed = _local_bytes(arch, op, dims, features)
     for spec in _variants(_spec(family, op, arch, dims, FEATURES[features])):
         _assert_fits(spec, inspect_kernel(spec), allowed)
 
 
-@pytest.mark.parametrize(("arch", "op", "dims"), OTHER_TILINGS)
+@pytest.mark.parametrize(
+    ("arch", "op", "dims"),
+    [*_other_tilings(PORTABLE_ARCHITECTURES), *_if_asked(_other_tilings(OTHER_ARCHITECTURES))],
+)
 def test_other_tilings_fit(arch: str, op: str, dims: tuple[int, int]) -> None:
     from jax_fastattn.ffi.compiler import inspect_kernel
 
     spec = _spec("sm80", op, arch, dims, CAUSAL)
-    allowed = LOCAL_BYTES.get((arch, dims), 0) if op == "backward" else 0
-    _assert_fits(spec, inspect_kernel(spec), allowed)
+    _assert_fits(spec, inspect_kernel(spec), _local_bytes(arch, op, dims, "causal"))
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("arch", OTHER_ARCHITECTURES)
+def test_one_row_of_each_kind_fits(arch: str, op: str) -> None:
+    """`pytest -m every_arch` compiles every row for these GPUs."""
+    from jax_fastattn.ffi.compiler import inspect_kernel
+
+    spec = _spec("sm80", op, arch, (64, 64), EVERYTHING)
+    _assert_fits(spec, inspect_kernel(spec), _local_bytes(arch, op, (64, 64), "everything"))
 
 
 def test_every_portable_tiling_is_compiled() -> None:
-    compiled = {(spec.arch, spec.op, tilings(spec)) for spec in rows().values() if spec.family == "sm80"}
+    named = [*rows().values(), *rows(every_arch=True).values()]
+    compiled = {(spec.arch, spec.op, tilings(spec)) for spec in named if spec.family == "sm80"}
     head_dims, ops = range(8, 257, 8), ("forward", "backward")
-    for arch, op, *dims in itertools.product(PORTABLE_ARCHITECTURES, ops, head_dims, head_dims):
+    architectures = PORTABLE_ARCHITECTURES + OTHER_ARCHITECTURES
+    assert {*architectures, "sm_89", "sm_90a"} == set(COVERAGE)
+    for arch, op, *dims in itertools.product(architectures, ops, head_dims, head_dims):
         spec = _spec("sm80", op, arch, tuple(dims), CAUSAL)
         assert (arch, op, tilings(spec)) in compiled, spec
         if arch == "sm_86":
@@ -158,6 +198,14 @@ def test_sm_89_has_the_machine_code_of_sm_86(op: str) -> None:
         sections = resources._sections(resources.cubin(compile_kernel(_spec("sm80", op, arch, (64, 64), EVERYTHING))))
         texts.append({name: code for name, code in sections.items() if name.startswith(".text.")})
     assert texts[0] and texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("arch", COVERAGE)
+def test_every_gpu_from_9_0_on_adds_four_floats_at_once(arch: str) -> None:
+    """With single additions the backward pass has four times as many instructions for dq."""
+    from jax_fastattn.kernels.sm80.dq_reduce import adds_chunks
+
+    assert adds_chunks(arch) == (int(arch.removeprefix("sm_").removesuffix("a")) >= 90)
 
 
 # A head dim of every row of `sm90.config`, and where lengths differ both of them.
@@ -187,18 +235,24 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
     return specs
 
 
-def rows() -> dict[str, KernelSpec]:
-    """Everything that is compiled here, by name: what `benchmarks/machine_code.py` compares between commits."""
+def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
+    """What is compiled in every run, by name: what `benchmarks/machine_code.py` compares between commits.
+
+    Args:
+        every_arch: whether to return instead the rows that are compiled on demand.
+    """
+    architectures = OTHER_ARCHITECTURES if every_arch else PORTABLE_ARCHITECTURES
     named = [
         (features, spec)
-        for family, arch, op, features in COMPILED
+        for family, arch, op, features in (_portable_rows(architectures) if every_arch else COMPILED)
         for dims in DIMS
         for spec in _variants(_spec(family, op, arch, dims, FEATURES[features]))
     ]
-    named += [("causal", _spec("sm80", op, arch, dims, CAUSAL)) for arch, op, dims in OTHER_TILINGS]
-    named += [
-        (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
-    ]
+    named += [("causal", _spec("sm80", op, arch, dims, CAUSAL)) for arch, op, dims in _other_tilings(architectures)]
+    if not every_arch:
+        named += [
+            (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
+        ]
     found = {_row_name(features, spec): spec for features, spec in named}
     assert len(found) == len(named)
     return found
