@@ -295,7 +295,9 @@ def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         first, *listed, last = str(caught.value).splitlines()
         assert first == 'implementation="cuda" cannot run this call:'
         assert last == "implementation=None falls back to the XLA path."
-        return [line.removeprefix("  - ") for line in listed]
+        remedies = [f" ({remedy})" for remedy in dispatch.REMEDIES.values()]
+        assert sum(line.endswith(tuple(remedies)) for line in listed) == 3  # of the dtype, the bias and the mask
+        return [functools.reduce(str.removesuffix, remedies, line.removeprefix("  - ")) for line in listed]
 
     case = Case(query_length=5, key_length=7, group=2, head_dim=264, v_head_dim=272, bias="ts", mask="ts")
     expected = unsupported_reasons(case.problem(), "sm_90a")
