@@ -119,7 +119,7 @@ class WarpCta(Cta):
         kind = parts[1] if parts[0] == "cta" else parts[0]
         if kind not in ("sync", "arrive"):
             raise NotImplementedError(parts)
-        barriers = np.where(active, self.get(operands[0], np.uint32), -1)
+        barriers = np.where(active, self.get(operands[0], np.uint32).astype(np.int64), -1)
         for barrier in np.setdiff1d(barriers[active], list(self.left_out)):
             these = barriers == barrier
             expected = int(self.get(operands[1], np.uint32)[these][0]) if len(operands) > 1 else self.threads
