@@ -12,9 +12,13 @@ a product in flight that are touched, shared memory that is written, but with ze
 and what threads store for products or bulk copies without a proxy fence.
 
 It also catches races in shared memory, whatever the turns were. Every warpgroup and every mbarrier is an agent with a
-time; an arrival hands on the times that a warpgroup knows, a wait learns them. Who uses a byte has to know of the
-accesses before it, those of copies included, and who uses an mbarrier of its initialisation; a CTA may exit when it
-knows of the end of all copies to it.
+time; an arrival hands on the times that a warpgroup knows, and a wait learns them. A warpgroup that uses a byte has to
+know of the accesses before it, those of copies included; a warpgroup that uses an mbarrier has to know of its
+initialisation. A CTA may exit when it knows of the end of all copies to it.
+
+A product reads until the wait that ends it. A copy may overwrite what others have read only if the barrier that its
+warp waited for last knows of those reads, so that a buffer that is released too early shows even where another barrier
+happens to order the accesses.
 
 What it cannot catch: a missing barrier between the warps of a warpgroup (and a wait of one warp counts for all), races
 in global memory.
@@ -211,6 +215,8 @@ class Warpgroup(Cta):
         self.agent = index
         self.clock = _times()
         self.clock[self.agent] = 1
+        # What the barrier knew that this warpgroup waited for last.
+        self.heard = _times()
         self.waited = np.zeros(self.threads, bool)
 
     def steps(self) -> Iterator[str]:
@@ -280,6 +286,7 @@ class Warpgroup(Cta):
 
     def learn(self, barrier: Handover) -> None:
         np.maximum(self.clock, barrier.released, out=self.clock)
+        self.heard = barrier.released
 
     def do_bar(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[0] == "arrive":
@@ -319,14 +326,20 @@ class Warpgroup(Cta):
             else:
                 self.arrive(barrier, arrivals=int(theirs.sum()))
 
-    def order(self, places: np.ndarray, *, writes: bool) -> None:
-        """An access, which has to know of all writes of the bytes and, if it writes, of all reads."""
+    def order(self, places: np.ndarray, *, writes: bool, copies: bool = False) -> None:
+        """Checks an access, which has to know of all writes of the bytes and, if it writes, of all reads.
+
+        A copy has to know of reads by others from the barrier that the warpgroup waited for last.
+        """
         places, shared = places.reshape(-1), self.common
         if (self.clock[shared.writer[places]] < shared.written[places]).any():
             raise RuntimeError(f"CTA {self.block} uses shared memory without waiting for what is written there")
         if not writes:
             shared.read[self.agent, places] = self.clock[self.agent]
-        elif (shared.read[:, places] > self.clock[: len(shared.read), None]).any():
+            return
+        known = (self.heard if copies else self.clock)[: len(shared.read)].copy()
+        known[self.agent] = self.clock[self.agent]
+        if (shared.read[:, places] > known[:, None]).any():
             raise RuntimeError(f"CTA {self.block} writes shared memory without waiting for those who read it")
 
     # What has no effect here.
@@ -430,7 +443,7 @@ class Warpgroup(Cta):
         writes, shared = copy is not None or data.any(), self.common
         if writes and shared.reads[places].any():
             raise RuntimeError("shared memory is written while a product in flight reads it")
-        self.order(places, writes=writes)
+        self.order(places, writes=writes, copies=copy is not None)
         shared.memory[places] = data
         shared.unfenced[places] = copy is None
         if copy is None:
@@ -458,7 +471,7 @@ class Warpgroup(Cta):
             self.multiply(parts, operands, active)
 
     def land(self, product: Product) -> None:
-        """The end of a product: its registers and its shared memory are free again."""
+        """Ends a product: its registers and its shared memory are free again, and this is when it has read."""
         for name in product.results + product.factors:
             self.busy[name] -= 1
             if not self.busy[name]:

@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `hopper_emulator` makes of a ring of one slot, and of a count: PTX written by hand, and its mutations.
+"""What `hopper_emulator` makes of rings of one slot, and of a count: PTX written by hand, and its mutations.
 
 A mutation drops the lines with one remark. Each breaks the kernel on a GPU, most of them only now and then.
 """
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hopper_emulator import launch
@@ -133,6 +134,97 @@ def test_a_copy_outlives_its_cta() -> None:
 def test_accesses_past_the_end() -> None:
     with pytest.raises(IndexError, match="shared access out of range"):
         _sum(_SUM.replace("ld.shared.b32 %r14, [%r13]", "ld.shared.b32 %r14, [%r13+512]"))
+
+
+# A warpgroup multiplies ones, then twos, that one thread of another loads into a single slot. The slot is given back by
+# an mbarrier of its own, 2312, and the loader waits for another one, 2320, before that. "Full" is 2304.
+_MULTIPLY = f"""
+.version 8.4
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 __dynamic_shmem__0[];
+.visible .entry multiply(.param .u64 multiply_param_0, .param .u64 multiply_param_1)
+.reqntid 256, 1, 1
+{{
+.reg .pred %p<4>;
+.reg .b32 %r<24>;
+.reg .b64 %rd<8>;
+.reg .f32 %f<4>;
+ld.param.b64 %rd1, [multiply_param_0];
+ld.param.b64 %rd2, [multiply_param_1];
+mov.u32 %r2, %tid.x;
+mov.b32 %r3, __dynamic_shmem__0;
+add.s32 %r4, %r3, 2304;
+setp.ne.s32 %p1, %r2, 0;
+@%p1 bra $L_ready;
+mov.b32 %r5, 1;
+mbarrier.init.shared.b64 [__dynamic_shmem__0+2304], %r5;
+mov.b32 %r6, 128;
+mbarrier.init.shared.b64 [__dynamic_shmem__0+2312], %r6;
+mbarrier.init.shared.b64 [__dynamic_shmem__0+2320], %r6;
+$L_ready:
+barrier.sync 0;
+mov.b32 %r7, 0;
+setp.lt.s32 %p2, %r2, 128;
+@%p2 bra $L_step;
+setp.ne.s32 %p3, %r2, 128;
+@%p3 bra $L_end;
+$L_load:
+and.b32 %r9, %r7, 1;
+xor.b32 %r10, %r9, 1;
+{_wait(2320, "%r10", "wait for another one")}
+{_wait(2312, "%r10", "wait for empty")}
+mov.b32 %r11, 2304;
+mbarrier.arrive.expect_tx.shared.b64 %rd3, [__dynamic_shmem__0+2304], %r11;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd1], 2304, [%r4];
+add.s64 %rd1, %rd1, 2304;
+add.s32 %r7, %r7, 1;
+setp.lt.s32 %p3, %r7, 2;
+@%p3 bra $L_load;
+bra $L_end;
+$L_step:
+and.b32 %r9, %r7, 1;
+{_wait(2304, "%r9", "wait for full")}
+mov.b64 %rd5, {8 << 16 | 16 << 32};
+mov.b64 %rd6, {2048 >> 4 | 8 << 16 | 16 << 32};
+setp.gt.s32 %p3, %r7, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%f0, %f1, %f2, %f3}}, %rd5, %rd6, %p3, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+mbarrier.arrive.shared.b64 %rd4, [__dynamic_shmem__0+2312]; // give back
+mbarrier.arrive.shared.b64 %rd4, [__dynamic_shmem__0+2320];
+add.s32 %r7, %r7, 1;
+setp.lt.s32 %p3, %r7, 2;
+@%p3 bra $L_step;
+mul.wide.u32 %rd5, %r2, 4;
+add.s64 %rd5, %rd2, %rd5;
+st.global.b32 [%rd5], %f3;
+$L_end:
+ret;
+}}
+"""
+
+
+def _multiply(ptx: str) -> None:
+    factors = np.repeat(np.array([1, 2], ml_dtypes.bfloat16), (64 + 8) * 16)
+    memory = Memory()
+    source, out = memory.add(factors), memory.add(np.zeros(128, np.float32))
+    launch(ptx, [source, out], memory, 1, 2304 + 3 * 8)
+    np.testing.assert_array_equal(memory.read(out, (128,), np.float32), 16 * 1 + 16 * 4)
+
+
+def test_product() -> None:
+    _multiply(_MULTIPLY)
+
+
+def test_a_slot_is_given_back_before_the_product_has_read_it() -> None:
+    """The product ends before the arrival at the other mbarrier, which orders it and the copy by luck."""
+    early = _without(_MULTIPLY, "give back").replace(
+        "wgmma.wait_group",
+        "mbarrier.arrive.shared.b64 %rd4, [__dynamic_shmem__0+2312];\nwgmma.wait_group",
+    )
+    with pytest.raises(RuntimeError, match="without waiting for those who read it"):
+        _multiply(early)
 
 
 # Two warpgroups meet, each in code of its own.
