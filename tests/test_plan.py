@@ -126,6 +126,7 @@ def _busy(count: int, heads: int, together: int, multiprocessors: int = 132) -> 
 
 @pytest.mark.parametrize(("count", "heads", "least"), [
     (8, 256, 0.97), (32, 64, 0.99), (64, 16, 0.99), (128, 16, 0.99), (64, 17, 0.9), (48, 24, 0.95), (32, 12, 0.9),
+    (67, 16, 0.95),
 ])  # fmt: skip
 def test_uneven_sections_keep_the_gpu_busy(count: int, heads: int, least: float) -> None:
     assert _busy(count, heads, section(132, count, heads, 1)) > least
