@@ -72,9 +72,10 @@ ALL = {
     "group": 2,
     "logits_soft_cap": True,
 }
-# Lengths about those of tiles, empty on one side or both.
-CAUSAL = Pack((70, 0, 1, 129, 64), (70, 0, 1, 129, 64), sizes=Sizes(right=0))
-OTHERS = Pack((40, 0, 133, 17), (77, 30, 65, 0), offsets=(-5, 3, 40, 0), sizes=Sizes(left=20, right=5))
+# Lengths about those of tiles, empty on one side or both. Every case of this file has two key/value heads: with one, no
+# stride between heads counts.
+CAUSAL = Pack((70, 0, 1, 129, 64), (70, 0, 1, 129, 64), sizes=Sizes(kv_heads=2, right=0))
+OTHERS = Pack((40, 0, 133, 17), (77, 30, 65, 0), offsets=(-5, 3, 40, 0), sizes=Sizes(kv_heads=2, left=20, right=5))
 CASES = {
     "causal-d64": (KernelSpec("forward", "sm_80", "bfloat16", 64, 64, window_right=True), CAUSAL),
     "all-d128": (KernelSpec("forward", "sm_80", "float16", 128, 128, **ALL), OTHERS),
@@ -160,26 +161,35 @@ def test_nan_stays_in_its_sequence(kernel: str, head_dim: int) -> None:
     dims = (head_dim, min(head_dim, 128))
     spec = KernelSpec(cast(Any, op), arch, "bfloat16", *dims, family=cast(Any, family), packed=True, window_right=True)
     check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
-    check(spec, Pack((70, 33, 64), (70, 33, 64), sizes=Sizes(right=0), broken=1))
+    check(spec, Pack((70, 33, 64), (70, 33, 64), sizes=Sizes(kv_heads=2, right=0), broken=1))
 
 
 # Lengths about those of tiles, empty on one side or both; on one side other ones than on the other.
-STEPS = (1, 0, 63, 64, 65, 127, 129, 128)
+STEPS, SQUARE = (1, 0, 63, 64, 65, 127, 129, 128), Sizes(kv_heads=2, right=0)
+UNPADDED = Pack((3, 64, 0, 140, 65), (200, 0, 5, 63, 129), padding=((0, 0), (0, 0)), sizes=Sizes(kv_heads=2))
 HOPPER_BACKWARD = {
-    "causal-d64": ((64, 64), {"window_right": True, "group": 2}, Pack(STEPS, STEPS, sizes=Sizes(right=0))),
-    "causal-d128": ((128, 128), {"window_right": True}, Pack(STEPS, STEPS, sizes=Sizes(right=0, kv_heads=2))),
-    "full-d128": ((128, 128), {}, Pack((3, 64, 0, 140, 65), (200, 0, 5, 63, 129), padding=((0, 0), (0, 0)))),
+    "causal-d64": ((64, 64), {"window_right": True, "group": 2}, Pack(STEPS, STEPS, sizes=SQUARE)),
+    "causal-d128": ((128, 128), {"window_right": True}, Pack(STEPS, STEPS, sizes=SQUARE)),
+    "full-d128": ((128, 128), {}, UNPADDED),
     "all-d128": ((128, 128), {**ALL, "dlse": True}, OTHERS),
-    "left-d64": ((64, 64), {"window_left": True}, Pack((300, 129), (100, 333), sizes=Sizes(left=90, scale=-0.3))),
+    "left-d64": (
+        (64, 64),
+        {"window_left": True},
+        Pack((300, 129), (100, 333), sizes=Sizes(kv_heads=2, left=90, scale=-0.3)),
+    ),
     "full-d72-40": ((72, 40), {}, dataclasses.replace(OTHERS, offsets=())),
 }
 # dq in a kernel of its own. Sequences of one tile of queries and of several, full tiles before one that ends early.
 WIDE_BACKWARD = {
-    "causal-d192-128": ((192, 128), {"window_right": True, "group": 2}, Pack(STEPS, STEPS, sizes=Sizes(right=0))),
-    "full-d160": ((160, 160), {}, Pack((3, 64, 0, 140, 65), (200, 0, 5, 63, 129), padding=((0, 0), (0, 0)))),
-    "causal-d256": ((256, 256), {"window_right": True}, Pack((1, 0, 200), (1, 0, 200), sizes=Sizes(right=0))),
+    "causal-d192-128": ((192, 128), {"window_right": True, "group": 2}, Pack(STEPS, STEPS, sizes=SQUARE)),
+    "full-d160": ((160, 160), {}, UNPADDED),
+    "causal-d256": ((256, 256), {"window_right": True}, Pack((1, 0, 200), (1, 0, 200), sizes=SQUARE)),
     "all-d192-128": ((192, 128), {**ALL, "dlse": True}, OTHERS),
-    "left-d192-128": ((192, 128), {"window_left": True}, Pack((300, 33), (70, 200), sizes=Sizes(left=40, scale=-0.3))),
+    "left-d192-128": (
+        (192, 128),
+        {"window_left": True},
+        Pack((300, 33), (70, 200), sizes=Sizes(kv_heads=2, left=40, scale=-0.3)),
+    ),
 }
 
 
