@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import re
 
 import pytest
 
@@ -131,10 +134,24 @@ def test_infinite_probabilities_of_keys_past_the_end_do_not_reach_dq(arch: str) 
     run.compare()
 
 
+@functools.cache
+def _ordered_run() -> Run:
+    spec, sizes = _spec(128, 128, window_right=True, ordered=True), Sizes(batch=1, right=0, queries=130, keys=257)
+    return Run(spec, sizes)
+
+
+@pytest.mark.slow
+def test_a_warp_counts_a_tile_after_all_its_lanes_have_added() -> None:
+    """One lane counts. The emulator's lanes advance in step, so only the text shows what it waits for."""
+    (ptx,) = (ptx for name, ptx in _ordered_run().texts.items() if "DkdvDq" in name)
+    found = re.findall(r"bar\.warp\.sync|bar\.sync|barrier\.sync|(?:st|red)\S*global|atom\.\w+", ptx)
+    counts = [before for before, x in itertools.pairwise(found) if x == "atom.release"]
+    assert counts and set(counts) == {"bar.warp.sync"}
+
+
 @pytest.mark.slow
 def test_ordered_sums_have_the_same_bits_under_every_schedule() -> None:
-    spec, sizes = _spec(128, 128, window_right=True, ordered=True), Sizes(batch=1, right=0, queries=130, keys=257)
-    run = Run(spec, sizes)
+    run = _ordered_run()
     run.run("Preprocess")
     before, found = run.memory.data.copy(), []
     for schedule in ("first", "random"):
