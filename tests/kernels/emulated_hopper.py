@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -45,6 +47,18 @@ def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
     emulate(ptx, parameters, memory, number(launch.grid), launch.shared_bytes)
 
 
+@functools.cache
+def forward_texts(spec: KernelSpec, config: ForwardConfig | None) -> dict[str, str]:
+    """Returns the PTX of the forward kernel; see `compile_kernel`."""
+    return compile_kernel(ForwardKernel(spec, config), spec)
+
+
+@functools.cache
+def backward_texts(spec: KernelSpec, config: BackwardConfig | None, dq: DqConfig | None) -> dict[str, str]:
+    """Returns the PTX of the backward kernels; see `compile_kernel`."""
+    return compile_kernel(BackwardKernel(spec, config, dq), spec)
+
+
 def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardConfig | None = None) -> None:
     """Runs the kernel on poisoned operands, into buffers of NaN, and compares output and lse."""
     sizes = sizes or Sizes()
@@ -56,7 +70,7 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardC
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
     memory, buffers = place(spec, arrays)
-    texts = compile_kernel(kernel, spec)
+    texts = forward_texts(spec, config)
     for launch in kernel.launches(buffers, launch_scalars(spec, sizes)):
         start(launch, texts, memory)
 
@@ -107,8 +121,18 @@ def run_backward(
     arrays: dict[str, np.ndarray],
     config: BackwardConfig | None = None,
     dq: DqConfig | None = None,
+    left_out: Collection[str] = (),
 ) -> dict[str, np.ndarray]:
-    """What the kernels make of operands: the gradients in float64, and the statistics."""
+    """Returns what the kernels make of operands: the gradients in float64, and the statistics.
+
+    Args:
+        spec: the compile key.
+        sizes: of the call.
+        arrays: its operands.
+        config: see `BackwardKernel`.
+        dq: see `BackwardKernel`.
+        left_out: names of kernels that are not launched.
+    """
     kernel = BackwardKernel(spec, config, dq)
     operands = {"dq": "query", "dk": "key", "dv": "value"}
     arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
@@ -117,8 +141,9 @@ def run_backward(
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
     memory, buffers = place(spec, arrays)
     scalars = launch_scalars(spec, sizes)
-    texts = compile_kernel(kernel, spec)
+    texts = backward_texts(spec, config, dq)
     for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
-        start(launch, texts, memory)
+        if launch.kernel.__name__ not in left_out:
+            start(launch, texts, memory)
     found = {x: memory.read(getattr(buffers, x), arrays[x].shape, arrays[x].dtype) for x in (*operands, "stats")}
     return {x: found[x].astype(np.float64) for x in operands} | {"stats": found["stats"]}

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 
 import pytest
 
@@ -171,6 +173,70 @@ def test_ordered_backward(name: str) -> None:
     emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), ordered=True), sizes)
 
 
+def _fused(ordered: bool) -> KernelSpec:
+    """Returns a key of `test_backward` and `test_ordered_backward`, whose texts are compiled once."""
+    return dataclasses.replace(_spec("backward", *BACKWARD["d8-causal"][:4]), ordered=ordered)
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["atomic", "ordered"])
+def test_a_head_without_zeros_and_statistics_is_waited_for(ordered: bool) -> None:
+    """The background launch writes both for later heads. If it is left out, the main kernel must hang."""
+    spec, sizes = _fused(ordered), Sizes()
+    arrays, _ = draw_operands(spec, sizes)
+    with pytest.raises(RuntimeError, match=r"all warpgroups wait: .* in global memory"):
+        emulated_hopper.run_backward(spec, sizes, arrays, left_out=("later",))
+
+
+def _orders(ptx: str) -> list[tuple[str, str]]:
+    """Returns the releasing atomics of a PTX text, each with the last wait or global write before it."""
+    found = re.findall(r"bar\.warp\.sync|bar\.sync|barrier\.sync|mbarrier\.try_wait|(?:st|red)\S*global|atom\.\w+", ptx)
+    return [(before, x) for before, x in itertools.pairwise(found) if x in ("atom.release", "atom.acq_rel")]
+
+
+# Additions to counters, each with the wait for the threads whose writes it counts: zeros of a later head, and a tile of
+# dq, whose last CTA has to see what the others have added. In semaphore order only the tile is counted here.
+COUNTS = {
+    False: [("bar.warp.sync", "atom.release"), ("mbarrier.try_wait", "atom.acq_rel")],
+    True: [("mbarrier.try_wait", "atom.release")],
+}
+
+
+@pytest.mark.parametrize("ordered", COUNTS, ids=["atomic", "ordered"])
+def test_a_count_releases_what_it_counts(ordered: bool) -> None:
+    """A relaxed count includes sums that the last CTA may not see yet. Emulated CTAs, which run in turn, see them."""
+    texts = emulated_hopper.backward_texts(_fused(ordered), None, None)
+    assert {name: _orders(ptx) for name, ptx in texts.items()} == {
+        "statisticsStatisticsKernel.kernel": [],
+        "statisticsStatisticsKernel.later": [("bar.sync", "atom.release")],
+        "fusedFusedKernel.kernel": COUNTS[ordered],
+    }
+
+
+@pytest.mark.parametrize("ordered", COUNTS, ids=["atomic", "ordered"])
+def test_sums_of_other_ctas_are_not_read_from_l1(ordered: bool) -> None:
+    """A plain load may find sums there that are older than the additions of other CTAs."""
+    ptx = emulated_hopper.backward_texts(_fused(ordered), None, None)["fusedFusedKernel.kernel"]
+    assert set(re.findall(r"ld\.\S*global\S*\.v4\.f32", ptx)) == {"ld.relaxed.gpu.global.v4.f32"}
+
+
+# Scores differ by hundreds, and some warps have to compute a full tile again.
+JUMPS = Sizes(batch=1, kv_heads=2, queries=133, keys=520, scale=2.0, cap=200.0)
+CAPPED_JUMPS = _spec("forward", 128, 128, "bfloat16", {"logits_soft_cap": True})
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_no_rough_tanh_with_sinks(sinks: bool) -> None:
+    """The error of a rough tanh is not even: the gradient of a sink, a sum over all rows, would show it."""
+    forward, backward = CAPPED_JUMPS, _spec("backward", *BACKWARD["d64-soft-cap"][:4])
+    if sinks:
+        forward, backward = (
+            _spec(op, *table["d128-everything"][:4]) for op, table in (("forward", FORWARD), ("backward", BACKWARD))
+        )
+    assert forward.sinks == backward.sinks == sinks
+    for texts in (emulated_hopper.forward_texts(forward, None), emulated_hopper.backward_texts(backward, None, None)):
+        assert any("tanh.approx" in ptx for ptx in texts.values()) != sinks
+
+
 @pytest.fixture
 def computed_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts lanes of the forward kernels' mma.sync, which computes the scores of a full tile again."""
@@ -187,9 +253,12 @@ def computed_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("head_dim", "short"), [(64, True), (64, False), (128, False), (256, False)])
 def test_scores_far_above_the_maxima(head_dim: int, short: bool, computed_again: list[int]) -> None:
-    """If scores differ by hundreds, some warps have to compute a full tile again."""
-    sizes = Sizes(batch=1, kv_heads=2, queries=133, keys=520, scale=2.0)
-    emulated_hopper.check_forward(_spec("forward", head_dim, head_dim, "bfloat16", {"short": short}), sizes)
+    emulated_hopper.check_forward(_spec("forward", head_dim, head_dim, "bfloat16", {"short": short}), JUMPS)
+    assert computed_again
+
+
+def test_a_tile_that_is_computed_again_has_the_soft_cap(computed_again: list[int]) -> None:
+    emulated_hopper.check_forward(CAPPED_JUMPS, JUMPS)
     assert computed_again
 
 
