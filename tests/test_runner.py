@@ -17,26 +17,38 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CORES = 7
-TOOLS = ("python", "pytest", "ruff", "pyright", "lint-imports")
+TOOLS = ("pytest", "ruff", "pyright", "lint-imports")
+SET_UP = """import os, sys
+print(sys.argv[1], file=open({log!r}, "a"))
+sys.exit(9 * (os.environ["FAILING"] == sys.argv[1]))
+"""
 
 Calls = dict[str, list[list[str]]]
 
 
-def run(directory: Path, *arguments: str, failing: str = "") -> tuple[int, Calls]:
-    """Returns the exit status and the arguments of each call, by `environment/tool`; the tool `failing` fails."""
-    (directory / "tests").mkdir()
-    (directory / "tests" / "run").write_text((ROOT / "tests" / "run").read_text())
+def run(directory: Path, *arguments: str, failing: str = "nothing") -> tuple[int, Calls, str]:
+    """Returns the exit status, the arguments of each call by `environment/tool`, and what was printed.
+
+    The tool `failing` fails. Calls of tests/environments.py have the name of what they set up and no arguments.
+    """
+    (directory / "tests").mkdir(exist_ok=True)
+    for name in ("run", "find_python.sh"):
+        (directory / "tests" / name).write_text((ROOT / "tests" / name).read_text())
     log = directory / "calls"
-    stand_in = f'#!/bin/sh\necho "$0" "$@" >>{log}\ncase $0 in *"$FAILING") exit 9 ;; esac\necho jax 0.0.0\n'
-    paths = [directory / f".venv-{name}" / "bin" / tool for name in ("newest", "oldest") for tool in TOOLS]
-    for path in paths:
+    (directory / "tests" / "environments.py").write_text(SET_UP.format(log=str(log)))
+    stand_in = f'#!/bin/sh\necho "$0" "$@" >>{log}\ncase $0 in *"$FAILING") exit 9 ;; esac\n'
+    for path in [directory / f".venv-{name}" / "bin" / tool for name in ("newest", "oldest") for tool in TOOLS]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(stand_in)
         path.chmod(0o755)
     nproc = directory / "nproc"
     nproc.write_text(f"#!/bin/sh\necho {CORES}\n")
     nproc.chmod(0o755)
-    environment = os.environ | {"PATH": f"{directory}:{os.environ['PATH']}", "FAILING": failing or "nothing"}
+    environment = os.environ | {
+        "PATH": f"{directory}:{os.environ['PATH']}",
+        "FAILING": failing,
+        "PYTHON": sys.executable,
+    }
     command = ["sh", str(directory / "tests" / "run"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode or done.stdout.endswith("=== passed\n"), done.stderr
@@ -44,8 +56,8 @@ def run(directory: Path, *arguments: str, failing: str = "") -> tuple[int, Calls
     for line in log.read_text().splitlines():
         path, *rest = shlex.split(line)
         environment_name, _, tool = path.partition("/bin/")
-        calls.setdefault(f"{environment_name.rpartition('-')[2]}/{tool}", []).append(rest)
-    return done.returncode, calls
+        calls.setdefault(f"{environment_name.rpartition('-')[2]}/{tool}" if tool else path, []).append(rest)
+    return done.returncode, calls, done.stdout
 
 
 def options(arguments: list[str], name: str) -> list[str]:
@@ -54,10 +66,10 @@ def options(arguments: list[str], name: str) -> list[str]:
 
 
 def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
-    status, calls = run(tmp_path)
+    status, calls, _ = run(tmp_path, "all")
     assert status == 0
     assert sorted(calls) == sorted(
-        [f"newest/{tool}" for tool in TOOLS] + [f"oldest/{tool}" for tool in ("python", "pytest")]
+        [*(f"newest/{tool}" for tool in TOOLS), "oldest/pytest", "newest", "oldest", "check"]
     )
     (newest,), (oldest,) = calls["newest/pytest"], calls["oldest/pytest"]
     assert options(newest, "-n") == options(oldest, "-n") == [str(CORES)]
@@ -86,32 +98,57 @@ def test_a_sample_has_a_case_of_each_function() -> None:
     }
 
 
-def test_quick_is_part_of_the_tests_with_the_newest_jax(tmp_path: Path) -> None:
-    status, calls = run(tmp_path, "quick", "-x")
+def test_without_arguments_it_runs_what_a_change_needs(tmp_path: Path) -> None:
+    status, calls, _ = run(tmp_path)
     assert status == 0
-    assert sorted(calls) == ["newest/pytest", "newest/python"]
-    (arguments,) = calls["newest/pytest"]
-    assert options(arguments, "-n") == [str(CORES)]
-    assert "-x" in arguments
-    files = [argument for argument in arguments if argument.startswith("tests/")]
-    assert {"tests/test_api.py", "tests/test_grad.py", "tests/test_transforms.py", "tests/test_vmap.py"} < set(files)
+    assert sorted(calls) == sorted([*(f"newest/{tool}" for tool in TOOLS), "newest"])
+    contract, kernels = calls["newest/pytest"]
+    assert options(contract, "-n") == options(kernels, "-n") == [str(CORES)]
+    files = {argument for argument in contract if argument.startswith("tests/")}
+    assert {"tests/test_api.py", "tests/test_grad.py", "tests/test_transforms.py", "tests/test_vmap.py"} < files
     assert all((ROOT / file).is_file() for file in files)
+    assert "@tests/kernels/brief.txt" in kernels
 
 
-@pytest.mark.parametrize(
-    "tool", ["newest/bin/python", "newest/bin/pyright", "oldest/bin/python", "newest/bin/pytest", "oldest/bin/pytest"]
-)
-def test_a_check_that_fails_fails_the_command(tool: str, tmp_path: Path) -> None:
-    status, calls = run(tmp_path, failing=tool)
+def test_each_kernel_is_compiled_and_emulated_once_by_what_a_change_needs() -> None:
+    """Each line of the list names a case that exists; together they have each kernel of both families."""
+    pytest.importorskip("cutlass")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "@tests/kernels/brief.txt"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    wanted = (ROOT / "tests" / "kernels" / "brief.txt").read_text().split("\n")
+    assert {line for line in printed.splitlines() if "::" in line} == {line for line in wanted if line}
+
+
+@pytest.mark.parametrize("part", ["", "all"])
+@pytest.mark.parametrize("tool", ["newest", "newest/bin/pyright", "newest/bin/pytest"])
+def test_a_check_that_fails_fails_the_command(tool: str, part: str, tmp_path: Path) -> None:
+    status, calls, printed = run(tmp_path, *part.split(), failing=tool)
+    assert status == 9
+    assert ("newest/pytest" in calls) == (tool != "newest")
+    assert ("=== linters: failed" in printed) == tool.endswith("pyright")
+
+
+@pytest.mark.parametrize("tool", ["oldest", "check", "oldest/bin/pytest"])
+def test_a_check_of_all_that_fails_fails_the_command(tool: str, tmp_path: Path) -> None:
+    status, calls, _ = run(tmp_path, "all", failing=tool)
     assert status == 9
     assert ("newest/pytest" in calls) == tool.endswith("pytest")
+
+
+def test_each_stage_says_how_long_it_took_last_time(tmp_path: Path) -> None:
+    _, _, first = run(tmp_path)
+    _, _, second = run(tmp_path)
+    assert "=== set-up of .venv-newest (last time: no time known)" in first
+    for stage in ("set-up of .venv-newest", "contract, gradients, transformations"):
+        assert re.search(rf"=== {stage} \(last time: 0 min \d+ s\)", second)
 
 
 def test_every_part_is_documented() -> None:
     script = (ROOT / "tests" / "run").read_text()
     parts = re.findall(r"^  ([a-z |]+)\)$", script, re.MULTILINE)
     documented = "".join(line for line in script.splitlines(keepends=True) if line.startswith("#"))
-    for part in " | ".join(parts).split(" | "):
-        assert part == "all" or re.search(rf"\b{part}\b", documented), part
-    for page in ("README.md", "CONTRIBUTING.md"):
-        assert "sh tests/run quick" in (ROOT / page).read_text(), page
+    assert len(parts) == 5
+    for part in parts:
+        assert part == "change" or re.search(rf"\b{part}\b", documented), part
+    for page in ("README.md", "CONTRIBUTING.md", ".ci/run"):
+        assert "sh tests/run all" in (ROOT / page).read_text(), page
