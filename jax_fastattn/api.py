@@ -128,7 +128,8 @@ def attention(
         key: `[B, S, K, H]` or `[S, K, H]`, dtype of `query`.
         value: `[B, S, K, D]` or `[S, K, D]`, dtype of `query`; D may differ from H.
         bias: floating, broadcastable to `[B, N, T, S]`; added to the scaled logits. Differentiable.
-        mask: bool, broadcastable to `[B, N, T, S]`; True where the query may attend.
+        mask: bool, broadcastable to `[B, N, T, S]`; True where the query may attend. One with K heads, `[b, K, t, s]`,
+            has a row for each key/value head, which the query heads of its group share.
         scale: factor on `query . key`; default 1 / sqrt(H). A Python or NumPy number is fixed when the call is traced.
             A `jax.Array` of shape `()`, traced or not, is run-time data and differentiable.
         is_causal: a query sees the keys at its own position and before; see `query_offset`.

@@ -53,7 +53,7 @@ def canonicalize(
 
     def broadcast(name: str, x: Any, kind: str) -> jax.Array:
         x = _checked(name, x, kind)
-        axes.bind_broadcast(name, x, "BNTS" if batched or x.ndim == 4 else "NTS")
+        axes.bind_broadcast(name, x, "BNTS" if batched or x.ndim == 4 else "NTS", per_kv_head=name == "mask")
         return expand_to_bnts(x)
 
     query_ids, key_ids = _check_segment_ids(axes, segment_ids, batched)

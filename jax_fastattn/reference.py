@@ -15,7 +15,7 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
     j <= p                                if is_causal
     p - left <= j <= p + right            with window = (left, right)
     query_segment_ids[i] == key_value_segment_ids[j]
-    mask[i, j]
+    mask[i, j]                            where a mask with K heads is that of the key/value head
 
 - The log-sum-exp is log(sum of exp(logits) over visible keys + exp(sink)): natural, and the softmax's denominator.
 - A query that sees no key, or only logits of -inf, has out 0, zero gradients for its query, and a log-sum-exp of -inf,
@@ -120,7 +120,9 @@ def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
     if operands.query_segment_ids is not None and operands.key_value_segment_ids is not None:
         terms.append(operands.query_segment_ids[:, None, :, None] == operands.key_value_segment_ids[:, None, None, :])
     if operands.mask is not None:
-        terms.append(operands.mask)
+        # With one row for each key/value head, the query heads of a group share it.
+        heads = operands.mask.shape[1]
+        terms.append(jnp.repeat(operands.mask, num_heads // heads, axis=1) if heads > 1 else operands.mask)
     return functools.reduce(jnp.logical_and, terms)
 
 

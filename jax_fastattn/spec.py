@@ -33,7 +33,8 @@ class Operands(NamedTuple):
         key: `[B, S, K, H]`.
         value: `[B, S, K, D]`, D = v_head_dim.
         bias: `[b, n, t, s]`, added to the scaled logits.
-        mask: bool `[b, n, t, s]`, True where a query may attend to a key.
+        mask: bool `[b, n, t, s]`, True where a query may attend to a key; or `[b, K, t, s]`, where the query heads of a
+            group share the row of their key/value head.
         query_seq_lengths: int32 `[B]`; rows from there on are padding.
         key_value_seq_lengths: int32 `[B]`; keys from there on are invisible.
         query_offset: int32 `[B]`: query i stands at key position i + offset.

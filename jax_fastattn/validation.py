@@ -50,16 +50,22 @@ class Axes:
                     f"expected {axis} = {known} as in `{source}`"
                 )
 
-    def bind_broadcast(self, name: str, x: Any, axes: str) -> None:
-        """As `bind`, but fewer dimensions and sizes of 1 broadcast."""
+    def bind_broadcast(self, name: str, x: Any, axes: str, *, per_kv_head: bool = False) -> None:
+        """Checks as `bind` does, but fewer dimensions and sizes of 1 broadcast.
+
+        With `per_kv_head`, the axis N of an `x` that has all axes may also be of size K.
+        """
         if x.ndim > len(axes):
             raise ValueError(f"`{name}` has shape {x.shape}, expected at most {len(axes)} dimensions ({axes})")
         for axis, size in zip(axes[len(axes) - x.ndim :], x.shape, strict=True):
-            if size not in (1, self[axis]):
+            expected = {axis: self[axis]}
+            if axis == "N" and per_kv_head and x.ndim == len(axes) and 1 < self["K"] < self["N"]:
+                expected = {"K": self["K"]} | expected
+            if size not in (1, *expected.values()):
+                known = " or ".join(f"{a} = {n} as in `{self._sizes[a][1]}`" for a, n in expected.items())
                 raise ValueError(
-                    f"`{name}` has shape {x.shape} with {axis} = {size}, "
-                    f"expected 1 or {axis} = {self[axis]} as in `{self._sizes[axis][1]}`; it must broadcast to {axes}"
-                    f"{self._index_for_heads(name, x)}"
+                    f"`{name}` has shape {x.shape} with {axis} = {size}, expected 1 or {known}; "
+                    f"it must broadcast to {axes}{self._index_for_heads(name, x)}"
                 )
 
     def _index_for_heads(self, name: str, x: Any) -> str:

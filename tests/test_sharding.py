@@ -152,6 +152,7 @@ REDUCTIONS = {
     "bias-without-heads": ({"sinks": None, "bias": "bts"}, ["all-reduce"]),
     "bias-without-both": ({"sinks": None, "bias": "ts"}, ["all-reduce"]),
     "mask-without-batch": ({"sinks": None, "mask": "nt"}, []),
+    "mask-per-kv-head": ({"sinks": None, "mask": "bkts"}, []),
     "scale": ({"sinks": None, "bias": None, "scale": -0.6, "scale_is_array": True}, ["all-reduce"]),
 }
 

@@ -93,8 +93,9 @@ def attention_fn(
         key: `[batch..., S, K, H]`; K divides N.
         value: `[batch..., S, K, D]`.
         bias: broadcastable to `[batch..., N, T, S]`, added to the scaled logits. Default None.
-        mask: broadcastable to `[batch..., N, T, S]`, bool or numbers as Flax's mask makers give them: a query may
-            attend where it is not 0. Or a `Packed`: tokens attend inside their own sequence. Default None.
+        mask: broadcastable to `[batch..., N, T, S]`, or with K heads, which groups of query heads share; bool or
+            numbers as Flax's mask makers give them: a query may attend where it is not 0. Or a `Packed`: tokens attend
+            inside their own sequence. Default None.
         broadcast_dropout, dropout_rng: as in Flax.
         dropout_rate: on the attention weights. If it is not 0 (the default) and not `deterministic`, Flax's function
             computes the call.
@@ -249,6 +250,8 @@ def _attend_with_dropout(
 
     _warn_of_dropout()
     num_heads, (query_length, key_length) = query.shape[-2], (query.shape[-3], key.shape[-3])
+    if mask is not None and mask.ndim == query.ndim and mask.shape[-3] == key.shape[-2] > 1:
+        mask = jnp.repeat(mask, num_heads // key.shape[-2], axis=-3)
     key, value = (jnp.repeat(x, num_heads // x.shape[-2], axis=-2) for x in (key, value))
     if is_causal:
         causal = jnp.tril(jnp.ones((1,) * (query.ndim - 2) + (query_length, key_length), bool))

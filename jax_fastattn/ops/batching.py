@@ -97,6 +97,7 @@ def becomes_heads(names: Sequence[str], mapped: Sequence[bool], shapes: Sequence
     if not mapped[0] or any(m and name not in HEAD_AXIS for name, m in zip(names, mapped, strict=True)):
         return False
     _, batch, _, heads, _ = shapes[0]
+    kv_heads = shapes[1][2]
 
     def is_repeated(size: int, whole: int, is_mapped: bool) -> bool:
         return size != whole if is_mapped else size != 1  # not `<`: a symbolic batch cannot be compared
@@ -104,21 +105,29 @@ def becomes_heads(names: Sequence[str], mapped: Sequence[bool], shapes: Sequence
     for name, shape, is_mapped in zip(names, shapes, mapped, strict=True):
         if name in ("bias", "mask"):
             b, n = shape[is_mapped : is_mapped + 2]
-            if is_repeated(n, heads, is_mapped) and not is_repeated(b, batch, is_mapped):
+            serves_all = name == "mask" and not is_mapped and n == kv_heads
+            if is_repeated(n, heads, is_mapped) and not serves_all and not is_repeated(b, batch, is_mapped):
                 return False
     return True
 
 
 def fold_heads(names: Sequence[str], mapped: Sequence[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Folds all operands, `[V, ..., K * G, ...]` or not mapped, to `[..., K * V * G, ...]` where they have heads."""
+    """Folds all operands, `[V, ..., K * G, ...]` or not mapped, to `[..., K * V * G, ...]` where they have heads.
+
+    A mask with one row for each key/value head serves the larger groups as it is, unless it is mapped.
+    """
     size, heads, kv_heads = arrays[0].shape[0], arrays[0].shape[3], arrays[1].shape[2]
 
     def fold_one(name: str, x: jax.Array, is_mapped: bool) -> jax.Array:
         axis = HEAD_AXIS.get(name)
         if axis is None or (not is_mapped and x.shape[axis] == 1 and name != "sinks"):
             return x
+        if not is_mapped and name == "mask" and x.shape[axis] == kv_heads:
+            return x
         if not is_mapped:
             x = jnp.broadcast_to(x[None], (size, *x.shape))
+        if 1 < x.shape[axis + 1] < heads:
+            x = jnp.repeat(x, heads // x.shape[axis + 1], axis=axis + 1)
         before, after = x.shape[1 : axis + 1], x.shape[axis + 2 :]
         x = jnp.broadcast_to(x, (size, *before, heads, *after))
         x = jnp.moveaxis(x.reshape((size, *before, kv_heads, heads // max(kv_heads, 1), *after)), 0, axis + 1)

@@ -119,10 +119,11 @@ def partitioned(
 
     def partition(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> Any:
         split = _Split.of(mesh, operand_axes[0], *arg_shapes[:2])
-        args = tuple(split.sharding(a, x.shape) for a, x in zip(operand_axes, arg_shapes, strict=True))
+        axes = [own_letters(a, x.shape, split.heads) for a, x in zip(operand_axes, arg_shapes, strict=True)]
+        args = tuple(split.sharding(a, x.shape) for a, x in zip(axes, arg_shapes, strict=True))
 
         def part(*arrays: jax.Array) -> Any:
-            results = local(*(split.take_heads(a, x) for a, x in zip(operand_axes, arrays, strict=True)))
+            results = local(*(split.take_heads(a, x) for a, x in zip(axes, arrays, strict=True)))
             return [
                 split.sum_shares(a, whole.shape, x)
                 for a, whole, x in zip(result_axes, result_shapes, results, strict=True)
@@ -177,7 +178,7 @@ def shardy_rule(
     fresh = itertools.count()
 
     def term(letters: str, shape: tuple[int, ...]) -> str:
-        factors = []
+        factors, letters = [], own_letters(letters, shape, (num_heads, num_kv_heads))
         for letter, size in zip(letters, shape, strict=False):
             alone = letter not in SPLITTABLE or size != sizes[letter]
             factors.append(f"i{next(fresh)}" if alone else heads.get(letter, letter.lower()))
@@ -186,6 +187,15 @@ def shardy_rule(
     arrows = [", ".join(term(*x) for x in group) for group in (operands, results)]
     options = {"g": num_heads // num_kv_heads} if is_grouped else {}
     return " -> ".join(arrows), options
+
+
+def own_letters(letters: str, shape: Sequence[int], heads: tuple[int, int]) -> str:
+    """Returns the letters of an array's axes, where that of a mask's heads is K if it has K rows and not N."""
+    num_heads, num_kv_heads = heads
+    return "".join(
+        "K" if letter == "N" and 1 < size == num_kv_heads < num_heads else letter
+        for letter, size in zip(letters, shape, strict=False)
+    )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class Case:
         scale: None is H ** -0.5.
         scale_is_array: whether scale is an operand, not a static number.
         is_causal, window, logits_soft_cap: as in `AttentionSpec`.
-        bias, mask: the axes that are not broadcast, such as "nts"; None is absent.
+        bias, mask: the axes that are not broadcast, such as "nts"; None is absent. A mask "kts" has one row for each
+            key/value head.
         query_seq_lengths, key_value_seq_lengths: one for each batch entry.
         query_offset: one for each batch entry, or for each packed sequence; "bottom_right" of packed sequences.
         segments: number of segments, cut at random; the last is one that only queries have. 0 is absent.
@@ -159,7 +160,8 @@ class Case:
             return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), dtype)
 
         def plane(axes: str | None, dtype: Any) -> Any:
-            shape = tuple(sizes[axis.upper()] if axis in (axes or "") else 1 for axis in "bnts")
+            letters = "bkts" if "k" in (axes or "") else "bnts"
+            shape = tuple(sizes[axis.upper()] if axis in (axes or "") else 1 for axis in letters)
             return None if axes is None else jax.ShapeDtypeStruct(shape, dtype)
 
         def row(axes: str | None) -> Any:
@@ -312,6 +314,8 @@ CPU_CASES = [
         {"mask": "bnts"},
         {"mask": "bts", "bias": "n", "dlse": True},
         {"mask": "nt", "is_causal": True},
+        {"mask": "bkts", "dlse": True},
+        {"mask": "ks", "is_causal": True, "sinks": "n"},
         {"segments": 4},
         {"segments": 3, "is_causal": True, "query_offset": (5, 12), "sinks": "bn"},
     ),
