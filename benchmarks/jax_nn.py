@@ -5,6 +5,7 @@
     python benchmarks/jax_nn.py --set gpu          # what the kernels do not take, and the XLA path where they do
     python benchmarks/jax_nn.py --set one-query    # one query over many keys: our kernel, our XLA path, jax.nn
     python benchmarks/jax_nn.py --set cpu
+    python benchmarks/jax_nn.py --set cpu-d128     # the default scale is no power of two, see `Blocks.rounded`
     python benchmarks/jax_nn.py --set cpu-bound    # calls around the most logits that a CPU computes at once
 
 All programs are compiled before the first is measured; without JAX_COMPILATION_CACHE_DIR, once more when they run. In
@@ -148,10 +149,10 @@ class Row:
         return function, function.lower(self.shapes()).compile()
 
 
-def _cpu_rows(*lengths: int, **more: Any) -> dict[str, Row]:
+def _cpu_rows(*lengths: int, head_dim: int = 64, **more: Any) -> dict[str, Row]:
     return {
-        f"b1-n8-d64-{length}-{'causal' if is_causal else 'full'}-{dtype}": Row(
-            1, 8, length, dtype=dtype, is_causal=is_causal, **more
+        f"b1-n8-d{head_dim}-{length}-{'causal' if is_causal else 'full'}-{dtype}": Row(
+            1, 8, length, head_dim, dtype, is_causal=is_causal, **more
         )
         for length in lengths
         for is_causal in (False, True)
@@ -192,6 +193,7 @@ SETS = {
     }
     | {f"one-query-1x128k-lengths-{seen // 1024}k": replace(_ONE, seen=seen) for seen in (1024, 16384, 32768, 65536)},
     "cpu": _cpu_rows(512, 1024, 2048, 4096),
+    "cpu-d128": _cpu_rows(512, 1024, 2048, 4096, head_dim=128),
     "cpu-bound": _cpu_rows(256, 512, 1024, implementations=(WHOLE, CHUNKS, THEIRS)),
     "tiny": {"tiny": Row(2, 4, 16, 8, "float32", kv_heads=2, mask="ts", bias="nts", seen=9)},
 }
