@@ -333,9 +333,9 @@ class Blocks:
 
         `exp(product * scale - max)` would be one multiply-add, which subtracts a rounded maximum from a logit that is
         not rounded. A weight of 1 would be off by half an ulp of the logit: by 0.6 at 1.6e7, and by any factor from 2e9
-        on. The multiply-add is spent on adding a zero that XLA does not know. On two cores of an AMD EPYC this took 0
-        to 3 % more CPU time (a barrier on the logits up to 17 % more, or 6 % less) and no memory. A product with a
-        power of two is exact without it.
+        on. The multiply-add is spent on adding a zero that XLA does not know. On two cores of an AMD EPYC calls took
+        0.96 to 1.02 times as long (benchmarks/results/jax-nn-2026-11-26-cpu.jsonl). A barrier on the logits would cost
+        a pass over them instead. A product with a power of two is exact without either.
         """
         cap = self.spec.logits_soft_cap
         is_exact = is_power_of_two(self.spec.scale if cap is None else cap)
