@@ -33,7 +33,7 @@ from report import RESULTS, slug
 from run import describe_run
 
 from jax_fastattn import attention, portable
-from jax_fastattn.blocks import CPU
+from jax_fastattn.chunks import CPU
 from jax_fastattn.spec import AttentionSpec, Operands
 
 

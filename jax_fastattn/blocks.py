@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of the plane of logits: how a platform wants it cut, and what one block of queries and keys holds.
+"""Blocks of the plane of logits: what one block of queries and keys holds, once `chunks.py` has cut the plane.
 
-`portable.py` walks the blocks. In product equations: b batch, t query, s key, k key/value head, g query head within its
-group, h head_dim, d v_head_dim.
+`portable.py` visits the blocks. In product equations: b batch, t query, s key, k key/value head, g query head within
+its group, h head_dim, d v_head_dim.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fastattn.chunks import Axis, Index, Span, Tuning
 from jax_fastattn.packed import by_token, key_range
 from jax_fastattn.spec import AttentionSpec, Operands, is_known
-
-Index = jax.Array | int
 
 # Wider than any sequence, and far from int32 overflow when a position is added.
 UNBOUNDED = 1 << 29
@@ -34,103 +32,6 @@ BAND_KEYS = 64
 
 # Up to so many queries, a product with values takes about as long as a copy of the values.
 FEW_QUERIES = 16
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How a platform wants the plane of logits cut; decides about speed and memory alone.
-
-    Attributes:
-        whole: the most logits, over batch and heads, that are in memory at once. A call of no more is not cut into
-            chunks; it is cut into bands of queries if masks hide a static part of the plane.
-        band: the fewest logits of a band.
-        block: about how many logits, over batch and heads, a chunk of queries and keys has.
-        chunk: the most queries and keys of a chunk, unless there are fewer queries than that.
-        min_chunk: the fewest, even if they have more logits than `block`.
-        barriers: whether to work around faults of XLA:CPU, see `Blocks.product` and `Blocks.rounded`.
-        copied: the most bytes of values of which few queries get a copy without unseen keys, see `Blocks.weighted`.
-    """
-
-    whole: int
-    band: int
-    block: int
-    chunk: int
-    min_chunk: int
-    barriers: bool
-    copied: int
-
-
-# These sizes fit a CPU's cache. On two cores of an AMD EPYC with AVX-512, with 8 heads of 64, a forward pass of 2**21
-# logits (8 MiB) takes 0.61 to 0.83 of the time that it takes in chunks, and one of 2**23 takes 1.1 to 2 times as long.
-# With gradients the ratios are 0.63 to 1.08 and 0.85 to 1.28 (benchmarks/results/jax-nn-2026-11-25-cpu.jsonl). Blocks
-# of 2**20 logits took 0 to 30 % less time than blocks of 2**21.
-CPU = Tuning(whole=1 << 21, band=1 << 20, block=1 << 20, chunk=512, min_chunk=128, barriers=True, copied=0)
-# Logits of 4 GiB, as jax.nn keeps them on the same device. A copy of 64 MiB of values takes longer than the decision
-# whether it is needed, about 10 us: one query takes 118 us instead of 90 on an H100; with 32 MiB it takes 65, not 72.
-ACCELERATOR = Tuning(
-    whole=1 << 30, band=1 << 23, block=1 << 28, chunk=4096, min_chunk=512, barriers=False, copied=48 << 20
-)
-
-
-class Span(NamedTuple):
-    """The queries or the keys of a block.
-
-    Attributes:
-        start: the first one; a Python number if it is known when the call is traced.
-        size: how many there are.
-        own: the span before this one has those before `own`; None if it has none of this span.
-    """
-
-    start: Index
-    size: int
-    own: Index | None = None
-
-    def positions(self) -> jax.Array:
-        """int32 `[size]`."""
-        return self.start + jnp.arange(self.size, dtype=jnp.int32)
-
-    def take(self, x: jax.Array, axis: int, length: int) -> jax.Array:
-        """The part of x, or x itself if it is broadcast along the axis, of which `length` is the whole."""
-        if self.size == length or x.shape[axis] != length:
-            return x
-        if isinstance(self.start, int):
-            return lax.slice_in_dim(x, self.start, self.start + self.size, axis=axis)
-        return lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
-
-    def put(self, x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
-        """x with `part` in the place of what `take` returns."""
-        part = part.astype(x.dtype)
-        return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, self.start, axis)
-
-    def add(self, x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
-        return self.put(x, self.take(x, axis, x.shape[axis]) + part, axis)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A sequence axis, cut into `count` chunks of one size.
-
-    The last chunk is moved back to end with the sequence, so it may begin with elements of the chunk before it.
-    """
-
-    length: int
-    chunk: int
-    count: int
-
-    @classmethod
-    def cut(cls, length: int, limit: int) -> Axis:
-        """The fewest chunks of at most `limit` elements, as even as can be; one of a symbolic length."""
-        if not is_known(length):
-            return cls(length, length, 1)
-        count = max(-(-length // limit), 1)
-        return cls(length, -(-length // count), count)
-
-    def span(self, i: Index) -> Span:
-        if self.count == 1:
-            return Span(0, self.length)
-        own = jnp.int32(i) * self.chunk
-        overlaps = self.chunk * self.count != self.length
-        return Span(jnp.minimum(own, self.length - self.chunk), self.chunk, own if overlaps else None)
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastattn.blocks import (
-    CPU,
-    Axis,
-    Blocks,
-    Index,
-    Span,
-    Tuning,
-    merge_rows,
-    reduce_to,
-    rows_of,
-    zero_unseeing_queries,
-    zero_unseen_keys,
-)
+from jax_fastattn.blocks import Blocks, merge_rows, reduce_to, rows_of, zero_unseeing_queries, zero_unseen_keys
+from jax_fastattn.chunks import CPU, Axis, Index, Span, Tuning
 from jax_fastattn.packed import padding_rows
 from jax_fastattn.spec import AttentionSpec, Operands
 

@@ -20,7 +20,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastattn import attention, attention_varlen, explain, portable, target_arch
-from jax_fastattn.blocks import CPU
+from jax_fastattn.chunks import CPU
 from jax_fastattn.ffi import TARGET_NAME
 from jax_fastattn.ops.sharding import OPERAND_AXES
 from jax_fastattn.spec import Operands

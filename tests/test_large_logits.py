@@ -20,7 +20,8 @@ import pytest
 from test_portable import SMALL_CHUNKS, run
 
 from jax_fastattn import attention
-from jax_fastattn.blocks import CPU, Blocks, Tuning
+from jax_fastattn.blocks import Blocks
+from jax_fastattn.chunks import CPU, Tuning
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import Operands
 from jax_fastattn.testing.cases import Case

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn import attention_varlen, packed, portable, target_arch
-from jax_fastattn.blocks import ACCELERATOR
+from jax_fastattn.chunks import ACCELERATOR
 from jax_fastattn.kernels.packed import Record
 from jax_fastattn.kernels.sm90.config import forward_config
 from jax_fastattn.kernels.spec import KernelSpec

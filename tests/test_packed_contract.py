@@ -19,7 +19,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_fastattn import attention_varlen, packed
-from jax_fastattn.blocks import CPU, Blocks
+from jax_fastattn.blocks import Blocks
+from jax_fastattn.chunks import CPU
 from jax_fastattn.ffi import TARGET_NAME
 from jax_fastattn.kernels.spec import kernel_spec
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME

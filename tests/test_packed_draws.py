@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_fastattn import blocks
+from jax_fastattn import blocks, chunks
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec
 from jax_fastattn.testing import compare, draws
@@ -42,7 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long calls are computed in chunks of 128 queries and keys, as longer ones would be."""
     if case.query_length > ROWS_AT_ONCE:
-        cut, tuning = blocks.Blocks.of, dataclasses.replace(blocks.CPU, whole=0, block=0, chunk=128)
+        cut, tuning = blocks.Blocks.of, dataclasses.replace(chunks.CPU, whole=0, block=0, chunk=128)
         monkeypatch.setattr(blocks.Blocks, "of", lambda spec, operands, _: cut(spec, operands, tuning))
 
 

@@ -20,8 +20,9 @@ from calls import assert_same, quick_jit
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_fastattn import attention, blocks, portable
-from jax_fastattn.blocks import CPU, FEW_QUERIES, Tuning
+from jax_fastattn import attention, blocks, chunks, portable
+from jax_fastattn.blocks import FEW_QUERIES
+from jax_fastattn.chunks import CPU, Tuning
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.cases import CPU_CASES, Case
@@ -226,7 +227,7 @@ def test_no_logits_are_transposed(tuning: Tuning, key: jax.Array) -> None:
         return portable.backward(spec, operands, out, lse, dout, None, tuning=tuning)
 
     text = jax.jit(call).lower(operands, dout).as_text()
-    sizes = {f"{blocks.Axis.cut(length, 16).chunk}" for length in (37, 53)} if tuning is SMALL_CHUNKS else {"37", "53"}
+    sizes = {f"{chunks.Axis.cut(length, 16).chunk}" for length in (37, 53)} if tuning is SMALL_CHUNKS else {"37", "53"}
     transposes = [line for line in text.splitlines() if "stablehlo.transpose" in line]
     assert transposes
     assert not [line for line in transposes if sizes <= set(re.findall(r"\d+", line.split("->")[1]))]

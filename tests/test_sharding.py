@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_fastattn.blocks import CPU, Blocks
+from jax_fastattn.blocks import Blocks
+from jax_fastattn.chunks import CPU
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 

@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from jax_fastattn import portable
 from jax_fastattn._compat import Primitive
-from jax_fastattn.blocks import ACCELERATOR, CPU, Tuning
+from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
 from jax_fastattn.portable import Gradients
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
