@@ -1,18 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the tables in README.md and the plots from the records in benchmarks/results/. No figure is typed by hand.
+"""Makes the tables in README.md and docs/benchmarks.md, and the plots, from the records in benchmarks/results/.
 
     python benchmarks/report.py
 
-Where a case was measured again, by the same implementation on the same GPU, the last record counts.
+README.md has a few cases, docs/benchmarks.md has all of them. No figure is typed by hand. Where a case was measured
+again, by the same implementation on the same GPU, the last record counts.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cases import GRID, OTHERS, PACKED
 from peers import IMPLEMENTATIONS
@@ -20,78 +22,163 @@ from peers import IMPLEMENTATIONS
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+MODES = ("forward", "backward")
+REPORTED = GRID | OTHERS | PACKED
 
 Records = dict[tuple[str, str, str], dict[str, Any]]  # by case, mode and implementation
 
 
-def load(folder: Path) -> dict[str, Records]:
-    """The records of run.py of each GPU, of the files in the order of their names, which begin with a date.
+class Page(NamedTuple):
+    """A page with tables between its markers.
 
-    Those of the tiles of another card are left out.
+    Attributes:
+        cases: names of the cases in its tables.
+        link: the folder of the records as the page links to it; "" if the page shows neither records nor plots.
+    """
+
+    path: Path
+    cases: Collection[str]
+    link: str = ""
+
+
+# One case of each kind, with those in which a peer is faster.
+README_CASES = (
+    "d128-causal-4k",
+    "d128-causal-16k",
+    "d64-causal-4k",
+    "d256-causal-4k",
+    "gqa-32-8-d128-causal-8k",
+    "window-4096-d128-32k",
+    "softcap-50-d256-causal-8k",
+    "mla-192-128-causal-4k",
+    "packed-log-64-8k",
+    "bias-d64-2k",
+    "mask-d64-2k",
+    "decode-64x8k-gqa-32-8-d128",
+)
+PAGES = (
+    Page(ROOT / "README.md", README_CASES),
+    Page(ROOT / "docs" / "benchmarks.md", REPORTED, "../benchmarks/results"),
+)
+
+
+def load(folder: Path) -> dict[str, Records]:
+    """Returns the records of run.py for each GPU; files are read in the order of their names, which begin with a date.
+
+    Records of the tiles of another card are left out. Each record names its file.
     """
     found: dict[str, Records] = {}
     for path in sorted(folder.glob("20*.jsonl")):
         for line in path.read_text().splitlines():
             record = json.loads(line)
             if not record.get("arch"):
-                found.setdefault(record["gpu"], {})[record["case"], record["mode"], record["impl"]] = record
+                key = record["case"], record["mode"], record["impl"]
+                found.setdefault(record["gpu"], {})[key] = record | {"file": path.name}
     return found
 
 
-def rows(records: Records) -> list[tuple[str, str]]:
-    """Case and mode of each row of a table, in the order of cases.py."""
-    measured, cases = {key[:2] for key in records}, GRID | OTHERS | PACKED
-    return [(case, mode) for mode in ("forward", "backward") for case in cases if (case, mode) in measured]
+def rows(records: Records, modes: Collection[str] = MODES) -> list[str]:
+    """Returns the cases that were measured in one of these modes, in the order of cases.py."""
+    measured = {case for case, mode, _ in records if mode in modes}
+    return [case for case in REPORTED if case in measured]
 
 
 def columns(records: Records) -> list[str]:
-    """The implementations that have a time, in the order of peers.py."""
+    """Returns the implementations that have a time, in the order of peers.py."""
     return [name for name in IMPLEMENTATIONS if any(key[2] == name and "ms" in x for key, x in records.items())]
 
 
 def figure(record: dict[str, Any] | None) -> float | None:
-    """TFLOP/s, or TB/s when decoding, which is bound by memory; None without a correct result."""
+    """Returns TFLOP/s, or TB/s when decoding, which memory limits; None without a correct result."""
     if record is None or record["error"] is not None:
         return None
-    return record["tb_per_s" if record["case"].startswith("decode") else "tflops"]
+    return record["tb_per_s" if decodes(record["case"]) else "tflops"]
+
+
+def decodes(case: str) -> bool:
+    """Whether the figure of a case is its TB/s."""
+    return case.startswith("decode")
 
 
 def cell(record: dict[str, Any] | None, best: float | None) -> str:
-    """A figure, in bold where it is the best; "-" where there is nothing to measure; else what went wrong."""
+    """Returns a figure, in bold if it is the best one; "-" if there is none to measure; else what went wrong."""
     if record is None or (record["error"] or "").startswith("Unsupported"):
         return "-"
     value = figure(record)
     if value is None:
         return "wrong" if record["error"].startswith("wrong") else "error"
-    text = f"{value:.2f} TB/s" if record["case"].startswith("decode") else f"{value:.0f}"
+    text = f"{value:.2f}" if decodes(record["case"]) else f"{value:.0f}"
     return f"**{text}**" if value == best else text
 
 
+def row(case: str, records: Records, names: Sequence[str]) -> str:
+    """Returns a row of a table: forward / backward of each implementation, the best of each mode in bold."""
+    by_mode = []
+    for mode in MODES:
+        found = [records.get((case, mode, name)) for name in names]
+        best = max((value for value in map(figure, found) if value is not None), default=None)
+        by_mode.append([cell(record, best) for record in found])
+    cells = ["-" if {*pair} == {"-"} else " / ".join(pair) for pair in zip(*by_mode, strict=True)]
+    return f"| {case}{' (TB/s)' if decodes(case) else ''} | " + " | ".join(cells) + " |"
+
+
 def table(gpu: str, records: Records) -> str:
-    """A Markdown table of one GPU: best in bold."""
+    """Returns a Markdown table of the records of one GPU."""
     names = columns(records)
     dates = sorted({x["date"][:10] for x in records.values()})
+    unit = "TFLOP/s, for decoding TB/s" if any(map(decodes, rows(records))) else "TFLOP/s"
     lines = [
         f"### {gpu}",
         "",
-        f"TFLOP/s, higher is better; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
-        "A dash: not measured, or cannot be asked for. Figures of a row may be of different runs: the last ones count.",
+        f"{unit}, forward / backward; higher is better; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        "`-` means not measured or not supported. Each figure is of its most recent run, so a row may mix runs.",
         "",
-        "| case | mode | " + " | ".join(names) + " |",
-        "|---|---|" + "---:|" * len(names),
+        "| case | " + " | ".join(names) + " |",
+        "|---|" + "---:|" * len(names),
+        *(row(case, records, names) for case in rows(records)),
     ]
-    for case, mode in rows(records):
-        found = [records.get((case, mode, name)) for name in names]
-        best = max((value for value in map(figure, found) if value is not None), default=None)
-        lines.append(f"| {case} | {mode} | " + " | ".join(cell(record, best) for record in found) + " |")
     return "\n".join(lines)
 
 
-def section(folder: Path = RESULTS) -> str:
-    """What stands between the markers in README.md."""
+def training(folder: Path, link: str) -> list[str]:
+    """Returns the parts of a page about the newest record of train.py, on Hopper: tokens per second."""
+    paths = sorted(folder.glob("20*-gpt-sm90-*.json"))
+    if not paths:
+        return []
+    record = json.loads(paths[-1].read_text())
+    found = {(run["options"]["length"], run["implementation"]): run for run in record["runs"]}
+    names = sorted({name for _, name in found}, key=lambda name: (not name.startswith("jax_fastattn"), name))
+    first = record["runs"][0]
+    lines = [
+        f"Tokens per second of a GPT with {first['options']['layers']} layers of width {first['options']['width']}.",
+        "",
+        "| length | " + " | ".join(names) + " |",
+        "|---|" + "---:|" * len(names),
+    ]
+    for length in sorted({length for length, _ in found}):
+        rates = [found[length, name]["tokens_per_second"] if (length, name) in found else None for name in names]
+        best = max(rate for rate in rates if rate is not None)
+        cells = ["-" if x is None else f"**{x:,.0f}**" if x == best else f"{x:,.0f}" for x in rates]
+        lines.append(f"| {length} | " + " | ".join(cells) + " |")
+    return [
+        f"### Training, {first['device']}",
+        "\n".join(lines),
+        f"Record:\n[{paths[-1].name}]({link}/{paths[-1].name}).",
+    ]
+
+
+def section(cases: Collection[str] = REPORTED, link: str = "", folder: Path = RESULTS) -> str:
+    """Returns what stands between the markers of a page; see `Page` for the arguments."""
     parts = []
     for gpu, records in load(folder).items():
-        parts += [table(gpu, records), f"![the same as bars](benchmarks/results/{slug(gpu)}.png)"]
+        shown = {key: record for key, record in records.items() if key[0] in cases}
+        if shown:
+            parts.append(table(gpu, shown))
+        if shown and link:
+            files = sorted({record["file"] for record in shown.values()})
+            parts.append("Records:\n" + ",\n".join(f"[{name}]({link}/{name})" for name in files) + ".")
+            parts.append(f"![The same figures as bars]({link}/{slug(gpu)}.png)")
+    parts += training(folder, link) if link else []
     return "\n\n".join(parts) or "There are no records yet."
 
 
@@ -104,9 +191,7 @@ def plot(gpu: str, records: Records, path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = columns(records)
-    by_mode: dict[str, list[str]] = {}
-    for case, mode in rows(records):
-        by_mode.setdefault(mode, []).append(case)
+    by_mode = {mode: cases for mode in MODES if (cases := rows(records, [mode]))}
     height = max(len(cases) for cases in by_mode.values()) * (0.12 * len(names) + 0.2) + 1.5
     canvas = Figure(figsize=(6.5 * len(by_mode), height), layout="constrained")
     panels = canvas.subplots(1, len(by_mode), squeeze=False)[0]
@@ -132,11 +217,17 @@ def plot(gpu: str, records: Records, path: Path) -> None:
     canvas.savefig(path, dpi=110)
 
 
-def write(readme: Path = ROOT / "README.md", folder: Path = RESULTS) -> None:
-    """Puts the tables into the README and the plots beside the records."""
-    before, _, rest = readme.read_text().partition(BEGIN)
+def filled(page: Page, folder: Path = RESULTS) -> str:
+    """Returns the text of a page, with the tables of today's records between its markers."""
+    before, _, rest = page.path.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n\n{section(folder)}\n\n{END}{after}")
+    return f"{before}{BEGIN}\n\n{section(page.cases, page.link, folder)}\n\n{END}{after}"
+
+
+def write(pages: Sequence[Page] = PAGES, folder: Path = RESULTS) -> None:
+    """Puts the tables into the pages, and the plots next to the records."""
+    for page in pages:
+        page.path.write_text(filled(page, folder))
     for gpu, records in load(folder).items():
         plot(gpu, records, folder / f"{slug(gpu)}.png")
 

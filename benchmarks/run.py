@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from cases import CASES, FLOP_FORMULA, SETS, cut, flops
 from peers import IMPLEMENTATIONS, Attend, Unsupported
-from report import RESULTS, slug
+from report import MODES, RESULTS, slug
 
 import jax_fastattn
 from jax_fastattn.ops import dispatch
@@ -42,7 +42,6 @@ from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import DIFFERENTIABLE, Results, assert_within_budget, evaluate, same_dtype_attention
 
-MODES = ("forward", "backward")
 # Logits of what is checked, in float32.
 CHECKED_BYTES = 1 << 31
 QUERIED = "clocks.sm,clocks.mem,power.draw,temperature.gpu"

@@ -125,44 +125,79 @@ def test_the_grid_is_of_one_size() -> None:
     assert cases.flops(cases.GRID["d128-full-4k"], "forward") == 4 * 4 * 16 * 4096 * 4096 * 128
 
 
-def _record(impl: str, tflops: float | None, error: str | None = None) -> dict[str, Any]:
+def _record(impl: str, tflops: float | None, error: str | None = None, mode: str = "forward") -> dict[str, Any]:
     base = {
         "case": "d64-full-1k",
-        "mode": "forward",
+        "mode": mode,
         "impl": impl,
         "gpu": "NVIDIA X",
         "date": "2026-01-02T",
         "error": error,
     }
-    times = {} if tflops is None else {"ms": {"p20": 1.0, "p50": 1.1, "p80": 1.3}, "tflops": tflops, "tb_per_s": 1.0}
+    times = {} if tflops is None else {"ms": {"p20": 1.0, "p50": 1.1, "p80": 1.3}, "tflops": tflops, "tb_per_s": 1.25}
     return base | times
 
 
-def test_table_and_plot_are_made_from_records(tmp_path: Path) -> None:
+def _page(folder: Path, cases: Any = report.REPORTED, link: str = "") -> report.Page:
+    page = folder / f"page-{link}.md"
+    page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    return report.Page(page, cases, link)
+
+
+def test_tables_and_plots_are_made_from_records(tmp_path: Path) -> None:
     lines = [
         _record("jax_fastattn", 100.0),
         _record("jax_fastattn", 412.3),
+        _record("jax_fastattn", 212.0, mode="backward"),
         _record("jax.nn-cudnn", 399.0),
+        _record("jax.nn-cudnn", 313.0, mode="backward"),
         _record("jax.nn-xla", 900.0, "wrong: out"),
         _record("fa4-jax", None, "RuntimeError: out of memory"),
         _record("tokamax", None, "Unsupported: not installed"),
         _record("jax_fastattn", 500.0) | {"arch": "sm_90-a100"},
+        _record("jax_fastattn", 3.0) | {"case": "decode-64x8k-gqa-32-8-d128"},
     ]
     (tmp_path / "2026-01-02-x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
-    report.write(readme, tmp_path)
-    text = readme.read_text()
-    assert "| case | mode | jax_fastattn | jax.nn-cudnn | jax.nn-xla |" in text
-    assert "| d64-full-1k | forward | **412** | 399 | wrong |" in text
-    assert text.startswith("above\n") and text.endswith("\nbelow\n") and "old" not in text
+    whole, part = pages = [_page(tmp_path, link="up"), _page(tmp_path, ["d64-full-1k"])]
+    report.write(pages, tmp_path)
+    text, short = whole.path.read_text(), part.path.read_text()
+    row = "| d64-full-1k | **412** / 212 | 399 / **313** | wrong / - |"
+    for found in text, short:
+        assert "| case | jax_fastattn | jax.nn-cudnn | jax.nn-xla |" in found and row in found
+        assert found.startswith("above\n") and found.endswith("\nbelow\n") and "old" not in found
+    assert "| decode-64x8k-gqa-32-8-d128 (TB/s) | **1.25** / - | - | - |" in text
+    assert "[2026-01-02-x.jsonl](up/2026-01-02-x.jsonl)" in text and "(up/x.png)" in text
+    assert not any(word in short for word in ("decode", "TB/s", "jsonl", "png"))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_readme_holds_the_tables_of_the_committed_records() -> None:
+def test_the_newest_training_run_is_shown(tmp_path: Path) -> None:
+    for day, rate in ((1, 5.0), (2, 98765.4)):
+        runs = [
+            {
+                "options": {"length": length, "layers": 3, "width": 32},
+                "device": "1 x NVIDIA X",
+                "implementation": name,
+                "tokens_per_second": rate + extra,
+            }
+            for length, name, extra in ((64, "fa4-jax", 10), (64, "jax_fastattn (cuda)", 20), (16, "fa4-jax", 30))
+        ]
+        (tmp_path / f"2026-01-0{day}-x-gpt-sm90-abc.json").write_text(json.dumps({"runs": runs}))
+    text = "\n\n".join(report.training(tmp_path, "up"))
+    assert "| length | jax_fastattn (cuda) | fa4-jax |\n" in text and "3 layers of width 32" in text
+    assert "| 16 | - | **98,795** |\n| 64 | **98,785** | 98,775 |" in text
+    assert "(up/2026-01-02-x-gpt-sm90-abc.json)" in text
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.path.name)
+def test_pages_hold_the_tables_of_the_committed_records(page: report.Page) -> None:
     """Else: python benchmarks/report.py."""
-    text = (report.ROOT / "README.md").read_text()
-    assert text.partition(report.BEGIN)[2].partition(report.END)[0].strip() == report.section()
+    assert page.path.read_text() == report.filled(page)
+
+
+def test_plots_are_there() -> None:
+    for gpu in report.load(report.RESULTS):
+        assert (report.RESULTS / f"{report.slug(gpu)}.png").exists()
 
 
 def test_trees_are_compared_in_alternating_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
