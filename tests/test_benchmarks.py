@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -198,6 +199,20 @@ def test_pages_hold_the_tables_of_the_committed_records(page: report.Page) -> No
 def test_plots_are_there() -> None:
     for gpu in report.load(report.RESULTS):
         assert (report.RESULTS / f"{report.slug(gpu)}.png").exists()
+
+
+def _names_in(*paths: Path) -> set[str]:
+    """Returns every word of these files that may be the name of a record."""
+    return {word for path in paths for word in re.findall(r"[\w.-]*\w", path.read_text())}
+
+
+def test_each_record_is_cited() -> None:
+    """Else it moves to notebook/records, or goes; see CONTRIBUTING.md, Benchmarks."""
+    documents = [*report.ROOT.glob("*.md"), *(report.ROOT / "docs").rglob("*.md")]
+    code = [path for top in ("benchmarks", "jax_fastattn", "examples") for path in (report.ROOT / top).rglob("*.py")]
+    assert {path.name for path in report.RESULTS.iterdir()} <= _names_in(*documents, *code)
+    notebook = report.ROOT / "notebook"
+    assert {path.name for path in (notebook / "records").iterdir()} <= _names_in(*notebook.glob("*.md"))
 
 
 def test_trees_are_compared_in_alternating_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

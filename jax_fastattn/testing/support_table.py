@@ -97,8 +97,8 @@ sm_90a has kernels of its own; all others run the portable family with tiles tha
   it compiles a forward and a backward kernel, and `pytest -m every_arch` compiles every row. The code for sm_89 equals
   that for sm_86 byte for byte, which a test compares.
 - Emulated: tests run the PTX of that name on the CPU and compare the results with a reference.
-- Ran on a GPU: what a [record](measurements.md) shows; "nothing" where no such GPU was there. No record shows today's
-  portable kernels with tiles for 227 KB, since calls on sm_90a run other kernels.
+- Ran on a GPU: what a [record](benchmarks.md#other-records) shows; "nothing" where no such GPU was there. No
+  record shows today's portable kernels with tiles for 227 KB, since calls on sm_90a run other kernels.
 - On sm_100a, sm_103a and sm_110a (compute capability 10.0, 10.3 and 11.0) the portable kernels were not timed, and
   `jax.nn.dot_product_attention` with `implementation="cudnn"` may be faster: these GPUs have products that the portable
   kernels do not use. `explain` says so too.
