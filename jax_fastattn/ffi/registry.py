@@ -151,7 +151,7 @@ def _without_extension() -> str:
     root = package.parent
     text = f"the C++ extension of jax_fastattn, built for this Python, is not in {package}"
     if not (root / "CMakeLists.txt").is_file():
-        return f"{text}; reinstall jax_fastattn"
+        return f"{text}; reinstall jax_fastattn from its wheel or clone by `pip install --force-reinstall`"
     if other := _installed_elsewhere():
         text += (
             f", a source tree that Python imports instead of the installed package {other}; start Python in another "
