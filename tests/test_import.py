@@ -124,7 +124,11 @@ def test_a_clone_that_shadows_the_installed_package_says_so(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("is_clone", "remedy"), [(True, "run `pip install -e {root}`"), (False, "reinstall jax_fastattn")]
+    ("is_clone", "remedy"),
+    [
+        (True, "run `pip install -e {root}`"),
+        (False, "reinstall jax_fastattn from its wheel or clone by `pip install --force-reinstall`"),
+    ],
 )
 def test_a_package_without_its_extension_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_clone: bool, remedy: str
