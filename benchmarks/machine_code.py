@@ -46,6 +46,9 @@ CACHE = ROOT / "build" / "machine_code"
 
 # Loops of at most so many instructions wait for a barrier or a counter; ptxas may split or join them.
 _WAIT = 6
+# Classes and methods of kernels that have other names today: kernels of two commits pair by class and method, wherever
+# their module lies.
+RENAMED: dict[str, str] = {}
 # By how many instructions a kernel may grow, and a loop, where the larger one of a number and of a share of it counts.
 MORE_INSTRUCTIONS, MORE_IN_LOOP, MORE_OF_LOOP = 10, 2, 0.01
 
@@ -151,8 +154,8 @@ def _with_indices(instruction: str, labels: dict[str, int]) -> str:
 
 
 def kernel_name(symbol: str) -> str:
-    """A kernel's module, class and function, without the types of its arguments and its number."""
-    found = re.search(r"cutlass_(\w+?)_jax_fastattnkernels(\w+?)_object", symbol)
+    """Returns a kernel's class and method, without its module, the types of its arguments and its number."""
+    found = re.search(r"cutlass_(\w+?)_jax_fastattnkernels[a-z0-9_]*([A-Z]\w*?)_object", symbol)
     return f"{found[2]}.{found[1]}" if found else symbol
 
 
@@ -342,8 +345,9 @@ def git(*arguments: str) -> str:
 
 
 def load(path: Path) -> dict[str, Kernel]:
-    """Reads what `compile_rows` wrote."""
-    return {name: Kernel(**kernel) for name, kernel in json.loads(gzip.decompress(path.read_bytes())).items()}
+    """Reads what `compile_rows` wrote, by today's names."""
+    listing = json.loads(gzip.decompress(path.read_bytes()))
+    return {RENAMED.get(name, name): Kernel(**kernel) for name, kernel in listing.items()}
 
 
 # One of the processes that compile. Its jax_fastattn and its rows are those of the worktree.

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import json
 import sys
 from pathlib import Path
 
@@ -65,7 +67,7 @@ def test_listings_are_read_by_kernel() -> None:
     assert read_listing(LISTING)["other"] == ["EXIT"]
     assert len(INSTRUCTIONS) == 18
     assert INSTRUCTIONS[5] == "@!P1 BRA `(@12)"
-    assert machine_code.kernel_name(SYMBOL) == "sm90statisticsStatisticsKernel.later"
+    assert machine_code.kernel_name(SYMBOL) == "StatisticsKernel.later"
 
 
 def test_loops_hold_their_code_that_is_out_of_line() -> None:
@@ -129,3 +131,14 @@ def test_report_fails_beyond_the_limits(capsys: pytest.CaptureFixture[str]) -> N
     assert machine_code.report({"row": {"a": KERNEL}}, {"row": {"b": KERNEL}}) == 1
     assert machine_code.report({"row": {"a": KERNEL}}, {"another": {"a": KERNEL}}) == 1
     assert "1 equal" in capsys.readouterr().out
+
+
+def test_kernels_pair_wherever_their_module_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that moved to another folder, and one that was renamed too, are neither gone nor new."""
+    moved = SYMBOL.replace("sm90statistics", "sm90backwardpreprocess")
+    assert machine_code.kernel_name(moved) == machine_code.kernel_name(SYMBOL)
+    listing = {"StatisticsKernel.later": dataclasses.asdict(KERNEL)}
+    path = tmp_path / "row.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(listing).encode()))
+    monkeypatch.setitem(machine_code.RENAMED, "StatisticsKernel.later", "PreprocessKernel.background")
+    assert machine_code.load(path) == {"PreprocessKernel.background": KERNEL}

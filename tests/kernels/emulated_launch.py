@@ -24,13 +24,14 @@ MULTIPROCESSORS = 3
 
 
 def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
-    """The PTX of a host function's kernels by module, class and function; no GPU needed."""
+    """The PTX of a host function's kernels by class and method; no GPU needed."""
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch {spec.gpu_arch} --keep-ptx --dump-dir {folder}"
         ptx = cute.compile(kernel, *fake_arguments(spec), options=options).artifacts.PTX
     entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
-    names = [re.search(r"cutlass_(\w+?)_jax\w*sm\d0(\w+Kernel)_object", text.split("(")[0]) for text in entries]
-    return {f"{name[2]}.{name[1]}": text for name, text in zip(names, entries, strict=True)}
+    name = re.compile(r"cutlass_(\w+?)_jax_fastattnkernels[a-z0-9_]*([A-Z]\w*?)_object")
+    found = [(name.search(text.split("(")[0]), text) for text in entries]
+    return {f"{names[2]}.{names[1]}": text for names, text in found}
 
 
 def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
@@ -59,8 +60,7 @@ def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, Any]
 def text(launch: Launch, texts: dict[str, str]) -> str:
     """The PTX of a launch's kernel, given the kernels of its host function."""
     kernel: Any = launch.kernel
-    module = type(kernel.__self__).__module__.rpartition(".")[2]
-    return texts[f"{module}{type(kernel.__self__).__name__}.{kernel.__name__}"]
+    return texts[f"{type(kernel.__self__).__name__}.{kernel.__name__}"]
 
 
 def arguments(launch: Launch) -> list[Any]:

@@ -206,16 +206,16 @@ def test_a_count_releases_what_it_counts(ordered: bool) -> None:
     """A relaxed count includes sums that the last CTA may not see yet. Emulated CTAs, which run in turn, see them."""
     texts = emulated_hopper.backward_texts(_fused(ordered), None, None)
     assert {name: _orders(ptx) for name, ptx in texts.items()} == {
-        "statisticsStatisticsKernel.kernel": [],
-        "statisticsStatisticsKernel.later": [("bar.sync", "atom.release")],
-        "fusedFusedKernel.kernel": COUNTS[ordered],
+        "StatisticsKernel.kernel": [],
+        "StatisticsKernel.later": [("bar.sync", "atom.release")],
+        "FusedKernel.kernel": COUNTS[ordered],
     }
 
 
 @pytest.mark.parametrize("ordered", COUNTS, ids=["atomic", "ordered"])
 def test_sums_of_other_ctas_are_not_read_from_l1(ordered: bool) -> None:
     """A plain load may find sums there that are older than the additions of other CTAs."""
-    ptx = emulated_hopper.backward_texts(_fused(ordered), None, None)["fusedFusedKernel.kernel"]
+    ptx = emulated_hopper.backward_texts(_fused(ordered), None, None)["FusedKernel.kernel"]
     assert set(re.findall(r"ld\.\S*global\S*\.v4\.f32", ptx)) == {"ld.relaxed.gpu.global.v4.f32"}
 
 
