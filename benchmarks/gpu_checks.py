@@ -130,7 +130,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     import test_gpu
 
     from jax_fastattn import ffi
-    from jax_fastattn.kernels.spec import KernelSpec
+    from jax_fastattn.kernels.key import KernelSpec
     from jax_fastattn.testing import draws
     from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, kernel_specs
 

@@ -41,15 +41,15 @@ from run import MODES, clocks, compiled, describe_run
 
 from jax_fastattn import ffi
 from jax_fastattn.ffi import cache, call
-from jax_fastattn.kernels.sm80 import backward as sm80_backward
-from jax_fastattn.kernels.sm80 import backward_config as sm80_backward_config
+from jax_fastattn.kernels.key import KernelSpec, kernel_spec
 from jax_fastattn.kernels.sm80 import config as sm80_config
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
-from jax_fastattn.kernels.sm90 import backward as sm90_backward
-from jax_fastattn.kernels.sm90 import backward_config as sm90_backward_config
-from jax_fastattn.kernels.sm90 import config as sm90_config
-from jax_fastattn.kernels.sm90 import forward as sm90_forward
-from jax_fastattn.kernels.spec import KernelSpec, kernel_spec
+from jax_fastattn.kernels.sm80.backward import config as sm80_backward_config
+from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
+from jax_fastattn.kernels.sm90.backward import config as sm90_backward_config
+from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
+from jax_fastattn.kernels.sm90.forward import config as sm90_config
+from jax_fastattn.kernels.sm90.forward import kernel as sm90_forward
 from jax_fastattn.kernels.support import BORROWED
 from jax_fastattn.testing.borrow import borrow
 

@@ -18,7 +18,7 @@ import stand_in
 
 from jax_fastattn import attention
 from jax_fastattn.ffi import registry
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands

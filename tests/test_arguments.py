@@ -12,7 +12,7 @@ import pytest
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, Sizes, buffers_type, present_buffers
-from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_buffers, launch_scalars
+from jax_fastattn.kernels.key import KernelSpec, kernel_spec, launch_buffers, launch_scalars
 from jax_fastattn.ops import cuda
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 

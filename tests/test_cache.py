@@ -22,11 +22,11 @@ from pathlib import Path
 import pytest
 
 from jax_fastattn.ffi import cache, call, registry
-from jax_fastattn.kernels.sm80 import backward_config as sm80_backward
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80_config
-from jax_fastattn.kernels.sm90 import backward_config as sm90_backward
-from jax_fastattn.kernels.sm90 import config as sm90_config
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.sm80.backward import config as sm80_backward
+from jax_fastattn.kernels.sm90.backward import config as sm90_backward
+from jax_fastattn.kernels.sm90.forward import config as sm90_config
 
 KEY = "ab" * 32
 KERNEL = bytes(range(256)) * 400
@@ -486,5 +486,5 @@ def test_objects_of_before_are_not_taken(
 
 def test_sources_of_the_installed_package_are_found() -> None:
     root = Path(cache.__file__).parents[1]
-    assert (root / "kernels" / "spec.py").is_file()
+    assert (root / "kernels" / "key.py").is_file()
     assert (root / "ffi" / "compiler.py").is_file()

@@ -18,7 +18,7 @@ import pytest
 
 from jax_fastattn.ffi import registry
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import ARCHITECTURES
 
 pytestmark = [
@@ -78,7 +78,7 @@ def test_threads_compile_side_by_side(compiler: Any) -> None:
 def test_another_process_compiles_the_same_bytes(compiler: Any) -> None:
     """Else JAX's compilation cache would miss after a rebuild."""
     code = (
-        "import hashlib; from jax_fastattn.kernels.spec import KernelSpec; from jax_fastattn.ffi import compiler; "
+        "import hashlib; from jax_fastattn.kernels.key import KernelSpec; from jax_fastattn.ffi import compiler; "
         f"print(hashlib.sha256(compiler.compile_kernel({FORWARD!r})).hexdigest())"
     )
     root = str(Path(__file__).parents[1])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.testing.cases import Case

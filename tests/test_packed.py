@@ -16,10 +16,10 @@ import pytest
 
 from jax_fastattn import attention_varlen, packed, portable, target_arch
 from jax_fastattn.chunks import ACCELERATOR
-from jax_fastattn.kernels.packed import Record
-from jax_fastattn.kernels.sm90.config import forward_config
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.forward.config import forward_config
 from jax_fastattn.kernels.support import slot_rows
+from jax_fastattn.kernels.tile_records import Record
 from jax_fastattn.ops import cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands

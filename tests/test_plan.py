@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from jax_fastattn.kernels.key import UNBOUNDED
 from jax_fastattn.kernels.plan import (
     LiveRange,
     TileRange,
@@ -23,7 +24,6 @@ from jax_fastattn.kernels.plan import (
     query_tiles,
     section,
 )
-from jax_fastattn.kernels.spec import UNBOUNDED
 
 LENGTHS = range(6)
 BOUNDS = (0, 1, 2, 4, UNBOUNDED)

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from jax_fastattn.ffi import registry
+from jax_fastattn.kernels.key import FUSED_HEAD_DIM, SHORT_LENGTH, UNBOUNDED, KernelSpec, kernel_spec
 from jax_fastattn.kernels.sm80.config import shared_memory_limit
-from jax_fastattn.kernels.sm90.backward_config import (
+from jax_fastattn.kernels.sm90.backward.config import (
     BackwardConfig,
     BackwardMemory,
     DqMemory,
     backward_config,
     dq_config,
 )
-from jax_fastattn.kernels.spec import FUSED_HEAD_DIM, SHORT_LENGTH, UNBOUNDED, KernelSpec, kernel_spec
 from jax_fastattn.kernels.support import (
     ARCHITECTURES,
     BORROWED,

@@ -32,7 +32,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from jax_fastattn.ffi import registry
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import tilings
 
 # Changes when the layout of a file does.

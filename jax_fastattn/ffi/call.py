@@ -21,7 +21,7 @@ import jax
 from jax.interpreters import mlir
 
 from jax_fastattn.ffi import cache, registry
-from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+from jax_fastattn.kernels.key import KernelSpec, launch_buffers
 
 _logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_type_hints
 
 if TYPE_CHECKING:
-    from jax_fastattn.kernels.spec import KernelSpec
+    from jax_fastattn.kernels.key import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ForwardBuffers(NamedTuple):
         query_seq_lengths: `[B]`.
         key_value_seq_lengths: `[B]`.
         query_offset: `[B]`.
-        query_tiles: `[slots, 8]`, records of tiles of packed sequences, see `packed.py`.
+        query_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
         sinks: `[b, N]`.
         out: `[B, T, N, D]`.
         lse: `[B, T, N]`.
@@ -74,8 +74,8 @@ class BackwardBuffers(NamedTuple):
         query_seq_lengths: `[B]`.
         key_value_seq_lengths: `[B]`.
         query_offset: `[B]`.
-        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `packed.py`. A slot of queries
-            has `ROW_ALIGNMENT` rows. The padded rows of a head are the rows of its slots.
+        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`. A slot of
+            queries has `ROW_ALIGNMENT` rows. The padded rows of a head are the rows of its slots.
         out: `[B, T, N, D]`, from the forward pass.
         lse: `[B, T, N]`, from the forward pass.
         dout: `[B, T, N, D]`.
@@ -83,8 +83,8 @@ class BackwardBuffers(NamedTuple):
         dq: `[B, T, N, H]`.
         dk: `[B, S, K, H]`.
         dv: `[B, S, K, D]`.
-        stats: `[B, N, 2, padded_rows(T)]`, see `sm90/gradient.py`.
-        dq_sum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/dq_sum.py`.
+        stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
+        dq_sum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
         arrivals: `[B, N, 1 + padded_rows(T) / queries of a tile]`: counters of a query head. The first one is that of
             the zeros and statistics of the head, or in the first head that of tiles taken. The others are how many key
             tiles have still to add to each query tile, or with `spec.ordered` how many have added. Of packed sequences
@@ -116,7 +116,7 @@ class PortableBackwardBuffers(NamedTuple):
 
     Attributes:
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
-        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `packed.py`.
+        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
         out, lse, dout, dlse, dq, dk, dv: see `BackwardBuffers`.
         stats, dq_accum, dq_semaphore: see `sm80/backward_config.backward_scratch`.
     """

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_fastattn.kernels.sm80 import backward_config as sm80_backward
+from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec, kernel_spec
 from jax_fastattn.kernels.sm80 import config as sm80
-from jax_fastattn.kernels.sm90 import backward_config as sm90_backward
-from jax_fastattn.kernels.sm90 import config as sm90
-from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec, kernel_spec
+from jax_fastattn.kernels.sm80.backward import config as sm80_backward
+from jax_fastattn.kernels.sm90.backward import config as sm90_backward
+from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.spec import Problem, is_known
 
 ARCHITECTURES = (
@@ -66,7 +66,7 @@ def tilings(spec: KernelSpec) -> tuple[Any, ...]:
 
 
 def slot_rows(spec: KernelSpec) -> tuple[int, int]:
-    """Queries and keys of the slots of packed sequences, see `packed.py`."""
+    """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
     *_, config = tilings(spec)
     if spec.op == "forward":
         return config.rows, config.keys

@@ -15,10 +15,10 @@ from jax.interpreters import mlir
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
 from jax_fastattn.kernels.arguments import present_buffers
-from jax_fastattn.kernels.sm80 import backward_config as sm80
-from jax_fastattn.kernels.sm90 import backward_config as sm90
-from jax_fastattn.kernels.sm90.config import forward_scratch
-from jax_fastattn.kernels.spec import KernelSpec, kernel_spec, launch_scalars
+from jax_fastattn.kernels.key import KernelSpec, kernel_spec, launch_scalars
+from jax_fastattn.kernels.sm80.backward import config as sm80
+from jax_fastattn.kernels.sm90.backward import config as sm90
+from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.support import slot_rows
 from jax_fastattn.ops.records import padded_rows, tile_records
 from jax_fastattn.portable import Gradients, scale_gradient
@@ -172,7 +172,7 @@ def _statistic(kernel: KernelSpec, stats: jax.Array, which: int) -> jax.Array:
     if kernel.family == "sm80":
         return stats[..., which]
     values = stats[:, :, which]
-    if kernel.fused:  # minus its parts in bfloat16, eight per row, see `kernels/sm90/gradient.py`
+    if kernel.fused:  # minus its parts in bfloat16, eight per row, see `kernels/sm90/backward/gradient.py`
         parts = jax.lax.bitcast_convert_type(values.reshape(*values.shape[:2], -1, 4), jnp.bfloat16)
         values = -parts.astype(jnp.float32).sum((-2, -1))
     return values

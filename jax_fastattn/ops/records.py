@@ -1,13 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records of tiles of packed sequences, which kernels read, and the rows of their slots; see `kernels/packed.py`."""
+"""Records of tiles of packed sequences, which kernels read, and the rows of their slots.
+
+`kernels/tile_records.py` says what a record holds.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.kernels.packed import Record, slot_count
+from jax_fastattn.kernels.tile_records import Record, slot_count
 
 
 def padded_rows(sequences: jax.Array, query_length: int, slot_rows: int) -> jax.Array:
@@ -26,7 +29,7 @@ def padded_rows(sequences: jax.Array, query_length: int, slot_rows: int) -> jax.
 
 
 def tile_records(sequences: jax.Array, lengths: tuple[int, int], rows: tuple[int, int], *, of_keys: bool) -> jax.Array:
-    """Returns the records of all query tiles or of all key tiles, int32 `[slots, 8]`, see `kernels/packed.py`.
+    """Returns the records of all query tiles or of all key tiles, int32 `[slots, 8]`, see `kernels/tile_records.py`.
 
     Args:
         sequences: `[B, M, 4 or 5]`; their batch entries lie one after the other.

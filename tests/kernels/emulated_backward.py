@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import visible_rows
 

@@ -12,11 +12,11 @@ import warp_emulator
 from emulated_backward import Sizes, draw_operands
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
-from jax_fastattn.kernels.sm80.backward import BackwardKernel
-from jax_fastattn.kernels.sm80.backward_config import DkdvDqConfig, backward_scratch
-from jax_fastattn.kernels.sm80.dkdv_dq import HeadOrder
-from jax_fastattn.kernels.sm80.gradient import log2_probability_factor
-from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+from jax_fastattn.kernels.key import KernelSpec, launch_buffers
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, backward_scratch
+from jax_fastattn.kernels.sm80.backward.dkdv_dq import HeadOrder
+from jax_fastattn.kernels.sm80.backward.gradient import log2_probability_factor
+from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel
 
 ORDER = HeadOrder(group=2)
 

@@ -19,16 +19,12 @@ from ptx_emulator import Memory
 from jax_fastattn.kernels.arguments import Scalars
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.wgmma import atom_columns
-from jax_fastattn.kernels.sm90.backward import BackwardKernel, HeadOrders
-from jax_fastattn.kernels.sm90.backward_config import (
-    BackwardConfig,
-    DqConfig,
-    backward_scratch,
-)
-from jax_fastattn.kernels.sm90.config import ForwardConfig
-from jax_fastattn.kernels.sm90.forward import ForwardKernel
-from jax_fastattn.kernels.sm90.schedule import HeadOrder
-from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+from jax_fastattn.kernels.key import KernelSpec, launch_buffers
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, DqConfig, backward_scratch
+from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel, HeadOrders
+from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
+from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
+from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
 from jax_fastattn.ops.cuda import row_delta
 
 _row_delta = jax.jit(row_delta, static_argnums=(0, 2))

@@ -17,7 +17,7 @@ from ptx_emulator import Memory
 from jax_fastattn.ffi.compiler import fake_arguments
 from jax_fastattn.kernels.arguments import Scalars, buffers_type
 from jax_fastattn.kernels.device.launch import Launch
-from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+from jax_fastattn.kernels.key import KernelSpec, launch_buffers
 
 # So many that every CTA walks through several tiles.
 MULTIPROCESSORS = 3

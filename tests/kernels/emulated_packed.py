@@ -19,16 +19,16 @@ from emulated_launch import arguments, compile_kernel, launch_scalars, number, p
 
 from jax_fastattn import packed
 from jax_fastattn.kernels.arguments import Scalars
-from jax_fastattn.kernels.sm80.backward import BackwardKernel
-from jax_fastattn.kernels.sm80.backward_config import backward_scratch
-from jax_fastattn.kernels.sm80.dkdv_dq import HeadOrder
+from jax_fastattn.kernels.key import KernelSpec, launch_buffers
+from jax_fastattn.kernels.sm80.backward.config import backward_scratch
+from jax_fastattn.kernels.sm80.backward.dkdv_dq import HeadOrder
+from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel
 from jax_fastattn.kernels.sm80.forward import ForwardKernel
-from jax_fastattn.kernels.sm90.backward import BackwardKernel as HopperBackwardKernel
-from jax_fastattn.kernels.sm90.backward import HeadOrders
-from jax_fastattn.kernels.sm90.backward_config import backward_scratch as hopper_scratch
-from jax_fastattn.kernels.sm90.config import forward_scratch
-from jax_fastattn.kernels.sm90.forward import ForwardKernel as HopperForwardKernel
-from jax_fastattn.kernels.spec import KernelSpec, launch_buffers
+from jax_fastattn.kernels.sm90.backward.config import backward_scratch as hopper_scratch
+from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel as HopperBackwardKernel
+from jax_fastattn.kernels.sm90.backward.launches import HeadOrders
+from jax_fastattn.kernels.sm90.forward.config import forward_scratch
+from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel as HopperForwardKernel
 from jax_fastattn.kernels.support import slot_rows
 from jax_fastattn.ops.cuda import row_delta, stats_by_row
 from jax_fastattn.ops.records import tile_records
@@ -94,7 +94,7 @@ class Pack:
         return found
 
     def sequences(self) -> np.ndarray:
-        """The operand of `packed.py`, `[1, M, 4 or 5]`."""
+        """The operand of `tile_records.py`, `[1, M, 4 or 5]`."""
         boundaries = self.boundaries or [
             self.padding[side][0] + np.cumsum([0, *lengths]) for side, lengths in enumerate((self.queries, self.keys))
         ]

@@ -15,8 +15,8 @@ from jax_fastattn.kernels.device.layout import (
     crossed_lane,
     plain_lane,
 )
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.config import forward_config, shared_memory_limit
-from jax_fastattn.kernels.spec import KernelSpec
 from jax_fastattn.kernels.support import ARCHITECTURES
 
 HEAD_DIMS = range(8, 257, 8)

@@ -18,8 +18,8 @@ import pytest
 
 from jax_fastattn.ffi import resources
 from jax_fastattn.ffi.resources import KernelResources
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.config import shared_memory_limit
-from jax_fastattn.kernels.spec import KernelSpec
 from jax_fastattn.kernels.support import tilings
 from jax_fastattn.testing.support_table import ALL_ROWS, COVERAGE, ONE_ROW
 
@@ -203,7 +203,7 @@ def test_sm_89_has_the_machine_code_of_sm_86(op: str) -> None:
 @pytest.mark.parametrize("arch", COVERAGE)
 def test_every_gpu_from_9_0_on_adds_four_floats_at_once(arch: str) -> None:
     """With single additions the backward pass has four times as many instructions for dq."""
-    from jax_fastattn.kernels.sm80.dq_reduce import adds_chunks
+    from jax_fastattn.kernels.sm80.backward.dq_reduce import adds_chunks
 
     assert adds_chunks(arch) == (int(arch.removeprefix("sm_").removesuffix("a")) >= 90)
 
@@ -267,7 +267,7 @@ def _row_name(features: str, spec: KernelSpec) -> str:
 _SHOW_REMARKS = """
 import dataclasses, sys
 from jax_fastattn.ffi.compiler import inspect_kernel
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 
 specs = eval(sys.stdin.read())
 for spec in specs:

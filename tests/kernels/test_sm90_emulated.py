@@ -20,8 +20,8 @@ import numpy as np
 from emulated_backward import Sizes, draw_operands, visibility, with_sinks
 
 from jax_fastattn.ffi.compiler import _open_runtime
-from jax_fastattn.kernels.sm90.config import ForwardConfig
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.ops.cuda import row_delta, sinks_gradient
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ array                              row r of a batch entry                   row 
 `[batch, heads, padded rows]`      `(batch * heads + head) * padded + r`    `head * padded + slot * alignment + r`
 
 Rows of a batch entry are padded to a multiple of an alignment. Packed sequences begin at multiples of it, in the first
-slots of their query tiles, see `kernels/packed.py`.
+slots of their query tiles, see `kernels/tile_records.py`.
 """
 
 import functools
@@ -20,9 +20,9 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
-from jax_fastattn.kernels.device import ptx, tiles
-from jax_fastattn.kernels.packed import WORDS, Record, slot_count
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.device import copies, ptx
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.tile_records import WORDS, Record, slot_count
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Sequence:
     @classmethod
     def of_entry(cls, spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> "Sequence":
         """Those of a batch entry."""
-        bounds = functools.partial(tiles.entry_bounds, spec, batch, buffers, scalars)
+        bounds = functools.partial(copies.entry_bounds, spec, batch, buffers, scalars)
         return cls(Span(batch, scalars.query_length), Span(batch, scalars.key_length), bounds)
 
     @classmethod
@@ -167,7 +167,7 @@ class Sequence:
 
         Args:
             spec: the compile key.
-            records: of tiles, see `packed.py`.
+            records: of tiles, see `tile_records.py`.
             slot: its index, the same in all lanes of a warp.
             scalars: of the launch.
             of_keys: whether keys have the tiles, else queries.
@@ -187,5 +187,5 @@ class Sequence:
         queries, keys = (others, span) if of_keys else (span, others)
         offset = record.offset if spec.query_offset else Int32(0)
         query_end, key_end = (record.others, live) if of_keys else (live, record.others)
-        bounds = functools.partial(tiles.bounds, spec, query_end, key_end, offset, scalars)
+        bounds = functools.partial(copies.bounds, spec, query_end, key_end, offset, scalars)
         return cls(queries, keys, bounds)

@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453

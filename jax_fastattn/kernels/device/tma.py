@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.wgmma import tile_layout
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 
 
 class TmaOperand(NamedTuple):

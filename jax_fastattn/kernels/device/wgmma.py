@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int8, Int32, cute
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cutlass_dsl import LoopUnroll, for_generate, if_generate, yield_out
 
-from jax_fastattn.kernels.device import ptx, tiles
+from jax_fastattn.kernels.device import copies, ptx
 
 # What special registers say
 
@@ -298,7 +298,7 @@ def loop(count: Int32, body: Callable[[Int32], None]) -> None:
 def zero_hidden_rows(
     rows: int,
     operands: Callable[[], Sequence[tuple[Int32, int]]],
-    live: tiles.Rows,
+    live: copies.Rows,
     *,
     threads: int,
     barrier: int,
@@ -314,8 +314,8 @@ def zero_hidden_rows(
         barrier: number of a named barrier of the first ones; those of the next ones follow.
         together: whether all of them call at the same place in the code.
     """
-    begin = Int32(0) if live.begin is None else tiles.clamp(live.begin, 0, rows)
-    end = tiles.clamp(live.end, begin, rows)
+    begin = Int32(0) if live.begin is None else copies.clamp(live.begin, 0, rows)
+    end = copies.clamp(live.end, begin, rows)
     spans = [] if live.begin is None else [(Int32(0), begin)]
 
     def zero() -> None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes of the portable forward kernel, and shared memory by architecture; see `backward_config.py` for the rest.
+"""Tile sizes of the portable forward kernel, and shared memory by architecture; see `backward/config.py` for the rest.
 
 Pure Python, no import of the DSL: tests and the support table read it on any machine. Measured and predicted speeds of
 the rows, and the registers they compile to, are in docs/kernels/sm80.md.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_fastattn.kernels.device.layout import SharedTile, padded
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 
 # Dynamic shared memory that one CTA may ask for, in KB: CUDA programming guide, appendix "Compute Capabilities", table
 # "Memory Information per Compute Capability", columns 8.0 to 12.x. By the same table an SM has 1 KB more, and on all of

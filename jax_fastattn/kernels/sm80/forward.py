@@ -24,12 +24,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
-from jax_fastattn.kernels.device import mma, ptx, softmax, tiles
+from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
 from jax_fastattn.kernels.sm80.config import ForwardConfig, forward_config
 from jax_fastattn.kernels.sm80.schedule import schedule
-from jax_fastattn.kernels.spec import UNBOUNDED, KernelSpec
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
 # bfloat16, float16 (65504) and the float32 sums.
@@ -84,7 +84,7 @@ class ForwardKernel:
         at = self._locate(buffers, scalars)
         bounds = at.sequence.bounds()
         query_end, key_end = bounds["query_end"], bounds["key_end"]
-        visit = tiles.key_tiles(at.row, config.rows, config.keys, **bounds)
+        visit = copies.key_tiles(at.row, config.rows, config.keys, **bounds)
         scaling = softmax.scaling(scalars.scale, scalars.logits_soft_cap if spec.logits_soft_cap else None)
         source = self._source(at, buffers, scalars)
         row, column = accumulator_lane(at.lane)
@@ -106,7 +106,7 @@ class ForwardKernel:
             limits=limits,
             column=column,
             begin=visit.begin,
-            live_keys=tiles.live_keys(**bounds),
+            live_keys=copies.live_keys(**bounds),
             out=cute.make_rmem_tensor((self.m_blocks * self.out_blocks * 4,), Float32),
             maxima=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
             sums=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
@@ -198,8 +198,8 @@ class ForwardKernel:
         partial: bool,
     ) -> None:
         first, hides_first = tile * self.config.keys, self.spec.hides_first_keys
-        live = tiles.Rows.live(state.live_keys, first, hides_first=hides_first)
-        tiles.load_tile(
+        live = copies.Rows.live(state.live_keys, first, hides_first=hides_first)
+        copies.load_tile(
             shape,
             self.config.threads,
             state.at.thread,
@@ -216,15 +216,15 @@ class ForwardKernel:
 
         def load() -> None:
             threads = self.config.threads
-            rows = tiles.Rows(None, query_end - at.row)
-            tiles.load_tile(self.query_tile, threads, at.thread, at.shared, source.query, source.query_stride, rows)
+            rows = copies.Rows(None, query_end - at.row)
+            copies.load_tile(self.query_tile, threads, at.thread, at.shared, source.query, source.query_stride, rows)
             self._load_key(state, last, 0, partial=True)
             if self.config.stages == 2:
                 self._load_value(state, last, 0, partial=True)
 
         def negate() -> None:
             cute.arch.cp_async_wait_group(0)
-            tiles.negate_tile(self.query_tile, self.config.threads, at.thread, at.shared)
+            copies.negate_tile(self.query_tile, self.config.threads, at.thread, at.shared)
 
         cutlass.if_generate(visit.begin < visit.end, load)
         cute.arch.cp_async_commit_group()
@@ -389,7 +389,7 @@ class ForwardKernel:
         first = at.row + warp_row
         queries = at.sequence.queries
         target = buffers.out.toint() + queries.row(first) * stride + Int64(at.head) * (2 * self.spec.v_head_dim)
-        tiles.store_rows(tile, rows, at.lane, shared, target, stride, queries.length - first)
+        copies.store_rows(tile, rows, at.lane, shared, target, stride, queries.length - first)
 
 
 def _load(pointer: cute.Pointer, index: Int32) -> Any:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from cutlass import Int32, Int64
 
 from jax_fastattn.kernels.arguments import ForwardBuffers, PortableBackwardBuffers, Scalars
-from jax_fastattn.kernels.device import tiles
+from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.sequences import Sequence
-from jax_fastattn.kernels.packed import slot_count
-from jax_fastattn.kernels.spec import KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.tile_records import slot_count
 
 
 class Work(NamedTuple):
@@ -44,11 +44,11 @@ class EntryTiles:
 
     def blocks(self, length: Int32, batch: Int32, heads: Int32) -> Int32:
         """How many tiles there are."""
-        return tiles.count(length, self.rows) * batch * heads
+        return copies.count(length, self.rows) * batch * heads
 
     def pitch(self, scalars: Scalars) -> Int32:
         """Query tiles from one head to the next."""
-        return tiles.count(scalars.query_length, self.rows)
+        return copies.count(scalars.query_length, self.rows)
 
     def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:
         """Index of a query tile in an array `[batch, heads, tiles]`."""
@@ -60,7 +60,7 @@ class EntryTiles:
         Heads that share K and V run side by side, and of a causal mask the longest tiles start first.
         """
         group = self.spec.group
-        count, kv_heads = tiles.count(scalars.query_length, self.rows), scalars.num_heads // group
+        count, kv_heads = copies.count(scalars.query_length, self.rows), scalars.num_heads // group
         member, block = block % group, block // group
         tile, block = count - 1 - block % count, block // count
         kv_head, batch = block % kv_heads, block // kv_heads
@@ -68,7 +68,7 @@ class EntryTiles:
 
     def last_entry_first(self, block: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
         """Query tiles, of all heads together, from the last entry to the first: the entry that comes next is in L2."""
-        count, heads = tiles.count(scalars.query_length, self.rows), scalars.num_heads
+        count, heads = copies.count(scalars.query_length, self.rows), scalars.num_heads
         head, tile = block % heads, block // heads % count
         batch = scalars.batch - 1 - block // heads // count
         return Work(tile, head, head // self.spec.group, Sequence.of_entry(self.spec, batch, buffers, scalars))
@@ -76,8 +76,8 @@ class EntryTiles:
     def in_sections(self, index: Int32, section: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
         """Key tiles; heads are visited in sections, see `plan.place_in_sections`."""
         kv_heads = scalars.num_heads // self.spec.group
-        count = tiles.count(scalars.key_length, self.rows)
-        tile, head = tiles.place_in_sections(index, section, count, scalars.batch * kv_heads)
+        count = copies.count(scalars.key_length, self.rows)
+        tile, head = copies.place_in_sections(index, section, count, scalars.batch * kv_heads)
         batch, kv_head = head // kv_heads, head % kv_heads
         return Work(tile, None, kv_head, Sequence.of_entry(self.spec, batch, buffers, scalars))
 

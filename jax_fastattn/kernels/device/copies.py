@@ -1,0 +1,208 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles on their way: which ones a CTA visits, and their copies between global and shared memory.
+
+Plain Python functions that emit code when they are traced; call them from a `@cute.kernel` with device integers.
+"""
+
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, Uint32, cute
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
+from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
+
+
+def _with_device_min_max(module: ModuleType) -> dict[str, Any]:
+    """The module's functions, bound to the DSL's min and max: the builtin ones ask a device value for its truth."""
+    names: dict[str, Any] = {**vars(module), "min": cutlass.min, "max": cutlass.max}
+    for name, value in vars(module).items():
+        if isinstance(value, FunctionType):
+            bound = FunctionType(value.__code__, names, name, value.__defaults__)
+            bound.__kwdefaults__ = value.__kwdefaults__
+            names[name] = bound
+    return names
+
+
+_device_plan = _with_device_min_max(plan)
+key_tiles = _device_plan["key_tiles"]  # plan.key_tiles on device integers
+query_tiles = _device_plan["query_tiles"]  # plan.query_tiles on device integers
+live_keys = _device_plan["live_keys"]  # plan.live_keys on device integers
+live_queries = _device_plan["live_queries"]  # plan.live_queries on device integers
+section = _device_plan["section"]  # plan.section on device integers
+alike_section = _device_plan["alike_section"]  # plan.alike_section on device integers
+place_in_sections = _device_plan["place_in_sections"]  # plan.place_in_sections on device integers
+
+
+def count(length: Int32, rows: int) -> Int32:
+    """How many tiles of `rows` rows cover a length."""
+    return (length + (rows - 1)) // rows
+
+
+def clamp(x: Int32, low: Any, high: Any) -> Int32:
+    """x moved into [low, high]."""
+    return Int32(cutlass.min(cutlass.max(x, Int32(low)), Int32(high)))
+
+
+class Rows(NamedTuple):
+    """The rows of a tile, counted from its first one, that may be read: [begin, end), or up to end if begin is None."""
+
+    begin: Int32 | None
+    end: Int32
+
+    @classmethod
+    def live(cls, live: plan.LiveRange, first: Int32, *, hides_first: bool, length: Int32 | None = None) -> "Rows":
+        """Returns the live rows of a tile; they may lie in part or altogether outside of it.
+
+        Args:
+            live: from `live_keys` or `live_queries`.
+            first: first row of the tile.
+            hides_first: whether rows before the live ones may exist.
+            length: rows of the array, if TMA loads the tile. Rows past the end are zeros then, and count as live.
+        """
+        end = live.end if length is None else ptx.where(live.end < length, live.end, first + UNBOUNDED)
+        return cls(live.begin - first if hides_first else None, end - first)
+
+    def contain(self, row: Int32) -> Boolean:
+        """Returns whether a row of the tile may be read."""
+        if self.begin is None:
+            return Boolean(row < self.end)
+        # Rows before the first one wrap around: one comparison, and one register less, than two.
+        return Boolean(Uint32(row - self.begin) < Uint32(self.end - self.begin))
+
+
+def load_tile(
+    tile: SharedTile,
+    threads: int,
+    thread: Int32,
+    shared: Int32,
+    source: Int64,
+    stride: Int64,
+    rows: Rows | None = None,
+) -> None:
+    """Starts this thread's part of a cp.async copy of a tile; the caller commits the group.
+
+    Args:
+        tile: the tile in shared memory; its columns are contiguous in global memory.
+        threads: threads of the CTA, all of which call this.
+        thread: index of this thread.
+        shared: byte address of the tile.
+        source: byte address of the tile's first row in global memory.
+        stride: bytes from one row to the next there.
+        rows: other rows are zero-filled without a read; None to read the whole tile. The first row must exist.
+    """
+    shape = CopyShape(tile, threads)
+    row, chunk = shape.thread_chunk(thread)
+    thread_shared = shared + tile.offset(row, chunk * CHUNK)
+    thread_source = source + Int64(row) * stride + Int64(chunk * (2 * CHUNK))
+    for first_row, first_chunk, rows_end, columns_end in shape.passes():
+        target = thread_shared + tile.offset(first_row, first_chunk * CHUNK)
+        address = thread_source + (stride * first_row + first_chunk * (2 * CHUNK))
+        valid = None
+        if rows is not None:
+            valid = rows.contain(row + first_row)
+        if columns_end:
+            has_data = chunk + first_chunk < tile.columns // CHUNK
+            valid = has_data if valid is None else Boolean(valid & has_data)
+
+        def copy(target: Int32 = target, address: Int64 = address, valid: Any = valid) -> None:
+            if valid is None:
+                ptx.copy_async(target, address)
+            else:
+                # An address outside the operand is replaced as well, although nothing is read from it.
+                size = ptx.where(valid, Int32(16), Int32(0))
+                ptx.copy_async_or_zero(target, ptx.where(valid, address, source), size)
+
+        if rows_end:
+            cutlass.if_generate(row + first_row < tile.rows, copy)
+        else:
+            copy()
+
+
+def negate_tile(tile: SharedTile, threads: int, thread: Int32, shared: Int32) -> None:
+    """Flips the signs of the chunks that `load_tile` made this thread copy; wait for them first."""
+    shape = CopyShape(tile, threads)
+    row, chunk = shape.thread_chunk(thread)
+    thread_shared = shared + tile.offset(row, chunk * CHUNK)
+    for first_row, first_chunk, rows_end, _ in shape.passes():
+        address = thread_shared + tile.offset(first_row, first_chunk * CHUNK)
+
+        def flip(address: Int32 = address) -> None:
+            ptx.store_shared_chunk(address, [x ^ Int32(-0x7FFF8000) for x in ptx.load_shared_chunk(address)])
+
+        if rows_end:
+            cutlass.if_generate(row + first_row < tile.rows, flip)
+        else:
+            flip()
+
+
+def store_rows(
+    tile: SharedTile, rows: int, lane: Int32, shared: Int32, target: Int64, stride: Int64, valid_rows: Int32
+) -> None:
+    """One warp copies `rows` rows of a tile from shared to global memory, 16 bytes at a time.
+
+    Args:
+        tile: layout of the rows in shared memory; only its real columns are stored.
+        rows: rows to copy, a multiple of 16.
+        lane: lane of the warp, all of which call this.
+        shared: byte address of the first row.
+        target: byte address of the first row in global memory.
+        stride: bytes from one row to the next there.
+        valid_rows: rows from there on are not stored.
+    """
+    shape = CopyShape(SharedTile(rows, tile.columns), 32)
+    row, chunk = shape.thread_chunk(lane)
+    for first_row, first_chunk, _, columns_end in shape.passes():
+        stored = row + first_row < valid_rows
+        if columns_end:
+            stored = Boolean(stored & (chunk + first_chunk < tile.columns // CHUNK))
+        address = shared + tile.offset(row + first_row, (chunk + first_chunk) * CHUNK)
+        offset = Int64(row + first_row) * stride + Int64((chunk + first_chunk) * (2 * CHUNK))
+
+        def store(address: Int32 = address, offset: Int64 = offset) -> None:
+            ptx.store_global_chunk(target + offset, ptx.load_shared_chunk(address))
+
+        cutlass.if_generate(stored, store)
+
+
+def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any) -> Int32:
+    """An int32 operand `[B]` at one batch entry, moved into [low, high]; `otherwise` where there is no operand."""
+    if pointer is None:
+        return otherwise
+    return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
+
+
+def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> dict[str, Int32]:
+    """Ends, offset and window of one batch entry: the keyword arguments of the tile plan."""
+    offset = load_entry(buffers.query_offset, batch, Int32(0), -UNBOUNDED, UNBOUNDED)
+    queries, keys = scalars.query_length, scalars.key_length
+    query_end = load_entry(buffers.query_seq_lengths, batch, queries, 0, queries)
+    key_end = load_entry(buffers.key_value_seq_lengths, batch, keys, 0, keys)
+    return bounds(spec, query_end, key_end, offset, scalars)
+
+
+def bounds(
+    spec: KernelSpec, query_end: Int32, key_end: Int32, offset: Int32, scalars: Scalars | Sizes
+) -> dict[str, Int32]:
+    """The keyword arguments of the tile plan from ends and offset of a sequence."""
+    return {
+        "query_end": query_end,
+        "key_end": key_end,
+        "offset": offset,
+        # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
+        "left": scalars.window_left if spec.window_left else offset + UNBOUNDED,
+        "right": scalars.window_right if spec.window_right else UNBOUNDED - offset,
+    }
+
+
+def moved(bounds: dict[str, Int32]) -> dict[str, Int32]:
+    """Returns `entry_bounds` in registers of their own, for a live range needed outside of the loops over tiles.
+
+    Of the registers that the loops use, the compiler computes parts of the range in each of their steps.
+    """
+    return {name: ptx.move(Int32(x)) for name, x in bounds.items()}

@@ -1,0 +1,248 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tilings of the portable kernel that computes dk, dv and dq together: one table by head dim and shared memory.
+
+Pure Python, no import of the DSL: tests and the support table read it on any machine. docs/kernels/sm80.md has the
+registers and speeds of the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_fastattn.kernels.device.layout import SharedTile, padded
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.config import first_fit
+from jax_fastattn.kernels.tile_records import slot_count
+
+# Bytes of Q, dO and dq_accum of the heads that are visited together if CTAs add in semaphore order: what L2 keeps,
+# against how few CTAs of one head run at a time and wait for each other.
+ORDERED_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class DkdvDqConfig:
+    """Tiling of the kernel.
+
+    With two roles, the first half of the warps computes S^T, P^T and dV and the second half dP^T, dS^T and dK. With one
+    role, every warp computes everything.
+
+    Attributes:
+        key_warps: warps of a role side by side along the keys.
+        column_warps: warps of a role that share key rows. Each computes its part of the queries of S^T or dP^T and sums
+            its part of the columns of dV or dK. 1 if there is one role.
+        queries: query rows of a tile of dQ.
+        keys_per_warp: key rows of a warp, 16 or 32.
+        roles: 1 or 2.
+        parts: 1, or with one role 2. S^T is computed for `queries / parts` at a time, and a stage holds as many rows.
+        stages: buffers for Q, dO and the row statistics, 1 or 2; 2 if there are two parts.
+        dq_row_warps: warps side by side along the queries in the product dQ = dS K.
+        dq_roles: 2 if all warps compute dQ, 1 if only those of the last role do.
+        blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
+    """
+
+    key_warps: int
+    column_warps: int
+    queries: int
+    keys_per_warp: int = 32
+    roles: int = 2
+    parts: int = 1
+    stages: int = 2
+    dq_row_warps: int = 2
+    dq_roles: int = 2
+    blocks: int = 1
+
+    @property
+    def keys(self) -> int:
+        """Key rows of a CTA."""
+        return self.keys_per_warp * self.key_warps
+
+    @property
+    def part(self) -> int:
+        """Query rows of a stage."""
+        return self.queries // self.parts
+
+    @property
+    def role_warps(self) -> int:
+        """Warps of a role."""
+        return self.key_warps * self.column_warps
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return self.role_warps * self.roles
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps
+
+    @property
+    def dq_warps(self) -> int:
+        """Warps that compute dQ."""
+        return self.role_warps * min(self.roles, self.dq_roles)
+
+    @property
+    def dq_column_warps(self) -> int:
+        """Warps side by side along the columns of dQ."""
+        return self.dq_warps // self.dq_row_warps
+
+    @property
+    def lagged(self) -> bool:
+        """Whether the second role may run half a tile after the first; both then copy what they alone may overwrite."""
+        return self.roles == 2 and self.stages == 2
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether warps hand on P and dS to those that share their key rows."""
+        return self.column_warps > 1
+
+    def memory(self, head_dim: int, v_head_dim: int) -> DkdvDqMemory:
+        """Returns where the tiles lie in shared memory."""
+        return DkdvDqMemory(self, head_dim, v_head_dim)
+
+    def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
+        """Bytes of shared memory."""
+        return self.memory(head_dim, v_head_dim).nbytes
+
+
+@dataclass(frozen=True)
+class DkdvDqMemory:
+    """Shared memory of a CTA: K, V, the stages of Q and dO, dS (or P on its way), P if exchanged, statistics.
+
+    Columns split evenly between the warps that share rows, so tiles are padded with zeros to their multiples.
+    """
+
+    config: DkdvDqConfig
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def key(self) -> SharedTile:
+        """K `[keys, head_dim]`, and dK in the end."""
+        return SharedTile(self.config.keys, self.head_dim, 16 * max(self.config.dq_column_warps, self._column_warps))
+
+    @property
+    def value(self) -> SharedTile:
+        """V `[keys, v_head_dim]`, and dV in the end."""
+        return SharedTile(self.config.keys, self.v_head_dim, 16 * self._column_warps)
+
+    @property
+    def query(self) -> SharedTile:
+        """Q `[part, head_dim]` of a stage."""
+        return SharedTile(self.config.part, self.head_dim, 16 * self._column_warps)
+
+    @property
+    def dout(self) -> SharedTile:
+        """The cotangent dO `[part, v_head_dim]` of a stage."""
+        return SharedTile(self.config.part, self.v_head_dim, 16 * self._column_warps)
+
+    @property
+    def score(self) -> SharedTile:
+        """The score gradient dS `[keys, queries]`."""
+        return SharedTile(self.config.keys, self.config.queries)
+
+    @property
+    def dq(self) -> SharedTile:
+        """Layout of dQ `[queries, head_dim]`, with the columns that the product pads."""
+        return SharedTile(self.config.queries, self.head_dim, 16 * max(self.config.dq_column_warps, self._column_warps))
+
+    @property
+    def _column_warps(self) -> int:
+        return self.config.column_warps
+
+    @property
+    def value_start(self) -> int:
+        """First byte of V; that of K is 0."""
+        return self.key.nbytes
+
+    @property
+    def ring_start(self) -> int:
+        """First byte of the stages."""
+        return self.value_start + self.value.nbytes
+
+    @property
+    def stage_nbytes(self) -> int:
+        """Bytes of Q and dO of a stage."""
+        return self.query.nbytes + self.dout.nbytes
+
+    @property
+    def score_start(self) -> int:
+        """First byte of dS."""
+        return self.ring_start + self.config.stages * self.stage_nbytes
+
+    @property
+    def exchange_start(self) -> int:
+        """First byte of P, if it is exchanged."""
+        return self.score_start + self.score.nbytes
+
+    @property
+    def stats_start(self) -> int:
+        """First byte of the row statistics: of each stage a copy for each role."""
+        return self.exchange_start + (self.score.nbytes if self.config.exchanges else 0)
+
+    @property
+    def stats_nbytes(self) -> int:
+        """Bytes of a role's statistics of a stage."""
+        return 8 * self.config.part
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return self.stats_start + self.config.stages * self.config.roles * self.stats_nbytes
+
+
+def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
+    """Returns the tiling for a compile key."""
+    return first_fit(_candidates(padded(max(spec.head_dim, spec.v_head_dim))), spec)
+
+
+def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
+    """Tilings for the wider one of both head dims, best first; the first that fits shared memory is taken.
+
+    A warp of 32 keys keeps its sums in one register for each column. With 160 columns, the other registers hold S^T or
+    dP^T of 64 queries, and with 192 columns those of 32 queries. For wider heads, warps share key rows or have 16 keys
+    each. Warps that share key rows exchange tiles, which costs more than it saves if the tiles are small.
+    """
+    if width <= 64:
+        return (DkdvDqConfig(4, 1, 64, roles=1, parts=2, blocks=2), DkdvDqConfig(4, 1, 64, dq_roles=1))
+    if width <= 128:
+        # Four warps side by side split 128 columns, two of them any multiple of 32.
+        dq_row_warps = 1 if width > 96 else 2
+        return (
+            DkdvDqConfig(4, 1, 64, dq_row_warps=dq_row_warps, dq_roles=1),
+            DkdvDqConfig(4, 1, 32),
+            DkdvDqConfig(4, 1, 32, stages=1),
+        )
+    if width <= 160:
+        return (DkdvDqConfig(4, 1, 64, stages=1, dq_row_warps=4), DkdvDqConfig(2, 1, 32))
+    if width <= 192:
+        return (DkdvDqConfig(4, 1, 32, stages=1), DkdvDqConfig(2, 1, 32), DkdvDqConfig(2, 1, 32, stages=1))
+    return (
+        DkdvDqConfig(2, 2, 64),
+        DkdvDqConfig(2, 2, 64, stages=1),
+        DkdvDqConfig(2, 2, 32, stages=1),
+        DkdvDqConfig(3, 1, 32, keys_per_warp=16, stages=1, dq_row_warps=1),
+    )
+
+
+def backward_scratch(
+    spec: KernelSpec, batch: int, query_length: int, num_heads: int, config: DkdvDqConfig | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the scratch arrays of a launch by name: row statistics, dq_accum and, in order, dq_semaphore.
+
+    dq_semaphore has one count for each warp that adds to a tile, and one last element, the tickets of the CTAs.
+    `config` is by default that of the table. Of packed sequences `batch` is how many there are.
+    """
+    heads, config = (batch, num_heads), config or dkdv_dq_config(spec)
+    tile_count = -(-query_length // config.queries)
+    if spec.packed:
+        heads, tile_count = (1, num_heads), slot_count(query_length, config.queries, batch)
+    columns = config.memory(spec.head_dim, spec.v_head_dim).dq.padded_columns
+    scratch: dict[str, tuple[int, ...]] = {
+        "stats": (*heads, query_length, 2),
+        "dq_accum": (*heads, tile_count * config.queries, columns),
+    }
+    if spec.ordered:
+        scratch["dq_semaphore"] = (heads[0] * num_heads * tile_count * config.dq_warps + 1,)
+    return scratch

@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel after the products of the backward pass: dq from dq_accum, scaled and rounded."""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.device import copies, ptx
+from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward import gradient
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
+from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
+from jax_fastattn.kernels.sm80.schedule import schedule
+
+
+class ConvertKernel:
+    """Writes dq. One CTA for each query tile of a head.
+
+    Args:
+        spec: the compile key.
+        config: the tiling of the kernel before.
+    """
+
+    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+        self.spec, self.config = spec, config
+        self.schedule = schedule(spec, config.queries)
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
+        self.reduce = dq_reduce(spec, config)
+        self.tile = self.reduce.tile.shared
+        self.threads = 32 * config.dq_warps
+        self.shared_nbytes = self.tile.nbytes
+        self.factor = 2.0 ** -gradient.log2_probability_factor(spec, config)
+
+    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, query_tiles: Int32) -> Launch:
+        """Its launch; `query_tiles` is how many there are of all heads."""
+        return Launch(
+            self.kernel,
+            (buffers, scalars),
+            grid=query_tiles,
+            block=self.threads,
+            shared_bytes=self.shared_nbytes,
+            min_blocks=0,
+        )
+
+    @cute.kernel
+    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
+        spec, rows, part = self.spec, self.config.queries, self.reduce.tile
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        # The sums of the heads that were visited last are in L2.
+        work = self.schedule.last_entry_first(block, buffers, scalars)
+        head, heads, first, queries = work.head, scalars.num_heads, work.tile * rows, work.sequence.queries
+        end = work.sequence.bounds()["query_end"] - first
+        index = self.schedule.index(work.sequence, scalars, head, work.tile)
+        is_empty = self.reduce.is_empty(buffers, index, warp)
+        if cutlass.const_expr(is_empty is not None):
+            end = ptx.where(is_empty, Int32(0), end)
+        acc = part.load(part.lane_address(buffers.dq_accum.toint() + index * part.nbytes, warp, lane))
+        shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
+        self._scatter(acc, shared, warp, lane, end, scalars.scale)
+        cute.arch.sync_threads()
+        target = buffers.dq.toint() + queries.row_head(first, heads, head) * (2 * spec.head_dim)
+        self._store(shared, target, warp, lane, gradient.row_stride(heads, spec.head_dim), queries.length - first)
+
+    def _scatter(self, acc: list[Float32], shared: Int32, warp: Int32, lane: Int32, end: Int32, scale: Float32) -> None:
+        blocks, (row, column) = self.reduce.tile.blocks, self.reduce.tile.place(warp)
+        gradient.finish_rows(acc, blocks, row + accumulator_lane(lane)[0], end, scale * self.factor)
+        gradient.scatter(acc, blocks, self.tile, shared + self.tile.offset(row, column), lane, self.mma_dtype)
+
+    def _store(self, shared: Int32, target: Int64, warp: Int32, lane: Int32, stride: Int64, stored_rows: Int32) -> None:
+        """Stores rows of 16, which go round the warps."""
+        for block in range(0, self.tile.rows // 16, self.config.dq_warps):
+            row = (warp + block) * 16
+
+            def store(row: Int32 = row) -> None:
+                source, first = shared + row * self.tile.pitch, target + Int64(row) * stride
+                copies.store_rows(self.tile, 16, lane, source, first, stride, stored_rows - row)
+
+            cutlass.if_generate(row < self.tile.rows, store)

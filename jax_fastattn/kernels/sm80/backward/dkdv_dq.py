@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The portable kernel that computes dk, dv and dq together: five products where two kernels need seven.
+
+One CTA owns a tile of keys of one key/value head and visits the query tiles that see it, of all heads of the group. Of
+each it computes S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, and dQ = dS K, which is added to dq_accum in
+global memory. Scores have keys as rows, so P^T and dS^T are A operands from registers.
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.device import copies, ptx, softmax
+from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
+from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
+from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
+from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRole, Role
+from jax_fastattn.kernels.sm80.schedule import schedule
+
+
+class HeadOrder(NamedTuple):
+    """In which order CTAs take key tiles.
+
+    Attributes:
+        group: how many key/value heads are visited together: first all first key tiles, then all second ones.
+    """
+
+    group: Int32
+
+
+class DkdvDqKernel:
+    """Writes dk and dv, and adds to dq_accum.
+
+    Args:
+        spec: the compile key.
+        config: the tiling.
+    """
+
+    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+        self.spec, self.config = spec, config
+        self.schedule, self.query_tiles = schedule(spec, config.keys), schedule(spec, config.queries)
+        self.products = Products(spec, config)
+        self.reduce = dq_reduce(spec, config)
+        self.shared_nbytes = config.shared_memory(spec.head_dim, spec.v_head_dim)
+
+    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+        """Its launch."""
+        kv_heads = scalars.num_heads // self.spec.group
+        return Launch(
+            self.kernel,
+            (buffers, scalars, order),
+            grid=self.schedule.blocks(scalars.key_length, scalars.batch, kv_heads),
+            block=self.config.threads,
+            shared_bytes=self.shared_nbytes,
+            min_blocks=self.config.blocks,
+        )
+
+    @cute.kernel
+    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder):
+        at = self._locate(buffers, scalars, order)
+        state = self._state(buffers, scalars, at)
+        self._load_first(state)
+        if cutlass.const_expr(self.config.roles == 1):
+            self._run(Role, state, scalars.scale)
+        else:
+            if at.role == 0:
+                self._run(ProbabilityRole, state, scalars.scale)
+            else:
+                self._run(GradientRole, state, scalars.scale)
+        cute.arch.sync_threads()
+        self.products.store_keys(state)
+
+    def _run(self, kind: type[Role], state: SimpleNamespace, scale: Float32) -> None:
+        role = kind.start(self.products, self.reduce, state)
+        role.run()
+        role.finish(scale)
+
+    def _locate(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> SimpleNamespace:
+        """Returns which thread this is, and the CTA's keys. Heads are visited in groups, whose sums of dq fit L2."""
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
+        ticket = self.reduce.ticket(buffers, scalars, thread, shared)
+        work = self.schedule.in_sections(ticket, order.group, buffers, scalars)
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        # Of four warps in a role, w and w + 4 share a scheduler: one of each role.
+        role_warp = warp % config.role_warps
+        key_warp = role_warp // config.column_warps
+        return SimpleNamespace(
+            tile=work.tile,
+            row=work.tile * config.keys,
+            kv_head=work.kv_head,
+            sequence=work.sequence,
+            shared=shared,
+            thread=thread,
+            lane=thread % 32,
+            warp=warp,
+            role=warp // config.role_warps,
+            role_thread=thread % (32 * config.role_warps),
+            role_warp=role_warp,
+            dq_warp=warp % config.dq_warps,
+            key_warp=key_warp,
+            column_warp=warp % config.column_warps,
+            warp_row=key_warp * config.keys_per_warp,
+        )
+
+    def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: SimpleNamespace) -> SimpleNamespace:
+        """Returns the device values that all roles share."""
+        spec, config, heads = self.spec, self.config, scalars.num_heads
+        queries, keys, bounds = at.sequence.queries, at.sequence.keys, at.sequence.bounds()
+        visit = copies.query_tiles(at.row, config.keys, config.queries, **bounds)
+        # Keys past the end would add to dQ: a tile that has some is masked for all queries.
+        partial = at.row + config.keys > bounds["key_end"]
+        visit = visit._replace(
+            full_begin=ptx.where(partial, visit.begin, visit.full_begin),
+            full_end=ptx.where(partial, visit.begin, visit.full_end),
+        )
+        kv_heads, first_head = heads // spec.group, at.kv_head * spec.group
+        hides = spec.hides_first_queries or spec.hides_last_queries
+        key_row = keys.row_head(at.row, kv_heads, at.kv_head)
+        query_row = queries.row_head(Int32(0), heads, first_head)
+        first_tile = self.query_tiles.index(at.sequence, scalars, first_head, Int32(0))
+        state = SimpleNamespace(
+            at=at,
+            bounds=bounds,
+            visit=visit,
+            live_keys=copies.live_keys(**bounds),
+            live_queries=copies.live_queries(**bounds) if hides else plan.LiveRange(Int32(0), bounds["query_end"]),
+            key=buffers.key.toint() + key_row * (2 * spec.head_dim),
+            value=buffers.value.toint() + key_row * (2 * spec.v_head_dim),
+            dk=buffers.dk.toint() + key_row * (2 * spec.head_dim),
+            dv=buffers.dv.toint() + key_row * (2 * spec.v_head_dim),
+            query=buffers.query.toint() + query_row * (2 * spec.head_dim),
+            dout=buffers.dout.toint() + query_row * (2 * spec.v_head_dim),
+            stats=buffers.stats.toint() + queries.head_row(heads, first_head) * 8,
+            dq_accum=buffers.dq_accum.toint() + first_tile * self.reduce.tile.nbytes,
+            tile_count=self.query_tiles.pitch(scalars),
+            query_length=scalars.query_length,
+            heads=heads,
+            kv_heads=kv_heads,
+            valid_rows=bounds["key_end"] - at.row,
+            stored_rows=keys.length - at.row,
+            transform=softmax.Transform.of(spec, scalars.scale, scalars.logits_soft_cap),
+        )
+        if buffers.dq_semaphore is not None:
+            state.dq_semaphore = buffers.dq_semaphore.toint() + first_tile * (4 * self.reduce.tile.warps)
+        return state
+
+    def _load_first(self, state: SimpleNamespace) -> None:
+        """Starts the copies of K, V and the first part of Q and dO, by all threads."""
+        products, config, zero = self.products, self.config, Int32(0)
+        products.load_keys(state)
+        first = state.visit.begin * config.queries
+
+        def load() -> None:
+            for which in (QUERY, DOUT):
+                products.load_queries(state, which, config.threads, zero, first, 0)
+            for role in range(config.roles):
+                products.load_statistics(state, state.at.thread, zero, first, 0, role)
+
+        cutlass.if_generate(state.visit.begin < state.visit.end, load)
+        cute.arch.cp_async_commit_group()

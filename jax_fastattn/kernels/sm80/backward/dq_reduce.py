@@ -1,0 +1,221 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""How dQ of many CTAs becomes one sum: atomic additions in any order, or additions in semaphore order.
+
+dq_accum holds float32 fragments, not rows. Each warp of a CTA owns a part of every tile, and what the warp adds with
+one instruction is contiguous: 512 bytes where an instruction adds four elements of a lane, else 128 bytes. Only
+convert.py reads it, with the same layout.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.device import copies, mma, ptx
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
+from jax_fastattn.kernels.sm80.schedule import schedule
+
+
+def adds_chunks(arch: str) -> bool:
+    """Returns whether one instruction adds four float32 to global memory, as from compute capability 9.0 on."""
+    return arch.startswith(("sm_90", "sm_10", "sm_11", "sm_12"))
+
+
+class DqTile:
+    """Fragments of a tile of dQ `[queries, head_dim]`: which warp has which, and where they lie in dq_accum.
+
+    Args:
+        spec: the compile key.
+        config: the tiling.
+    """
+
+    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+        self.chunks = adds_chunks(spec.arch)
+        self.warps, self.column_warps = config.dq_warps, config.dq_column_warps
+        self.shared = config.memory(spec.head_dim, spec.v_head_dim).dq
+        self.blocks = (
+            config.queries // (16 * config.dq_row_warps),
+            self.shared.padded_columns // (8 * config.dq_column_warps),
+        )
+        self.count = self.blocks[0] * self.blocks[1] * 4
+        self.warp_nbytes = 128 * self.count
+        self.nbytes = self.warps * self.warp_nbytes
+
+    def place(self, warp: Int32) -> tuple[Int32, Int32]:
+        """Returns the first row and column of a warp's part."""
+        return warp // self.column_warps * (16 * self.blocks[0]), warp % self.column_warps * (8 * self.blocks[1])
+
+    def lane_address(self, address: Int64, warp: Int32, lane: Int32) -> Int64:
+        """Returns the address of a lane's first element in a tile at `address`."""
+        return address + Int64(warp * self.warp_nbytes + lane * (16 if self.chunks else 4))
+
+    def add(self, address: Int64, acc: mma.Accumulator) -> None:
+        """Adds a warp's fragments atomically; `address` is that of `lane_address`, as in the next two methods."""
+        for i in range(0, self.count, 4):
+            if self.chunks:
+                ptx.add_global_chunk(address + 128 * i, [acc[i + e] for e in range(4)])
+            else:
+                for e in range(4):
+                    ptx.add_global(address + 128 * (i + e), acc[i + e])
+
+    def store(self, address: Int64, acc: mma.Accumulator) -> None:
+        """Stores a warp's fragments."""
+        for i in range(0, self.count, 4):
+            if self.chunks:
+                ptx.store_global_chunk(address + 128 * i, [ptx.bits(acc[i + e]) for e in range(4)])
+            else:
+                for e in range(4):
+                    ptx.store_global(address + 128 * (i + e), acc[i + e])
+
+    def load(self, address: Int64) -> list[Float32]:
+        """Loads a warp's fragments."""
+        if self.chunks:
+            chunks = [ptx.load_global_chunk(address + 128 * i) for i in range(0, self.count, 4)]
+            return [ptx.from_bits(x) for chunk in chunks for x in chunk]
+        return [ptx.load_global(address + 128 * i) for i in range(self.count)]
+
+
+class AtomicReduce:
+    """Adds to sums that start at zero. The last bits of dq depend on the order of the additions, which varies.
+
+    Args:
+        spec: the compile key.
+        config: the tiling.
+    """
+
+    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+        self.spec, self.config, self.tile = spec, config, DqTile(spec, config)
+
+    def clear(
+        self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
+    ) -> None:
+        """Zeroes the sums of tile `index`, by all threads of a CTA of the preprocess kernel."""
+        del scalars
+        address = buffers.dq_accum.toint() + index * self.tile.nbytes + Int64(thread * 16)
+        zero = [Int32(0)] * 4
+        for i in range(0, self.tile.nbytes, 16 * threads):
+            ptx.store_global_chunk(address + i, zero)
+
+    def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
+        """Returns the CTA's place in the order of key tiles."""
+        del buffers, scalars, thread, shared
+        return cute.arch.block_idx()[0]
+
+    def start(self) -> Any:
+        """Returns what a warp keeps from tile to tile."""
+        return None
+
+    def wait(self, state: SimpleNamespace, turn: Any, member: Int32, index: Int32) -> Any:
+        """Waits until the warp may add to query tile `index` of head `member`; returns what `add` needs to know."""
+        del state, turn, member, index
+
+    def add(self, state: SimpleNamespace, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
+        """Adds a warp's part of the tile."""
+        del is_first
+        self.tile.add(self._lane_address(state, member, index), acc)
+
+    def finish(self, state: SimpleNamespace, turn: Any) -> None:
+        """Ends a warp's additions."""
+        del state, turn
+
+    def is_empty(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32) -> Any:
+        """Returns whether no CTA has added to a tile, whose sums hold anything then; None if they hold zeros."""
+        del buffers, index, warp
+        return None
+
+    def _lane_address(self, state: SimpleNamespace, member: Int32, index: Int32) -> Int64:
+        address = state.dq_accum + Int64(member * state.tile_count + index) * self.tile.nbytes
+        return self.tile.lane_address(address, state.at.dq_warp, state.at.lane)
+
+
+class SemaphoreReduce(AtomicReduce):
+    """Adds to a tile in the order of the key tiles, so that dq has the same bits in every run.
+
+    Each warp has a count of its own for each tile: how many key tiles have added to that part. The first one stores the
+    sums, so they need no zeros. A warp counts what it has added when it comes to the next tile: a release waits until
+    additions are visible, and by then they are.
+
+    No CTA waits forever. It waits for earlier key tiles of the same head, CTAs take key tiles in that order by tickets,
+    and a CTA that has a ticket runs until it is done.
+    """
+
+    def clear(
+        self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
+    ) -> None:
+        """Zeroes the counts of tile `index`, and the tickets."""
+        del threads
+        counts = self._counts(buffers) + (index * self.tile.warps + thread) * 4
+        cutlass.if_generate(thread < self.tile.warps, lambda: ptx.store_global_int(counts, Int32(0)))
+        tickets = self._tickets(buffers, scalars)
+        is_first = Boolean((index == 0) & (thread == 0))
+        cutlass.if_generate(is_first, lambda: ptx.store_global_int(tickets, Int32(0)))
+
+    def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
+        """Takes a ticket. Uses shared memory at `shared`, which is free again afterwards."""
+        tickets = self._tickets(buffers, scalars)
+
+        def take() -> None:
+            ptx.store_shared(shared, ptx.fetch_add_global(tickets, Int32(1), "relaxed"))
+
+        cutlass.if_generate(thread == 0, take)
+        cute.arch.sync_threads()
+        ticket = cute.arch.make_warp_uniform(ptx.load_shared(shared))
+        cute.arch.sync_threads()
+        return ticket
+
+    def _counts(self, buffers: PortableBackwardBuffers) -> Int64:
+        assert buffers.dq_semaphore is not None
+        return Int64(buffers.dq_semaphore.toint())
+
+    def _tickets(self, buffers: PortableBackwardBuffers, scalars: Scalars) -> Int64:
+        tiles_of_all = schedule(self.spec, self.config.queries).blocks(
+            scalars.query_length, Int64(scalars.batch), scalars.num_heads
+        )
+        return self._counts(buffers) + tiles_of_all * (4 * self.tile.warps)
+
+    def start(self) -> Any:
+        """Returns the index of the count that is due, from the group's first; -1 if none is."""
+        due = cute.make_rmem_tensor((1,), Int32)
+        due.fill(Int32(-1))
+        return due
+
+    def wait(self, state: SimpleNamespace, turn: Any, member: Int32, index: Int32) -> Any:
+        """Counts the last tile, and waits for the earlier key tiles of this one; returns whether there are none."""
+        self.finish(state, turn)
+        config, at = self.config, state.at
+        first = index * config.queries
+        before = at.tile - copies.key_tiles(first, config.queries, config.keys, **state.bounds).begin
+        count = (member * state.tile_count + index) * self.tile.warps + at.dq_warp
+        turn[0] = count
+        address = state.dq_semaphore + Int64(count) * 4
+        cutlass.if_generate(before > 0, lambda: ptx.wait_global(address, before))
+        return before <= 0
+
+    def add(self, state: SimpleNamespace, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
+        """Stores a warp's part of the tile if it is the first one, else adds it."""
+        address = self._lane_address(state, member, index)
+        cutlass.if_generate(is_first, lambda: self.tile.store(address, acc), lambda: self.tile.add(address, acc))
+
+    def finish(self, state: SimpleNamespace, turn: Any) -> None:
+        """Counts what the warp has added last."""
+        due = turn[0]
+
+        def count() -> None:
+            ptx.fetch_add_global(state.dq_semaphore + Int64(due) * 4, Int32(1), "release")
+
+        cute.arch.sync_warp()
+        cutlass.if_generate(Boolean((due >= 0) & (state.at.lane == 0)), count)
+
+    def is_empty(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32) -> Any:
+        """Returns whether no CTA has added to a tile."""
+        count = self._counts(buffers) + (index * self.tile.warps + warp) * 4
+        return ptx.bits(ptx.load_global(count)) == 0
+
+
+def dq_reduce(spec: KernelSpec, config: DkdvDqConfig) -> AtomicReduce:
+    """Returns the reduction of a compile key."""
+    return (SemaphoreReduce if spec.ordered else AtomicReduce)(spec, config)

@@ -1,0 +1,73 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces of the backward kernels: P and dS of a score in registers, and the store of a gradient.
+
+With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a query row, lse2 in base 2:
+
+    P = 2^(log2(e) s - lse2)        dS = P (dP - delta) [(1 - tanh^2)]        dP = dout . v
+
+dS is the gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row that
+sees no key has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask.
+"""
+
+from cutlass import Float32, Int32, Int64
+
+from jax_fastattn.kernels.device import mma, ptx
+from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane
+from jax_fastattn.kernels.device.softmax import Transform, cap_score
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
+
+
+def log2_probability_factor(spec: KernelSpec, config: DkdvDqConfig) -> int:
+    """Returns the binary logarithm of a factor on P, and so on dV, dS, dK and dQ until they are stored.
+
+    One role hands P to the other in float16, which has three bits more than bfloat16. P is at most 1, so with a factor
+    of 2^14 it is a normal number down to 2^-28. Gradients of float16 operands are float16 themselves and get no factor.
+    """
+    return 14 if config.roles == 2 and spec.dtype == "bfloat16" else 0
+
+
+def differentiate(
+    score: Float32, dprobability: Float32, stats: list[Float32], transform: Transform
+) -> tuple[Float32, Float32]:
+    """P and dS of one score q . k, given dP and the (lse2, delta) of its query row."""
+    lse2, delta = stats
+    if transform.inner is None:
+        probability = ptx.exp2(ptx.fma(score, transform.factor, -lse2))
+        return probability, probability * (dprobability - delta)
+    capped = cap_score(score, transform.inner)
+    probability = ptx.exp2(ptx.fma(capped, transform.factor, -lse2))
+    return probability, probability * (dprobability - delta) * ptx.fma(-capped, capped, Float32(1.0))
+
+
+def row_stride(heads: Int32, head_dim: int) -> Int64:
+    """Bytes from one row to the next of an operand [rows, heads, head_dim] of 16-bit elements."""
+    return Int64(heads) * (2 * head_dim)
+
+
+def finish_rows(
+    acc: mma.Accumulator, blocks: tuple[int, int], row: Int32, end: Int32, factor: Float32 | None = None
+) -> None:
+    """Multiplies an accumulator by `factor` and zeroes its rows from `end` on; `row` is that of the lane's c0."""
+    for m in range(blocks[0]):
+        for n in range(blocks[1]):
+            for element in range(4):
+                index = (m * blocks[1] + n) * 4 + element
+                x = acc[index] if factor is None else acc[index] * factor
+                # A select, not a product: rows past the end may hold anything.
+                valid = row + (16 * m + element // 2 * 8) < end
+                acc[index] = ptx.where(valid, x, Float32(0.0))
+
+
+def scatter(
+    acc: mma.Accumulator, blocks: tuple[int, int], tile: SharedTile, shared: Int32, lane: Int32, dtype: str
+) -> None:
+    """Rounds an accumulator to 16 bits into a tile, its element (0, 0) to address `shared`."""
+    address = shared + tile.offset(*accumulator_lane(lane))
+    for m in range(blocks[0]):
+        for n in range(blocks[1]):
+            for half in range(2):
+                index = (m * blocks[1] + n) * 4 + 2 * half
+                target = address + tile.offset(16 * m + 8 * half, 8 * n)
+                ptx.store_shared(target, ptx.pack(acc[index], acc[index + 1], dtype=dtype))

@@ -1,0 +1,58 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Backward attention with mma.sync and cp.async: preprocess, one kernel for dk, dv and sums of dq, conversion to dq."""
+
+import cuda.bindings.driver as cuda
+from cutlass import Int32, cute
+
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.device import copies
+from jax_fastattn.kernels.device.launch import Launch, start_all
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward.config import ORDERED_NBYTES, DkdvDqConfig, dkdv_dq_config
+from jax_fastattn.kernels.sm80.backward.convert import ConvertKernel
+from jax_fastattn.kernels.sm80.backward.dkdv_dq import DkdvDqKernel, HeadOrder
+from jax_fastattn.kernels.sm80.backward.preprocess import PreprocessKernel
+
+
+class BackwardKernel:
+    """The backward kernels of one compile key.
+
+    Args:
+        spec: what is compiled in.
+        config: the tiling; by default that of the table in `config.py`.
+    """
+
+    def __init__(self, spec: KernelSpec, config: DkdvDqConfig | None = None):
+        self.spec = spec
+        self.config = config or dkdv_dq_config(spec)
+        self.preprocess = PreprocessKernel(spec, self.config)
+        self.dkdv_dq = DkdvDqKernel(spec, self.config)
+        self.convert = ConvertKernel(spec, self.config)
+
+    @cute.jit
+    def __call__(self, buffers: PortableBackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+        """Launches the three kernels."""
+        start_all(self.launches(buffers, scalars, self.order(scalars)), stream)
+
+    def launches(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
+        """What is launched, in order."""
+        query_tiles = self.preprocess.schedule.blocks(scalars.query_length, scalars.batch, scalars.num_heads)
+        return [
+            self.preprocess.launch(buffers, scalars, query_tiles),
+            self.dkdv_dq.launch(buffers, scalars, order),
+            self.convert.launch(buffers, scalars, query_tiles),
+        ]
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """In which order CTAs take key tiles."""
+        spec, heads = self.spec, scalars.batch * (scalars.num_heads // self.spec.group)
+        if spec.ordered:
+            row_nbytes = 2 * (spec.head_dim + spec.v_head_dim) + 4 * spec.head_dim
+            rows = scalars.query_length * spec.group
+            return HeadOrder(Int32(copies.alike_section(ORDERED_NBYTES // row_nbytes, rows, heads)))
+        key_tiles, running = (
+            copies.count(scalars.key_length, self.config.keys),
+            scalars.multiprocessors * self.config.blocks,
+        )
+        return HeadOrder(Int32(copies.section(running, key_tiles, heads, int(spec.uneven))))

@@ -1,0 +1,118 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel before the products of the backward pass: row statistics, and what dQ is added to.
+
+For each query row it stores (lse_scaled, delta): log2(e) * lse, less the binary logarithm of a factor that P gets, and
+rowsum(out * dout) - dlse. A row that sees no key gets infinity and 0, so that its P and dS vanish.
+"""
+
+from types import SimpleNamespace
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.device import copies, ptx, softmax
+from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward import gradient
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
+from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
+from jax_fastattn.kernels.sm80.schedule import schedule
+
+
+class PreprocessKernel:
+    """Writes stats, and clears dq_accum or dq_semaphore. One CTA for each query tile of a head.
+
+    Args:
+        spec: the compile key.
+        config: the tiling of the kernel that follows.
+    """
+
+    threads = 128
+
+    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+        self.spec, self.config = spec, config
+        self.schedule = schedule(spec, config.queries)
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
+        self.reduce = dq_reduce(spec, config)
+        self.log2_factor = float(gradient.log2_probability_factor(spec, config))
+
+    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, query_tiles: Int32) -> Launch:
+        """Its launch; `query_tiles` is how many there are of all heads."""
+        return Launch(self.kernel, (buffers, scalars), grid=query_tiles, block=self.threads, min_blocks=0)
+
+    @cute.kernel
+    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
+        spec, rows = self.spec, self.config.queries
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        # Zeros of the heads that are visited first are in L2 then.
+        work = self.schedule.last_entry_first(block, buffers, scalars)
+        head, heads, first, queries = work.head, scalars.num_heads, work.tile * rows, work.sequence.queries
+        row_head = queries.row_head(first, heads, head)
+        state = SimpleNamespace(
+            heads=heads,
+            live=copies.Rows.live(
+                copies.live_queries(**work.sequence.bounds()), first, hides_first=spec.hides_first_queries
+            ),
+            out=buffers.out.toint() + row_head * (2 * spec.v_head_dim),
+            dout=buffers.dout.toint() + row_head * (2 * spec.v_head_dim),
+            lse=buffers.lse.toint() + row_head * 4,
+            dlse=None if buffers.dlse is None else buffers.dlse.toint() + row_head * 4,
+            stats=buffers.stats.toint() + queries.head_row(heads, head, first) * 8,
+        )
+        index = self.schedule.index(work.sequence, scalars, head, work.tile)
+        self.reduce.clear(buffers, scalars, index, thread, self.threads)
+        self._write(state, thread, queries.length - first)
+
+    def _write(self, state: SimpleNamespace, thread: Int32, stored_rows: Int32) -> None:
+        tile = SharedTile(self.config.queries, self.spec.v_head_dim)
+        shape = CopyShape(tile, self.threads)
+        row, chunk = shape.thread_chunk(thread)
+        for first in range(0, tile.rows, shape.rows_per_pass):
+            index = row + first
+            live = Boolean((index < tile.rows) & state.live.contain(index))
+            lse_scaled, delta = self._statistics(state, shape, index, chunk, live)
+            writes = Boolean((index < tile.rows) & (chunk == 0) & (index < stored_rows))
+            address = state.stats + Int64(index) * 8
+            cutlass.if_generate(writes, lambda a=address, x=lse_scaled, y=delta: ptx.store_global_pair(a, x, y))
+
+    def _statistics(
+        self, state: SimpleNamespace, shape: CopyShape, index: Int32, chunk: Int32, live: Boolean
+    ) -> tuple[Float32, Float32]:
+        """Returns (lse_scaled, delta) of one row, whose chunks `shape.lanes` neighboring lanes share."""
+        delta = self._row_product(state, shape, index, chunk, live)
+        offset = ptx.where(live, Int64(index) * (Int64(state.heads) * 4), Int64(0))
+        lse = ptx.load_global(state.lse + offset)
+        if state.dlse is not None:
+            delta = delta - ptx.load_global(state.dlse + offset)
+        live = Boolean(live & (lse != Float32(float("-inf"))))
+        lse_scaled = ptx.where(live, lse * softmax.LOG2_E - self.log2_factor, Float32(float("inf")))
+        return lse_scaled, ptx.where(live, delta, Float32(0.0))
+
+    def _row_product(
+        self, state: SimpleNamespace, shape: CopyShape, index: Int32, chunk: Int32, live: Boolean
+    ) -> Float32:
+        """Returns the sum of out * dout of one row."""
+        row = Int64(index) * gradient.row_stride(state.heads, self.spec.v_head_dim)
+        total = Float32(0.0)
+        for first_chunk in range(0, shape.tile.chunks, shape.lanes):
+            column = chunk + first_chunk
+            valid = Boolean(live & (column < self.spec.v_head_dim // CHUNK))
+            # Elsewhere the CTA's first chunk is read, which always exists, and dropped.
+            offset = ptx.where(valid, row + Int64(column * (2 * CHUNK)), Int64(0))
+            out, dout = (
+                [ptx.where(valid, x, Int32(0)) for x in ptx.load_global_chunk(source + offset)]
+                for source in (state.out, state.dout)
+            )
+            for x, y in zip(out, dout, strict=True):
+                pair = zip(ptx.unpack(x, dtype=self.mma_dtype), ptx.unpack(y, dtype=self.mma_dtype), strict=True)
+                for left, right in pair:
+                    total = ptx.fma(left, right, total)
+        distance = shape.lanes // 2
+        while distance > 0:
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+            distance //= 2
+        return total

@@ -1,0 +1,209 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Copies and products of a CTA of the kernel that computes dk, dv and dq (`dkdv_dq.py`), on tiles in shared memory."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from jax_fastattn.kernels.device import copies, mma, ptx
+from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward import gradient
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
+from jax_fastattn.kernels.sm80.backward.dq_reduce import DqTile
+
+# What a warp multiplies K and V by, and sums up: the names of the operands that pass through the stages.
+QUERY, DOUT = "query", "dout"
+
+
+class Products:
+    """Emits copies and products. Methods take the `state` of the kernel; `at` in it says who the thread is.
+
+    Args:
+        spec: the compile key.
+        config: the tiling.
+    """
+
+    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+        self.spec, self.config = spec, config
+        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
+        self.memory = config.memory(spec.head_dim, spec.v_head_dim)
+        self.row_blocks = config.keys_per_warp // 16
+        self.score_blocks = (self.row_blocks, config.part // (8 * config.column_warps))
+        self.score_columns = 8 * self.score_blocks[1]
+        self.dq_tile = DqTile(spec, config)
+
+    def _operands(self, which: str) -> tuple[SharedTile, int, SharedTile, int]:
+        """Returns tile and start of K with Q, or of V with dO; the second start is that in a stage."""
+        memory = self.memory
+        if which == QUERY:
+            return memory.key, 0, memory.query, 0
+        return memory.value, memory.value_start, memory.dout, memory.query.nbytes
+
+    def grad_blocks(self, which: str) -> tuple[int, int]:
+        """Returns the blocks of a warp's part of dK (`QUERY`) or dV (`DOUT`)."""
+        keys = self.memory.query if which == QUERY else self.memory.dout
+        return self.row_blocks, keys.padded_columns // (8 * self.config.column_warps)
+
+    # Copies.
+
+    def load_keys(self, state: SimpleNamespace) -> None:
+        """Starts the copy of K and V, by all threads of the CTA."""
+        rows = copies.Rows.live(state.live_keys, state.at.row, hides_first=self.spec.hides_first_keys)
+        for which, source in ((QUERY, state.key), (DOUT, state.value)):
+            tile, start, _, _ = self._operands(which)
+            stride = gradient.row_stride(state.kv_heads, tile.columns)
+            shared = state.at.shared + start
+            copies.load_tile(tile, self.config.threads, state.at.thread, shared, source, stride, rows)
+
+    def load_queries(
+        self, state: SimpleNamespace, which: str, threads: int, member: Int32, first: Int32, stage: Any
+    ) -> None:
+        """Starts the copy of rows of Q or dO from row `first` of head `member` on, by so many threads."""
+        _, _, tile, start = self._operands(which)
+        thread = state.at.thread if threads == self.config.threads else state.at.role_thread
+        rows = copies.Rows.live(state.live_queries, first, hides_first=self.spec.hides_first_queries)
+        stride = gradient.row_stride(state.heads, tile.columns)
+        source = state.query if which == QUERY else state.dout
+        first_row = source + Int64(member) * (2 * tile.columns) + Int64(first) * stride
+        copies.load_tile(tile, threads, thread, self._stage(state, start, stage), first_row, stride, rows)
+
+    def load_statistics(
+        self, state: SimpleNamespace, thread: Int32, member: Int32, first: Int32, stage: Any, role: int
+    ) -> None:
+        """Starts the copy of a role's statistics of the rows from `first` on; `thread` loads its own row."""
+
+        def load() -> None:
+            row = Int64(member) * state.query_length + first
+            valid = thread < state.live_queries.end - first
+            address = state.stats + (row + ptx.where(valid, thread, Int32(0))) * 8
+            target = self.statistics(state, stage, role) + thread * 8
+            ptx.copy_async_pair_or_zero(target, address, ptx.where(valid, Int32(8), Int32(0)))
+
+        cutlass.if_generate(thread < self.config.part, load)
+
+    def statistics(self, state: SimpleNamespace, stage: Any, role: int) -> Int32:
+        """Returns the address of a role's copy of the statistics of a stage."""
+        nbytes = self.memory.stats_nbytes
+        start = self.memory.stats_start + role * nbytes
+        return state.at.shared + start + stage * (self.config.roles * nbytes)
+
+    def _stage(self, state: SimpleNamespace, start: int, stage: Any) -> Int32:
+        return state.at.shared + (self.memory.ring_start + start) + stage * self.memory.stage_nbytes
+
+    # Products.
+
+    def scores(self, state: SimpleNamespace, which: str, stage: Any) -> mma.Accumulator:
+        """Returns S^T = K Q^T (`QUERY`) or dP^T = V dO^T (`DOUT`): the warp's keys and its part of the queries."""
+        rows, row_start, columns, start = self._operands(which)
+        row, column = plain_lane(state.at.lane)
+        load_a = mma.load_a(rows, state.at.shared + row_start + rows.offset(state.at.warp_row + row, column))
+        row, column = crossed_lane(state.at.lane)
+        ring = self._stage(state, start, stage)
+        load_b = mma.load_b(columns, ring + columns.offset(state.at.column_warp * self.score_columns + row, column))
+        acc = mma.zeros(*self.score_blocks)
+        # Zero-filled columns past the last whole step add nothing.
+        mma.gemm(acc, (*self.score_blocks, (rows.columns + 15) // 16), load_a, load_b, self.mma_dtype)
+        return acc
+
+    def accumulate(
+        self, state: SimpleNamespace, acc: mma.Accumulator, load_a: Callable[..., Any], which: str, stage: Any
+    ) -> None:
+        """Adds dS^T Q (`QUERY`) or P^T dO (`DOUT`) to the warp's part of dK or dV."""
+        _, _, tile, start = self._operands(which)
+        blocks = self.grad_blocks(which)
+        row, column = plain_lane(state.at.lane)
+        first_column = state.at.column_warp * (8 * blocks[1])
+        load_b = mma.load_b_transposed(tile, self._stage(state, start, stage) + tile.offset(row, column + first_column))
+        mma.gemm(acc, (*blocks, self.config.part // 16), load_a, load_b, self.mma_dtype)
+
+    def dq(self, state: SimpleNamespace) -> mma.Accumulator:
+        """Returns the warp's part of dQ = dS K of one key tile."""
+        scores, keys, blocks = self.memory.score, self.memory.key, self.dq_tile.blocks
+        first_row, first_column = self.dq_tile.place(state.at.dq_warp)
+        row, column = crossed_lane(state.at.lane)
+        start = state.at.shared + self.memory.score_start
+        load_a = mma.load_a_transposed(scores, start + scores.offset(row, column + first_row))
+        row, column = plain_lane(state.at.lane)
+        load_b = mma.load_b_transposed(keys, state.at.shared + keys.offset(row, column + first_column))
+        acc = mma.zeros(*blocks)
+        mma.gemm(acc, (*blocks, self.config.keys // 16), load_a, load_b, self.mma_dtype)
+        return acc
+
+    # Scores on their way from one product to the next.
+
+    def pack(self, acc: mma.Accumulator, dtype: str | None = None) -> list[Int32]:
+        """Returns the pairs of an accumulator, rounded to 16 bits."""
+        return [ptx.pack(acc[i], acc[i + 1], dtype=dtype or self.mma_dtype) for i in range(0, len(acc), 2)]
+
+    def packed_loader(self, packed: list[Int32]) -> Callable[[int, int], mma.Fragment]:
+        """Returns the loader of A from pairs of scores in registers."""
+
+        def load(m: int, k: int) -> mma.Fragment:
+            left = (m * self.score_blocks[1] + 2 * k) * 2
+            return packed[left : left + 4]
+
+        return load
+
+    def exchanged_loader(self, state: SimpleNamespace, start: int) -> Callable[[int, int], mma.Fragment]:
+        """Returns the loader of A from the tile of scores at `start`, the warp's key rows."""
+        tile = self.memory.score
+        row, column = plain_lane(state.at.lane)
+        return mma.load_a(tile, state.at.shared + start + tile.offset(state.at.warp_row + row, column))
+
+    def score_address(self, state: SimpleNamespace, start: int, first_query: Any) -> Int32:
+        """Returns the address of a lane's first score in the tile at `start`."""
+        row, column = accumulator_lane(state.at.lane)
+        return state.at.shared + start + self.memory.score.offset(state.at.warp_row + row, column) + first_query * 2
+
+    def pair_offsets(self) -> list[tuple[int, int]]:
+        """Returns index and offset in the tile of each pair of a lane's scores, query by query."""
+        m_blocks, n_blocks = self.score_blocks
+        return [
+            ((m * n_blocks + n) * 2 + half, self.memory.score.offset(16 * m + 8 * half, 8 * n))
+            for n in range(n_blocks)
+            for m in range(m_blocks)
+            for half in range(2)
+        ]
+
+    def store_scores(self, state: SimpleNamespace, start: int, packed: list[Int32], first_query: Any) -> None:
+        """Stores pairs of scores to the tile at `start`; `first_query` is the warp's first query in it."""
+        address = self.score_address(state, start, first_query)
+        for i, offset in self.pair_offsets():
+            ptx.store_shared(address + offset, packed[i])
+
+    # Results.
+
+    def finish(self, state: SimpleNamespace, acc: mma.Accumulator, which: str, factor: Any) -> None:
+        """Scales a warp's part of dK or dV and rounds it into the tile of K or V."""
+        tile, start, _, _ = self._operands(which)
+        blocks, at = self.grad_blocks(which), state.at
+        gradient.finish_rows(acc, blocks, at.warp_row + accumulator_lane(at.lane)[0], state.valid_rows, factor)
+        corner = tile.offset(at.warp_row, at.column_warp * (8 * blocks[1]))
+        gradient.scatter(acc, blocks, tile, at.shared + start + corner, at.lane, self.mma_dtype)
+
+    def store_keys(self, state: SimpleNamespace) -> None:
+        """Stores dk and dv from the tiles of K and V, rows of 16 by warp."""
+        at, config = state.at, self.config
+        outputs = [(state.dv, *self._operands(DOUT)[:2]), (state.dk, *self._operands(QUERY)[:2])]
+        for block in range(0, config.keys // 16, config.warps):
+            row = (at.warp + block) * 16
+
+            def store(row: Int32 = row) -> None:
+                for target, tile, start in outputs:
+                    stride = gradient.row_stride(state.kv_heads, tile.columns)
+                    shared, first = at.shared + start + row * tile.pitch, target + Int64(row) * stride
+                    copies.store_rows(tile, 16, at.lane, shared, first, stride, state.stored_rows - row)
+
+            cutlass.if_generate(row < config.keys, store)
+
+    def zeros(self, which: str) -> cute.Tensor:
+        """Returns registers for a warp's part of dK or dV."""
+        blocks = self.grad_blocks(which)
+        acc = cute.make_rmem_tensor((blocks[0] * blocks[1] * 4,), cutlass.Float32)
+        acc.fill(0.0)
+        return acc

@@ -1,0 +1,384 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the warps of `dkdv_dq.py` do for each query tile.
+
+With one role, every warp computes everything. With two, `ProbabilityRole` computes S^T, P^T and dV and `GradientRole`
+dP^T, dS^T and dK. P crosses over in shared memory, in place of the dS that the second role stores there: each lane of
+the second role reads the very words that a lane of the first has stored, and overwrites them.
+
+Barriers of a tile, if the second role runs half a tile after the first one (`lagged`). Each waits for what it names:
+
+    first role                              second role
+    FIRST    Q is there, role left tile     SECOND   dO is there, role left tile
+    S, P                                    READY    (arrives)
+    READY    dO there, dK and dQ left       dP
+    stores P; PAIR (arrives)                PAIR     P of this warp's rows; dV left, Q is there
+    copies the next Q                       dS; DONE (arrives)
+    dV                                      copies the next dO
+    DONE     dS is there                    dK
+    dQ                                      SECOND   dS is there;  dQ
+
+READY comes after dK and dQ of the tile before, so Q and the scores may be overwritten after it. PAIR comes after FIRST,
+so dV of the tile before is done in all of the first role, and its dO may be overwritten. DONE is left out if the second
+role computes dQ alone. If there is one stage, both roles meet before each tile, and each copies what the other one does
+not read anymore: the first dO after dV, the second Q after dK. Where both roles wait, each does so at an instruction of
+its own, which an aligned barrier (`cute.arch.sync_threads`) forbids: `ptx.sync_apart`.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from jax_fastattn.kernels.device import mma, ptx, softmax
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.sm80.backward import gradient
+from jax_fastattn.kernels.sm80.backward.dq_reduce import AtomicReduce
+from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
+
+# Named barriers; 0 is that of the whole CTA. PAIR has one for each warp of a role, the exchanges one for each two.
+FIRST, SECOND, READY, DONE, PAIR, EXCHANGE_P, EXCHANGE_DS = 1, 2, 3, 4, 5, 9, 11
+
+
+def wait(barrier: int, threads: int, index: Any = 0) -> None:
+    """Arrives at a barrier of so many threads and waits for the others; `index` is that of one of several."""
+    cute.arch.barrier(barrier_id=barrier + index, number_of_threads=threads)
+
+
+def arrive(barrier: int, threads: int, index: Any = 0) -> None:
+    """Arrives at a barrier."""
+    cute.arch.barrier_arrive(barrier_id=barrier + index, number_of_threads=threads)
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """Emits the code of a warp that computes everything.
+
+    Attributes:
+        products: copies and products.
+        reduce: what dQ is added by.
+        state: device values of the kernel.
+        grads: registers of dK and dV, those of the role.
+        turn: what `reduce` keeps from tile to tile.
+    """
+
+    products: Products
+    reduce: AtomicReduce
+    state: SimpleNamespace
+    grads: dict[str, cute.Tensor]
+    turn: Any
+
+    @classmethod
+    def start(cls, products: Products, reduce: AtomicReduce, state: SimpleNamespace) -> "Role":
+        """Returns the role with its registers."""
+        grads = {which: products.zeros(which) for which in cls.computed()}
+        return cls(products, reduce, state, grads, reduce.start())
+
+    @classmethod
+    def computed(cls) -> tuple[str, ...]:
+        """Returns the gradients that the role sums up: dV (`DOUT`), dK (`QUERY`)."""
+        return DOUT, QUERY
+
+    @cute.jit
+    def run(self):
+        """Visits all query tiles of all heads of the group."""
+        step = Int32(0)
+        if cutlass.const_expr(self.products.spec.group == 1):
+            self.run_head(step, Int32(0))
+        else:
+            for member in cutlass.range(self.products.spec.group, unroll=1):
+                step = self.run_head(step, member)
+
+    @cute.jit
+    def run_head(self, step: Int32, member: Int32):
+        """Visits the query tiles of one head; returns the tiles visited so far."""
+        visit = self.state.visit
+        if cutlass.const_expr(self.products.spec.window_right):
+            for tile in cutlass.range(visit.begin, visit.full_begin, unroll=1):
+                self.visit(step, member, tile, masked=True)
+                step = step + 1
+        for tile in cutlass.range(visit.full_begin, visit.full_end, unroll=1):
+            self.visit(step, member, tile, masked=False)
+            step = step + 1
+        for tile in cutlass.range(visit.full_end, visit.end, unroll=1):
+            self.visit(step, member, tile, masked=True)
+            step = step + 1
+        return step
+
+    def finish(self, scale: Float32) -> None:
+        """Stores the role's gradients to shared memory, when no warp of the CTA reads K and V anymore."""
+        self.reduce.finish(self.state, self.turn)
+        back = 2.0 ** -gradient.log2_probability_factor(self.products.spec, self.products.config)
+        cute.arch.cp_async_wait_group(0)
+        if self.products.config.roles == 1:
+            cute.arch.sync_threads()
+        else:
+            ptx.sync_apart()
+        for which, acc in self.grads.items():
+            factor = Float32(back) if which == DOUT else scale * back
+            self.products.finish(self.state, acc, which, factor)
+
+    # One query tile.
+
+    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+        """Computes dV, dK and dQ of one query tile, with the copies of the next part in flight.
+
+        Args:
+            step: how many tiles were visited before.
+            member: query head of the group.
+            index: the query tile.
+            masked: whether some of its queries do not see some of the keys.
+        """
+        products, state, config = self.products, self.state, self.products.config
+        for part in range(config.parts):
+            stage: Any = part if config.parts == 2 else step % config.stages
+            first = index * config.queries + part * config.part
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            self._load_next_part(stage, part, member, index)
+            packed = [products.pack(x) for x in self._differentiated(stage, first, masked=masked)]
+            products.store_scores(state, products.memory.score_start, packed[1], part * config.part)
+            for pairs, which in zip(packed, (DOUT, QUERY), strict=True):
+                products.accumulate(state, self.grads[which], products.packed_loader(pairs), which, stage)
+        cute.arch.sync_threads()
+        self.add_dq(member, index)
+
+    def _load_next_part(self, stage: Any, part: int, member: Int32, index: Int32) -> None:
+        """Starts the copies of the part after this one, which may belong to the next tile."""
+        products, config = self.products, self.products.config
+        is_last = part + 1 == config.parts
+        target = 1 - stage
+        if is_last:
+            member, index = self.after(member, index)
+        first = index * config.queries + (0 if is_last else config.part)
+
+        def load() -> None:
+            for which in (QUERY, DOUT):
+                products.load_queries(self.state, which, config.threads, member, first, target)
+            products.load_statistics(self.state, self.state.at.thread, member, first, target, 0)
+
+        if is_last:
+            cutlass.if_generate(self.exists(member, index), load)
+        else:
+            load()
+        cute.arch.cp_async_commit_group()
+
+    def _differentiated(self, stage: Any, first: Int32, *, masked: bool) -> tuple[mma.Accumulator, mma.Accumulator]:
+        """Returns P^T and dS^T of the part from query `first` on."""
+        products, state = self.products, self.state
+        score, dscore = (products.scores(state, which, stage) for which in (QUERY, DOUT))
+        m_blocks, n_blocks = products.score_blocks
+        stats = products.statistics(state, stage, 0) + accumulator_lane(state.at.lane)[1] * 8
+        for n in range(n_blocks):
+            pairs = ptx.load_shared_pairs(stats + 64 * n)
+            for m in range(m_blocks):
+                for e in range(4):
+                    i = (m * n_blocks + n) * 4 + e
+                    pair = pairs[:2] if e % 2 == 0 else pairs[2:]
+                    score[i], dscore[i] = gradient.differentiate(score[i], dscore[i], pair, state.transform)
+        if masked:
+            self.mask(score, first)
+            self.mask(dscore, first)
+        return score, dscore
+
+    def add_dq(self, member: Int32, index: Int32) -> None:
+        """Computes the warp's part of dQ of a tile and adds it up."""
+        is_first = self.reduce.wait(self.state, self.turn, member, index)
+        self.reduce.add(self.state, member, index, self.products.dq(self.state), is_first)
+
+    def after(self, member: Int32, index: Int32) -> tuple[Int32, Int32]:
+        """Returns head and index of the tile after this one."""
+        if self.products.spec.group == 1:
+            return member, index + 1
+        wraps = index + 1 == self.state.visit.end
+        return ptx.where(wraps, member + 1, member), ptx.where(wraps, self.state.visit.begin, index + 1)
+
+    def exists(self, member: Int32, index: Int32) -> Boolean:
+        """Returns whether there is the tile that `after` returned."""
+        group = self.products.spec.group
+        return index < self.state.visit.end if group == 1 else member < group
+
+    def mask(self, acc: mma.Accumulator, column: Int32) -> None:
+        """Zeroes what belongs to queries that do not see a key, or to keys past the end.
+
+        Keys past the end have no gradients, but an infinite P of theirs times a K of zero would get into dQ.
+
+        Args:
+            acc: scores, changed in place.
+            column: the warp's first query.
+        """
+        products, state = self.products, self.state
+        lane_row, lane_column = accumulator_lane(state.at.lane)
+        first_row = state.at.row + state.at.warp_row + lane_row
+        bounds = {name: x for name, x in state.bounds.items() if name != "key_end"}
+        limits = []
+        for i in range(2 * products.row_blocks):
+            row = first_row + 8 * i
+            limit = softmax.query_limits(row, **bounds)
+            limits.append(softmax.Limits(limit.low, ptx.where(row < state.bounds["key_end"], limit.high, Int32(0))))
+        low = products.spec.window_right
+        softmax.mask_columns(acc, *products.score_blocks, column + lane_column, limits, check_low=low, hidden=0.0)
+
+    # What both of two roles do.
+
+    def _first_query(self) -> Int32:
+        """Returns the warp's first query in the tile."""
+        return self.state.at.column_warp * self.products.score_columns
+
+    def _begin(self, step: Int32, barrier: int) -> Any:
+        """Waits for a tile's copies, and for the role to have left the tile before; returns the stage."""
+        config = self.products.config
+        cute.arch.cp_async_wait_group(0)
+        if config.lagged:
+            # All threads have copied the first tile, and K and V.
+            role_threads = 32 * config.role_warps
+            cutlass.if_generate(step == 0, ptx.sync_apart, lambda: wait(barrier, role_threads))
+            return step % 2
+        ptx.sync_apart()
+        return 0
+
+    def _load_next(self, which: str, role: int, stage: Any, member: Int32, index: Int32) -> None:
+        """Starts the copies of Q or dO, and of the role's statistics, of the tile after this one."""
+        products, config, state = self.products, self.products.config, self.state
+        member, index = self.after(member, index)
+
+        def load() -> None:
+            target, first = (1 - stage if config.stages == 2 else 0), index * config.queries
+            products.load_queries(state, which, 32 * config.role_warps, member, first, target)
+            products.load_statistics(state, state.at.role_thread, member, first, target, role)
+
+        cutlass.if_generate(self.exists(member, index), load)
+        cute.arch.cp_async_commit_group()
+
+
+class ProbabilityRole(Role):
+    """Emits the code of the first role: S^T, P^T, dV, and its part of dQ."""
+
+    @classmethod
+    def computed(cls) -> tuple[str, ...]:
+        """Returns that the role sums up dV."""
+        return (DOUT,)
+
+    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+        """Computes the role's share of a tile."""
+        products, state, config, memory = self.products, self.state, self.products.config, self.products.memory
+        stage = self._begin(step, FIRST)
+        packed, crossing = self._probabilities(stage, index * config.queries, masked=masked)
+        if config.lagged:
+            wait(READY, config.threads)
+        products.store_scores(state, memory.score_start, crossing, self._first_query())
+        if config.exchanges:
+            products.store_scores(state, memory.exchange_start, packed, self._first_query())
+        arrive(PAIR, 64, state.at.role_warp)
+        if config.lagged:
+            self._load_next(QUERY, 0, stage, member, index)
+        load_p = products.packed_loader(packed)
+        if config.exchanges:
+            wait(EXCHANGE_P, 32 * config.column_warps, state.at.key_warp)
+            load_p = products.exchanged_loader(state, memory.exchange_start)
+        products.accumulate(state, self.grads[DOUT], load_p, DOUT, stage)
+        if config.dq_roles == 2 or not config.lagged:
+            wait(DONE, config.threads)
+        if not config.lagged:
+            # DONE: the second role has left dP, and all of this one dV.
+            self._load_next(DOUT, 0, stage, member, index)
+        if config.dq_roles == 2:
+            self.add_dq(member, index)
+
+    def _probabilities(self, stage: Any, first: Int32, *, masked: bool) -> tuple[list[Int32], list[Int32]]:
+        """Returns pairs of P^T, and of what dP - delta has to be multiplied by in float16."""
+        products = self.products
+        score = products.scores(self.state, QUERY, stage)
+        slopes = self._exponentials(score, stage)
+        first = first + self._first_query()
+        if masked:
+            self.mask(score, first)
+        packed = products.pack(score)
+        if slopes is None:
+            return packed, packed if products.mma_dtype == "f16" else products.pack(score, "f16")
+        if masked:
+            self.mask(slopes, first)
+        return packed, products.pack(slopes, "f16")
+
+    def _exponentials(self, score: mma.Accumulator, stage: Any) -> mma.Accumulator | None:
+        """Turns S^T into P^T in place; with a soft cap returns P (1 - tanh^2), else None."""
+        products, transform = self.products, self.state.transform
+        m_blocks, n_blocks = products.score_blocks
+        slopes = None if transform.inner is None else list(score)
+        _, lane_column = accumulator_lane(self.state.at.lane)
+        stats = products.statistics(self.state, stage, 0) + (self._first_query() + lane_column) * 8
+        for n in range(n_blocks):
+            pairs = ptx.load_shared_pairs(stats + 64 * n)
+            for m in range(m_blocks):
+                for e in range(4):
+                    i, lse_scaled = (m * n_blocks + n) * 4 + e, pairs[0 if e % 2 == 0 else 2]
+                    if slopes is None:
+                        score[i] = ptx.exp2(ptx.fma(score[i], transform.factor, -lse_scaled))
+                        continue
+                    capped = softmax.cap_score(score[i], transform.inner)
+                    score[i] = ptx.exp2(ptx.fma(capped, transform.factor, -lse_scaled))
+                    slopes[i] = score[i] * ptx.fma(-capped, capped, Float32(1.0))
+        return slopes
+
+
+class GradientRole(Role):
+    """Emits the code of the second role: dP^T, dS^T, dK, and its part of dQ. P that it gets is masked already."""
+
+    @classmethod
+    def computed(cls) -> tuple[str, ...]:
+        """Returns that the role sums up dK."""
+        return (QUERY,)
+
+    @cute.jit
+    def run_head(self, step: Int32, member: Int32):
+        """Visits the query tiles of one head; returns the tiles visited so far."""
+        visit = self.state.visit
+        for tile in cutlass.range(visit.begin, visit.end, unroll=1):
+            self.visit(step, member, tile, masked=False)
+            step = step + 1
+        return step
+
+    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+        """Computes the role's share of a tile."""
+        del masked
+        products, state, config, memory = self.products, self.state, self.products.config, self.products.memory
+        stage = self._begin(step, SECOND)
+        if config.lagged:
+            arrive(READY, config.threads)
+        dscore = products.scores(state, DOUT, stage)
+        wait(PAIR, 64, state.at.role_warp)
+        packed = self._gradients(dscore, stage)
+        if config.dq_roles == 2 or not config.lagged:
+            arrive(DONE, config.threads)
+        if config.lagged:
+            self._load_next(DOUT, 1, stage, member, index)
+        load_ds = products.packed_loader(packed)
+        if config.exchanges:
+            wait(EXCHANGE_DS, 32 * config.column_warps, state.at.key_warp)
+            load_ds = products.exchanged_loader(state, memory.score_start)
+        products.accumulate(state, self.grads[QUERY], load_ds, QUERY, stage)
+        wait(SECOND, 32 * config.role_warps)
+        if not config.lagged:
+            # DONE and SECOND: the first role has left S, and all of this one dK.
+            self._load_next(QUERY, 1, stage, member, index)
+        self.add_dq(member, index)
+
+    def _gradients(self, dscore: mma.Accumulator, stage: Any) -> list[Int32]:
+        """Returns pairs of dS^T, and stores them in place of P, which the first role has left there."""
+        products, n_blocks = self.products, self.products.score_blocks[1]
+        _, lane_column = accumulator_lane(self.state.at.lane)
+        stats = products.statistics(self.state, stage, 1) + (self._first_query() + lane_column) * 8
+        address = products.score_address(self.state, products.memory.score_start, self._first_query())
+        packed: list[Any] = [None] * (len(dscore) // 2)
+        pairs: dict[int, list[Float32]] = {}
+        for i, offset in products.pair_offsets():
+            n = i // 2 % n_blocks
+            if n not in pairs:
+                pairs[n] = ptx.load_shared_pairs(stats + 64 * n)
+            p = ptx.unpack(ptx.load_shared(address + offset), dtype="f16")
+            ds = [p[e] * (dscore[2 * i + e] - pairs[n][1 + 2 * e]) for e in range(2)]
+            packed[i] = ptx.pack(*ds, dtype=products.mma_dtype)
+            ptx.store_shared(address + offset, packed[i])
+        return packed

@@ -1,0 +1,199 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A consumer warpgroup of the fused kernel: dK and dV of 64 keys, and dS for the warpgroup that computes dQ.
+
+The warpgroups never wait for each other. Query tiles are visited from the last one down: masked ones (left window edge,
+end of the queries), full ones without mask code, masked ones (right window edge).
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.device import copies, ptx, softmax, warp_scores, wgmma
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
+from jax_fastattn.kernels.sm90.backward.dkdv_products import FusedProducts
+from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
+from jax_fastattn.kernels.sm90.backward.mask import Edges, QueryMask, read_lane
+from jax_fastattn.kernels.sm90.backward.shared import FusedShared
+
+
+@dataclass(frozen=True, eq=False)
+class FusedConsumer:
+    """Emits the code of a consumer warpgroup.
+
+    Attributes:
+        spec: the compile key.
+        shared: tiles and barriers.
+        thread: index of this thread in the CTA.
+        group: the warpgroup.
+        warp: index of this warp in the warpgroup.
+        stage: stage and phase of the rings of Q and dO, which move alike.
+        buffer: buffer and phase of dS.
+        rows: what it zeroes in shared memory.
+        mask: what the lane's rows see.
+        products: S, dP, dV and dK.
+    """
+
+    spec: KernelSpec
+    shared: FusedShared
+    thread: Int32
+    group: Int32
+    warp: Int32
+    stage: wgmma.Uniform
+    buffer: wgmma.Uniform
+    rows: SharedRows
+    mask: QueryMask
+    products: FusedProducts
+
+    @classmethod
+    def start(
+        cls, spec: KernelSpec, shared: FusedShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
+    ) -> "FusedConsumer":
+        """Returns the role with its registers."""
+        group = warp_index // 4
+        row, column = accumulator_lane(thread % 32)
+        return cls(
+            spec=spec,
+            shared=shared,
+            thread=thread,
+            group=group,
+            warp=warp_index % 4,
+            mask=QueryMask(spec, shared.memory.config, warp_index * 16 + row, column),
+            stage=wgmma.Uniform(Int32(0), Int32(0)),
+            buffer=wgmma.Uniform(Int32(0), Int32(0)),
+            rows=SharedRows(spec, shared.memory, shared),
+            products=FusedProducts.start(spec, shared, transform, thread, group),
+        )
+
+    @property
+    def config(self) -> BackwardConfig:
+        """The variant."""
+        return self.shared.memory.config
+
+    def run(self, work: SimpleNamespace, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
+        """Does everything for a tile of keys.
+
+        Args:
+            work: the tile.
+            phase: of the barriers of K and V.
+            buffers: dk and dv, to which it stores.
+            scale: factor on dk.
+        """
+        config, spec, visit = self.config, self.spec, work.visit
+        self.products.clear()
+        wgmma.wait(self.shared.key_full, phase)
+        wgmma.wait(self.shared.value_full, phase)
+        if spec.hides_first_keys or spec.hides_last_keys:
+            self.rows.zero_keys(work, self.group)
+
+        def visit_tiles(begin: Int32, end: Int32, edges: Edges | None) -> None:
+            self.stage.settle()
+            self.buffer.settle()
+            wgmma.loop(end - begin, lambda i: self._tile(work, config.tile_index(begin, end, i), edges))
+
+        # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array P is 0 by statistics.
+        checks_high = spec.window_left or spec.query_seq_lengths
+        masked, full_end = Edges(True, checks_high), visit.full_end if checks_high else visit.end
+
+        def visit_end(i: Int32) -> None:
+            """Visits full tiles, then masked ones: of the upper end, then, past the full ones, of the lower end.
+
+            One loop for both ends, after that of full tiles: these need fewer uniform instructions in the first loop.
+            """
+            upper = i == 0
+            visit_tiles(visit.full_begin, ptx.where(upper, visit.full_begin, full_end), None)
+            visit_tiles(ptx.where(upper, full_end, visit.begin), ptx.where(upper, visit.end, visit.full_begin), masked)
+
+        def visit_head(_: Int32) -> None:
+            if spec.packed:
+                self.rows.zero_last_queries(work, self.stage)
+            if checks_high:
+                wgmma.loop(Int32(2), visit_end)
+            else:
+                visit_tiles(visit.full_begin, visit.end, None)
+                visit_tiles(visit.begin, visit.full_begin, masked)
+
+        wgmma.loop(Int32(spec.group), visit_head)
+        wgmma.release(self.shared.keys_empty)
+        self._store(work, buffers, scale)
+
+    # One tile of queries.
+
+    def _tile(self, work: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
+        """Computes what a tile of queries adds to dV and dK, and its dS."""
+        products, stage, phase = self.products, self.stage[0], self.stage[1]
+        wgmma.wait(self.shared.query_full + stage, phase)
+        slopes = products.scores(stage)
+        visibilities = self.mask.visibilities(work, tile, edges) if edges is not None else [None, None]
+        weights = products.probabilities(slopes, visibilities)
+        wgmma.wait(self.shared.dout_full + stage, phase)
+        if edges is not None:
+            self.rows.zero_queries(work, tile, stage)
+        products.start_dp(stage)
+        products.add_dv(stage)
+        warpgroup.wait_group(1)
+        dscores = products.dscores(weights)
+        products.add_dk(stage)
+        self._wait_for_room()
+        self._give_dscores(dscores)
+        self._leave(stage)
+
+    def _leave(self, stage: Int32) -> None:
+        """Gives dO back when dv has it, Q when dk has it; both rings move alike."""
+        warpgroup.wait_group(1)
+        wgmma.release(self.shared.dout_empty + stage)
+        wgmma.advance(self.stage, self.config.stages)
+        warpgroup.wait_group(0)
+        wgmma.release(self.shared.query_empty + stage)
+
+    # What dQ needs.
+
+    def _wait_for_room(self) -> None:
+        """Waits until the next buffer of dS is free."""
+        wgmma.wait(self.shared.dscore_empty + self.buffer[0], self.buffer[1] ^ 1)
+
+    def _give_dscores(self, pairs: list[Int32]) -> None:
+        """Puts dS^T, transposed, into this warpgroup's part of the next buffer of dS."""
+        queries, lane = self.config.queries, self.thread % 32
+        buffer, phase = self.buffer[0], self.buffer[1]
+        # Four matrices of an A fragment: keys 0 and 8 of queries 0, the same of queries 8.
+        corner = warp_scores.swizzled_offset(lane // 16 * 8 + lane % 8, self.warp, lane // 8 % 2, BLOCK, BLOCK)
+        part = 2 * buffer + self.group
+        address = self.shared.address + self.shared.memory.dscore_start + part * (queries * BLOCK * 2) + corner
+        for step in range(queries // 16):
+            # Rows of 128 bytes; a tile of 64 queries ends where the next begins.
+            ptx.store_matrices_transposed(address + step * (16 * BLOCK * 2), pairs[4 * step : 4 * step + 4])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        wgmma.release(self.shared.dscore_full + buffer)
+        self.buffer[1] = phase ^ buffer
+        self.buffer[0] = buffer ^ 1
+
+    # Results.
+
+    def _store(self, work: SimpleNamespace, buffers: BackwardBuffers, scale: Float32) -> None:
+        """Stores dk and dv from registers."""
+        thread, row, _ = read_lane(self.config)
+        first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
+        for acc, target, head_dim, factor in (
+            (self.products.dk, buffers.dk, self.spec.head_dim, scale),
+            (self.products.dv, buffers.dv, self.spec.v_head_dim, None),
+        ):
+            gradient.store_rows(
+                acc,
+                head_dim,
+                target.toint() + first * (2 * head_dim),
+                Int64(work.kv_heads) * (2 * head_dim),
+                row=row,
+                quad_lane=thread % 4,
+                live=copies.Rows(None, work.bounds["key_end"] - work.row),
+                stored_rows=work.keys.length - work.row,
+                mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
+                factor=factor,
+            )

@@ -1,0 +1,213 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The products of a consumer warpgroup of the fused kernel, and what happens to their results in registers.
+
+    S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
+
+P^T and dS^T go from accumulator to A operand inside registers. Scores and dP pass through the same registers, to leave
+enough.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fastattn.kernels.device import ptx, softmax, wgmma
+from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.shared import ONE, STEP, FusedShared
+from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+
+# Lanes of an accumulator's row: each has columns of its own.
+_COLUMN_LANES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class FusedProducts:
+    """Emits the products of one warpgroup.
+
+    Attributes:
+        spec: the compile key.
+        transform: from products to logits.
+        score_mma: S^T and dP^T, both factors from shared memory.
+        dk_mma: dK, dS^T from registers.
+        dv_mma: dV, P^T from registers.
+        stats_mma: the step that adds statistics.
+        key: descriptors of this warpgroup's K.
+        value: descriptors of this warpgroup's V.
+        query: descriptors of the ring of Q.
+        dout: descriptors of the ring of dO.
+        query_t: descriptors of the ring of Q as right factor of dK.
+        dout_t: descriptors of the ring of dO as right factor of dV.
+        stats: descriptors of the ring of statistics.
+        ones: left factor of the step that adds statistics.
+        score: accumulator `[64, queries]` of S^T, then of dP^T.
+        p_fragment: P^T in 16 bits.
+        ds_fragment: dS^T in 16 bits.
+        dk: accumulator `[64, columns of K]`.
+        dv: accumulator `[64, columns of V]`.
+    """
+
+    spec: KernelSpec
+    transform: softmax.Transform
+    score_mma: cute.TiledMma
+    dk_mma: cute.TiledMma
+    dv_mma: cute.TiledMma
+    stats_mma: cute.TiledMma
+    key: cute.Tensor
+    value: cute.Tensor
+    query: cute.Tensor
+    dout: cute.Tensor
+    query_t: cute.Tensor
+    dout_t: cute.Tensor
+    stats: cute.Tensor
+    ones: Any
+    score: Accumulator
+    p_fragment: cute.Tensor
+    ds_fragment: cute.Tensor
+    dk: Accumulator
+    dv: Accumulator
+
+    @classmethod
+    def start(
+        cls, spec: KernelSpec, shared: FusedShared, transform: softmax.Transform, thread: Int32, group: Int32
+    ) -> "FusedProducts":
+        """Returns the products with their registers.
+
+        Args:
+            spec: the compile key.
+            shared: tiles and barriers.
+            transform: from products to logits.
+            thread: index of this thread in the CTA.
+            group: the warpgroup.
+        """
+        dtype, memory, config = shared.query.element_type, shared.memory, shared.memory.config
+        score_mma = wgmma.product(dtype, config.queries, a_in_registers=False, b_transposed=False)
+        dk_mma = wgmma.product(dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
+        dv_mma = wgmma.product(dtype, memory.v_head_dim, a_in_registers=True, b_transposed=True)
+        stats_mma = wgmma.product(
+            cutlass.BFloat16, config.queries, a_in_registers=not config.shared_ones, b_transposed=False
+        )
+        scores = (WARPGROUP_ROWS, config.queries)
+        return cls(
+            spec=spec,
+            transform=transform,
+            score_mma=score_mma,
+            dk_mma=dk_mma,
+            dv_mma=dv_mma,
+            stats_mma=stats_mma,
+            stats=wgmma.operand_b(stats_mma, shared.stats),
+            key=wgmma.operand_a(score_mma, shared.key)[None, None, None, group],
+            value=wgmma.operand_a(score_mma, shared.value)[None, None, None, group],
+            query=wgmma.operand_b(score_mma, shared.query),
+            dout=wgmma.operand_b(score_mma, shared.dout),
+            query_t=wgmma.operand_b(dk_mma, wgmma.transposed(shared.query)),
+            dout_t=wgmma.operand_b(dv_mma, wgmma.transposed(shared.dout)),
+            score=wgmma.accumulator(score_mma, scores),
+            p_fragment=wgmma.fragment_a(dv_mma, scores, dtype),
+            ds_fragment=wgmma.fragment_a(dk_mma, scores, dtype),
+            dk=wgmma.accumulator(dk_mma, (WARPGROUP_ROWS, memory.head_dim)),
+            dv=wgmma.accumulator(dv_mma, (WARPGROUP_ROWS, memory.v_head_dim)),
+            ones=_ones(stats_mma, shared.ones, thread),
+        )
+
+    def clear(self) -> None:
+        """Zeroes dK and dV."""
+        self.dk.fill(0.0)
+        self.dv.fill(0.0)
+
+    # The products of a tile of queries, in order.
+
+    def scores(self, stage: Int32) -> list[Int32]:
+        """Computes S minus log-sum-exps, capped; returns pairs of the cap's slopes in 16 bits, if there is one."""
+        query = self.query[None, None, None, stage]
+        steps, minus, slopes = wgmma.steps_of(self.score_mma, self.key, query), self._minus(stage, 0), []
+        if self.spec.logits_soft_cap:
+            # Capped scores are what the product starts from that takes the log-sum-exps off.
+            wgmma.gemm_steps(self.score, steps, accumulate=False)
+            warpgroup.wait_group(0)
+            slopes = self._cap()
+            wgmma.gemm_steps(self.score, [minus], accumulate=True)
+        else:
+            wgmma.gemm_steps(self.score, [minus, *steps], accumulate=False)
+        warpgroup.wait_group(0)
+        return slopes
+
+    def probabilities(self, slopes: list[Int32], visibilities: Sequence[gradient.Visibility | None]) -> list[Int32]:
+        """Turns S into P in 16 bits; returns weights, see `gradient.weigh_pairs`."""
+        probabilities, weights = gradient.weigh_pairs(
+            self.score, [], slopes, self.transform, visibilities, self._mma_dtype
+        )
+        pairs = cute.recast_tensor(self.p_fragment, Int32)
+        for i, pair in enumerate(probabilities):
+            pairs[i] = pair
+        # Without a cap weights are P. No register that a product in flight reads may be read by others.
+        return weights if self.spec.logits_soft_cap else _copied(self.p_fragment)
+
+    def start_dp(self, stage: Int32) -> None:
+        """Starts dP - delta, in the registers of the scores."""
+        steps = wgmma.steps_of(self.score_mma, self.value, self.dout[None, None, None, stage])
+        wgmma.gemm_steps(self.score, [self._minus(stage, 1), *steps], accumulate=False)
+
+    def add_dv(self, stage: Int32) -> None:
+        """Starts dV += P^T dO."""
+        wgmma.gemm(self.dv_mma, self.dv, self.p_fragment, self.dout_t[None, None, None, stage], accumulate=True)
+
+    def dscores(self, weights: list[Int32]) -> list[Int32]:
+        """Turns dP - delta into dS in 16 bits; returns it in registers of its own.
+
+        Weights have 16 bits, too, so that half as many registers wait.
+        """
+        pairs = cute.recast_tensor(self.ds_fragment, Int32)
+        for i, pair in enumerate(weights):
+            factors = ptx.unpack(pair, dtype=self._mma_dtype)
+            values = [factors[e] * self.score[2 * i + e] for e in range(2)]
+            pairs[i] = ptx.pack(*values, dtype=self._mma_dtype)
+        return _copied(self.ds_fragment)
+
+    def add_dk(self, stage: Int32) -> None:
+        """Starts dK += dS^T Q."""
+        wgmma.gemm(self.dk_mma, self.dk, self.ds_fragment, self.query_t[None, None, None, stage], accumulate=True)
+
+    # Their parts.
+
+    @property
+    def _mma_dtype(self) -> str:
+        return ptx.MMA_DTYPE[self.spec.dtype]
+
+    def _minus(self, stage: Int32, which: int) -> wgmma.Step:
+        """Returns a step of a product that adds minus the log-sum-exps (0) or delta (1) of its queries."""
+        return self.stats_mma, self.ones, self.stats[None, None, 0, 2 * stage + which]
+
+    def _cap(self) -> list[Int32]:
+        """Turns S into capped scores in base 2; returns pairs of slopes in 16 bits."""
+        slopes = []
+        for i in range(cute.size(self.score)):
+            capped, slope = self.transform.cap(self.score[i])
+            self.score[i] = capped * self.transform.factor
+            slopes.append(slope)
+        return [ptx.pack(*slopes[i : i + 2], dtype=self._mma_dtype) for i in range(0, len(slopes), 2)]
+
+
+def _ones(stats_mma: cute.TiledMma, shared_ones: cute.Tensor | None, thread: Int32) -> Any:
+    """Returns the left factor that adds statistics, the same in all rows: [1, 1, 1, 0, ...], see `gradient.thirds`."""
+    if shared_ones is not None:
+        return wgmma.operand_a(stats_mma, shared_ones)[None, None, 0, 0]
+    fragment = wgmma.fragment_a(stats_mma, (WARPGROUP_ROWS, STEP), cutlass.BFloat16)
+    pairs, pair = cute.recast_tensor(fragment, Int32), thread % _COLUMN_LANES
+    ones = ptx.where(pair == 0, Int32(ONE << 16 | ONE), ptx.where(pair == 1, Int32(ONE), Int32(0)))
+    # Of both rows of a lane; then their columns from 8 on.
+    for i in range(4):
+        pairs[i] = ones if i < 2 else Int32(0)
+    return fragment[None, None, 0]
+
+
+def _copied(fragment: cute.Tensor) -> list[Int32]:
+    """Returns the pairs of a fragment in registers of their own."""
+    pairs = cute.recast_tensor(fragment, Int32)
+    return [ptx.move(pairs[i]) for i in range(cute.size(pairs))]

@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`DqSum` where CTAs add in semaphore order: sums have one order, and dq has the same bits in every run.
+
+The counter of a tile of dq says how many tiles of keys have added to it. The first one that the tile sees stores sums,
+others add to them, and the last one loads them into the product's accumulator, and stores dq from there. So there are
+no zeros, nor any sums of query tiles that see one tile of keys. Warps that do nothing else wait for their CTA's turns,
+ahead of the third warpgroup, and count what it has added once that is visible.
+
+A turn always comes, whatever the length and the number of heads: it waits for earlier tiles of keys of the same head
+alone, see `KeyTiles.each`.
+
+The tiles of a head begin one after the other, as far apart as tiles of other heads of a section lie between them
+(`KeyTiles.sections`), and all of them begin with the same tile of dq. If heads are short, a CTA then hardly ever waits.
+A section of long heads is one head: its CTAs begin together, each waits until the one before it has had the first tile
+of dq, and then they stay one tile apart.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, SLOTS
+from jax_fastattn.kernels.sm90.backward.dq_atomic import DqSum
+from jax_fastattn.kernels.sm90.backward.row_schedule import slots_counter
+from jax_fastattn.kernels.sm90.backward.shared import FusedShared
+
+
+class DqOrdered(DqSum):
+    """Emits the warpgroup's code; see `DqSum`."""
+
+    def prepare(self, work: SimpleNamespace, arrivals: cute.Pointer) -> None:
+        """Waits for the statistics of a head, or of all slots of a packed sequence."""
+        if not self.spec.packed:
+            super().prepare(work, arrivals)
+            return
+        slots = copies.count(work.queries.length, ROW_ALIGNMENT)
+        left = copies.clamp(work.queries.padded(slots, 1) - work.prepared, 0, slots)
+        counter = arrivals.toint() + slots_counter(work.queries, work.num_heads, self.config.queries) * 4
+
+        def wait() -> None:
+            ptx.wait_global(counter, left)
+            # Bulk copies load statistics.
+            cute.arch.fence_proxy("async.global")
+
+        cutlass.if_generate(left > 0, wait)
+
+    def _zeroing_warps(self, work: SimpleNamespace) -> Int32:
+        """None."""
+        del work
+        return Int32(0)
+
+    def zero(self, work: SimpleNamespace, buffers: BackwardBuffers, slot: Int32) -> None:
+        """Does nothing: the first CTA to add to a tile stores its sums."""
+        del work, buffers, slot
+
+    def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
+        """The same."""
+        state.work = work
+        state.added[0], state.added[1] = work.first_head, work.visit.end - 1
+        # As in `DqSum.run`.
+        wgmma.wait(state.shared.key_full, phase)
+        for uniform in (state.added, state.slot, state.turn):
+            uniform.settle()
+        wgmma.loop(work.steps, lambda _: self._add(state))
+        wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
+
+    def _seen(self, work: SimpleNamespace, tile: Int32) -> plan.TileRange:
+        """Tiles of keys that a query tile sees."""
+        queries = self.config.queries
+        return copies.key_tiles(tile * queries, queries, self.config.keys, **work.bounds)
+
+    def _add(self, state: SimpleNamespace) -> None:
+        work, shared, turn, at = state.work, state.shared, state.turn[0], state.added
+        buffer, chunks, seen = turn % 2, self._chunks(), self._seen(work, at[1])
+        is_first, is_last = Boolean(seen.begin == work.tile), Boolean(seen.end == work.tile + 1)
+        wgmma.wait(shared.counted + state.slot[0], state.slot[1])
+        for index, chunk in enumerate(chunks):
+            address = self._sums(state, at, index) + state.thread % 32 * 16
+            places = [address + 512 * n for n in range(self.memory.dq_columns // 8)]
+            state.dq.fill(0.0)
+            cutlass.if_generate(
+                Boolean(is_last & (seen.begin < work.tile)), lambda places=places: self._load(state, places)
+            )
+            if index == 0:
+                wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
+            self._start(state, buffer, chunk, accumulate=True)
+            warpgroup.wait_group(0)
+            if index == len(chunks) - 1:
+                wgmma.release(shared.dscore_empty + buffer)
+
+            cutlass.if_generate(
+                is_last,
+                lambda chunk=chunk: self._store_part(state, self._rows(state, at), chunk),
+                lambda places=places: self._keep(state, places, is_first),
+            )
+        wgmma.release(shared.added + state.slot[0], state.thread % 32 == 31)
+        wgmma.advance(state.slot, SLOTS)
+        self._advance(work, at)
+        state.turn[0] = turn + 1
+
+    def _keep(self, state: SimpleNamespace, places: list[Int64], is_first: Boolean) -> None:
+        """Stores the accumulator as sums of a part of a tile, or adds it to them."""
+
+        def store() -> None:
+            for n, place in enumerate(places):
+                ptx.store_global_chunk(place, [ptx.bits(state.dq[4 * n + k]) for k in range(4)])
+
+        def add() -> None:
+            for n, place in enumerate(places):
+                ptx.add_global_chunk(place, [state.dq[4 * n + k] for k in range(4)])
+
+        cutlass.if_generate(is_first, store, add)
+
+    def _count(
+        self,
+        shared: FusedShared,
+        work: SimpleNamespace,
+        counter: Int64,
+        tile: Int32,
+        slot: Int32,
+        added: Callable[[], None],
+    ) -> None:
+        """Waits for the CTA's turn, tells the third warpgroup, and counts what that has added."""
+        seen = self._seen(work, tile)
+        before = work.tile - seen.begin
+        cutlass.if_generate(before > 0, lambda: ptx.wait_global(counter, before))
+        wgmma.release(shared.counted + slot)
+        added()
+
+        def count() -> None:
+            with cute.arch.elect_one():
+                ptx.fetch_add_global(counter, Int32(1), "release")
+
+        cutlass.if_generate(work.tile + 1 < seen.end, count)

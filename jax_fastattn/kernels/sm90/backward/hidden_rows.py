@@ -1,0 +1,103 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the consumers of a key-stationary kernel zero in shared memory, where TMA cannot prepare an operand."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import cutlass
+from cutlass import Boolean, Int32
+
+from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward.config import BackwardMemory
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+
+# Named barriers: of both consumer warpgroups, and of the first one; that of the second one follows.
+_BOTH_BARRIER, _OWN_BARRIER = 1, 2
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Emits the zeroing of rows that nothing sees.
+
+    Attributes:
+        spec: the compile key.
+        memory: offsets in shared memory, with the config.
+        shared: tiles and barriers.
+    """
+
+    spec: KernelSpec
+    memory: BackwardMemory
+    shared: BackwardShared
+
+    def zero_keys(self, work: SimpleNamespace, group: Int32) -> None:
+        """Zeroes the rows of K and V that no query sees. Each warpgroup does so for its own keys.
+
+        P of such a key is 0. But its dP would be NaN if V were, and NaN * 0 would enter dS; so would 0 * NaN dQ.
+        """
+        spec, memory = self.spec, self.memory
+        live, first = copies.live_keys(**work.bounds), work.row + group * WARPGROUP_ROWS
+
+        def operands() -> list[tuple[Int32, int]]:
+            group = ptx.thread_index() // 128  # read anew, as in `zero_hidden_rows`
+            return [
+                (self.shared.address + start + group * (WARPGROUP_ROWS * columns * 2), columns)
+                for start, columns in ((0, memory.head_dim), (memory.value_start, memory.v_head_dim))
+            ]
+
+        wgmma.zero_hidden_rows(
+            WARPGROUP_ROWS,
+            operands,
+            copies.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.zeros_from()),
+            threads=128,
+            barrier=_OWN_BARRIER,
+        )
+
+    def zero_queries(self, work: SimpleNamespace, tile: Int32, stage: Int32) -> None:
+        """Zeroes the rows of Q and dO of a masked tile that see no key, for both warpgroups."""
+        spec = self.spec
+        if spec.hides_first_queries or (spec.hides_last_queries and not spec.packed):
+            self.zero_hidden_queries(work, tile, stage)
+
+    def zero_last_queries(self, work: SimpleNamespace, at: wgmma.Uniform) -> None:
+        """Zeroes the rows of Q and dO past the last query that sees a key, before the first tile of a head.
+
+        Only that tile has such rows, where the next sequence begins. The statistics make P 0 there, as they do past the
+        end of an array, provided that scores are numbers. So no tile needs a mask for that end.
+
+        Args:
+            work: the tile of keys.
+            at: stage and phase of the first tile.
+        """
+        visit = work.visit
+        live = copies.live_queries(**work.bounds)
+
+        def zero() -> None:
+            stage, phase = at[0], at[1]
+            wgmma.wait(self.shared.query_full + stage, phase)
+            wgmma.wait(self.shared.dout_full + stage, phase)
+            self.zero_hidden_queries(work, visit.end - 1, stage)
+
+        straddles = visit.end * self.memory.config.queries > live.end
+        cutlass.if_generate(Boolean(straddles & (visit.begin < visit.end)), zero)
+
+    def zero_hidden_queries(self, work: SimpleNamespace, tile: Int32, stage: Int32) -> None:
+        """Zeroes the rows of a loaded tile of Q and dO that see no key."""
+        spec, config, memory = self.spec, self.memory.config, self.memory
+        live, first = copies.live_queries(**work.bounds), tile * config.queries
+        wgmma.zero_hidden_rows(
+            config.queries,
+            lambda: [
+                (self.shared.address + start + stage * nbytes, columns)
+                for start, nbytes, columns in (
+                    (memory.query_start, memory.query_nbytes, memory.head_dim),
+                    (memory.dout_start, memory.dout_nbytes, memory.v_head_dim),
+                )
+            ],
+            copies.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.queries.zeros_from()),
+            threads=config.consumer_threads,
+            barrier=_BOTH_BARRIER,
+            together=not config.wide,
+        )

@@ -1,0 +1,189 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles of keys a CTA of a key-stationary kernel works on, and in which order."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.cutlass_dsl import while_generate, yield_out
+
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.device.tile_counter import take_one
+from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import BackwardMemory
+from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared
+from jax_fastattn.kernels.tile_records import slot_count
+
+# Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, for even and uneven tiles.
+# With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the next tile of keys.
+SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a key-stationary kernel computes with."""
+
+    tma: Tma
+    buffers: BackwardBuffers
+    sizes: Sizes
+    order: HeadOrder
+
+
+class KeyTiles:
+    """The tiles of a kernel.
+
+    Args:
+        spec: the compile key.
+        memory: of the kernel, with its config.
+    """
+
+    def __init__(self, spec: KernelSpec, memory: BackwardMemory):
+        self.spec, self.memory, self.config = spec, memory, memory.config
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Tiles of a key/value head."""
+        return copies.count(scalars.key_length, self.config.keys)
+
+    def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
+        """CTAs: one for each tile of keys; where dq is computed one per SM, which takes many tiles."""
+        count = self.count(scalars) * order.heads
+        return Int32(cutlass.min(count, scalars.multiprocessors)) if self.config.adds_dq else count
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """The order of the heads of a launch, without `prepared`.
+
+        As many heads as are `ahead` are begun before zeros and statistics of others can be there.
+        """
+        heads, multiprocessors = scalars.batch * (scalars.num_heads // self.spec.group), scalars.multiprocessors
+        key_tiles, spec = self.count(scalars), self.spec
+        if spec.ordered:
+            row_nbytes = 2 * (self.memory.head_dim + self.memory.v_head_dim) + 4 * self.memory.head_dim
+            most_rows = SECTION_NBYTES[spec.uneven] // row_nbytes // spec.group
+            section = Int32(copies.alike_section(most_rows, scalars.query_length, heads))
+        else:
+            section = Int32(copies.section(multiprocessors, key_tiles, heads, int(spec.uneven)))
+        filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
+        return HeadOrder(heads, section, Int32(cutlass.max(section, filling)))
+
+    def each(
+        self,
+        shared: BackwardShared,
+        call: Call,
+        visit: Callable[[SimpleNamespace, Int32], None],
+        *,
+        takes: bool = False,
+    ) -> None:
+        """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
+
+        Then the producer, which alone `takes` tiles, takes the next one for all of the CTA. The counter of the tiles
+        that have been taken is the first one in `arrivals`: that of the first head's zeros and statistics, for which
+        nothing waits.
+
+        No CTA waits for ever, however few CTAs run and however many tiles there are. Work on a tile waits for work on
+        tiles that are earlier in the order: for zeros of sums, which come with an earlier section of heads, or for a
+        turn, which comes after earlier tiles of the same head (`plan.place_in_sections`). CTAs that run take the tiles
+        in order, and a CTA finishes a tile before it begins the next one that it has taken. So the earliest unfinished
+        tile waits for no other one, and its CTA is at work on it.
+        """
+        if not isinstance(shared, FusedShared):
+            visit(self._work(cute.arch.block_idx()[0], call), Int32(0))
+            return
+
+        taken, phase = shared.taken, wgmma.Uniform(Int32(0))
+
+        def following() -> Int32:
+            if takes:
+                wgmma.wait(taken.empty, phase[0] ^ 1)
+                with cute.arch.elect_one():
+                    taken.put(take_one(call.buffers.arrivals.toint()))
+            return taken.get(phase[0])[0]
+
+        def available(index: Int32) -> Boolean:
+            return Boolean(index < self.count(call.sizes) * call.order.heads)
+
+        with while_generate([following()], available) as (index,):
+            visit(self._work(index, call), phase[0])
+            phase[0] = phase[0] ^ 1
+            yield_out([following()])
+
+    def _work(self, index: Int32, call: Call) -> SimpleNamespace:
+        """The keys of a tile and the query tiles that see them; under a causal mask the first keys have most.
+
+        The index is that of a tile in the order in which they are taken.
+        """
+        spec, config, sizes, order = self.spec, self.config, call.sizes, call.order
+        kv_heads = sizes.num_heads // spec.group
+        key_tiles = self.count(sizes)
+        tile, head_index, sequence = self._at(index, key_tiles, kv_heads, call)
+        row = tile * config.keys
+        bounds = sequence.bounds()
+        visit = copies.query_tiles(row, config.keys, config.queries, **bounds)
+        if config.adds_dq:
+            # Keys past the end would add to dq: where there are some, every tile is masked.
+            full_begin = ptx.where(row + config.keys > bounds["key_end"], visit.end, visit.full_begin)
+            visit = visit._replace(full_begin=full_begin, full_end=Int32(cutlass.max(visit.full_end, full_begin)))
+        visit = gradient.uniform(visit)
+        return SimpleNamespace(
+            tile=tile,
+            key_tiles=key_tiles,
+            ahead=order.ahead,
+            prepared=order.prepared,
+            head_index=head_index,
+            all_heads=order.heads,
+            row=row,
+            queries=sequence.queries,
+            keys=sequence.keys,
+            kv_head=head_index % kv_heads,
+            kv_heads=kv_heads,
+            first_head=head_index % kv_heads * spec.group,
+            num_heads=sizes.num_heads,
+            bounds=bounds,
+            visit=visit,
+            steps=(visit.end - visit.begin) * spec.group,
+        )
+
+    def _at(self, index: Int32, key_tiles: Int32, kv_heads: Int32, call: Call) -> tuple[Int32, Int32, Sequence]:
+        """Returns the tile, the head and the sequence of an index in the order of tiles."""
+        tile, head_index = copies.place_in_sections(index, call.order.section, key_tiles, call.order.heads)
+        return tile, head_index, Sequence.of_entry(self.spec, head_index // kv_heads, call.buffers, call.sizes)
+
+
+class PackedKeyTiles(KeyTiles):
+    """The tiles of packed sequences, from the records of slots: one sequence after the other.
+
+    The heads of a sequence come in sections of about as many tiles as run at a time. The tiles in flight then read the
+    queries of few heads. CTAs take the tiles of a head in ascending order, on which those that add in semaphore order
+    rely.
+    """
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Slots of a key/value head."""
+        return slot_count(scalars.key_length, self.config.keys, scalars.batch)
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """The order of the heads of a launch; a section is counted in tiles.
+
+        Zeros of all heads are written before the kernel begins.
+        """
+        kv_heads = scalars.num_heads // self.spec.group
+        return HeadOrder(kv_heads, scalars.multiprocessors, kv_heads)
+
+    def _at(self, index: Int32, key_tiles: Int32, kv_heads: Int32, call: Call) -> tuple[Int32, Int32, Sequence]:
+        """A sequence has the indices of its slots times the heads, and the same record, `tile` apart, in each slot."""
+        slot = index // kv_heads
+        tile, sequence = Sequence.of_record(self.spec, call.buffers.key_tiles, slot, call.sizes, of_keys=True)
+        count = Int32(cutlass.max(copies.count(sequence.keys.length, self.config.keys), 1))
+        # Of tiles that differ in length, two heads or more: the longest should start first.
+        section = cutlass.max(call.order.section // count, 1 + int(self.spec.uneven))
+        section = Int32(cutlass.min(section, kv_heads))
+        first_index = (slot - tile) * kv_heads
+        tile, head = copies.place_in_sections(index - first_index, section, count, kv_heads)
+        return tile, head, sequence

@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Backward attention with TMA and WGMMA, behind a pass over memory for the statistics of the rows.
+
+Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once. All CTAs add to
+float32 sums of dq, and the last CTA to add rounds them. With `spec.ordered` they add in one order; without it in any,
+so that the last bits differ from run to run. Over head dim 128 dq has a query-stationary kernel: seven products, no
+sums in memory, the same bits in every run.
+
+Each kernel lets the next one begin before it ends (programmatic dependent launch), as soon as what that one cannot wait
+for by itself is written: CTAs of the next one take the SMs that have nothing left to do. The last kernel ends after the
+one before it, so that whoever comes next waits for both.
+"""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+from cutlass import cute
+
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
+from jax_fastattn.kernels.device.launch import Launch, start_all
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, DqConfig, backward_config
+from jax_fastattn.kernels.sm90.backward.dkdv import WideKernel
+from jax_fastattn.kernels.sm90.backward.dkdv_dq import FusedKernel
+from jax_fastattn.kernels.sm90.backward.dq import DqKernel
+from jax_fastattn.kernels.sm90.backward.preprocess import StatisticsKernel
+from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
+
+
+class HeadOrders(NamedTuple):
+    """The orders in which kernels work on heads: those with a tile of keys, and the dq kernel if there is one."""
+
+    keys: HeadOrder
+    queries: HeadOrder | None
+
+
+class BackwardKernel:
+    """The backward kernels of one compile key.
+
+    Args:
+        spec: what is compiled in.
+        config: the variant of the key-stationary kernel; by default the one of the table in `forward/config.py`.
+        dq: that of the dq kernel.
+    """
+
+    def __init__(self, spec: KernelSpec, config: BackwardConfig | None = None, dq: DqConfig | None = None):
+        self.spec = spec
+        config = config or backward_config(spec)
+        self.main = (WideKernel if config.wide else FusedKernel)(spec, config)
+        self.statistics = StatisticsKernel(spec, config)
+        if not spec.fused:
+            self.dq = DqKernel(spec, dq)
+
+    @cute.jit
+    def __call__(self, buffers: BackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+        """Launches the kernels."""
+        start_all(self.launches(buffers, scalars, self.orders(scalars)), stream)
+
+    def orders(self, scalars: Scalars) -> HeadOrders:
+        """In which orders the kernels work on heads."""
+        keys = self.statistics.order(scalars, self.main.key_tiles.order(scalars))
+        return HeadOrders(keys, None if self.spec.fused else self.dq.schedule.order(scalars))
+
+    def launches(self, buffers: BackwardBuffers, scalars: Scalars, orders: HeadOrders) -> list[Launch]:
+        """What is launched, in order."""
+        launches = self.statistics.launches(buffers, scalars, orders.keys)
+        if orders.queries is not None:
+            launches.append(self.dq.launch(buffers, scalars, orders.queries))
+        return [*launches, self.main.launch(buffers, scalars, orders.keys)]

@@ -1,0 +1,90 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The warp of a key-stationary kernel that loads: K and V of a tile of keys, and all tiles of Q and dO that see it."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from cutlass import Int32, Int64, cute
+
+from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.tma import Tma, TmaOperand
+from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared
+from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+
+
+class Producer:
+    """Emits the warp's code.
+
+    Args:
+        group: query heads of a key/value head.
+        memory: of the kernel, with its config.
+    """
+
+    def __init__(self, group: int, memory: BackwardMemory):
+        self.group, self.memory, self.config = group, memory, memory.config
+
+    def start(
+        self,
+        shared: BackwardShared,
+        tma: Tma,
+        stats: cute.Pointer,
+        prepare: Callable[[SimpleNamespace], None],
+    ) -> Callable[[SimpleNamespace, Int32], None]:
+        """A function that loads everything for a tile of keys.
+
+        Args:
+            shared: tiles and barriers.
+            tma: Q, K, V, dO.
+            stats: see `gradient.py`.
+            prepare: where dq is computed comes before all, see `DqSum.prepare`.
+        """
+        config, memory = self.config, self.memory
+        queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
+        douts = wgmma.Ring(shared.dout_full, shared.dout_empty, config.stages)
+        groups = config.keys // WARPGROUP_ROWS
+
+        def load_keys(
+            work: SimpleNamespace, operand: TmaOperand, tile: cute.Tensor, barrier: cute.Pointer, columns: int
+        ) -> None:
+            copy = operand.copy(tile, work.kv_head, work.keys)
+            wgmma.expect(barrier, config.keys * columns * 2)
+            for group in range(groups):
+                copy(groups * work.tile + group, group, barrier)
+
+        def load_head(work: SimpleNamespace, member: Int32) -> None:
+            head = work.first_head + member
+            copy_query = tma.query.copy(shared.query, head, work.queries)
+            copy_dout = tma.dout.copy(shared.dout, head, work.queries)
+            head_row = work.queries.padded_row(work.queries.head(work.num_heads, head), ROW_ALIGNMENT)
+
+            def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
+                copy_query(tile, stage, barrier)
+                rows, nbytes = work.queries.padded_rows(ROW_ALIGNMENT), memory.stats_nbytes
+                row_nbytes = stats_row_nbytes(config.adds_dq)
+                row = work.queries.padded(tile * config.queries, ROW_ALIGNMENT)
+                source = stats.toint() + (2 * head_row + row) * row_nbytes
+                target = shared.address + memory.stats_start + stage * (2 * memory.stats_pitch)
+                with cute.arch.elect_one():
+                    ptx.copy_bulk(target, source, nbytes, barrier.toint())
+                    ptx.copy_bulk(
+                        target + memory.stats_pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint()
+                    )
+
+            def load(i: Int32) -> None:
+                tile = config.tile_index(work.visit.begin, work.visit.end, i)
+                queries.fill(copy_both, tile, memory.query_nbytes + 2 * memory.stats_nbytes)
+                douts.fill(copy_dout, tile, memory.dout_nbytes)
+
+            wgmma.loop(work.visit.end - work.visit.begin, load)
+
+        def load_all(work: SimpleNamespace, phase: Int32) -> None:
+            if isinstance(shared, FusedShared):
+                prepare(work)
+                wgmma.wait(shared.keys_empty, phase ^ 1)
+            load_keys(work, tma.key, shared.key, shared.key_full, memory.head_dim)
+            load_keys(work, tma.value, shared.value, shared.value_full, memory.v_head_dim)
+            wgmma.loop(Int32(self.group), lambda member: load_head(work, member))
+
+        return load_all

@@ -1,0 +1,72 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which queries the rows of a key-stationary kernel's accumulators see: rows are keys there, columns queries."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32
+
+from jax_fastattn.kernels.device import ptx, softmax
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
+
+
+class Edges(NamedTuple):
+    """Which edges of the visible queries a masked tile may hold."""
+
+    low: bool
+    high: bool
+
+
+def read_lane(config: BackwardConfig) -> tuple[Int32, Int32, Int32]:
+    """Returns a consumer thread's index and the first row and column of its accumulators, read anew."""
+    thread = ptx.thread_index() % config.consumer_threads
+    row, column = accumulator_lane(thread % 32)
+    return thread, thread // 32 * 16 + row, column
+
+
+@dataclass(frozen=True)
+class QueryMask:
+    """Emits the limits of a lane.
+
+    Attributes:
+        spec: the compile key.
+        config: the variant.
+        row: the lane's first row, counted from the CTA's first key.
+        column: the lane's first column.
+    """
+
+    spec: KernelSpec
+    config: BackwardConfig
+    row: Int32
+    column: Int32
+
+    def visibilities(self, work: SimpleNamespace, tile: Int32, edges: Edges) -> list[gradient.Visibility]:
+        """Returns what the lane's two rows see of one tile of queries.
+
+        What depends on the lane is added last: one register lives through the loops instead of four limits.
+        """
+        bounds = work.bounds
+        end = bounds["query_end"] - tile * self.config.queries if self.spec.query_seq_lengths else Int32(UNBOUNDED)
+        window = {name: bounds[name] for name in ("offset", "left", "right")}
+        first = softmax.query_limits(work.row - tile * self.config.queries, query_end=Int32(UNBOUNDED), **window)
+        row, column = self.row, self.column
+        if self.spec.logits_soft_cap or self.config.adds_dq:
+            # Registers that would spill: a masked tile reads the thread's index anew.
+            _, row, column = read_lane(self.config)
+        result = []
+        for i in range(2):
+            shift = row + 8 * i - column
+            low, high = first.low + shift, first.high + shift
+            if self.spec.query_seq_lengths:
+                high = Int32(cutlass.min(high, end - column))
+            if self.config.adds_dq:
+                # No query sees a key past the end.
+                low = ptx.where(row + 8 * i < bounds["key_end"] - work.row, low, Int32(UNBOUNDED))
+            result.append(gradient.Visibility(softmax.Limits(low, high), edges.low, edges.high))
+        return result

@@ -1,0 +1,310 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What runs before the other backward kernels: statistics of the rows; for sums of dq, zeros and counters.
+
+Memory is its limit if enough is on its way, and little is computed: lanes that share rows load all of them, 16 bytes at
+a time, and each does for one row what there is to do once for a row. The fused kernel does not wait for all rows:
+`kernel` prepares the first heads; `later` runs beside the fused kernel, on a few SMs, and counts each of the other
+heads, for which who works on it waits.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
+from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.device.layout import CHUNK
+from jax_fastattn.kernels.device.softmax import LOG2_E
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, PackedRowUnits, RowUnits, Work
+from jax_fastattn.kernels.sm90.forward.config import padded_head_dim
+
+THREADS = 256
+
+# Rows that lanes share.
+_ROWS = 8
+# CTAs of `later`, each with an SM of its own, and their threads; 8 or 24 are as fast at length 1024.
+_LATER_CTAS, LATER_THREADS = 16, 512
+# Where a query sees fewer keys, the fused kernel might wait: by arithmetic it takes statistics from 7 of those SMs.
+_FEW_KEYS = 512
+# Of packed sequences `kernel` prepares so many times as many slots of 128 queries as slots of keys are begun together.
+_PREPARED_WAVES = 3
+
+
+class _Rows(NamedTuple):
+    """`_ROWS` rows of a query head.
+
+    Attributes:
+        before: index of the head's first row among all rows of all heads.
+        num_heads: rows of all heads are so many apart from the next ones.
+        first: the first one of the rows.
+        last: the last one of the head that is read.
+    """
+
+    before: Int64
+    num_heads: Int32
+    first: Int32
+    last: Int32
+
+
+class StatisticsKernel:
+    """Writes the statistics of every row, padding included. Where dq is added up, prepares that.
+
+    Args:
+        spec: the compile key.
+        config: of the key-stationary kernel.
+    """
+
+    def __init__(self, spec: KernelSpec, config: BackwardConfig):
+        self.spec, self.config = spec, config
+        # Lanes that share a row.
+        self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
+        self.schedule = (PackedRowUnits if spec.packed else RowUnits)(spec, _ROWS, config.queries)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether heads are left to `later`."""
+        return self.spec.fused
+
+    def order(self, scalars: Scalars, order: HeadOrder) -> HeadOrder:
+        """That of a launch, with what is not left to `later`: the first `ahead` heads, or all."""
+        if not self.leaves:
+            return order._replace(prepared=self.schedule.parts(order, scalars))
+        if self.spec.packed:
+            return order._replace(prepared=self._prepared_slots(scalars, self.schedule.parts(order, scalars)))
+        few = cutlass.min(scalars.key_length, scalars.window_left + scalars.window_right + 1) < _FEW_KEYS
+        return order._replace(prepared=ptx.where(few, order.heads, Int32(cutlass.min(order.ahead, order.heads))))
+
+    def _prepared_slots(self, scalars: Scalars, slots: Int32) -> Int32:
+        """Returns how many slots of packed queries are not left to `later`: all of them if sums need zeros."""
+        if not self.spec.ordered:
+            return slots
+        kv_heads = scalars.num_heads // self.spec.group
+        begun = (scalars.multiprocessors + (kv_heads - 1)) // kv_heads
+        keys = scalars.key_length // scalars.batch
+        few = cutlass.min(keys, scalars.window_left + scalars.window_right + 1) < _FEW_KEYS
+        return ptx.where(few, slots, Int32(cutlass.min(slots, _PREPARED_WAVES * begun)))
+
+    def launches(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
+        """What is launched: `kernel`, and `later` if heads are left to that.
+
+        The first CTAs of `kernel` set counters, if dq is added up. Where nothing is left a CTA of `later` does nothing.
+        """
+        arguments = (buffers, scalars, order)
+        lanes = self.schedule.prepared(order, scalars) * self.lanes
+        blocks = (lanes + (THREADS - 1)) // THREADS
+        if self.spec.fused:
+            blocks = blocks + self._counter_blocks(scalars)
+        # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
+        launches = [Launch(self.kernel, arguments, grid=blocks, block=THREADS, min_blocks=1)]
+        if self.leaves:
+            left = self.schedule.parts(order, scalars) - order.prepared
+            later_blocks = Int32(cutlass.max(cutlass.min(left, _LATER_CTAS), 1))
+            launches.append(Launch(self.later, arguments, grid=later_blocks, block=LATER_THREADS, begins_early=True))
+        return launches
+
+    def _counter_blocks(self, scalars: Scalars) -> Int32:
+        """CTAs that set counters."""
+        return (self.schedule.counters(scalars) + (THREADS - 1)) // THREADS
+
+    @cute.kernel
+    def kernel(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
+        """Statistics and zeros of the first heads; all counters."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        schedule, group = self.schedule, self.spec.group
+
+        def write_rows(block: Int32) -> None:
+            last = schedule.prepared(order, scalars) - 1
+            unit = Int32(cutlass.min((block * THREADS + thread) // self.lanes, last))
+            work, lane = schedule.unit(unit, buffers, scalars), thread % self.lanes
+
+            def write() -> None:
+                self._write_rows(buffers, scalars, work, lane)
+                first_row = work.sequence.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT, work.tile * _ROWS)
+                self._zero_sums(buffers, first_row, lane, work.head_index < order.ahead * group)
+
+            if cutlass.const_expr(self.spec.packed):
+                # Else no tile owns the slot.
+                cutlass.if_generate(work.sequence.queries.length > 0, write)
+            else:
+                write()
+
+        def write_counter(block: Int32) -> None:
+            index = block * THREADS + thread
+            exists = index < schedule.counters(scalars)
+            cutlass.if_generate(exists, lambda: self._write_counter(buffers, scalars, order, index))
+
+        if cutlass.const_expr(not self.spec.fused):
+            write_rows(block)
+        else:
+            counters = self._counter_blocks(scalars)
+            cutlass.if_generate(block < counters, lambda: write_counter(block), lambda: write_rows(block - counters))
+
+    @cute.kernel
+    def later(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
+        """Statistics of the other heads, in the order in which they are worked on; counts each of them."""
+        thread, _, _ = cute.arch.thread_idx()
+        # The fused kernel, which this lets begin, relies on what `kernel` has written.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        def finish(counter: Int64) -> None:
+            cute.arch.sync_threads()
+
+            def count() -> None:
+                ptx.fetch_add_global(buffers.arrivals.toint() + counter * 4, Int32(1), "release")
+
+            cutlass.if_generate(thread == 0, count)
+
+        self.schedule.each_left(
+            order,
+            buffers,
+            scalars,
+            place=thread // self.lanes,
+            step=LATER_THREADS // self.lanes,
+            write=lambda work: self._write_rows(buffers, scalars, work, thread % self.lanes),
+            finish=finish,
+        )
+
+    def _write_rows(self, buffers: BackwardBuffers, scalars: Scalars, work: Work, lane: Int32) -> None:
+        """Statistics of a unit of rows. If no key sees them, no CTA adds to their dq: it is zeroed here."""
+        queries, bounds, first = work.sequence.queries, work.sequence.bounds(), work.tile * _ROWS
+        # Past the end the last row is read once more, or the first one, which always exists, and dropped.
+        last = Int32(cutlass.max(bounds["query_end"] - 1, 0))
+        before = queries.row() * scalars.num_heads + work.head
+        rows = _Rows(before, scalars.num_heads, first, last)
+        delta = self._row_delta(buffers, rows, lane)
+        row = first + lane % _ROWS
+        live = self._live(bounds, row)
+        source = before + Int64(cutlass.min(row, last)) * scalars.num_heads
+        row_lse, delta = self._statistics(buffers, source * 4, delta, live, scalars.scale)
+
+        def write() -> None:
+            nbytes = stats_row_nbytes(self.spec.fused)
+            first_row = queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT)
+            address = buffers.stats.toint() + (2 * first_row + queries.padded(row, ROW_ALIGNMENT)) * nbytes
+            for which, value in enumerate((row_lse, delta)):
+                target = address + Int64(queries.padded_rows(ROW_ALIGNMENT)) * (which * nbytes)
+                if self.spec.fused:
+                    ptx.store_global_chunk(target, gradient.thirds(-value))
+                else:
+                    ptx.store_global(target, value)
+
+        cutlass.if_generate(lane < _ROWS, write)
+        if not self.spec.fused:
+            return
+        rows_of_tile, nbytes = self.config.queries, 2 * self.spec.head_dim
+        visit = copies.key_tiles(first // rows_of_tile * rows_of_tile, rows_of_tile, self.config.keys, **bounds)
+
+        def clear(i: Int32) -> None:
+            target = buffers.dq.toint() + (before + Int64(first + i) * scalars.num_heads) * nbytes
+            self._zero(target, lane, nbytes)
+
+        hidden = ptx.where(Boolean(visit.end == visit.begin), queries.length - first, Int32(0))
+        wgmma.loop(copies.clamp(hidden, 0, _ROWS), clear)
+
+    def _live(self, bounds: dict[str, Int32], row: Int32) -> Boolean:
+        """Returns whether a row sees some key. If a sink makes its log-sum-exp finite, only this tells."""
+        spec = self.spec
+        if not (spec.hides_first_queries or spec.hides_last_queries or spec.key_value_seq_lengths):
+            return Boolean(row < bounds["query_end"])
+        rows = copies.live_queries(**bounds)
+        live = row < rows.end
+        return Boolean(live & (row >= rows.begin)) if spec.hides_first_queries else Boolean(live)
+
+    def _factor(self, scale: Float32) -> Float32:
+        """On log-sum-exps, see `gradient.py`."""
+        return Float32(1.0) / gradient.nonzero(scale) if self.spec.divides_lse else Float32(LOG2_E)
+
+    def _statistics(
+        self,
+        buffers: BackwardBuffers,
+        offset: Int64,
+        delta: Float32,
+        live: Boolean,
+        scale: Float32,
+    ) -> tuple[Float32, Float32]:
+        """Returns (lse times a factor, delta - dlse), given `_row_delta` and the byte offset of a float32."""
+        row_lse = ptx.load_global(buffers.lse.toint() + offset)
+        row_dlse = None if buffers.dlse is None else ptx.load_global(buffers.dlse.toint() + offset)
+        live = Boolean(live & (row_lse != Float32(float("-inf"))))
+        if row_dlse is not None:
+            delta = delta - row_dlse
+        # Rows without keys: +inf, or where that has the sign of the scale, an infinity of this sign.
+        row_lse = ptx.where(live, row_lse, Float32(float("inf"))) * self._factor(scale)
+        return row_lse, ptx.where(live, delta, Float32(0.0))
+
+    def _row_delta(self, buffers: BackwardBuffers, rows: _Rows, lane: Int32) -> Float32:
+        """Returns rowsum(out * dout) of the lane's own row."""
+        columns = self.spec.v_head_dim
+        deltas = [Float32(0.0)] * _ROWS
+        for column in range(0, columns // CHUNK, self.lanes):
+            # Lanes past the end read the last chunk once more.
+            valid = Boolean(lane + column < columns // CHUNK)
+            start = rows.before * (2 * columns) + Int32(cutlass.min(lane + column, columns // CHUNK - 1)) * (2 * CHUNK)
+            loaded = []
+            for i in range(_ROWS):
+                offset = start + Int64(cutlass.min(rows.first + i, rows.last)) * (rows.num_heads * (2 * columns))
+                operands = (buffers.out, buffers.dout)
+                loaded.append([ptx.load_global_chunk(operand.toint() + offset) for operand in operands])
+            for i, (outs, douts) in enumerate(loaded):
+                if column + self.lanes > columns // CHUNK:
+                    douts = [ptx.where(valid, pair, Int32(0)) for pair in douts]
+                for pairs in zip(outs, douts, strict=True):
+                    left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]) for pair in pairs)
+                    for x, y in zip(left, right, strict=True):
+                        deltas[i] = ptx.fma(x, y, deltas[i])
+        return self._own(deltas, lane)
+
+    def _own(self, values: list[Float32], lane: Int32) -> Float32:
+        """Adds up, over the lanes that share `_ROWS` rows, their values of the lane's own row, `lane % _ROWS`."""
+        for offset in range(_ROWS, self.lanes, _ROWS):
+            values = [x + cute.arch.shuffle_sync_bfly(x, offset=offset) for x in values]
+        while len(values) > 1:
+            offset = len(values) // 2
+            upper, pairs = Boolean(lane & offset != 0), list(zip(values[:offset], values[offset:], strict=True))
+            given = [cute.arch.shuffle_sync_bfly(ptx.where(upper, x, y), offset=offset) for x, y in pairs]
+            values = [ptx.where(upper, y, x) + z for (x, y), z in zip(pairs, given, strict=True)]
+        return values[0]
+
+    def _write_counter(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder, index: Int32) -> None:
+        """Sets a counter, given which of all it is.
+
+        A query tile's counter starts at the number of key tiles that will add to it; in semaphore order it starts at 0
+        and counts those that have. The counter before a head's tiles is that of its zeros, none as yet, and of its
+        statistics.
+        """
+        work = self.schedule.counter(index, buffers, scalars)
+        rows = self.config.queries
+        visit = copies.key_tiles(work.tile * rows, rows, self.config.keys, **work.sequence.bounds())
+        # The first head's is that of the tiles of keys that have been taken.
+        written = Boolean((work.head_index > 0) & (work.head_index < order.prepared * self.spec.group))
+        count = Int32(0) if self.spec.ordered else visit.end - visit.begin
+        value = ptx.where(work.tile >= 0, count, ptx.where(written, Int32(1), Int32(0)))
+        ptx.store_global_int(buffers.arrivals.toint() + Int64(index) * 4, value)
+
+    def _zero_sums(self, buffers: BackwardBuffers, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
+        """Zeroes `_ROWS` rows of the sums, if there are any that CTAs add to in any order."""
+        if self.spec.fused and not self.spec.ordered:
+            nbytes = 4 * padded_head_dim(self.spec.head_dim)
+            address = buffers.dq_sum.toint() + first_row * nbytes
+            cutlass.if_generate(zeroes, lambda: self._zero(address, lane, _ROWS * nbytes))
+
+    def _zero(self, address: Int64, lane: Int32, nbytes: int) -> None:
+        """Zeroes `nbytes`, a multiple of 16."""
+        for i in range(0, nbytes, 16 * self.lanes):
+
+            def clear(target: Int64 = address + (lane * 16 + i)) -> None:
+                ptx.store_global_chunk(target, [Int32(0)] * 4)
+
+            if i + 16 * self.lanes <= nbytes:
+                clear()
+            else:
+                cutlass.if_generate(lane * 16 < nbytes - i, clear)

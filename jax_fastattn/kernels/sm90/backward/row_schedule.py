@@ -1,0 +1,306 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tile of which head and sequence a CTA works on next: tiles of queries, and rows, in the backward pass.
+
+`forward/schedule.py` has those of the forward pass, `key_schedule.py` the tiles of keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
+from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device.sequences import Sequence, Span, load_record
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, head_counters, padded_rows
+from jax_fastattn.kernels.tile_records import slot_count
+
+
+class HeadOrder(NamedTuple):
+    """In which order a kernel works on heads: on query heads for dq alone, else on key/value heads.
+
+    Attributes:
+        heads: those of all batch entries.
+        section: how many are begun together, see `plan.section`; of packed sequences how many tiles of keys.
+        ahead: from the head that a CTA works on to that whose sums it zeroes; None for dq alone, like the next one.
+        prepared: how many have their statistics written before the key-stationary kernel begins; of packed sequences
+            how many slots of queries have, of all heads.
+    """
+
+    heads: Int32
+    section: Int32
+    ahead: Any = None
+    prepared: Any = None
+
+
+class Work(NamedTuple):
+    """A tile of queries.
+
+    Attributes:
+        tile: its index among those of its sequence.
+        head: query head.
+        kv_head: key/value head.
+        sequence: the rows.
+        head_index: the query head, counted over all batch entries; None in the forward pass.
+    """
+
+    tile: Int32
+    head: Int32
+    kv_head: Int32
+    sequence: Sequence
+    head_index: Any = None
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """Tiles of queries of batch entries of one length.
+
+    Args:
+        spec: the compile key.
+        rows: of a tile.
+    """
+
+    spec: KernelSpec
+    rows: int
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Tiles of a head."""
+        return copies.count(scalars.query_length, self.rows)
+
+    def of_head(self, tile: Int32, index: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> Work:
+        """A tile of a head, which is counted over all batch entries."""
+        batch, head = index // scalars.num_heads, index % scalars.num_heads
+        sequence = Sequence.of_entry(self.spec, batch, buffers, scalars)
+        return Work(tile, head, head // self.spec.group, sequence, index)
+
+
+@dataclass(frozen=True)
+class SectionedTiles(QueryTiles):
+    """Those of a kernel with a CTA for each tile, which works on heads in sections, see `plan.place_in_sections`."""
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """The order of the heads of a launch."""
+        heads, count = scalars.batch * scalars.num_heads, self.count(scalars)
+        return HeadOrder(heads, Int32(copies.section(scalars.multiprocessors, count, heads, int(self.spec.uneven))))
+
+    def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
+        """CTAs."""
+        return self.count(scalars) * order.heads
+
+    def at(self, block: Int32, order: HeadOrder, buffers: Buffers, sizes: Sizes) -> Work:
+        """The tile of a CTA; under a causal mask the last rows see most, and come first."""
+        count = self.count(sizes)
+        place, index = copies.place_in_sections(block, order.section, count, order.heads)
+        return self.of_head(count - 1 - place, index, buffers, sizes)
+
+
+@dataclass(frozen=True)
+class PackedSlots(SectionedTiles):
+    """Those of packed sequences, from the records of slots: all heads of a slot together, the last slot first."""
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Slots of a head."""
+        return slot_count(scalars.query_length, self.rows, scalars.batch)
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """The order of the heads of a launch."""
+        return HeadOrder(scalars.num_heads, scalars.num_heads)
+
+    def at(self, block: Int32, order: HeadOrder, buffers: Buffers, sizes: Sizes) -> Work:
+        """The tile of a CTA."""
+        slot, head = self.count(sizes) - 1 - block // order.heads, block % order.heads
+        tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, sizes, of_keys=False)
+        return Work(tile, head, head // self.spec.group, sequence, head)
+
+
+@dataclass(frozen=True)
+class RowUnits(QueryTiles):
+    """Units of rows of which statistics are written, padding included, and counters of tiles of dq.
+
+    Args:
+        rows: of a unit, a divisor of `ROW_ALIGNMENT`.
+        queries: rows of a tile of dq.
+    """
+
+    queries: int
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Units of a head."""
+        return padded_rows(scalars.query_length) // self.rows
+
+    def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Units of the heads that are not left to `StatisticsKernel.later`: the first ones."""
+        return order.prepared * self.spec.group * self.count(scalars)
+
+    def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """One of all units."""
+        count = self.count(scalars)
+        return self.of_head(index % count, index // count, buffers, scalars)
+
+    def each_left(
+        self,
+        order: HeadOrder,
+        buffers: Buffers,
+        scalars: Scalars,
+        *,
+        place: Int32,
+        step: int,
+        write: Callable[[Work], None],
+        finish: Callable[[Int64], None],
+    ) -> None:
+        """Visits the units that are left to `StatisticsKernel.later`, in the order in which heads are worked on.
+
+        Args:
+            order: of the heads.
+            buffers: of the launch.
+            scalars: of the launch.
+            place: which of the CTA's next units this thread's is.
+            step: units that a CTA works on at a time.
+            write: is called with a unit; with the last one again, by threads that have no other.
+            finish: is called after the units of the query heads of a key/value head, with the index of its counter.
+        """
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        group, count = self.spec.group, self.count(scalars)
+        kv_heads = scalars.batch * scalars.num_heads // group
+
+        def visit_head(i: Int32) -> None:
+            first = (order.prepared + block + i * blocks) * group
+
+            def visit_member(member: Int32) -> None:
+                def visit(j: Int32) -> None:
+                    unit = Int32(cutlass.min(j * step + place, count - 1))
+                    write(self.of_head(unit, first + member, buffers, scalars))
+
+                wgmma.loop((count + (step - 1)) // step, visit)
+
+            wgmma.loop(Int32(group), visit_member)
+            finish(Int64(first) * self._head_counters(scalars))
+
+        wgmma.loop((kv_heads - order.prepared - block + (blocks - 1)) // blocks, visit_head)
+
+    def _head_counters(self, scalars: Scalars) -> Int32:
+        return head_counters(padded_rows(scalars.query_length), self.queries)
+
+    def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many heads there are, of which `order.prepared` are not left to `StatisticsKernel.later`."""
+        del scalars
+        return order.heads
+
+    def counters(self, scalars: Scalars) -> Int32:
+        """Counters of all heads."""
+        return scalars.batch * scalars.num_heads * self._head_counters(scalars)
+
+    def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """The tile of dq of one of all counters; -1 where the counter is the head's own."""
+        count = self._head_counters(scalars)
+        return self.of_head(index % count - 1, index // count, buffers, scalars)
+
+
+@dataclass(frozen=True)
+class PackedRowUnits(RowUnits):
+    """Units of packed sequences. Slots have `ROW_ALIGNMENT` queries, and all heads of a slot come together."""
+
+    def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many slots there are, of which `order.prepared` are not left to `StatisticsKernel.later`."""
+        del order
+        return self._slots(scalars)
+
+    def _slots(self, scalars: Scalars) -> Int32:
+        return slot_count(scalars.query_length, ROW_ALIGNMENT, scalars.batch)
+
+    def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Units of the slots that are not left to `StatisticsKernel.later`: the first ones."""
+        return order.prepared * scalars.num_heads * self._units
+
+    @property
+    def _units(self) -> int:
+        """Units of a head in a slot. Lanes of a warp have units of one slot."""
+        return ROW_ALIGNMENT // self.rows
+
+    def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """One of all units."""
+        count = scalars.num_heads * self._units
+        slot = index // count
+        tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
+        return self._unit(tile, sequence, index % count)
+
+    def _unit(self, tile: Int32, sequence: Sequence, index: Int32) -> Work:
+        """One of the units of a slot, given the tile that owns it."""
+        head, unit = index // self._units, index % self._units
+        return Work(tile * self._units + unit, head, head // self.spec.group, sequence, head)
+
+    def each_left(
+        self,
+        order: HeadOrder,
+        buffers: Buffers,
+        scalars: Scalars,
+        *,
+        place: Int32,
+        step: int,
+        write: Callable[[Work], None],
+        finish: Callable[[Int64], None],
+    ) -> None:
+        """Visits the units that are left to `StatisticsKernel.later`, slot by slot; see `RowUnits.each_left`.
+
+        `finish` is called after all heads of a slot, with the index of the counter of its sequence (`slots_counter`).
+        A slot that no tile owns is not counted: a producer waits for the slots of its sequence alone.
+        """
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        count = scalars.num_heads * self._units
+
+        def visit_slot(i: Int32) -> None:
+            slot = order.prepared + block + i * blocks
+            tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
+
+            def visit(j: Int32) -> None:
+                write(self._unit(tile, sequence, Int32(cutlass.min(j * step + place, count - 1))))
+
+            def visit_owned() -> None:
+                wgmma.loop((count + (step - 1)) // step, visit)
+                finish(slots_counter(sequence.queries, scalars.num_heads, self.queries))
+
+            cutlass.if_generate(sequence.queries.length > 0, visit_owned)
+
+        wgmma.loop((self._slots(scalars) - order.prepared - block + (blocks - 1)) // blocks, visit_slot)
+
+    def _head_counters(self, scalars: Scalars) -> Int32:
+        return head_counters(self._slots(scalars) * ROW_ALIGNMENT, self.queries)
+
+    def counters(self, scalars: Scalars) -> Int32:
+        """Counters of all heads, and those of `slots_counter`."""
+        return (scalars.num_heads + 1) * self._head_counters(scalars)
+
+    def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """The tile of dq of one of all counters; -1 where the counter is the head's own."""
+        count, per_slot = self._head_counters(scalars), ROW_ALIGNMENT // self.queries
+        head, place = index // count, index % count - 1
+        tile = Int32(cutlass.max(place, 0))
+        record = load_record(buffers.query_tiles, tile // per_slot)
+        sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
+        tile = ptx.where(place < 0, place, record.tile * per_slot + tile % per_slot)
+        return Work(tile, head, head // self.spec.group, sequence, head)
+
+
+def tile_counter(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:
+    """Index of the counter of a tile of `rows` queries in `BackwardBuffers.arrivals`.
+
+    Of tile -1 of a batch entry it is the head's own counter, which heads of packed sequences do not need.
+
+    `head` is the index of the head in an array `[batch, heads]`.
+    """
+    tile = queries.padded(tile, ROW_ALIGNMENT // rows)
+    return head * head_counters(queries.padded_rows(ROW_ALIGNMENT), rows) + 1 + tile
+
+
+def slots_counter(queries: Span, num_heads: Int32, rows: int) -> Int64:
+    """Index of the counter of the slots of a packed sequence of which `StatisticsKernel.later` has written statistics.
+
+    It is the counter of the sequence's first tile in one more head, which follows the others.
+    """
+    return tile_counter(queries, Int64(num_heads), Int32(0), rows)

@@ -1,0 +1,189 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Variants of the Hopper forward kernel: one frozen config each, checked against shared memory and registers.
+
+Pure Python, no import of the DSL: tests and the support table read it on any machine. What each row compiles to and how
+fast it was measured is in docs/kernels/sm90.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jax_fastattn.kernels import tile_records
+from jax_fastattn.kernels.device.layout import padded
+from jax_fastattn.kernels.key import WALKING_HEAD_DIM, KernelSpec
+
+# Query rows of a warpgroup: the M of wgmma.
+WARPGROUP_ROWS = 64
+
+# What a CTA may ask for, and what an SM has for its CTAs, of which each takes 1 KB more for the system.
+SHARED_MEMORY = 227 * 1024
+_SM_SHARED_MEMORY = 228 * 1024
+
+
+class Registers(NamedTuple):
+    """Registers of a thread after setmaxnreg: of consumers, of the producer's warpgroup, of that which adds dq up."""
+
+    consumer: int
+    producer: int
+    dq: int = 0
+
+
+# By consumer warpgroups: an SM has 64 K registers.
+_REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
+
+# Of a tile that is taken by a counter: its record and its head, see `backward/row_schedule.py`.
+TAKEN_WORDS = tile_records.WORDS + 1
+
+# Every shared-memory tile starts at a whole repetition of the 128-byte swizzle.
+_TILE_ALIGNMENT = 1024
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Columns of a tile: whole swizzle atoms of 32 columns, of 64 where that adds nothing. TMA fills in zeros."""
+    return padded(head_dim, 32)
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One variant of the forward kernel.
+
+    Attributes:
+        warpgroups: consumer warpgroups of 64 query rows each, 1 to 3.
+        keys: keys of a tile, a multiple of 16.
+        slots: tiles of K or V in the ring, at least 2 (3 with overlap).
+        overlap: whether Q K^T of the next tile is issued before P V of this one. Costs a second score accumulator.
+        ping_pong: whether named barriers make the warpgroups issue their products in turns.
+        blocks: CTAs that must fit on an SM together. Above 1 a single producer warp and no setmaxnreg.
+        walks: whether the grid is as many CTAs as the GPU holds and each takes tile after tile, else one CTA per tile.
+        held: how many of Q's fragments of 16 columns a warpgroup holds in registers; the rest of Q is read from shared
+            memory for every tile.
+        waits_late: whether P V of the previous tile is awaited behind all exponentials of a full tile. Else ptxas puts
+            the wait in their middle, and the rounding of the first between the others.
+    """
+
+    warpgroups: int
+    keys: int
+    slots: int
+    overlap: bool = True
+    ping_pong: bool = False
+    blocks: int = 1
+    walks: bool = False
+    held: int = 0
+    waits_late: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a CTA."""
+        return WARPGROUP_ROWS * self.warpgroups
+
+    @property
+    def consumer_threads(self) -> int:
+        """Threads that compute; the producer's follow them."""
+        return 128 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.consumer_threads + (128 if self.moves_registers else 32)
+
+    @property
+    def moves_registers(self) -> bool:
+        """Whether producer warps give registers to consumers; it takes whole warpgroups."""
+        return self.blocks == 1 and self.warpgroups > 1
+
+    @property
+    def registers(self) -> Registers:
+        """Registers of a thread where `moves_registers` holds."""
+        return _REGISTERS[self.warpgroups]
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Byte offsets in dynamic shared memory: Q of each warpgroup, the ring, mbarriers, the tile that is taken.
+
+    Attributes:
+        config: the variant.
+        head_dim: columns of Q and K in shared memory, padded.
+        v_head_dim: columns of V in shared memory, padded.
+        takes_tiles: whether tiles are taken by a counter.
+    """
+
+    config: ForwardConfig
+    head_dim: int
+    v_head_dim: int
+    takes_tiles: bool
+
+    @classmethod
+    def of(cls, spec: KernelSpec, config: ForwardConfig) -> SharedMemory:
+        """The layout of a compile key."""
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), spec.takes_tiles)
+
+    @property
+    def query_nbytes(self) -> int:
+        """Bytes from the Q of one warpgroup to the next."""
+        return WARPGROUP_ROWS * self.head_dim * 2
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes from one slot of the ring to the next."""
+        return padded(self.config.keys * max(self.head_dim, self.v_head_dim) * 2, _TILE_ALIGNMENT)
+
+    @property
+    def ring_start(self) -> int:
+        """Offset of the ring."""
+        return self.config.warpgroups * self.query_nbytes
+
+    @property
+    def barrier_start(self) -> int:
+        """Offset of the mbarriers: full and empty ones of the slots, then of each warpgroup's Q, then of the tile."""
+        return self.ring_start + self.config.slots * self.slot_nbytes
+
+    @property
+    def taken_start(self) -> int:
+        """Offset of the words of the tile that is taken."""
+        return self.barrier_start + 8 * 2 * (self.config.slots + self.config.warpgroups + int(self.takes_tiles))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to ask for at launch."""
+        return self.taken_start + (4 * TAKEN_WORDS if self.takes_tiles else 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether `blocks` CTAs fit an SM together."""
+        return self.nbytes <= SHARED_MEMORY and self.config.blocks * (self.nbytes + 1024) <= _SM_SHARED_MEMORY
+
+
+def forward_config(spec: KernelSpec) -> ForwardConfig:
+    """The variant for a compile key."""
+    for config in _candidates(spec):
+        if SharedMemory.of(spec, config).fits:
+            return config
+    raise AssertionError(f"no forward variant fits {spec}")
+
+
+def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
+    """Returns the variants that may fit, best first; notebook/sm90.md has the sweeps that they come from."""
+    columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+    if columns <= WALKING_HEAD_DIM:
+        if spec.short:
+            return (ForwardConfig(1, 64, 6, blocks=3, held=4),)
+        return (ForwardConfig(3, 128, 10, ping_pong=True),)
+    if columns <= 96:
+        if spec.short:
+            return (ForwardConfig(2, 128, 7, ping_pong=True, walks=True, held=6, waits_late=True),)
+        return (ForwardConfig(3, 96, 8, ping_pong=True, walks=True),)
+    if columns <= 128:
+        held = 6 if spec.logits_soft_cap else 8  # the cap takes registers, above all next to other features
+        return (ForwardConfig(2, 128, 6, ping_pong=True, walks=True, held=held, waits_late=True),)
+    if columns <= 192:
+        return (ForwardConfig(2, 80, 5, ping_pong=True, walks=True, held=8, waits_late=True),)
+    return (ForwardConfig(2, 64, 5, walks=True, waits_late=True),)
+
+
+def forward_scratch(spec: KernelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the scratch buffers of a launch, by name."""
+    return {"taken": (1,)} if spec.takes_tiles else {}

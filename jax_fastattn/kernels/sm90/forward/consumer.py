@@ -1,0 +1,281 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A consumer warpgroup of the forward kernel: its walk over the key tiles.
+
+A consumer warpgroup owns 64 query rows. S = Q K^T and the online softmax stay in its registers, P feeds O += P V from
+registers (`products.py`, `softmax.py`). It takes K and V from the ring of `shared.py`.
+
+Key tiles are visited from the right edge to the left:
+
+    [full_end, end)           masked: diagonal, right window edge, end of the keys
+    [full_begin, full_end)    no mask code at all
+    [begin, full_begin)       masked: left window edge
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import ptx, softmax, wgmma
+from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
+from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
+from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
+from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
+from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
+from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax
+from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
+
+# Named barrier of the first warpgroup's turn; those of the others follow.
+_TURN_BARRIER = 5
+
+
+@dataclass(frozen=True)
+class PingPong:
+    """Emits the turns in which the warpgroups issue their products; nothing if there are none.
+
+    Attributes:
+        config: the variant.
+        group: the warpgroup.
+    """
+
+    config: ForwardConfig
+    group: Int32
+
+    @property
+    def _exists(self) -> bool:
+        return self.config.ping_pong and self.config.warpgroups > 1
+
+    def start(self) -> None:
+        """Makes the last warpgroup give the first turn to the first one."""
+        if self._exists:
+            cutlass.if_generate(self.group == self.config.warpgroups - 1, self.pass_on)
+
+    def wait(self) -> None:
+        """Waits for this warpgroup's turn."""
+        if self._exists:
+            cute.arch.barrier(barrier_id=_TURN_BARRIER + self.group, number_of_threads=256)
+
+    def pass_on(self) -> None:
+        """Gives the turn to the next warpgroup."""
+        if self._exists:
+            following = self.group + 1
+            following = ptx.where(following == self.config.warpgroups, Int32(0), following)
+            cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + following, number_of_threads=256)
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnTile:
+    """A tile of queries as one warpgroup sees it.
+
+    Attributes:
+        tile: the CTA's.
+        visit: the key tiles that the warpgroup's rows see.
+        limits: columns that the lane's two rows see.
+        held: the fragments of Q in registers.
+    """
+
+    tile: QueryTile
+    visit: plan.TileRange
+    limits: list[softmax.Limits]
+    held: cute.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardConsumer:
+    """Emits the code of a consumer warpgroup.
+
+    Attributes:
+        call: what the roles share.
+        shared: tiles and barriers.
+        lane: the thread.
+        ring: the warpgroup's position in the ring.
+        query_phase: phase of the barrier that says that Q is there.
+        turns: when the warpgroup may issue products.
+        operands: what it changes in shared memory.
+        products: S and O.
+        softmax: from S to P.
+        output: what it stores.
+    """
+
+    call: Call
+    shared: ForwardShared
+    lane: Lane
+    ring: wgmma.Ring
+    query_phase: wgmma.Uniform
+    turns: PingPong
+    operands: SharedOperands
+    products: ForwardProducts
+    softmax: OnlineSoftmax
+    output: ForwardOutput
+
+    @classmethod
+    def start(cls, call: Call, shared: ForwardShared, thread: Int32, warp_index: Int32) -> "ForwardConsumer":
+        """Returns the role with its registers."""
+        lane = Lane.of(call.config, thread, warp_index)
+        ring = wgmma.Ring(shared.full, shared.empty, call.config.slots)
+        query_phase = wgmma.Uniform(Int32(0))
+        products = ForwardProducts.start(call, shared, lane)
+        online = OnlineSoftmax.start(call, shared, lane, ring, products)
+        return cls(
+            call=call,
+            shared=shared,
+            lane=lane,
+            ring=ring,
+            query_phase=query_phase,
+            turns=PingPong(call.config, lane.group),
+            operands=SharedOperands(call, shared, lane),
+            products=products,
+            softmax=online,
+            output=ForwardOutput(call, lane, online, products.out),
+        )
+
+    def run(self) -> None:
+        """Computes all tiles of queries of the CTA."""
+        self.turns.start()
+        self.call.each_tile(self.attend)
+
+    def attend(self, tile: QueryTile) -> None:
+        """Computes one tile of queries, from Q to the stored output."""
+        spec, scaling, group = self.call.spec, self.call.scaling, self.lane.group
+        visit = tile.own_visit(group)
+        first_row = tile.row + self.lane.row
+        key_bounds = {name: x for name, x in tile.bounds.items() if name != "query_end"}
+        limits = [softmax.key_limits(first_row + 8 * i, **key_bounds) for i in range(2)]
+        self.products.out.fill(0.0)
+        self.softmax.clear()
+        wgmma.wait(self.shared.query_full + group, self.query_phase[0])
+        self.query_phase[0] = self.query_phase[0] ^ 1
+        if spec.query_seq_lengths or spec.packed:
+            self.operands.zero_padding(tile)
+        if not spec.logits_soft_cap:
+            cutlass.if_generate(scaling.negative, self.operands.negate_query)
+        own = _OwnTile(tile, visit, limits, self.products.hold_query())
+
+        def pass_by() -> None:
+            self._release_query()
+            count = tile.visit.end - tile.visit.begin
+            self._skip(count, slots=2 * count, turns=count - 1)
+
+        cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(own), pass_by)
+        self.output.store(tile, first_row)
+
+    def _visit(self, own: _OwnTile) -> None:
+        """Visits the warpgroup's key tiles, from the last to the first, between those that only others see."""
+        visit, union, overlap = own.visit, own.tile.visit, self.call.config.overlap
+        last = visit.end - 1
+        step = self._overlapped_tile if overlap else self._tile
+        ahead, behind = union.end - visit.end, visit.begin - union.begin
+        # With overlap, V of a tile comes after K of the next one.
+        self._skip(ahead, slots=2 * ahead - int(overlap), turns=ahead)
+        self._first_tile(own, last, ahead)
+        full_end = Int32(cutlass.min(visit.full_end, last))
+        full_begin = Int32(cutlass.min(visit.full_begin, last))
+
+        def visit_tiles(begin: Int32, end: Int32, masked: bool) -> None:
+            self.ring.settle()
+            wgmma.loop(end - begin, lambda i: step(own, end - 1 - i, masked=masked))
+
+        visit_tiles(full_end, last, masked=True)
+        visit_tiles(full_begin, full_end, masked=False)
+        if self.call.spec.window_left:
+            visit_tiles(visit.begin, full_begin, masked=True)
+        self._release_query()
+        if overlap:
+            self._skip_slot(behind)
+            self._last_values(own, visit.begin)
+        self._skip(behind, slots=2 * behind - int(overlap), turns=behind)
+
+    def _release_query(self) -> None:
+        """Lets the producer load this warpgroup's next Q."""
+        if self.call.config.walks:
+            wgmma.release(self.shared.query_empty + self.lane.group)
+
+    # Key tiles that only other warpgroups see.
+
+    def _skip(self, tiles: Int32, *, slots: Any, turns: Any) -> None:
+        """Lets tiles go by: `slots` slots and `turns` turns, two and one for a tile.
+
+        A turn is passed on before its tile is waited for: the others free the slots that the tile needs.
+        """
+        if self.call.config.warpgroups == 1:
+            return
+
+        def release(_: Any) -> None:
+            self.ring.release(self.ring.wait())
+
+        def take_turn() -> None:
+            self.turns.wait()
+            self.turns.pass_on()
+
+        def skip(i: Int32) -> None:
+            if self.call.config.ping_pong:
+                cutlass.if_generate(i < turns, take_turn)
+            wgmma.loop(Int32(cutlass.min(slots - 2 * i, 2)), release)
+
+        wgmma.loop(Int32(tiles), skip)
+
+    def _skip_slot(self, tiles: Int32) -> None:
+        """Lets the one slot go by that lies out of order where `tiles` are skipped; none for 0."""
+        if self.call.config.warpgroups > 1:
+            cutlass.if_generate(tiles > 0, lambda: self.ring.release(self.ring.wait()))
+
+    # Key tiles that the warpgroup sees.
+
+    def _first_tile(self, own: _OwnTile, index: Int32, ahead: Int32) -> None:
+        """Computes P of the first tile, after `ahead` tiles that only others see; without overlap adds its values."""
+        config = self.call.config
+        slot = self.ring.wait()
+        self.products.start_scores(own.held, slot)
+        if config.overlap:
+            self._skip_slot(ahead)
+        warpgroup.wait_group(0)
+        self.ring.release(slot)
+        self.softmax.first_tile(index, own.limits)
+        if self.call.spec.hides_last_keys:
+            # With overlap V of this tile follows K of the next one, which exists unless this tile is the only one.
+            next_keys = ptx.where(index > own.tile.visit.begin, Int32(1), Int32(0)) if config.overlap else Int32(0)
+            self.operands.zero_values(own.tile, index, lambda: self.ring.peek(next_keys))
+        if not config.overlap:
+            self._last_values(own, index)
+
+    def _overlapped_tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
+        """Computes P of this tile, with P V of the previous one in flight during the softmax."""
+        key_slot = self.ring.wait()
+        self.turns.wait()
+        self.products.start_scores(own.held, key_slot)
+        value_slot = self.ring.wait()
+        self.products.add_values(value_slot)
+        self.turns.pass_on()
+        warpgroup.wait_group(1)
+        self._probabilities(own, index, key_slot, masked=masked)
+        self.ring.release(value_slot)
+
+    def _tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
+        """Computes one tile after the other; other warpgroups fill the gaps."""
+        slot = self.ring.wait()
+        self.turns.wait()
+        self.products.start_scores(own.held, slot)
+        self.turns.pass_on()
+        warpgroup.wait_group(0)
+        self._probabilities(own, index, slot, masked=masked)
+        self._last_values(own, index)
+
+    def _probabilities(self, own: _OwnTile, index: Int32, slot: Int32, *, masked: bool) -> None:
+        """Computes P of a tile with K in a slot, which is released; awaits products in flight, and rescales O."""
+        if masked:
+            self.softmax.masked_tile(index, slot, own.limits)
+        else:
+            self.softmax.full_tile(slot)
+
+    def _last_values(self, own: _OwnTile, index: Int32) -> None:
+        """Adds the values of a tile with nothing else to do meanwhile."""
+        slot = self.ring.wait()
+        if self.call.spec.hides_first_keys:
+            self.operands.zero_values(own.tile, index, lambda: slot)
+        self.products.add_values(slot)
+        warpgroup.wait_group(0)
+        self.ring.release(slot)

@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a consumer warpgroup of the forward kernel changes in shared memory, where TMA cannot prepare an operand.
+
+Keys past the end of the array are zeros by TMA. Keys that no query of the batch entry sees may hold anything: scores of
+them are masked, and the consumers zero those rows of V (0 * NaN is NaN). They lie at the end of the first tile that is
+visited, or at the beginning of the last one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cutlass import Int32, cute
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
+from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
+
+# Named barrier of the first warpgroup; those of the others follow.
+_OWN_BARRIER = 1
+
+
+@dataclass(frozen=True, eq=False)
+class SharedOperands:
+    """Emits the changes of one warpgroup.
+
+    Attributes:
+        call: what the roles share.
+        shared: tiles and barriers.
+        lane: the thread.
+    """
+
+    call: Call
+    shared: ForwardShared
+    lane: Lane
+
+    def negate_query(self) -> None:
+        """Flips the signs of this warpgroup's Q."""
+        nbytes = WARPGROUP_ROWS * self.call.memory.head_dim * 2
+        first = self.shared.query_address(self.lane.group) + self.lane.thread * 16
+        for start in range(0, nbytes, 16 * 128):
+            chunk = ptx.load_shared_chunk(first + start)
+            ptx.store_shared_chunk(first + start, [x ^ Int32(-0x7FFF8000) for x in chunk])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self._sync_warpgroup()
+
+    def zero_padding(self, tile: QueryTile) -> None:
+        """Zeroes the padding rows of this warpgroup's Q, and rows of other sequences.
+
+        No mask hides them: NaN there, or scores far above the maxima, would fail full tiles.
+        """
+        first = tile.row + self.lane.group * WARPGROUP_ROWS
+        inside = plan.LiveRange(Int32(0), tile.bounds["query_end"])
+
+        def own_query() -> list[tuple[Int32, int]]:
+            # All warps have loaded what they hold of the tile before. racecheck does not see that by `query_empty`,
+            # the producer and TMA, which come in between.
+            self._sync_warpgroup()
+            return [(self.shared.query_address(self.lane.group), self.call.memory.head_dim)]
+
+        wgmma.zero_hidden_rows(
+            WARPGROUP_ROWS,
+            own_query,
+            copies.Rows.live(inside, first, hides_first=False, length=tile.queries.zeros_from()),
+            threads=128,
+            barrier=_OWN_BARRIER,
+        )
+
+    def zero_values(self, tile: QueryTile, index: Int32, slot: Callable[[], Int32]) -> None:
+        """Zeroes the rows of V that no query sees. Every warpgroup does so for itself.
+
+        Args:
+            tile: of queries.
+            index: the key tile.
+            slot: waits for V and returns its slot; called if there is something to zero.
+        """
+        spec, config = self.call.spec, self.call.config
+        live = copies.live_keys(**copies.moved(tile.bounds))
+        rows = copies.Rows.live(
+            live, index * config.keys, hides_first=spec.hides_first_keys, length=tile.keys.zeros_from()
+        )
+        wgmma.zero_hidden_rows(
+            config.keys,
+            lambda: [(self.shared.slot_address(slot()), self.call.memory.v_head_dim)],
+            rows,
+            threads=128,
+            barrier=_OWN_BARRIER,
+        )
+
+    def _sync_warpgroup(self) -> None:
+        cute.arch.barrier(barrier_id=_OWN_BARRIER + self.lane.group, number_of_threads=128)

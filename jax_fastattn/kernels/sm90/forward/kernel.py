@@ -1,0 +1,96 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Forward attention with TMA and WGMMA, warp-specialized: one producer warp, one to three consumer warpgroups.
+
+Each role has a file: `loader.py` loads Q, K and V, a warpgroup of `consumer.py` computes 64 rows of
+the output. If CTAs take tiles by a counter, one more warp does that (`backward/row_schedule.py`). `shared.py` has
+the tiles and the barriers in shared memory.
+"""
+
+import dataclasses
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import cute
+
+from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.device import softmax
+from jax_fastattn.kernels.device.launch import Launch, start_all
+from jax_fastattn.kernels.device.tile_counter import ResetKernel
+from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
+from jax_fastattn.kernels.sm90.forward.consumer import ForwardConsumer
+from jax_fastattn.kernels.sm90.forward.loader import ForwardProducer
+from jax_fastattn.kernels.sm90.forward.schedule import TakenTiles, forward_schedule
+from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
+from jax_fastattn.kernels.sm90.forward.work import Call
+
+
+class ForwardKernel:
+    """The forward kernel of one compile key.
+
+    Args:
+        spec: what is compiled in.
+        config: the variant; by default the one of the table in `config.py`.
+    """
+
+    def __init__(self, spec: KernelSpec, config: ForwardConfig | None = None):
+        self.spec = spec
+        self.config = config or forward_config(spec)
+        self.memory = SharedMemory.of(spec, self.config)
+        self.schedule = forward_schedule(spec, self.config)
+        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
+
+    @cute.jit
+    def __call__(self, buffers: ForwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+        """Launches the kernel."""
+        start_all(self.launches(buffers, scalars), stream)
+
+    def launches(self, buffers: ForwardBuffers, scalars: Scalars) -> list[Launch]:
+        """Returns the launches of a call, in order."""
+        spec, config, memory = self.spec, self.config, self.memory
+        launch = Launch(
+            self.kernel,
+            (buffers, scalars),
+            grid=self.schedule.blocks(scalars),
+            block=config.threads,
+            shared_bytes=memory.nbytes,
+            tma=Tma.boxes(spec, memory, buffers, scalars, query_rows=WARPGROUP_ROWS, key_rows=config.keys),
+            min_blocks=config.blocks,
+            begins_early=spec.takes_tiles,
+        )
+        return [ResetKernel().launch(buffers), launch] if spec.takes_tiles else [launch]
+
+    @cute.kernel
+    def kernel(self, tma: Tma, buffers: ForwardBuffers, scalars: Scalars):
+        spec, config = self.spec, self.config
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        shared = ForwardShared.of(self.memory, self.dtype)
+        shared.initialize(warp_index, tma)
+        if cutlass.const_expr(spec.takes_tiles):
+            # The launch before resets the counter.
+            cute.arch.griddepcontrol_wait()
+        call = self._call(shared, tma, buffers, scalars)
+        if warp_index >= config.consumer_threads // 32:
+            if cutlass.const_expr(config.moves_registers):
+                cute.arch.setmaxregister_decrease(config.registers.producer)
+            if warp_index == config.consumer_threads // 32:
+                ForwardProducer.start(call, shared).run()
+            if cutlass.const_expr(spec.takes_tiles):  # noqa: SIM102, of the two conditions only this one is static
+                if thread == config.consumer_threads + 32:
+                    call.take_tiles()
+        else:
+            if cutlass.const_expr(config.moves_registers):
+                cute.arch.setmaxregister_increase(config.registers.consumer)
+            ForwardConsumer.start(call, shared, thread, warp_index).run()
+
+    def _call(self, shared: ForwardShared, tma: Tma, buffers: ForwardBuffers, scalars: Scalars) -> Call:
+        """Returns what the roles share."""
+        schedule = self.schedule
+        if isinstance(schedule, TakenTiles):
+            schedule = dataclasses.replace(schedule, taken=shared.taken)
+        cap = scalars.logits_soft_cap if self.spec.logits_soft_cap else None
+        scaling = softmax.scaling(scalars.scale, cap)
+        return Call(self.spec, self.memory, schedule, tma, buffers, scalars, scaling)

@@ -1,0 +1,79 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The warp of the forward kernel that loads Q, K and V, in the order in which the consumers take them."""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32
+
+from jax_fastattn.kernels.device import wgmma
+from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
+from jax_fastattn.kernels.sm90.forward.work import Call, QueryTile
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardProducer:
+    """Emits the warp's code.
+
+    Attributes:
+        call: what the roles share.
+        shared: tiles and barriers.
+        ring: the warp's position in the ring of K and V.
+        query_phase: phase of the barriers on which the consumers give Q back.
+    """
+
+    call: Call
+    shared: ForwardShared
+    ring: wgmma.Ring
+    query_phase: wgmma.Uniform
+
+    @classmethod
+    def start(cls, call: Call, shared: ForwardShared) -> "ForwardProducer":
+        """Returns the role with its registers."""
+        ring = wgmma.Ring(shared.full, shared.empty, call.config.slots)
+        query_phase = wgmma.Uniform(Int32(1))
+        return cls(call, shared, ring, query_phase)
+
+    def run(self) -> None:
+        """Loads everything for all tiles of queries of the CTA."""
+        self.call.each_tile(self.load)
+
+    def load(self, tile: QueryTile) -> None:
+        """Loads Q of a tile, and the key tiles that it visits: the last K before Q, all others after it."""
+        config, memory, tma, shared = self.call.config, self.call.memory, self.call.tma, self.shared
+        visit, last = tile.visit, tile.visit.end - 1
+        copy_query = tma.query.copy(shared.query, tile.head, tile.queries)
+        copy_key = tma.key.copy(shared.key, tile.kv_head, tile.keys)
+        copy_value = tma.value.copy(shared.value, tile.kv_head, tile.keys)
+
+        def load_key(index: Int32) -> None:
+            self.ring.fill(copy_key, index, config.keys * memory.head_dim * 2)
+
+        def load_value(index: Int32) -> None:
+            self.ring.fill(copy_value, index, config.keys * memory.v_head_dim * 2)
+
+        def load_step(i: Int32) -> None:
+            # With overlap, a consumer takes K of the next tile before V of this one.
+            if config.overlap:
+                load_key(last - 1 - i)
+                load_value(last - i)
+            else:
+                load_value(last - i)
+                load_key(last - 1 - i)
+
+        def load_rest() -> None:
+            wgmma.loop(last - visit.begin, load_step)
+            load_value(visit.begin)
+
+        some = visit.begin < visit.end
+        cutlass.if_generate(some, lambda: load_key(last))
+        for group in range(config.warpgroups):
+            barrier = shared.query_full + group
+            if config.walks:
+                wgmma.wait(shared.query_empty + group, self.query_phase[0])
+            wgmma.expect(barrier, WARPGROUP_ROWS * memory.head_dim * 2)
+            copy_query(tile.index * config.warpgroups + group, group, barrier)
+        self.query_phase[0] = self.query_phase[0] ^ 1
+        cutlass.if_generate(some, load_rest)

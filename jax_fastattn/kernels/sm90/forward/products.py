@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The two products of a consumer warpgroup of the forward kernel, with their factors and accumulators.
+
+S = Q K^T reads K, and what does not stay in registers of Q, from shared memory. P feeds O += P V from registers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
+from jax_fastattn.kernels.sm90.forward.work import Call, Lane
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardProducts:
+    """Emits the products of one warpgroup.
+
+    Attributes:
+        call: what the roles share.
+        lane: the thread.
+        shared_query: Q of all warpgroups, `[rows, columns, warpgroup]`.
+        score_mma: S = Q K^T, both factors from shared memory.
+        held_mma: the same with Q from registers.
+        out_mma: O += P V, P from registers.
+        query: descriptors of this warpgroup's Q.
+        key: descriptors of the slots as K.
+        value: descriptors of the slots as V.
+        scores: accumulator `[64, keys]` of S.
+        probabilities: left factor `[64, keys]`, P in 16 bits.
+        out: accumulator `[64, columns of V]` of O.
+    """
+
+    call: Call
+    lane: Lane
+    shared_query: cute.Tensor
+    score_mma: cute.TiledMma
+    held_mma: cute.TiledMma
+    out_mma: cute.TiledMma
+    query: cute.Tensor
+    key: cute.Tensor
+    value: cute.Tensor
+    scores: Accumulator
+    probabilities: cute.Tensor
+    out: Accumulator
+
+    @classmethod
+    def start(cls, call: Call, shared: ForwardShared, lane: Lane) -> "ForwardProducts":
+        """Returns the products with their registers."""
+        dtype, keys, v_head_dim = shared.query.element_type, call.config.keys, call.memory.v_head_dim
+        score_mma = wgmma.product(dtype, keys, a_in_registers=False, b_transposed=False)
+        out_mma = wgmma.product(dtype, v_head_dim, a_in_registers=True, b_transposed=True)
+        return cls(
+            call=call,
+            lane=lane,
+            shared_query=shared.query,
+            score_mma=score_mma,
+            held_mma=wgmma.product(dtype, keys, a_in_registers=True, b_transposed=False),
+            out_mma=out_mma,
+            query=wgmma.operand_a(score_mma, shared.query)[None, None, None, lane.group],
+            key=wgmma.operand_b(score_mma, shared.key),
+            value=wgmma.operand_b(out_mma, wgmma.transposed(shared.value)),
+            scores=wgmma.accumulator(score_mma, (WARPGROUP_ROWS, keys)),
+            probabilities=wgmma.fragment_a(out_mma, (WARPGROUP_ROWS, keys), dtype),
+            out=wgmma.accumulator(out_mma, (WARPGROUP_ROWS, v_head_dim)),
+        )
+
+    @property
+    def _held_count(self) -> int:
+        """How many fragments of Q stay in registers."""
+        return min(self.call.config.held, self.call.memory.head_dim // 16)
+
+    def hold_query(self) -> cute.Tensor:
+        """Loads the fragments of Q that stay in registers, when Q is there."""
+        return wgmma.load_a(self.held_mma, self.shared_query, self.lane.group, self._held_count, self.lane.thread)
+
+    def start_scores(self, held: cute.Tensor, slot: Int32) -> None:
+        """Starts S = Q K^T, given what `hold_query` returned and the slot of K."""
+        wgmma.gemm_steps(self.scores, self._score_steps(held, self.key[None, None, None, slot]), accumulate=False)
+
+    def _score_steps(self, held: cute.Tensor, key: cute.Tensor) -> Iterator[wgmma.Step]:
+        for k in range(self.call.memory.head_dim // 16):
+            mma, query = (self.held_mma, held) if k < self._held_count else (self.score_mma, self.query)
+            yield mma, query[None, None, k], key[None, None, k]
+
+    def add_values(self, slot: Int32) -> None:
+        """Starts O += P V."""
+        values = self.value[None, None, None, slot]
+        wgmma.gemm(self.out_mma, self.out, self.probabilities, values, accumulate=True)
+
+    def round_probabilities(self) -> None:
+        """Rounds P, which is where S was, to 16 bits: the accumulator's fragments are those of the left factor."""
+        pairs = cute.recast_tensor(self.probabilities, Int32)
+        for i in range(cute.size(self.scores) // 2):
+            pairs[i] = ptx.pack(self.scores[2 * i], self.scores[2 * i + 1], dtype=self.call.mma_dtype)
+
+    def rescale_out(self, factors: Accumulator, grown: Boolean) -> None:
+        """Multiplies the two rows of O of a lane by their factors, if a row of the warp has a larger maximum now."""
+
+        def rescale() -> None:
+            for i in range(self.call.memory.v_head_dim // 2):
+                self.out[i] = self.out[i] * factors[i // 2 % 2]
+
+        cutlass.if_generate(grown, rescale)

@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the warps of a forward CTA work on: the arguments of the launch, and one tile of queries after the other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cutlass import Int32, cute
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.device import copies, ptx, softmax
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.sequences import Span
+from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward.row_schedule import Work
+from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory
+from jax_fastattn.kernels.sm90.forward.schedule import ForwardTiles, TakenTiles
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """A tile of queries.
+
+    Attributes:
+        config: the variant.
+        index: which tile of its sequence it is.
+        row: its first row.
+        queries: rows of the queries of its sequence.
+        keys: rows of the keys of its sequence.
+        head: query head.
+        kv_head: key/value head.
+        bounds: what its rows may see, see `copies.bounds`.
+        visit: the key tiles that some row sees.
+    """
+
+    config: ForwardConfig
+    index: Int32
+    row: Int32
+    queries: Span
+    keys: Span
+    head: Int32
+    kv_head: Int32
+    bounds: dict[str, Int32]
+    visit: plan.TileRange
+
+    @classmethod
+    def of(cls, config: ForwardConfig, work: Work) -> "QueryTile":
+        """Returns a tile of the schedule with what its rows see."""
+        row = work.tile * config.rows
+        bounds = work.sequence.bounds()
+        visit = _uniform(copies.key_tiles(row, config.rows, config.keys, **bounds))
+        queries, keys = work.sequence.queries, work.sequence.keys
+        return cls(config, work.tile, row, queries, keys, work.head, work.kv_head, bounds, visit)
+
+    def own_visit(self, group: Int32) -> plan.TileRange:
+        """Returns those of the key tiles to visit that one warpgroup's rows see."""
+        if self.config.warpgroups == 1:
+            return self.visit
+        row = self.row + group * WARPGROUP_ROWS
+        seen = copies.key_tiles(row, WARPGROUP_ROWS, self.config.keys, **self.bounds)
+        end = copies.clamp(seen.end, self.visit.begin, self.visit.end)
+        begin = copies.clamp(seen.begin, self.visit.begin, end)
+        full_end = copies.clamp(seen.full_end, begin, end)
+        return _uniform(plan.TileRange(begin, end, copies.clamp(seen.full_begin, begin, full_end), full_end))
+
+
+def _uniform(visit: plan.TileRange) -> plan.TileRange:
+    """Tells the compiler that all lanes run through loops around wgmma equally often."""
+    return plan.TileRange(*[cute.arch.make_warp_uniform(Int32(end)) for end in visit])
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the roles of a CTA share.
+
+    Attributes:
+        spec: the compile key.
+        memory: offsets in shared memory.
+        schedule: which tiles of queries the CTA works on.
+        tma: the operands that TMA loads.
+        buffers: of the launch.
+        scalars: of the launch.
+        scaling: from products to logits.
+    """
+
+    spec: KernelSpec
+    memory: SharedMemory
+    schedule: ForwardTiles
+    tma: Tma
+    buffers: ForwardBuffers
+    scalars: Scalars
+    scaling: softmax.Scaling
+
+    @property
+    def config(self) -> ForwardConfig:
+        """The variant."""
+        return self.memory.config
+
+    @property
+    def mma_dtype(self) -> str:
+        """The operands' dtype as PTX names it."""
+        return ptx.MMA_DTYPE[self.spec.dtype]
+
+    def each_tile(self, visit: Callable[[QueryTile], None]) -> None:
+        """Calls `visit` for each tile of queries of the CTA; the producer and the consumers visit the same ones."""
+        self.schedule.each(self.buffers, self.scalars, lambda work: visit(QueryTile.of(self.config, work)))
+
+    def take_tiles(self) -> None:
+        """Takes tiles for the CTA by the counter. One lane calls it."""
+        assert isinstance(self.schedule, TakenTiles)
+        self.schedule.take_each(self.buffers, self.scalars)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where a consumer thread is.
+
+    Attributes:
+        group: its warpgroup.
+        warp: index of its warp in the warpgroup.
+        thread: its own index in the warpgroup.
+        row: the first of its two accumulator rows, counted from the CTA's first row; the other one is 8 further.
+        column: its first accumulator column.
+    """
+
+    group: Int32
+    warp: Int32
+    thread: Int32
+    row: Int32
+    column: Int32
+
+    @classmethod
+    def of(cls, config: ForwardConfig, thread: Int32, warp_index: Int32) -> "Lane":
+        """Returns the lane of a thread of the CTA."""
+        group = warp_index // 4 if config.warpgroups > 1 else Int32(0)
+        row, column = accumulator_lane(thread % 32)
+        return cls(group, thread=thread % 128, warp=warp_index % 4, row=warp_index * 16 + row, column=column)
