@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_fastattn.kernels.device.layout import padded
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.forward.config import SHARED_MEMORY, WARPGROUP_ROWS, Registers, padded_head_dim
+from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, WARPGROUP_ROWS, Registers, padded_head_dim
 from jax_fastattn.kernels.tile_records import slot_count
 
 # Query rows to a multiple of which statistics and sums of dq are padded.

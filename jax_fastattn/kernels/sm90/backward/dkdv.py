@@ -29,7 +29,7 @@ from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.dkdv_dq import FusedKernel
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.mask import Edges, QueryMask
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 # Named barrier of the first stage's weights; those of the others follow. 1 and 2 are the warpgroups' own.
 _WEIGHTS_READY = 3

@@ -35,7 +35,7 @@ from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTiles, Pack
 from jax_fastattn.kernels.sm90.backward.loader import Producer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import backward_shared
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class FusedKernel:

@@ -21,7 +21,7 @@ from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.shared import ONE, STEP, FusedShared
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 # Lanes of an accumulator's row: each has columns of its own.
 _COLUMN_LANES = 4

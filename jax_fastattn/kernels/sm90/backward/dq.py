@@ -34,7 +34,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, DqConfig, DqMemory, dq_config
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, PackedSlots, SectionedTiles
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class RowStatistics(NamedTuple):

@@ -29,7 +29,7 @@ from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, ROW_ALIGNMENT, SLOTS, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.row_schedule import tile_counter
 from jax_fastattn.kernels.sm90.backward.shared import FusedShared
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class Chunk(NamedTuple):

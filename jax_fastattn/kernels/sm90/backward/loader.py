@@ -11,7 +11,7 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.tma import Tma, TmaOperand
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class Producer:

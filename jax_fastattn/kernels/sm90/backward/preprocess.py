@@ -21,8 +21,9 @@ from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, PackedRowUnits, RowUnits, Work
-from jax_fastattn.kernels.sm90.forward.config import padded_head_dim
+from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, PackedRowUnits, RowUnits
+from jax_fastattn.kernels.sm90.geometry import padded_head_dim
+from jax_fastattn.kernels.sm90.work import Work
 
 THREADS = 256
 

@@ -15,8 +15,8 @@ from cutlass import Int32, Int64, cute
 from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span, load_record
-from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, head_counters, padded_rows
+from jax_fastattn.kernels.sm90.work import QueryTiles, Work
 from jax_fastattn.kernels.tile_records import slot_count
 
 
@@ -35,47 +35,6 @@ class HeadOrder(NamedTuple):
     section: Int32
     ahead: Any = None
     prepared: Any = None
-
-
-class Work(NamedTuple):
-    """A tile of queries.
-
-    Attributes:
-        tile: its index among those of its sequence.
-        head: query head.
-        kv_head: key/value head.
-        sequence: the rows.
-        head_index: the query head, counted over all batch entries; None in the forward pass.
-    """
-
-    tile: Int32
-    head: Int32
-    kv_head: Int32
-    sequence: Sequence
-    head_index: Any = None
-
-
-@dataclass(frozen=True)
-class QueryTiles:
-    """Tiles of queries of batch entries of one length.
-
-    Args:
-        spec: the compile key.
-        rows: of a tile.
-    """
-
-    spec: KernelSpec
-    rows: int
-
-    def count(self, scalars: Scalars | Sizes) -> Int32:
-        """Tiles of a head."""
-        return copies.count(scalars.query_length, self.rows)
-
-    def of_head(self, tile: Int32, index: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> Work:
-        """A tile of a head, which is counted over all batch entries."""
-        batch, head = index // scalars.num_heads, index % scalars.num_heads
-        sequence = Sequence.of_entry(self.spec, batch, buffers, scalars)
-        return Work(tile, head, head // self.spec.group, sequence, index)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.tile_counter import TakenTile
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, SLOTS, BackwardMemory
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 # Columns of a step of a product.
 STEP = 16

@@ -9,27 +9,17 @@ fast it was measured is in docs/kernels/sm90.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from jax_fastattn.kernels import tile_records
 from jax_fastattn.kernels.device.layout import padded
 from jax_fastattn.kernels.key import WALKING_HEAD_DIM, KernelSpec
-
-# Query rows of a warpgroup: the M of wgmma.
-WARPGROUP_ROWS = 64
-
-# What a CTA may ask for, and what an SM has for its CTAs, of which each takes 1 KB more for the system.
-SHARED_MEMORY = 227 * 1024
-_SM_SHARED_MEMORY = 228 * 1024
-
-
-class Registers(NamedTuple):
-    """Registers of a thread after setmaxnreg: of consumers, of the producer's warpgroup, of that which adds dq up."""
-
-    consumer: int
-    producer: int
-    dq: int = 0
-
+from jax_fastattn.kernels.sm90.geometry import (
+    SHARED_MEMORY,
+    SM_SHARED_MEMORY,
+    WARPGROUP_ROWS,
+    Registers,
+    padded_head_dim,
+)
 
 # By consumer warpgroups: an SM has 64 K registers.
 _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
@@ -39,11 +29,6 @@ TAKEN_WORDS = tile_records.WORDS + 1
 
 # Every shared-memory tile starts at a whole repetition of the 128-byte swizzle.
 _TILE_ALIGNMENT = 1024
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """Columns of a tile: whole swizzle atoms of 32 columns, of 64 where that adds nothing. TMA fills in zeros."""
-    return padded(head_dim, 32)
 
 
 @dataclass(frozen=True)
@@ -154,7 +139,7 @@ class SharedMemory:
     @property
     def fits(self) -> bool:
         """Whether `blocks` CTAs fit an SM together."""
-        return self.nbytes <= SHARED_MEMORY and self.config.blocks * (self.nbytes + 1024) <= _SM_SHARED_MEMORY
+        return self.nbytes <= SHARED_MEMORY and self.config.blocks * (self.nbytes + 1024) <= SM_SHARED_MEMORY
 
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:

@@ -14,9 +14,9 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import copies, ptx, wgmma
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 # Named barrier of the first warpgroup; those of the others follow.
 _OWN_BARRIER = 1

@@ -19,12 +19,13 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.tile_counter import ResetKernel
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory, forward_config
+from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory, forward_config
 from jax_fastattn.kernels.sm90.forward.consumer import ForwardConsumer
 from jax_fastattn.kernels.sm90.forward.loader import ForwardProducer
 from jax_fastattn.kernels.sm90.forward.schedule import TakenTiles, forward_schedule
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.work import Call
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class ForwardKernel:

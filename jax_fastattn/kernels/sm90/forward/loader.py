@@ -8,9 +8,9 @@ import cutlass
 from cutlass import Int32
 
 from jax_fastattn.kernels.device import wgmma
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.work import Call, QueryTile
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 @dataclass(frozen=True, eq=False)

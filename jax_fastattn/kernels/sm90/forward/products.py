@@ -13,9 +13,9 @@ from cutlass import Boolean, Int32, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.work import Call, Lane
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 @dataclass(frozen=True, eq=False)

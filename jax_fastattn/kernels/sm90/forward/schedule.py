@@ -15,8 +15,8 @@ from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, load_record
 from jax_fastattn.kernels.device.tile_counter import TakenTile, take_one
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.row_schedule import QueryTiles, Work
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
+from jax_fastattn.kernels.sm90.work import QueryTiles, Work
 from jax_fastattn.kernels.tile_records import Record, slot_count
 
 # Of the words of a packed tile, its record and its head: how many rows it has.

@@ -15,7 +15,8 @@ from cutlass import Int32, Int64, cute
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.tile_counter import TakenTile
 from jax_fastattn.kernels.device.tma import Tma
-from jax_fastattn.kernels.sm90.forward.config import TAKEN_WORDS, WARPGROUP_ROWS, SharedMemory
+from jax_fastattn.kernels.sm90.forward.config import TAKEN_WORDS, SharedMemory
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,10 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.row_schedule import Work
-from jax_fastattn.kernels.sm90.forward.config import WARPGROUP_ROWS, ForwardConfig, SharedMemory
+from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
 from jax_fastattn.kernels.sm90.forward.schedule import ForwardTiles, TakenTiles
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.work import Work
 
 
 @dataclass(frozen=True)
