@@ -62,13 +62,14 @@ ALONE = {
 @pytest.mark.parametrize("name", ALONE)
 def test_one_obstacle_is_one_reason(name: str) -> None:
     change, reason = ALONE[name]
-    assert unsupported_reasons(dataclasses.replace(BASE, **change).problem(), "sm_90a") == [reason]
+    (found,) = unsupported_reasons(dataclasses.replace(BASE, **change).problem(), "sm_90a")
+    assert found.text == reason
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_100", None])
 def test_architecture(arch: str | None) -> None:
     (reason,) = unsupported_reasons(BASE.problem(), arch)
-    assert reason == f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}"
+    assert reason.text == f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}"
 
 
 # CUDA programming guide, table "Memory Information per Compute Capability": KB for one CTA, and 1 KB more for an SM.

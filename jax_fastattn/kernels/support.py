@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec, kernel_spec
 from jax_fastattn.kernels.sm80 import config as sm80
@@ -26,23 +27,68 @@ DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 
 
-def unsupported_reasons(problem: Problem, arch: str | None) -> list[str]:
-    """Every reason why no CUDA kernel can run `problem` on `arch`; empty when one can."""
+# Dispatch alone finds reasons of the first line.
+# fmt: off
+Kind = Literal[
+    "implementation", "empty", "platform", "speed", "installation",
+    "architecture", "dtype", "head_dim", "symbolic", "length", "bias", "mask", "segment_ids",
+]
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why no CUDA kernel runs a call.
+
+    Attributes:
+        kind: what is in the way, for code that tells reasons apart.
+        text: the same, for people.
+        remedy: what to do instead; empty if no argument can remove the reason, or if the text says it.
+    """
+
+    kind: Kind
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.remedy})" if self.remedy else self.text
+
+
+_REMEDIES: dict[Kind, str] = {
+    "dtype": "cast query, key and value to bfloat16",
+    "bias": "if it hides pairs, pass what hides them by number, as for `mask`",
+    "mask": (
+        "leave the array out and pass `is_causal=True` for a causal mask, `key_value_seq_lengths` for padding, or "
+        "`local_window_size` for a band"
+    ),
+    "symbolic": 'export for sizes that are numbers, a program for each, or pass `implementation="xla"`',
+    "segment_ids": "pass boundaries to `attention_varlen` instead; docs/packed.md shows how to get them",
+}
+
+
+def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
+    """Returns every reason why no CUDA kernel can run `problem` on `arch`; none when one can."""
     present, symbolic = problem.spec.present, problem.symbolic_sizes
     longest = max(size for size in (0, problem.query_length, problem.key_length) if is_known(size))
-    checks = {
-        f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}": arch
-        not in ARCHITECTURES + BORROWED,
-        f"the dtype is {problem.dtype}; the kernels take {' and '.join(DTYPES)}": problem.dtype not in DTYPES,
-        f"`query` has head dim {problem.head_dim}; at most {MAX_HEAD_DIM}": problem.head_dim > MAX_HEAD_DIM,
-        f"`value` has head dim {problem.v_head_dim}; at most {MAX_HEAD_DIM}": problem.v_head_dim > MAX_HEAD_DIM,
-        f"sizes are symbolic: {', '.join(symbolic)}": bool(symbolic),
-        f"a length is over {UNBOUNDED}": longest > UNBOUNDED,
-        "`bias` is given": "bias" in present,
-        "`mask` is given": "mask" in present,
-        "segment ids are given": "query_segment_ids" in present,
-    }
-    return [reason for reason, applies in checks.items() if applies]
+    is_known_arch, head_dims = arch in ARCHITECTURES + BORROWED, (problem.head_dim, problem.v_head_dim)
+    checks: list[tuple[bool, Kind, str]] = [
+        (
+            is_known_arch,
+            "architecture",
+            f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}",
+        ),
+        (problem.dtype in DTYPES, "dtype", f"the dtype is {problem.dtype}; the kernels take {' and '.join(DTYPES)}"),
+        *(
+            (size <= MAX_HEAD_DIM, "head_dim", f"`{name}` has head dim {size}; at most {MAX_HEAD_DIM}")
+            for name, size in zip(("query", "value"), head_dims, strict=True)
+        ),
+        (not symbolic, "symbolic", f"sizes are symbolic: {', '.join(symbolic)}"),
+        (longest <= UNBOUNDED, "length", f"a length is over {UNBOUNDED}"),
+        ("bias" not in present, "bias", "`bias` is given"),
+        ("mask" not in present, "mask", "`mask` is given"),
+        ("query_segment_ids" not in present, "segment_ids", "segment ids are given"),
+    ]
+    return [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
 
 
 def speed_note(arch: str) -> str:

@@ -13,7 +13,7 @@ import jax
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.key import kernel_spec
-from jax_fastattn.kernels.support import describe_kernels, speed_note, unsupported_reasons
+from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 # From how many keys on, and up to which share of a GPU's multiprocessors, one query takes the XLA path; see
@@ -23,18 +23,6 @@ ONE_QUERY_KEYS = 16384
 ONE_QUERY_SHARE = 1 / 4
 ONE_QUERY_SHARE_OF_SEVERAL = 1 / 12
 
-
-# What to do instead, by how a reason begins. A reason that no argument can remove has none.
-REMEDIES = {
-    "the dtype is": "cast query, key and value to bfloat16",
-    "`bias` is given": "if it hides pairs, pass what hides them by number, as for `mask`",
-    "`mask` is given": (
-        "leave the array out and pass `is_causal=True` for a causal mask, `key_value_seq_lengths` for padding, or "
-        "`local_window_size` for a band"
-    ),
-    "sizes are symbolic": 'export for sizes that are numbers, a program for each, or pass `implementation="xla"`',
-    "segment ids are given": "pass boundaries to `attention_varlen` instead; docs/packed.md shows how to get them",
-}
 
 # Packages whose frames are not the user's.
 _LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox", "equimo", "ejkernel")
@@ -74,8 +62,8 @@ class Explanation:
         return "XLA path, because " + self.advice
 
 
-def cuda_reasons(problem: Problem) -> list[str]:
-    """Every reason against the CUDA kernels for a call that is lowered for CUDA.
+def cuda_reasons(problem: Problem) -> list[Reason]:
+    """Returns every reason against the CUDA kernels for a call that is lowered for CUDA.
 
     Raises:
         NotImplementedError: symbolic sizes are the only reason. The slower path would replace kernels in every program
@@ -84,10 +72,11 @@ def cuda_reasons(problem: Problem) -> list[str]:
     missing = ffi.missing_parts()
     arch = None if missing else ffi.arch()
     missing += ffi.compiler_reasons(arch)
-    found = [reason for reason in unsupported_reasons(problem, arch) if arch or "architecture" not in reason]
-    if problem.symbolic_sizes and len(missing + found) == 1:
-        raise NotImplementedError(f"jax_fastattn's CUDA kernels cannot run this call: {_with_remedy(found[0])}.")
-    return missing + found
+    found = [Reason("installation", text) for text in missing]
+    found += [reason for reason in unsupported_reasons(problem, arch) if arch or reason.kind != "architecture"]
+    if [reason.kind for reason in found] == ["symbolic"]:
+        raise NotImplementedError(f"jax_fastattn's CUDA kernels cannot run this call: {found[0]}.")
+    return found
 
 
 def faster_on_xla(problem: Problem, multiprocessors: int) -> str | None:
@@ -137,23 +126,24 @@ def takes_cuda(problem: Problem) -> bool:
 def refuse_platform(problem: Problem) -> None:
     """Raises when the caller insists on CUDA kernels and the call is lowered for another platform."""
     if problem.spec.implementation == "cuda":
-        raise _refusal(["the platform is not CUDA", *unsupported_reasons(problem, "sm_80")])
+        raise _refusal([Reason("platform", "the platform is not CUDA"), *unsupported_reasons(problem, "sm_80")])
 
 
 def explain(problem: Problem) -> Explanation:
     """What `attention` would do with `problem` on the GPU that `ffi.target_arch` names, else on the default backend."""
     if problem.spec.implementation == "xla":
-        reasons = ['`implementation` is "xla"']
+        reasons = [Reason("implementation", '`implementation` is "xla"')]
     elif problem.is_empty:
-        reasons = ["there is nothing to compute: a size is 0"]
+        reasons = [Reason("empty", "there is nothing to compute: a size is 0")]
     elif ffi.named_arch() is None and jax.default_backend() not in ("gpu", "cuda"):
-        reasons = [f"the platform is {jax.default_backend()}", *unsupported_reasons(problem, "sm_80")]
+        platform = Reason("platform", f"the platform is {jax.default_backend()}")
+        reasons = [platform, *unsupported_reasons(problem, "sm_80")]
     elif not (reasons := cuda_reasons(problem)) and problem.spec.implementation is None:
         faster = faster_on_xla(problem, ffi.multiprocessors())
-        reasons = [faster] if faster else []
+        reasons = [Reason("speed", faster)] if faster else []
     if reasons:
-        advice = "; ".join(map(_with_remedy, reasons))
-        return Explanation("xla", None, None, None, tuple(reasons), advice)
+        texts = tuple(reason.text for reason in reasons)
+        return Explanation("xla", None, None, None, texts, "; ".join(map(str, reasons)))
     arch = ffi.arch()
     return Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "", speed_note(arch))
 
@@ -192,35 +182,29 @@ def _variant(problem: Problem, arch: str) -> str:
     return f"forward for {length}; backward in one kernel, dq added {order}"
 
 
-def _with_remedy(reason: str) -> str:
-    """Returns the reason, and in parentheses what to do instead, if anything."""
-    remedy = next((text for start, text in REMEDIES.items() if reason.startswith(start)), "")
-    return f"{reason} ({remedy})" if remedy else reason
-
-
-def _refusal(reasons: list[str]) -> NotImplementedError:
-    listed = "".join(f"\n  - {_with_remedy(reason)}" for reason in reasons)
+def _refusal(reasons: list[Reason]) -> NotImplementedError:
+    listed = "".join(f"\n  - {reason}" for reason in reasons)
     return NotImplementedError(
         f'implementation="cuda" cannot run this call:{listed}\nimplementation=None falls back to the XLA path.'
     )
 
 
-def _warn_once(problem: Problem, reasons: list[str]) -> None:
+def _warn_once(problem: Problem, reasons: list[Reason]) -> None:
     """Warns of the XLA path, once for each set of reasons."""
-    warned = _warned("; ".join(reasons))
+    warned = _warned(tuple(reasons))
     if warned:
         return
     warned.append(True)
     site = _call_sites.get(_site_key(problem), "a place that is not known")
     warnings.warn(
-        f"jax_fastattn takes the XLA path for the call at {site}: {'; '.join(map(_with_remedy, reasons))}. "
+        f"jax_fastattn takes the XLA path for the call at {site}: {'; '.join(map(str, reasons))}. "
         'Pass implementation="xla" to accept that without this warning.',
         stacklevel=2,
     )
 
 
 @functools.lru_cache(maxsize=1024)  # a new head dim is a new reason
-def _warned(reasons: str) -> list[bool]:
+def _warned(reasons: tuple[Reason, ...]) -> list[bool]:
     """An empty list until somebody has warned of these reasons."""
     del reasons
     return []

@@ -137,7 +137,7 @@ def support_table() -> str:
     for name, problem in problems().items():
         reasons = [unsupported_reasons(problem, arch) for arch in ARCHITECTURES]
         rows.append([name, *("no" if reason else "yes" for reason in reasons)])
-        found |= dict.fromkeys(itertools.chain(*reasons))
+        found |= dict.fromkeys(reason.text for reason in itertools.chain(*reasons))
     listed = "\n".join(f"- {reason}" for reason in found)
     reasons = f"Reasons against the kernels, as errors and warnings name them:\n\n{listed}\n"
     return f"{_HEAD}\n{_table(rows)}\n\n{reasons}\n{_gpus()}"
