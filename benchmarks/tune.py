@@ -41,7 +41,8 @@ from run import MODES, clocks, compiled, describe_run
 
 from jax_fastattn import ffi
 from jax_fastattn.ffi import cache, call
-from jax_fastattn.kernels.key import KernelSpec, kernel_spec
+from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80_config
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward_config

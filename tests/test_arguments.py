@@ -11,8 +11,17 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, Sizes, buffers_type, present_buffers
-from jax_fastattn.kernels.key import KernelSpec, kernel_spec, launch_buffers, launch_scalars
+from jax_fastattn.kernels.arguments import (
+    SCALAR_DTYPES,
+    Scalars,
+    Sizes,
+    buffers_type,
+    launch_buffers,
+    launch_scalars,
+    present_buffers,
+)
+from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 

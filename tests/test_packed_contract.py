@@ -22,7 +22,7 @@ from jax_fastattn import attention_varlen, packed
 from jax_fastattn.blocks import Blocks
 from jax_fastattn.chunks import CPU
 from jax_fastattn.ffi import TARGET_NAME
-from jax_fastattn.kernels.key import kernel_spec
+from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.cases import Case

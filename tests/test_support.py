@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jax_fastattn.ffi import registry
-from jax_fastattn.kernels.key import FUSED_HEAD_DIM, SHORT_LENGTH, UNBOUNDED, KernelSpec, kernel_spec
+from jax_fastattn.kernels.choose import SHORT_LENGTH, kernel_spec
+from jax_fastattn.kernels.key import FUSED_HEAD_DIM, UNBOUNDED, KernelSpec
 from jax_fastattn.kernels.sm80.config import shared_memory_limit
 from jax_fastattn.kernels.sm90.backward.config import (
     BackwardConfig,

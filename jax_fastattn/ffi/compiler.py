@@ -20,8 +20,8 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from jax_fastattn.ffi import registry
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
-from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, buffers_type
-from jax_fastattn.kernels.key import KernelSpec, launch_buffers
+from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, buffers_type, launch_buffers
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
 from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
 from jax_fastattn.kernels.sm90.backward import launches as sm90_backward

@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
-if TYPE_CHECKING:
-    from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
+from jax_fastattn.spec import Problem
 
 
 @dataclass(frozen=True)
@@ -222,6 +222,33 @@ def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
         else None
         for name, buffer in _definition(buffers_type(spec)).items()
     }
+
+
+def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
+    """Returns the dtype of each buffer of a launch by name, in order, see `present_buffers`; None if it is left out."""
+    return {name: buffer and buffer.dtype for name, buffer in present_buffers(spec).items()}
+
+
+def launch_scalars(problem: Problem, multiprocessors: int) -> Scalars:
+    """Returns the run-time scalars of a launch.
+
+    Args:
+        problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
+        multiprocessors: how many the GPU has.
+    """
+    left, right = problem.spec.bounds
+    return Scalars(
+        batch=problem.num_sequences or problem.batch,
+        query_length=problem.query_length,
+        key_length=problem.key_length,
+        num_heads=problem.num_heads,
+        window_left=UNBOUNDED if left is None else min(left, UNBOUNDED),
+        window_right=UNBOUNDED if right is None else min(right, UNBOUNDED),
+        sinks_stride=problem.num_heads if problem.sinks_per_batch else 0,
+        multiprocessors=multiprocessors,
+        scale=problem.spec.scale,
+        logits_soft_cap=problem.spec.logits_soft_cap or 0.0,
+    )
 
 
 @functools.cache

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec, kernel_spec
+from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward

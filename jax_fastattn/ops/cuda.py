@@ -14,8 +14,9 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
-from jax_fastattn.kernels.arguments import present_buffers
-from jax_fastattn.kernels.key import KernelSpec, kernel_spec, launch_scalars
+from jax_fastattn.kernels.arguments import launch_scalars, present_buffers
+from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import packed
-from jax_fastattn.kernels.key import KernelSpec, kernel_spec
+from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}

@@ -15,9 +15,9 @@ from emulated_backward import Sizes
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import fake_arguments
-from jax_fastattn.kernels.arguments import Scalars, buffers_type
+from jax_fastattn.kernels.arguments import Scalars, buffers_type, launch_buffers
 from jax_fastattn.kernels.device.launch import Launch
-from jax_fastattn.kernels.key import KernelSpec, launch_buffers
+from jax_fastattn.kernels.key import KernelSpec
 
 # So many that every CTA walks through several tiles.
 MULTIPROCESSORS = 3

@@ -18,8 +18,8 @@ from emulated_backward import Sizes, draw_operands, with_sinks
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
 from jax_fastattn import packed
-from jax_fastattn.kernels.arguments import Scalars
-from jax_fastattn.kernels.key import KernelSpec, launch_buffers
+from jax_fastattn.kernels.arguments import Scalars, launch_buffers
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import backward_scratch
 from jax_fastattn.kernels.sm80.backward.dkdv_dq import HeadOrder
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel

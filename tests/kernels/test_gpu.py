@@ -22,7 +22,8 @@ import pytest
 
 import jax_fastattn
 from jax_fastattn import ffi
-from jax_fastattn.kernels.key import KernelSpec, kernel_spec
+from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem

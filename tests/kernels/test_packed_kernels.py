@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jax_fastattn import packed
-from jax_fastattn.kernels.key import KernelSpec, kernel_spec
+from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tile_records import Record, slot_count
 from jax_fastattn.ops.records import tile_records
 from jax_fastattn.testing.cases import Case, kernel_specs

@@ -15,7 +15,8 @@ import pytest
 import test_gpu
 import test_portable
 
-from jax_fastattn.kernels.key import KernelSpec, kernel_spec
+from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
 from jax_fastattn.testing import compare
 from jax_fastattn.testing.cases import HIDDEN_ROWS, Case
