@@ -7,7 +7,6 @@ end of the queries), full ones without mask code, masked ones (right window edge
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
@@ -20,6 +19,7 @@ from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_products import FusedProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.mask import Edges, QueryMask, read_lane
 from jax_fastattn.kernels.sm90.backward.shared import FusedShared
 
@@ -77,7 +77,7 @@ class FusedConsumer:
         """The variant."""
         return self.shared.memory.config
 
-    def run(self, work: SimpleNamespace, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
+    def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
         """Does everything for a tile of keys.
 
         Args:
@@ -126,7 +126,7 @@ class FusedConsumer:
 
     # One tile of queries.
 
-    def _tile(self, work: SimpleNamespace, tile: Int32, edges: Edges | None) -> None:
+    def _tile(self, work: KeyTile, tile: Int32, edges: Edges | None) -> None:
         """Computes what a tile of queries adds to dV and dK, and its dS."""
         products, stage, phase = self.products, self.stage[0], self.stage[1]
         wgmma.wait(self.shared.query_full + stage, phase)
@@ -177,7 +177,7 @@ class FusedConsumer:
 
     # Results.
 
-    def _store(self, work: SimpleNamespace, buffers: BackwardBuffers, scale: Float32) -> None:
+    def _store(self, work: KeyTile, buffers: BackwardBuffers, scale: Float32) -> None:
         """Stores dk and dv from registers."""
         thread, row, _ = read_lane(self.config)
         first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)

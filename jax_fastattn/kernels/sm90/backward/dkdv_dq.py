@@ -15,7 +15,6 @@ launch and the producer from here, but a tile of keys a CTA; there dq has a kern
 Reads the statistics that are described in `gradient.py`.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -31,7 +30,7 @@ from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMe
 from jax_fastattn.kernels.sm90.backward.dkdv_consumer import FusedConsumer
 from jax_fastattn.kernels.sm90.backward.dq_atomic import DqSum
 from jax_fastattn.kernels.sm90.backward.dq_semaphore import DqOrdered
-from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTiles, PackedKeyTiles
+from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile, KeyTiles, PackedKeyTiles
 from jax_fastattn.kernels.sm90.backward.loader import Producer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import backward_shared
@@ -111,7 +110,7 @@ class FusedKernel:
             return
         slot, at = warp_index - (producer + 1), wgmma.Uniform(Int32(0), Int32(0))
 
-        def zero_and_count(work: SimpleNamespace, _: Int32) -> None:
+        def zero_and_count(work: KeyTile, _: Int32) -> None:
             self.dq_sum.zero(work, buffers, slot)
             self.dq_sum.count(shared, work, buffers.arrivals, slot, at)
 
@@ -138,8 +137,6 @@ class FusedKernel:
         """Returns what a consumer warpgroup keeps from one tile of keys to the next."""
         return FusedConsumer.start(self.spec, shared, transform, thread, warp_index)
 
-    def _consume(
-        self, state: Any, work: SimpleNamespace, phase: Int32, buffers: BackwardBuffers, scale: Float32
-    ) -> None:
+    def _consume(self, state: Any, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
         """Does everything that a consumer warpgroup does for a tile of keys."""
         state.run(work, phase, buffers, scale)

@@ -3,7 +3,6 @@
 """What the consumers of a key-stationary kernel zero in shared memory, where TMA cannot prepare an operand."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import cutlass
 from cutlass import Boolean, Int32
@@ -11,6 +10,7 @@ from cutlass import Boolean, Int32
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardMemory
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
@@ -32,7 +32,7 @@ class SharedRows:
     memory: BackwardMemory
     shared: BackwardShared
 
-    def zero_keys(self, work: SimpleNamespace, group: Int32) -> None:
+    def zero_keys(self, work: KeyTile, group: Int32) -> None:
         """Zeroes the rows of K and V that no query sees. Each warpgroup does so for its own keys.
 
         P of such a key is 0. But its dP would be NaN if V were, and NaN * 0 would enter dS; so would 0 * NaN dQ.
@@ -55,13 +55,13 @@ class SharedRows:
             barrier=_OWN_BARRIER,
         )
 
-    def zero_queries(self, work: SimpleNamespace, tile: Int32, stage: Int32) -> None:
+    def zero_queries(self, work: KeyTile, tile: Int32, stage: Int32) -> None:
         """Zeroes the rows of Q and dO of a masked tile that see no key, for both warpgroups."""
         spec = self.spec
         if spec.hides_first_queries or (spec.hides_last_queries and not spec.packed):
             self.zero_hidden_queries(work, tile, stage)
 
-    def zero_last_queries(self, work: SimpleNamespace, at: wgmma.Uniform) -> None:
+    def zero_last_queries(self, work: KeyTile, at: wgmma.Uniform) -> None:
         """Zeroes the rows of Q and dO past the last query that sees a key, before the first tile of a head.
 
         Only that tile has such rows, where the next sequence begins. The statistics make P 0 there, as they do past the
@@ -83,7 +83,7 @@ class SharedRows:
         straddles = visit.end * self.memory.config.queries > live.end
         cutlass.if_generate(Boolean(straddles & (visit.begin < visit.end)), zero)
 
-    def zero_hidden_queries(self, work: SimpleNamespace, tile: Int32, stage: Int32) -> None:
+    def zero_hidden_queries(self, work: KeyTile, tile: Int32, stage: Int32) -> None:
         """Zeroes the rows of a loaded tile of Q and dO that see no key."""
         spec, config, memory = self.spec, self.memory.config, self.memory
         live, first = copies.live_queries(**work.bounds), tile * config.queries

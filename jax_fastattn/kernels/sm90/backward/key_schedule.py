@@ -4,15 +4,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
+from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx, wgmma
-from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.device.sequences import Sequence, Span
 from jax_fastattn.kernels.device.tile_counter import take_one
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
@@ -35,6 +35,47 @@ class Call:
     buffers: BackwardBuffers
     sizes: Sizes
     order: HeadOrder
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """A tile of keys that a CTA works on.
+
+    Attributes:
+        tile: its index among those of its sequence.
+        key_tiles: tiles of a key/value head; of packed sequences slots.
+        ahead: heads from this one to the one whose sums of dq the CTA zeroes, see `HeadOrder`.
+        prepared: heads, or slots of packed sequences, whose statistics are there from the start, see `HeadOrder`.
+        head_index: the key/value head, counted over all batch entries.
+        all_heads: key/value heads of all batch entries.
+        row: its first key, counted from the first one of the sequence.
+        queries: rows of the queries of its sequence.
+        keys: rows of the keys of its sequence.
+        kv_head: the key/value head of its batch entry.
+        kv_heads: key/value heads of a batch entry.
+        first_head: the first query head that reads the key/value head.
+        num_heads: query heads of a batch entry.
+        bounds: what rows of the sequence may see, see `copies.bounds`.
+        visit: the tiles of queries that see one of the keys, of each query head.
+        steps: tiles of queries to visit in all query heads of the group.
+    """
+
+    tile: Int32
+    key_tiles: Int32
+    ahead: Int32
+    prepared: Int32
+    head_index: Int32
+    all_heads: Int32
+    row: Int32
+    queries: Span
+    keys: Span
+    kv_head: Int32
+    kv_heads: Int32
+    first_head: Int32
+    num_heads: Int32
+    bounds: dict[str, Int32]
+    visit: plan.TileRange
+    steps: Int32
 
 
 class KeyTiles:
@@ -77,7 +118,7 @@ class KeyTiles:
         self,
         shared: BackwardShared,
         call: Call,
-        visit: Callable[[SimpleNamespace, Int32], None],
+        visit: Callable[[KeyTile, Int32], None],
         *,
         takes: bool = False,
     ) -> None:
@@ -114,8 +155,8 @@ class KeyTiles:
             phase[0] = phase[0] ^ 1
             yield_out([following()])
 
-    def _work(self, index: Int32, call: Call) -> SimpleNamespace:
-        """The keys of a tile and the query tiles that see them; under a causal mask the first keys have most.
+    def _work(self, index: Int32, call: Call) -> KeyTile:
+        """Returns the keys of a tile and the query tiles that see them; under a causal mask the first keys have most.
 
         The index is that of a tile in the order in which they are taken.
         """
@@ -131,7 +172,7 @@ class KeyTiles:
             full_begin = ptx.where(row + config.keys > bounds["key_end"], visit.end, visit.full_begin)
             visit = visit._replace(full_begin=full_begin, full_end=Int32(cutlass.max(visit.full_end, full_begin)))
         visit = gradient.uniform(visit)
-        return SimpleNamespace(
+        return KeyTile(
             tile=tile,
             key_tiles=key_tiles,
             ahead=order.ahead,

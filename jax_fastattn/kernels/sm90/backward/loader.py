@@ -3,13 +3,13 @@
 """The warp of a key-stationary kernel that loads: K and V of a tile of keys, and all tiles of Q and dO that see it."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.tma import Tma, TmaOperand
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
@@ -30,8 +30,8 @@ class Producer:
         shared: BackwardShared,
         tma: Tma,
         stats: cute.Pointer,
-        prepare: Callable[[SimpleNamespace], None],
-    ) -> Callable[[SimpleNamespace, Int32], None]:
+        prepare: Callable[[KeyTile], None],
+    ) -> Callable[[KeyTile, Int32], None]:
         """A function that loads everything for a tile of keys.
 
         Args:
@@ -46,14 +46,14 @@ class Producer:
         groups = config.keys // WARPGROUP_ROWS
 
         def load_keys(
-            work: SimpleNamespace, operand: TmaOperand, tile: cute.Tensor, barrier: cute.Pointer, columns: int
+            work: KeyTile, operand: TmaOperand, tile: cute.Tensor, barrier: cute.Pointer, columns: int
         ) -> None:
             copy = operand.copy(tile, work.kv_head, work.keys)
             wgmma.expect(barrier, config.keys * columns * 2)
             for group in range(groups):
                 copy(groups * work.tile + group, group, barrier)
 
-        def load_head(work: SimpleNamespace, member: Int32) -> None:
+        def load_head(work: KeyTile, member: Int32) -> None:
             head = work.first_head + member
             copy_query = tma.query.copy(shared.query, head, work.queries)
             copy_dout = tma.dout.copy(shared.dout, head, work.queries)
@@ -79,7 +79,7 @@ class Producer:
 
             wgmma.loop(work.visit.end - work.visit.begin, load)
 
-        def load_all(work: SimpleNamespace, phase: Int32) -> None:
+        def load_all(work: KeyTile, phase: Int32) -> None:
             if isinstance(shared, FusedShared):
                 prepare(work)
                 wgmma.wait(shared.keys_empty, phase ^ 1)

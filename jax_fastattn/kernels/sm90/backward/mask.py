@@ -3,7 +3,6 @@
 """Which queries the rows of a key-stationary kernel's accumulators see: rows are keys there, columns queries."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import cutlass
@@ -14,6 +13,7 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 
 
 class Edges(NamedTuple):
@@ -46,7 +46,7 @@ class QueryMask:
     row: Int32
     column: Int32
 
-    def visibilities(self, work: SimpleNamespace, tile: Int32, edges: Edges) -> list[gradient.Visibility]:
+    def visibilities(self, work: KeyTile, tile: Int32, edges: Edges) -> list[gradient.Visibility]:
         """Returns what the lane's two rows see of one tile of queries.
 
         What depends on the lane is added last: one register lives through the loops instead of four limits.
