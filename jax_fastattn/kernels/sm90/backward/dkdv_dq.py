@@ -30,6 +30,7 @@ from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMe
 from jax_fastattn.kernels.sm90.backward.dkdv_consumer import FusedConsumer
 from jax_fastattn.kernels.sm90.backward.dq_atomic import DqSum
 from jax_fastattn.kernels.sm90.backward.dq_semaphore import DqOrdered
+from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile, KeyTiles, PackedKeyTiles
 from jax_fastattn.kernels.sm90.backward.loader import Producer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
@@ -108,13 +109,13 @@ class FusedKernel:
         if not config.adds_dq:
             cutlass.if_generate(warp_index == producer, load_all)
             return
-        slot, at = warp_index - (producer + 1), wgmma.Uniform(Int32(0), Int32(0))
+        warp = CountingWarp.start(warp_index - (producer + 1))
 
         def zero_and_count(work: KeyTile, _: Int32) -> None:
-            self.dq_sum.zero(work, buffers, slot)
-            self.dq_sum.count(shared, work, buffers.arrivals, slot, at)
+            self.dq_sum.zero(work, buffers, warp.slot)
+            self.dq_sum.count(shared, work, buffers.arrivals, warp)
 
-        cutlass.if_generate(slot >= 0, lambda: self.key_tiles.each(shared, call, zero_and_count), load_all)
+        cutlass.if_generate(warp.slot >= 0, lambda: self.key_tiles.each(shared, call, zero_and_count), load_all)
 
     def _add_dq(self, shared: Any, call: Call, thread: Int32) -> None:
         """Emits the warpgroup that computes dq."""

@@ -5,7 +5,7 @@
 The counter of a tile of dq says how many tiles of keys have added to it. The first one that the tile sees stores sums,
 others add to them, and the last one loads them into the product's accumulator, and stores dq from there. So there are
 no zeros, nor any sums of query tiles that see one tile of keys. Warps that do nothing else wait for their CTA's turns,
-ahead of the third warpgroup, and count what it has added once that is visible.
+ahead of the third warpgroup, and count its additions once they are visible.
 
 A turn always comes, whatever the length and the number of heads: it waits for earlier tiles of keys of the same head
 alone, see `KeyTiles.each`.
@@ -16,9 +16,6 @@ A section of long heads is one head: its CTAs begin together, each waits until t
 of dq, and then they stay one tile apart.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
@@ -28,6 +25,8 @@ from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, SLOTS
 from jax_fastattn.kernels.sm90.backward.dq_atomic import DqSum
+from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import slots_counter
 from jax_fastattn.kernels.sm90.backward.shared import FusedShared
 
@@ -35,7 +34,7 @@ from jax_fastattn.kernels.sm90.backward.shared import FusedShared
 class DqOrdered(DqSum):
     """Emits the warpgroup's code; see `DqSum`."""
 
-    def prepare(self, work: SimpleNamespace, arrivals: cute.Pointer) -> None:
+    def prepare(self, work: KeyTile, arrivals: cute.Pointer) -> None:
         """Waits for the statistics of a head, or of all slots of a packed sequence."""
         if not self.spec.packed:
             super().prepare(work, arrivals)
@@ -51,38 +50,38 @@ class DqOrdered(DqSum):
 
         cutlass.if_generate(left > 0, wait)
 
-    def _zeroing_warps(self, work: SimpleNamespace) -> Int32:
-        """None."""
+    def _zeroing_warps(self, work: KeyTile) -> Int32:
+        """Returns 0: no warp does."""
         del work
         return Int32(0)
 
-    def zero(self, work: SimpleNamespace, buffers: BackwardBuffers, slot: Int32) -> None:
+    def zero(self, work: KeyTile, buffers: BackwardBuffers, slot: Int32) -> None:
         """Does nothing: the first CTA to add to a tile stores its sums."""
         del work, buffers, slot
 
-    def run(self, state: SimpleNamespace, work: SimpleNamespace, phase: Int32) -> None:
-        """The same."""
-        state.work = work
-        state.added[0], state.added[1] = work.first_head, work.visit.end - 1
+    def run(self, state: DqWarpgroup, work: KeyTile, phase: Int32) -> None:
+        """Does everything that the third warpgroup does for a tile of keys."""
+        state.added.move_to_first(work)
         # As in `DqSum.run`.
         wgmma.wait(state.shared.key_full, phase)
         for uniform in (state.added, state.slot, state.turn):
             uniform.settle()
-        wgmma.loop(work.steps, lambda _: self._add(state))
+        wgmma.loop(work.steps, lambda _: self._add(state, work))
         wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
 
-    def _seen(self, work: SimpleNamespace, tile: Int32) -> plan.TileRange:
-        """Tiles of keys that a query tile sees."""
+    def _seen(self, work: KeyTile, tile: Int32) -> plan.TileRange:
+        """Returns the tiles of keys that a query tile sees."""
         queries = self.config.queries
         return copies.key_tiles(tile * queries, queries, self.config.keys, **work.bounds)
 
-    def _add(self, state: SimpleNamespace) -> None:
-        work, shared, turn, at = state.work, state.shared, state.turn[0], state.added
-        buffer, chunks, seen = turn % 2, self._chunks(), self._seen(work, at[1])
+    def _add(self, state: DqWarpgroup, work: KeyTile) -> None:
+        """Adds dQ of the next tile to its sums in the CTA's turn; the last CTA stores dq instead."""
+        shared, turn, at = state.shared, state.turn[0], state.added
+        buffer, chunks, seen = turn % 2, self._chunks(), self._seen(work, at.tile)
         is_first, is_last = Boolean(seen.begin == work.tile), Boolean(seen.end == work.tile + 1)
         wgmma.wait(shared.counted + state.slot[0], state.slot[1])
         for index, chunk in enumerate(chunks):
-            address = self._sums(state, at, index) + state.thread % 32 * 16
+            address = self._sums(state, work, at, index) + state.thread % 32 * 16
             places = [address + 512 * n for n in range(self.memory.dq_columns // 8)]
             state.dq.fill(0.0)
             cutlass.if_generate(
@@ -97,15 +96,15 @@ class DqOrdered(DqSum):
 
             cutlass.if_generate(
                 is_last,
-                lambda chunk=chunk: self._store_part(state, self._rows(state, at), chunk),
+                lambda chunk=chunk: self._store_part(state, work, self._rows(work, at), chunk),
                 lambda places=places: self._keep(state, places, is_first),
             )
         wgmma.release(shared.added + state.slot[0], state.thread % 32 == 31)
         wgmma.advance(state.slot, SLOTS)
-        self._advance(work, at)
+        at.advance(work)
         state.turn[0] = turn + 1
 
-    def _keep(self, state: SimpleNamespace, places: list[Int64], is_first: Boolean) -> None:
+    def _keep(self, state: DqWarpgroup, places: list[Int64], is_first: Boolean) -> None:
         """Stores the accumulator as sums of a part of a tile, or adds it to them."""
 
         def store() -> None:
@@ -118,21 +117,13 @@ class DqOrdered(DqSum):
 
         cutlass.if_generate(is_first, store, add)
 
-    def _count(
-        self,
-        shared: FusedShared,
-        work: SimpleNamespace,
-        counter: Int64,
-        tile: Int32,
-        slot: Int32,
-        added: Callable[[], None],
-    ) -> None:
-        """Waits for the CTA's turn, tells the third warpgroup, and counts what that has added."""
+    def _count(self, shared: FusedShared, work: KeyTile, counter: Int64, tile: Int32, warp: CountingWarp) -> None:
+        """Waits for the CTA's turn, tells the third warpgroup, and counts its additions."""
         seen = self._seen(work, tile)
         before = work.tile - seen.begin
         cutlass.if_generate(before > 0, lambda: ptx.wait_global(counter, before))
-        wgmma.release(shared.counted + slot)
-        added()
+        wgmma.release(shared.counted + warp.slot)
+        warp.wait_for_sums(shared)
 
         def count() -> None:
             with cute.arch.elect_one():
