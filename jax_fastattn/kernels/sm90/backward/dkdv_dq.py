@@ -15,7 +15,7 @@ launch and the producer from here, but a tile of keys a CTA; there dq has a kern
 Reads the statistics that are described in `gradient.py`.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -36,6 +36,20 @@ from jax_fastattn.kernels.sm90.backward.loader import Producer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import backward_shared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+
+
+class Consumer(Protocol):
+    """A consumer warpgroup, with what it keeps from one tile of keys to the next."""
+
+    def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
+        """Does everything for a tile of keys.
+
+        Args:
+            work: the tile.
+            phase: of the barriers of K and V.
+            buffers: dk and dv, to which it stores.
+            scale: factor on dk.
+        """
 
 
 class FusedKernel:
@@ -129,15 +143,11 @@ class FusedKernel:
         cute.arch.setmaxregister_increase(self.config.registers.consumer)
         factor = gradient.nonzero(scale) if self.spec.divides_lse else scale
         transform = softmax.Transform.of(self.spec, factor, call.sizes.logits_soft_cap)
-        state = self._consumer(shared, transform, thread, warp_index)
-        self.key_tiles.each(shared, call, lambda work, phase: self._consume(state, work, phase, buffers, scale))
+        consumer = self._consumer(shared, transform, thread, warp_index)
+        self.key_tiles.each(shared, call, lambda work, phase: consumer.run(work, phase, buffers, scale))
 
     # What `dkdv.py` replaces.
 
-    def _consumer(self, shared: Any, transform: softmax.Transform, thread: Int32, warp_index: Int32) -> Any:
-        """Returns what a consumer warpgroup keeps from one tile of keys to the next."""
+    def _consumer(self, shared: Any, transform: softmax.Transform, thread: Int32, warp_index: Int32) -> Consumer:
+        """Returns a consumer warpgroup with its registers."""
         return FusedConsumer.start(self.spec, shared, transform, thread, warp_index)
-
-    def _consume(self, state: Any, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
-        """Does everything that a consumer warpgroup does for a tile of keys."""
-        state.run(work, phase, buffers, scale)

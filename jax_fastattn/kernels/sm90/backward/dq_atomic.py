@@ -95,7 +95,7 @@ class DqSum:
             cursor.move_to_first(work)
         # A warp gives back K that it has seen; else K of a tile that no query sees would be given back too early.
         wgmma.wait(state.shared.key_full, phase)
-        for uniform in (state.added, state.counted, state.slot, state.done, state.turn):
+        for uniform in (state.added.position, state.counted.position, state.slot, state.done, state.turn):
             uniform.settle()
 
         def step(i: Int32) -> None:

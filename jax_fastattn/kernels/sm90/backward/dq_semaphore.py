@@ -64,7 +64,7 @@ class DqOrdered(DqSum):
         state.added.move_to_first(work)
         # As in `DqSum.run`.
         wgmma.wait(state.shared.key_full, phase)
-        for uniform in (state.added, state.slot, state.turn):
+        for uniform in (state.added.position, state.slot, state.turn):
             uniform.settle()
         wgmma.loop(work.steps, lambda _: self._add(state, work))
         wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)

@@ -73,10 +73,6 @@ class TileCursor:
         at, ends = self.position, self.tile == work.visit.begin
         at[0], at[1] = at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
 
-    def settle(self) -> None:
-        """Tells the compiler, before a loop, that all lanes have the same."""
-        self.position.settle()
-
 
 @dataclass(frozen=True, eq=False)
 class CountingWarp:

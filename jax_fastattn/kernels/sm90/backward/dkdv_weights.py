@@ -1,0 +1,97 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""P and dS of the warpgroups of `dkdv.py`, and the weights that pass from one warpgroup to the other.
+
+Weights are the factors of dP - delta in dS, see `gradient.weigh`. They lie in shared memory in 16 bits, in the order of
+the registers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fastattn.kernels.device import ptx, softmax, wgmma
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
+from jax_fastattn.kernels.sm90.backward.mask import Edges, QueryMask
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+
+# Named barrier of the first stage's weights; those of the others follow. 1 and 2 are the warpgroups' own.
+_WEIGHTS_READY = 3
+
+# Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the tile of queries, its edges or
+# None if it is full, and how many products may stay in flight.
+Differentiate = Callable[[KeyTile, Int32, Edges | None, int], list[Int32]]
+
+
+@dataclass(frozen=True, eq=False)
+class WeightExchange:
+    """Emits the way of a warpgroup from its product to pairs in 16 bits.
+
+    Attributes:
+        spec: the compile key.
+        shared: tiles and barriers.
+        transform: from products to logits.
+        thread: index of this thread in the CTA.
+        lane_column: the lane's first column of the product.
+        mask: what the lane's rows see.
+        stage: stage of the rings of Q and dO, and the parity of its lap.
+        product: the accumulator `[64, queries]` of S^T or dP^T.
+    """
+
+    spec: KernelSpec
+    shared: BackwardShared
+    transform: softmax.Transform
+    thread: Int32
+    lane_column: Int32
+    mask: QueryMask
+    stage: wgmma.Uniform
+    product: cute.Tensor
+
+    def give(self, work: KeyTile, tile: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+        """Returns P of S, and gives the weights to the other warpgroup; see `Differentiate`."""
+        stage, config = self.stage[0], self.shared.memory.config
+        lse2 = self._stats(stage, 0)
+        warpgroup.wait_group(flying)
+        visibilities = self.mask.visibilities(work, tile, edges) if edges is not None else [None, None]
+        pairs, weights = gradient.weigh_pairs(self.product, lse2, [], self.transform, visibilities, self._mma_dtype)
+        for i in range(0, len(weights), 4):
+            ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
+        cute.arch.barrier_arrive(barrier_id=_WEIGHTS_READY + stage, number_of_threads=config.consumer_threads)
+        return pairs
+
+    def take(self, work: KeyTile, tile: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+        """Returns dS of dP with the weights of the other warpgroup, 0 where hidden; see `Differentiate`."""
+        del work, tile, edges
+        stage, config = self.stage[0], self.shared.memory.config
+        delta = self._stats(stage, 1)
+        warpgroup.wait_group(flying)
+        cute.arch.barrier(barrier_id=_WEIGHTS_READY + stage, number_of_threads=config.consumer_threads)
+        pairs = []
+        for i in range(0, config.queries // 4, 4):
+            for j, chunk in enumerate(ptx.load_shared_chunk(self._address(stage, i)), i):
+                weights = ptx.unpack(chunk, dtype=self._mma_dtype)
+                values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
+                pairs.append(ptx.pack(*values, dtype=self._mma_dtype))
+        return pairs
+
+    @property
+    def _mma_dtype(self) -> str:
+        return ptx.MMA_DTYPE[self.spec.dtype]
+
+    def _stats(self, stage: Int32, which: int) -> list[Float32]:
+        """Returns the log-sum-exps (0) or delta (1) of the queries of the lane's columns, two of each 8 queries."""
+        memory = self.shared.memory
+        address = self.shared.address + memory.stats_start + (2 * stage + which) * memory.stats_pitch
+        address = address + self.lane_column * 4
+        blocks = range(memory.config.queries // 8)
+        return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
+
+    def _address(self, stage: Int32, pair: int) -> Int32:
+        """Returns the address of four of the lane's pairs of weights; those of the threads follow each other."""
+        memory = self.shared.memory
+        start = self.shared.address + memory.weights_start + stage * memory.weights_nbytes
+        return start + self.thread % 128 * 16 + pair // 4 * 2048
