@@ -1,0 +1,261 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A consumer warpgroup of the dq kernel: dQ of 64 queries.
+
+The warpgroups never wait for each other: the exponentials of one run concurrently with the products of the other. Key
+tiles are visited as in `forward/consumer.py`: from the right edge to the left, full ones without mask code.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import copies, ptx, softmax, wgmma
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, DqConfig
+from jax_fastattn.kernels.sm90.backward.dq_products import DqProducts
+from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
+from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile
+
+# Named barrier of the first warpgroup; that of the second one follows.
+_OWN_BARRIER = 1
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Statistics of a query row, see `gradient.py`.
+
+    Attributes:
+        lse2: the log-sum-exp, in base 2.
+        delta: what dS subtracts from dP.
+    """
+
+    lse2: Float32
+    delta: Float32
+
+
+@dataclass(frozen=True, eq=False)
+class DqConsumer:
+    """Emits the code of a consumer warpgroup.
+
+    Attributes:
+        spec: the compile key.
+        shared: tiles and barriers.
+        work: the CTA's tile of queries.
+        transform: from products to logits.
+        ring: the warpgroup's position in the ring.
+        key_slot: register `[1]` with the slot of K whose dS is in the fragment.
+        group: the warpgroup.
+        thread: index of this thread in the warpgroup.
+        row: the lane's first row, counted from the CTA's first row; the other one is 8 further.
+        lane_column: the lane's first column of an accumulator.
+        products: S, dP and dQ.
+        stats: statistics of the lane's two rows.
+    """
+
+    spec: KernelSpec
+    shared: DqShared
+    work: DqTile
+    transform: softmax.Transform
+    ring: wgmma.Ring
+    key_slot: cute.Tensor
+    group: Int32
+    thread: Int32
+    row: Int32
+    lane_column: Int32
+    products: DqProducts
+    stats: list[RowStatistics]
+
+    @classmethod
+    def start(
+        cls,
+        spec: KernelSpec,
+        shared: DqShared,
+        work: DqTile,
+        transform: softmax.Transform,
+        stats: cute.Pointer,
+        thread: Int32,
+        warp_index: Int32,
+    ) -> "DqConsumer":
+        """Returns the role with its registers.
+
+        Args:
+            spec: the compile key.
+            shared: tiles and barriers.
+            work: the CTA's tile of queries.
+            transform: from products to logits.
+            stats: statistics of all rows.
+            thread: index of this thread in the CTA.
+            warp_index: index of its warp in the CTA.
+        """
+        group = warp_index // 4
+        lane_row, lane_column = accumulator_lane(thread % 32)
+        row = warp_index * 16 + lane_row
+        return cls(
+            spec=spec,
+            shared=shared,
+            work=work,
+            transform=transform,
+            ring=wgmma.Ring(shared.full, shared.empty, shared.memory.config.slots),
+            key_slot=cute.make_rmem_tensor((1,), Int32),
+            group=group,
+            thread=thread % 128,
+            row=row,
+            lane_column=lane_column,
+            products=DqProducts.start(shared, group),
+            stats=_load_statistics(stats, work, work.row + row),
+        )
+
+    @property
+    def config(self) -> DqConfig:
+        """The variant."""
+        return self.shared.memory.config
+
+    def run(self) -> None:
+        """Computes dQ of the warpgroup, in its accumulator."""
+        work, group = self.work, self.group
+        self.products.dq.fill(0.0)
+        self.key_slot.fill(0)
+        visit = work.own_visit(group)
+        wgmma.wait(self.shared.query_full + group, Int32(0))
+        self._pass_by(work.visit.end - visit.end)
+        cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(visit), self._await_dout)
+        self._pass_by(visit.begin - work.visit.begin)
+
+    def _pass_by(self, count: Int32) -> None:
+        """Lets tiles go by that only the other warpgroup sees."""
+        wgmma.loop(2 * count, lambda _: self.ring.release(self.ring.wait()))
+
+    def _visit(self, visit: plan.TileRange) -> None:
+        """Visits all key tiles of this warpgroup, from the last to the first."""
+        last = visit.end - 1
+        full_end, full_begin = (Int32(cutlass.min(end, last)) for end in (visit.full_end, visit.full_begin))
+
+        def visit_tiles(begin: Int32, end: Int32, masked: bool) -> None:
+            self.ring.settle()
+            self.key_slot[0] = cute.arch.make_warp_uniform(self.key_slot[0])
+            wgmma.loop(end - begin, lambda i: self._tile(end - 1 - i, masked=masked))
+
+        self._tile(last, masked=True, first=True)
+        if self.spec.window_right:
+            visit_tiles(full_end, last, True)
+        visit_tiles(full_begin, full_end, False)
+        if self.spec.window_left:
+            visit_tiles(visit.begin, full_begin, True)
+        if self.config.overlap:
+            self._start_dq()
+            self._finish_dq()
+
+    # One tile of keys.
+
+    def _tile(self, tile: Int32, *, masked: bool, first: bool = False) -> None:
+        """Computes dS of one tile; its dQ too, or with overlap that of the tile before."""
+        products, overlap = self.products, self.config.overlap
+        adds_previous = overlap and not first
+        value_slot = self.ring.wait()
+        key_slot = self.ring.wait()
+        products.start_scores(key_slot)
+        if adds_previous:
+            self._start_dq()
+        if first:
+            self._await_dout()
+        products.start_dp(value_slot)
+        warpgroup.wait_group(2 if adds_previous else 1)
+        self._probabilities()
+        if adds_previous:
+            self._finish_dq()
+        else:
+            warpgroup.wait_group(0)
+        self.ring.release(value_slot)
+        self._dscores(tile, masked)
+        self.key_slot[0] = key_slot
+        if (first and self.spec.hides_last_keys) or (masked and self.spec.hides_first_keys):
+            self._zero_keys(tile, key_slot)
+        if not overlap:
+            self._start_dq()
+            self._finish_dq()
+
+    def _await_dout(self) -> None:
+        """Waits for this warpgroup's dO, once: no copy may outlive its CTA."""
+        wgmma.wait(self.shared.dout_full + self.group, Int32(0))
+
+    def _probabilities(self) -> None:
+        """Turns S into P, times the slope of a soft cap if there is one."""
+        score = self.products.score
+        for i in range(cute.size(score)):
+            _, score[i] = gradient.exponentiate(score[i], self.stats[i // 2 % 2].lse2, self.transform)
+
+    def _dscores(self, tile: Int32, masked: bool) -> None:
+        """Turns dP into dS in 16 bits, 0 where a query does not see the key: what is there may be no number."""
+        visibilities = self._visibilities(tile) if masked else None
+        score, dscore = self.products.score, self.products.dscore
+        pairs = cute.recast_tensor(self.products.fragment, Int32)
+        for pair in range(cute.size(score) // 2):
+            block, i = pair // 2, pair % 2
+            values = []
+            for e in range(2):
+                value = score[2 * pair + e] * (dscore[2 * pair + e] - self.stats[i].delta)
+                values.append(value if visibilities is None else visibilities[i].select(value, 8 * block + e))
+            pairs[pair] = ptx.pack(*values, dtype=ptx.MMA_DTYPE[self.spec.dtype])
+
+    def _visibilities(self, tile: Int32) -> list[gradient.Visibility]:
+        """Returns what the lane's two rows see of one tile."""
+        work = self.work
+        bounds = {name: x for name, x in work.bounds.items() if name != "query_end"}
+        column = tile * self.config.keys + self.lane_column
+        limits = [softmax.key_limits(work.row + self.row + 8 * i, **bounds) for i in range(2)]
+        return [gradient.Visibility.of(limit, column, self.spec.window_left) for limit in limits]
+
+    def _start_dq(self) -> None:
+        """Starts dQ += dS K of the last tile whose dS is there."""
+        self.products.start_dq(self.key_slot[0])
+
+    def _finish_dq(self) -> None:
+        """Waits for all products and gives the slot back."""
+        warpgroup.wait_group(0)
+        self.ring.release(self.key_slot[0])
+
+    def _zero_keys(self, tile: Int32, slot: Int32) -> None:
+        """Zeroes the rows of K that no query sees. Each warpgroup does so for itself."""
+        config, spec, work = self.config, self.spec, self.work
+        live, first = copies.live_keys(**work.bounds), tile * config.keys
+        wgmma.zero_hidden_rows(
+            config.keys,
+            lambda: [(self.shared.slot_address(slot), self.shared.memory.head_dim)],
+            copies.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.zeros_from()),
+            threads=128,
+            barrier=_OWN_BARRIER,
+        )
+
+    # Results.
+
+    def store(self, dq: cute.Pointer, scale: Float32) -> None:
+        """Stores dq from registers, times a factor."""
+        work, nbytes = self.work, 2 * self.spec.head_dim
+        first = work.queries.row_head(work.row, work.num_heads, work.head)
+        gradient.store_rows(
+            self.products.dq,
+            self.spec.head_dim,
+            dq.toint() + first * nbytes,
+            Int64(work.num_heads) * nbytes,
+            row=self.row,
+            quad_lane=self.thread % 4,
+            live=copies.Rows(None, work.bounds["query_end"] - work.row),
+            stored_rows=work.queries.length - work.row,
+            mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
+            factor=scale,
+        )
+
+
+def _load_statistics(stats: cute.Pointer, work: DqTile, row: Int32) -> list[RowStatistics]:
+    """Returns the statistics of a lane's two rows, the first of which is `row` of the sequence."""
+    rows = work.queries.padded_rows(ROW_ALIGNMENT)
+    head_row = work.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT)
+    first = stats.toint() + (head_row * 2 + work.queries.padded(row, ROW_ALIGNMENT)) * 4
+    addresses = [first + 32 * i for i in range(2)]
+    return [RowStatistics(ptx.load_global(at), ptx.load_global(at + Int64(rows) * 4)) for at in addresses]

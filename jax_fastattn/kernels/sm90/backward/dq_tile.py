@@ -1,0 +1,74 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a CTA of the dq kernel works on: a tile of queries, and the tiles of keys that it sees."""
+
+from dataclasses import dataclass
+
+from cutlass import Int32
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import copies
+from jax_fastattn.kernels.device.sequences import Span
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import DqConfig
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.work import Work
+
+
+@dataclass(frozen=True)
+class DqTile:
+    """A tile of queries.
+
+    Attributes:
+        config: the variant.
+        index: which tile of its sequence it is.
+        row: its first row, counted from the first one of the sequence.
+        queries: rows of the queries of its sequence.
+        keys: rows of the keys of its sequence.
+        head: query head of its batch entry.
+        head_index: the query head, counted over all batch entries.
+        kv_head: key/value head of its batch entry.
+        num_heads: query heads of a batch entry.
+        bounds: what its rows may see, see `copies.bounds`.
+        visit: the key tiles that some row sees.
+    """
+
+    config: DqConfig
+    index: Int32
+    row: Int32
+    queries: Span
+    keys: Span
+    head: Int32
+    head_index: Int32
+    kv_head: Int32
+    num_heads: Int32
+    bounds: dict[str, Int32]
+    visit: plan.TileRange
+
+    @classmethod
+    def of(cls, config: DqConfig, work: Work, num_heads: Int32) -> "DqTile":
+        """Returns a tile of the schedule with what its rows see."""
+        row = work.tile * config.rows
+        bounds = work.sequence.bounds()
+        return cls(
+            config=config,
+            index=work.tile,
+            row=row,
+            queries=work.sequence.queries,
+            keys=work.sequence.keys,
+            head=work.head,
+            head_index=work.head_index,
+            kv_head=work.kv_head,
+            num_heads=num_heads,
+            bounds=bounds,
+            visit=gradient.uniform(copies.key_tiles(row, config.rows, config.keys, **bounds)),
+        )
+
+    def own_visit(self, group: Int32) -> plan.TileRange:
+        """Returns those of the key tiles to visit that one warpgroup's rows see."""
+        row = self.row + group * WARPGROUP_ROWS
+        seen = copies.key_tiles(row, WARPGROUP_ROWS, self.config.keys, **self.bounds)
+        end = copies.clamp(seen.end, self.visit.begin, self.visit.end)
+        begin = copies.clamp(seen.begin, self.visit.begin, end)
+        full_end = copies.clamp(seen.full_end, begin, end)
+        return gradient.uniform(plan.TileRange(begin, end, copies.clamp(seen.full_begin, begin, full_end), full_end))
