@@ -78,14 +78,7 @@ class FusedConsumer:
         return self.shared.memory.config
 
     def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
-        """Does everything for a tile of keys.
-
-        Args:
-            work: the tile.
-            phase: of the barriers of K and V.
-            buffers: dk and dv, to which it stores.
-            scale: factor on dk.
-        """
+        """Does everything for a tile of keys, see `dkdv_dq.Consumer`."""
         config, spec, visit = self.config, self.spec, work.visit
         self.products.clear()
         wgmma.wait(self.shared.key_full, phase)
@@ -179,7 +172,7 @@ class FusedConsumer:
 
     def _store(self, work: KeyTile, buffers: BackwardBuffers, scale: Float32) -> None:
         """Stores dk and dv from registers."""
-        thread, row, _ = read_lane(self.config)
+        lane = read_lane(self.config)
         first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
         for acc, target, head_dim, factor in (
             (self.products.dk, buffers.dk, self.spec.head_dim, scale),
@@ -190,8 +183,8 @@ class FusedConsumer:
                 head_dim,
                 target.toint() + first * (2 * head_dim),
                 Int64(work.kv_heads) * (2 * head_dim),
-                row=row,
-                quad_lane=thread % 4,
+                row=lane.row,
+                quad_lane=lane.thread % 4,
                 live=copies.Rows(None, work.bounds["key_end"] - work.row),
                 stored_rows=work.keys.length - work.row,
                 mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],

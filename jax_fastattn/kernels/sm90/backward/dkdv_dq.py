@@ -15,7 +15,7 @@ launch and the producer from here, but a tile of keys a CTA; there dq has a kern
 Reads the statistics that are described in `gradient.py`.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -34,7 +34,7 @@ from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile, KeyTiles, PackedKeyTiles
 from jax_fastattn.kernels.sm90.backward.loader import Producer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
-from jax_fastattn.kernels.sm90.backward.shared import backward_shared
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared, backward_shared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -110,7 +110,7 @@ class FusedKernel:
 
     # Roles.
 
-    def _produce(self, shared: Any, call: Call, warp_index: Int32) -> None:
+    def _produce(self, shared: BackwardShared, call: Call, warp_index: Int32) -> None:
         """Emits the producer's warpgroup: one warp loads; if dq is computed, others zero its sums and count tiles."""
         config, buffers, producer = self.config, call.buffers, self.config.threads // 32 - 4
         cute.arch.setmaxregister_decrease(config.registers.producer)
@@ -131,13 +131,13 @@ class FusedKernel:
 
         cutlass.if_generate(warp.slot >= 0, lambda: self.key_tiles.each(shared, call, zero_and_count), load_all)
 
-    def _add_dq(self, shared: Any, call: Call, thread: Int32) -> None:
+    def _add_dq(self, shared: FusedShared, call: Call, thread: Int32) -> None:
         """Emits the warpgroup that computes dq."""
         cute.arch.setmaxregister_decrease(self.config.registers.dq)
         state = self.dq_sum.start(shared, call.buffers, thread - self.config.consumer_threads, call.sizes.scale)
         self.key_tiles.each(shared, call, lambda work, phase: self.dq_sum.run(state, work, phase))
 
-    def _compute(self, shared: Any, call: Call, thread: Int32, warp_index: Int32) -> None:
+    def _compute(self, shared: BackwardShared, call: Call, thread: Int32, warp_index: Int32) -> None:
         """Emits the consumers."""
         buffers, scale = call.buffers, call.sizes.scale
         cute.arch.setmaxregister_increase(self.config.registers.consumer)
@@ -148,6 +148,8 @@ class FusedKernel:
 
     # What `dkdv.py` replaces.
 
-    def _consumer(self, shared: Any, transform: softmax.Transform, thread: Int32, warp_index: Int32) -> Consumer:
+    def _consumer(
+        self, shared: FusedShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
+    ) -> Consumer:
         """Returns a consumer warpgroup with its registers."""
         return FusedConsumer.start(self.spec, shared, transform, thread, warp_index)

@@ -29,7 +29,14 @@ SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
 
 @dataclass(frozen=True)
 class Call:
-    """What a key-stationary kernel computes with."""
+    """What a key-stationary kernel computes with.
+
+    Attributes:
+        tma: the operands that TMA loads.
+        buffers: of the launch.
+        sizes: of the launch.
+        order: of the heads.
+    """
 
     tma: Tma
     buffers: BackwardBuffers

@@ -17,17 +17,36 @@ from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 
 
 class Edges(NamedTuple):
-    """Which edges of the visible queries a masked tile may hold."""
+    """Which edges of the visible queries a masked tile may hold.
+
+    Attributes:
+        low: the first query that sees a key.
+        high: the last one.
+    """
 
     low: bool
     high: bool
 
 
-def read_lane(config: BackwardConfig) -> tuple[Int32, Int32, Int32]:
-    """Returns a consumer thread's index and the first row and column of its accumulators, read anew."""
+class Lane(NamedTuple):
+    """Where a consumer thread is.
+
+    Attributes:
+        thread: its index in the CTA.
+        row: the first of its two accumulator rows, counted from the CTA's first key; the other one is 8 further.
+        column: its first accumulator column.
+    """
+
+    thread: Int32
+    row: Int32
+    column: Int32
+
+
+def read_lane(config: BackwardConfig) -> Lane:
+    """Returns the lane of a consumer thread, read anew."""
     thread = ptx.thread_index() % config.consumer_threads
     row, column = accumulator_lane(thread % 32)
-    return thread, thread // 32 * 16 + row, column
+    return Lane(thread, thread // 32 * 16 + row, column)
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,8 @@ class QueryMask:
         row, column = self.row, self.column
         if self.spec.logits_soft_cap or self.config.adds_dq:
             # Registers that would spill: a masked tile reads the thread's index anew.
-            _, row, column = read_lane(self.config)
+            lane = read_lane(self.config)
+            row, column = lane.row, lane.column
         result = []
         for i in range(2):
             shift = row + 8 * i - column
