@@ -16,7 +16,7 @@ The maximum that shifts the exponentials is allowed to lag behind the true one b
 rescaled only when a row outgrows that, which after the first tiles is almost never.
 """
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -29,6 +29,7 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
 from jax_fastattn.kernels.sm80.config import ForwardConfig, forward_config
+from jax_fastattn.kernels.sm80.forward_state import ForwardState, Operand, Operands, Place, QueryTile, RowState
 from jax_fastattn.kernels.sm80.schedule import schedule
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
@@ -66,7 +67,7 @@ class ForwardKernel:
         start_all(self.launches(buffers, scalars), stream)
 
     def launches(self, buffers: ForwardBuffers, scalars: Scalars) -> list[Launch]:
-        """What is launched."""
+        """Returns what is launched."""
         return [
             Launch(
                 self.kernel,
@@ -80,281 +81,240 @@ class ForwardKernel:
 
     @cute.kernel
     def kernel(self, buffers: ForwardBuffers, scalars: Scalars):
-        spec, config = self.spec, self.config
-        at = self._locate(buffers, scalars)
-        bounds = at.sequence.bounds()
-        query_end, key_end = bounds["query_end"], bounds["key_end"]
-        visit = copies.key_tiles(at.row, config.rows, config.keys, **bounds)
-        scaling = softmax.scaling(scalars.scale, scalars.logits_soft_cap if spec.logits_soft_cap else None)
-        source = self._source(at, buffers, scalars)
-        row, column = accumulator_lane(at.lane)
-        first_row = at.row + at.warp * config.rows_per_warp + row
-        limits = [
-            softmax.key_limits(
-                first_row + 8 * i,
-                offset=bounds["offset"],
-                left=bounds["left"],
-                right=bounds["right"],
-                key_end=key_end,
-            )
-            for i in range(2 * self.m_blocks)
-        ]
-        state = SimpleNamespace(
-            at=at,
-            source=source,
-            scaling=scaling,
-            limits=limits,
-            column=column,
-            begin=visit.begin,
-            live_keys=copies.live_keys(**bounds),
-            out=cute.make_rmem_tensor((self.m_blocks * self.out_blocks * 4,), Float32),
-            maxima=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
-            sums=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
-            query=None,
-        )
-        state.out.fill(0.0)
-        state.maxima.fill(_NEVER)
-        state.sums.fill(0.0)
-
-        self._start(state, visit, query_end)
-        last = visit.end - 1
+        tile = self._tile(buffers, scalars)
+        visit, last = tile.visit, tile.visit.end - 1
+        rows = self._empty_rows()
+        query = self._start(tile, last)
+        state = ForwardState(tile, rows, query, last)
         for step in cutlass.range(visit.end - visit.full_end, unroll=1):
-            self._visit(state, last - step, last, masked=True)
+            self._visit(state, last - step, masked=True)
         for step in cutlass.range(visit.full_end - visit.full_begin, unroll=1):
-            self._visit(state, visit.full_end - 1 - step, last, masked=False)
-        if cutlass.const_expr(spec.window_left):
+            self._visit(state, visit.full_end - 1 - step, masked=False)
+        if cutlass.const_expr(self.spec.window_left):
             for step in cutlass.range(visit.full_begin - visit.begin, unroll=1):
-                self._visit(state, visit.full_begin - 1 - step, last, masked=True)
+                self._visit(state, visit.full_begin - 1 - step, masked=True)
 
         sink = None
-        if cutlass.const_expr(spec.sinks):
-            sink = _load(buffers.sinks, at.sequence.queries.batch * scalars.sinks_stride + at.head)
-        weights = self._finish_rows(state, buffers, scalars, sink, first_row, query_end)
+        if cutlass.const_expr(self.spec.sinks):
+            sink = _load(buffers.sinks, tile.at.sequence.queries.batch * scalars.sinks_stride + tile.at.head)
+        weights = self._finish_rows(state, buffers, scalars, sink)
         self._store(state, buffers, scalars, weights)
 
     # Set-up.
 
-    def _locate(self, buffers: ForwardBuffers, scalars: Scalars) -> SimpleNamespace:
-        """Returns which thread this is, and the CTA's queries."""
+    def _tile(self, buffers: ForwardBuffers, scalars: Scalars) -> QueryTile:
+        """Returns the CTA's queries and what they see."""
+        spec, config = self.spec, self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        work = self.schedule.longest_first(block, buffers, scalars)
-        return SimpleNamespace(
-            thread=thread,
-            lane=thread % 32,
-            warp=cute.arch.make_warp_uniform(thread // 32),
-            shared=cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint(),
-            row=work.tile * self.config.rows,
-            head=work.head,
-            kv_head=work.kv_head,
-            sequence=work.sequence,
+        at = Place.of(self.schedule.longest_first(block, buffers, scalars), config.rows, thread)
+        bounds = at.sequence.bounds()
+        visit = copies.key_tiles(at.row, config.rows, config.keys, **bounds)
+        scaling = softmax.scaling(scalars.scale, scalars.logits_soft_cap if spec.logits_soft_cap else None)
+        operands = Operands.of(spec, at, buffers, scalars)
+        row, column = accumulator_lane(at.lane)
+        first_row = at.row + at.warp * config.rows_per_warp + row
+        seen = {name: x for name, x in bounds.items() if name != "query_end"}
+        return QueryTile(
+            at=at,
+            operands=operands,
+            visit=visit,
+            query_end=bounds["query_end"],
+            scaling=scaling,
+            first_row=first_row,
+            column=column,
+            limits=[softmax.key_limits(first_row + 8 * i, **seen) for i in range(2 * self.m_blocks)],
+            live_keys=copies.live_keys(**bounds),
         )
 
-    def _source(self, at: SimpleNamespace, buffers: ForwardBuffers, scalars: Scalars) -> SimpleNamespace:
-        """Byte addresses of this CTA's rows and the bytes between them."""
-        spec = self.spec
-        kv_heads = scalars.num_heads // spec.group
-        query_stride = Int64(scalars.num_heads) * (2 * spec.head_dim)
-        key_stride = Int64(kv_heads) * (2 * spec.head_dim)
-        value_stride = Int64(kv_heads) * (2 * spec.v_head_dim)
-        query_row, key_row = at.sequence.queries.row(at.row), at.sequence.keys.row()
-        return SimpleNamespace(
-            query=buffers.query.toint() + query_row * query_stride + Int64(at.head) * (2 * spec.head_dim),
-            key=buffers.key.toint() + key_row * key_stride + Int64(at.kv_head) * (2 * spec.head_dim),
-            value=buffers.value.toint() + key_row * value_stride + Int64(at.kv_head) * (2 * spec.v_head_dim),
-            query_stride=query_stride,
-            key_stride=key_stride,
-            value_stride=value_stride,
+    def _empty_rows(self) -> RowState:
+        """Returns the registers of rows that have seen no key."""
+        rows = RowState(
+            out=cute.make_rmem_tensor((self.m_blocks * self.out_blocks * 4,), Float32),
+            maxima=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
+            sums=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
         )
+        rows.out.fill(0.0)
+        rows.maxima.fill(_NEVER)
+        rows.sums.fill(0.0)
+        return rows
 
     # Copies.
 
-    def _load_key(self, state: SimpleNamespace, tile: Int32, stage: Any, *, partial: bool) -> None:
-        self._load_kv(
-            state, self.key_tile, self.key_start, state.source.key, state.source.key_stride, tile, stage, partial
-        )
+    def _load_key(self, tile: QueryTile, index: Int32, stage: Any, *, partial: bool) -> None:
+        """Starts the copy of a tile of K; `partial` says whether keys of it may be hidden from all queries."""
+        self._load_kv(tile, tile.operands.key, self.key_tile, self.key_start, index, stage, partial=partial)
 
-    def _load_value(self, state: SimpleNamespace, tile: Int32, stage: Any, *, partial: bool) -> None:
-        self._load_kv(
-            state,
-            self.value_tile,
-            self.value_start,
-            state.source.value,
-            state.source.value_stride,
-            tile,
-            stage,
-            partial,
-        )
+    def _load_value(self, tile: QueryTile, index: Int32, stage: Any, *, partial: bool) -> None:
+        """Starts the copy of a tile of V, as `_load_key` does."""
+        self._load_kv(tile, tile.operands.value, self.value_tile, self.value_start, index, stage, partial=partial)
 
     def _load_kv(
         self,
-        state: SimpleNamespace,
+        tile: QueryTile,
+        source: Operand,
         shape: SharedTile,
         start: int,
-        source: Int64,
-        stride: Int64,
-        tile: Int32,
+        index: Int32,
         stage: Any,
+        *,
         partial: bool,
     ) -> None:
-        first, hides_first = tile * self.config.keys, self.spec.hides_first_keys
-        live = copies.Rows.live(state.live_keys, first, hides_first=hides_first)
+        first, hides_first = index * self.config.keys, self.spec.hides_first_keys
+        live = copies.Rows.live(tile.live_keys, first, hides_first=hides_first)
         copies.load_tile(
             shape,
             self.config.threads,
-            state.at.thread,
-            state.at.shared + start + stage * shape.nbytes,
-            source + Int64(first) * stride,
-            stride,
+            tile.at.thread,
+            tile.at.shared + start + stage * shape.nbytes,
+            source.address + Int64(first) * source.stride,
+            source.stride,
             live if partial or hides_first else None,
         )
 
-    def _start(self, state: SimpleNamespace, visit: Any, query_end: Int32) -> None:
-        """Loads Q and the first key tile (with two stages its values too)."""
-        at, source = state.at, state.source
-        last = visit.end - 1
+    def _start(self, tile: QueryTile, last: Int32) -> list[list[mma.Fragment]] | None:
+        """Loads Q and the first key tile (with two stages its values too); returns Q if it stays in registers."""
+        at, query = tile.at, tile.operands.query
 
         def load() -> None:
             threads = self.config.threads
-            rows = copies.Rows(None, query_end - at.row)
-            copies.load_tile(self.query_tile, threads, at.thread, at.shared, source.query, source.query_stride, rows)
-            self._load_key(state, last, 0, partial=True)
+            rows = copies.Rows(None, tile.query_end - at.row)
+            copies.load_tile(self.query_tile, threads, at.thread, at.shared, query.address, query.stride, rows)
+            self._load_key(tile, last, 0, partial=True)
             if self.config.stages == 2:
-                self._load_value(state, last, 0, partial=True)
+                self._load_value(tile, last, 0, partial=True)
 
         def negate() -> None:
             cute.arch.cp_async_wait_group(0)
             copies.negate_tile(self.query_tile, self.config.threads, at.thread, at.shared)
 
-        cutlass.if_generate(visit.begin < visit.end, load)
+        cutlass.if_generate(tile.visit.begin < tile.visit.end, load)
         cute.arch.cp_async_commit_group()
         if not self.spec.logits_soft_cap:
-            cutlass.if_generate(state.scaling.negative, negate)
-        if self.config.query_in_registers:
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            load_a = self._query_loader(state)
-            steps = self.query_tile.padded_columns // 16
-            state.query = [[load_a(m, k) for k in range(steps)] for m in range(self.m_blocks)]
+            cutlass.if_generate(tile.scaling.negative, negate)
+        if not self.config.query_in_registers:
+            return None
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        load_a = self._query_loader(at)
+        steps = self.query_tile.padded_columns // 16
+        return [[load_a(m, k) for k in range(steps)] for m in range(self.m_blocks)]
 
-    def _query_loader(self, state: SimpleNamespace) -> Any:
-        if state.query is not None:
-            return lambda m, k: state.query[m][k]
-        at = state.at
+    def _query_loader(self, at: Place) -> Callable[[int, int], mma.Fragment]:
+        """Returns the loader of a warp's rows of Q from shared memory."""
         rows = at.shared + at.warp * (self.config.rows_per_warp * self.query_tile.pitch)
         return mma.load_a(self.query_tile, rows + self.query_tile.offset(*plain_lane(at.lane)))
 
     # One key tile.
 
-    def _visit(self, state: SimpleNamespace, tile: Int32, last: Int32, *, masked: bool) -> None:
-        """Adds one key tile to the state, with the copies of the next one in flight."""
+    def _visit(self, state: ForwardState, index: Int32, *, masked: bool) -> None:
+        """Adds one key tile to the registers of the rows, with the copies of the next one in flight."""
+        tile = state.tile
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if self.config.stages == 2:
-            stage = (last - tile) % 2
-            cutlass.if_generate(tile > state.begin, lambda: self._load_both(state, tile - 1, 1 - stage))
+            stage = (state.last - index) % 2
+            cutlass.if_generate(index > tile.visit.begin, lambda: self._load_both(tile, index - 1, 1 - stage))
             cute.arch.cp_async_commit_group()
             scores = self._scores(state, stage)
-            self._softmax(state, scores, tile, masked)
+            self._softmax(state, scores, index, masked)
         else:
             stage = 0
-            self._load_value(state, tile, 0, partial=masked)
+            self._load_value(tile, index, 0, partial=masked)
             cute.arch.cp_async_commit_group()
             scores = self._scores(state, stage)
             cute.arch.sync_threads()
-            cutlass.if_generate(tile > state.begin, lambda: self._load_key(state, tile - 1, 0, partial=False))
+            cutlass.if_generate(index > tile.visit.begin, lambda: self._load_key(tile, index - 1, 0, partial=False))
             cute.arch.cp_async_commit_group()
-            self._softmax(state, scores, tile, masked)
+            self._softmax(state, scores, index, masked)
             cute.arch.cp_async_wait_group(1)
             cute.arch.sync_threads()
         self._add_values(state, scores, stage)
 
-    def _load_both(self, state: SimpleNamespace, tile: Int32, stage: Any) -> None:
-        self._load_key(state, tile, stage, partial=False)
-        self._load_value(state, tile, stage, partial=False)
+    def _load_both(self, tile: QueryTile, index: Int32, stage: Any) -> None:
+        self._load_key(tile, index, stage, partial=False)
+        self._load_value(tile, index, stage, partial=False)
 
-    def _scores(self, state: SimpleNamespace, stage: Any) -> list[Float32]:
-        """Q K^T of one tile."""
-        lane_offset = self.key_tile.offset(*crossed_lane(state.at.lane))
-        keys = state.at.shared + (self.key_start + lane_offset) + stage * self.key_tile.nbytes
+    def _scores(self, state: ForwardState, stage: Any) -> list[Float32]:
+        """Returns Q K^T of one key tile."""
+        at, query = state.tile.at, state.query
+        lane_offset = self.key_tile.offset(*crossed_lane(at.lane))
+        keys = at.shared + (self.key_start + lane_offset) + stage * self.key_tile.nbytes
         scores = mma.zeros(self.m_blocks, self.score_blocks)
         shape = (self.m_blocks, self.score_blocks, self.key_tile.padded_columns // 16)
-        mma.gemm(scores, shape, self._query_loader(state), mma.load_b(self.key_tile, keys), self.mma_dtype)
+        load_a = self._query_loader(at) if query is None else lambda m, k: query[m][k]
+        mma.gemm(scores, shape, load_a, mma.load_b(self.key_tile, keys), self.mma_dtype)
         return scores
 
-    def _softmax(self, state: SimpleNamespace, scores: list[Float32], tile: Int32, masked: bool) -> None:
+    def _softmax(self, state: ForwardState, scores: list[Float32], index: Int32, masked: bool) -> None:
         """Turns scores into probabilities relative to the running maxima, in place."""
-        scaling = state.scaling
+        tile, rows, scaling = state.tile, state.rows, state.tile.scaling
         blocks = (self.m_blocks, self.score_blocks)
         if scaling.inner is not None:
             scores[:] = [softmax.cap_score(x, scaling.inner) for x in scores]
         if masked:
-            column = tile * self.config.keys + state.column
-            softmax.mask_columns(scores, *blocks, column, state.limits, check_low=self.spec.window_left)
-        self._raise_maxima(state, softmax.row_maxima(scores, *blocks))
-        maxima = [state.maxima[i] for i in range(2 * self.m_blocks)]
+            column = index * self.config.keys + tile.column
+            softmax.mask_columns(scores, *blocks, column, tile.limits, check_low=self.spec.window_left)
+        self._raise_maxima(rows, softmax.row_maxima(scores, *blocks), scaling.factor)
+        maxima = [rows.maxima[i] for i in range(2 * self.m_blocks)]
         if masked:
             # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
             maxima = [ptx.where(x == Float32(_NEVER), Float32(0.0), x) for x in maxima]
         shifts = [x * scaling.factor for x in maxima]
         sums = softmax.exponentials(scores, *blocks, scaling.factor, shifts)
         for i, total in enumerate(sums):
-            state.sums[i] = state.sums[i] + total
+            rows.sums[i] = rows.sums[i] + total
 
-    def _raise_maxima(self, state: SimpleNamespace, maxima: list[Float32]) -> None:
+    def _raise_maxima(self, rows: RowState, maxima: list[Float32], factor: Float32) -> None:
         """Rescales output and sums if a maximum of the warp's rows has grown by more than the allowed lag."""
-        factor = state.scaling.factor
         grown = None
         for i, x in enumerate(maxima):
-            outgrown = (x - state.maxima[i]) * factor > Float32(_LAZY_RESCALE)
+            outgrown = (x - rows.maxima[i]) * factor > Float32(_LAZY_RESCALE)
             grown = outgrown if grown is None else cutlass.Boolean(grown | outgrown)
 
         def rescale() -> None:
             for i, x in enumerate(maxima):
-                old = state.maxima[i]
+                old = rows.maxima[i]
                 new = ptx.maximum(old, x)
                 # Both -inf: no key seen so far, so there is nothing to rescale and any finite factor will do.
                 shift = ptx.where(new == Float32(_NEVER), Float32(0.0), new)
                 alpha = ptx.exp2((old - shift) * factor)
-                state.maxima[i] = new
-                state.sums[i] = state.sums[i] * alpha
+                rows.maxima[i] = new
+                rows.sums[i] = rows.sums[i] * alpha
                 for n in range(self.out_blocks):
                     for half in range(2):
                         index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2 + half
-                        state.out[index] = state.out[index] * alpha
+                        rows.out[index] = rows.out[index] * alpha
 
         cutlass.if_generate(cute.arch.vote_any_sync(grown), rescale)
 
-    def _add_values(self, state: SimpleNamespace, scores: list[Float32], stage: Any) -> None:
-        """O += P V of one tile."""
-        lane_offset = self.value_tile.offset(*plain_lane(state.at.lane))
-        values = state.at.shared + (self.value_start + lane_offset) + stage * self.value_tile.nbytes
+    def _add_values(self, state: ForwardState, scores: list[Float32], stage: Any) -> None:
+        """Adds P V of one key tile to O."""
+        at = state.tile.at
+        lane_offset = self.value_tile.offset(*plain_lane(at.lane))
+        values = at.shared + (self.value_start + lane_offset) + stage * self.value_tile.nbytes
 
-        def probabilities(m: int, k: int) -> list[Int32]:
+        def probabilities(m: int, k: int) -> mma.Fragment:
             return mma.pack_fragment(scores, self.score_blocks, m, k, self.mma_dtype)
 
         shape = (self.m_blocks, self.out_blocks, self.config.keys // 16)
-        mma.gemm(state.out, shape, probabilities, mma.load_b_transposed(self.value_tile, values), self.mma_dtype)
+        load_b = mma.load_b_transposed(self.value_tile, values)
+        mma.gemm(state.rows.out, shape, probabilities, load_b, self.mma_dtype)
 
     # Results.
 
     def _finish_rows(
-        self,
-        state: SimpleNamespace,
-        buffers: ForwardBuffers,
-        scalars: Scalars,
-        sink: Any,
-        first_row: Int32,
-        query_end: Int32,
+        self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars, sink: Any
     ) -> list[tuple[Float32, Any]]:
         """Stores the log-sum-exp and returns (weight, whether the row has an output) of each row of the lane."""
-        weights, queries = [], state.at.sequence.queries
+        tile, rows, weights = state.tile, state.rows, []
+        queries = tile.at.sequence.queries
         lse_row = queries.row()
         for i in range(2 * self.m_blocks):
-            row = first_row + 8 * i
-            total = softmax.quad_sum(state.sums[i])
-            live = cutlass.Boolean((total != Float32(0.0)) & (row < query_end))
-            log_max, weight = state.maxima[i] * state.scaling.factor, Float32(1.0)
+            row = tile.first_row + 8 * i
+            total = softmax.quad_sum(rows.sums[i])
+            live = cutlass.Boolean((total != Float32(0.0)) & (row < tile.query_end))
+            log_max, weight = rows.maxima[i] * tile.scaling.factor, Float32(1.0)
             if sink is not None:
                 scaled = sink * softmax.LOG2_E
                 top = ptx.maximum(log_max, scaled)
@@ -363,33 +323,35 @@ class ForwardKernel:
                 total = total * weight + ptx.exp2(scaled - shift)
                 log_max = top
             value = (log_max + ptx.log2(total)) * softmax.LN_2
-            value = ptx.where(row < query_end, value, Float32(_NEVER))
-            address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + state.at.head) * 4
-            stores = cutlass.Boolean((row < queries.length) & (state.column == 0))
+            value = ptx.where(row < tile.query_end, value, Float32(_NEVER))
+            address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + tile.at.head) * 4
+            stores = cutlass.Boolean((row < queries.length) & (tile.column == 0))
             cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
             weights.append((weight * ptx.reciprocal(total), live))
         return weights
 
-    def _store(self, state: SimpleNamespace, buffers: ForwardBuffers, scalars: Scalars, weights: list) -> None:
+    def _store(
+        self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars, weights: list[tuple[Float32, Any]]
+    ) -> None:
         """Stores the output tile, through shared memory so that global stores are 16 bytes wide."""
-        at, tile, rows = state.at, self.out_tile, self.config.rows_per_warp
+        at, shape, rows = state.tile.at, self.out_tile, self.config.rows_per_warp
         warp_row = at.warp * rows
-        shared = at.shared + warp_row * tile.pitch
-        lane_address = shared + tile.offset(*accumulator_lane(at.lane))
+        shared = at.shared + warp_row * shape.pitch
+        lane_address = shared + shape.offset(*accumulator_lane(at.lane))
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         for i, (weight, live) in enumerate(weights):
             for n in range(self.out_blocks):
                 index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2
                 # A select, not a product: a padding row's sum can be NaN.
-                pair = [ptx.where(live, state.out[index + e] * weight, Float32(0.0)) for e in range(2)]
-                ptx.store_shared(lane_address + tile.offset(8 * i, 8 * n), ptx.pack(*pair, dtype=self.mma_dtype))
+                pair = [ptx.where(live, state.rows.out[index + e] * weight, Float32(0.0)) for e in range(2)]
+                ptx.store_shared(lane_address + shape.offset(8 * i, 8 * n), ptx.pack(*pair, dtype=self.mma_dtype))
         cute.arch.sync_warp()
         stride = Int64(scalars.num_heads) * (2 * self.spec.v_head_dim)
         first = at.row + warp_row
         queries = at.sequence.queries
         target = buffers.out.toint() + queries.row(first) * stride + Int64(at.head) * (2 * self.spec.v_head_dim)
-        copies.store_rows(tile, rows, at.lane, shared, target, stride, queries.length - first)
+        copies.store_rows(shape, rows, at.lane, shared, target, stride, queries.length - first)
 
 
 def _load(pointer: cute.Pointer, index: Int32) -> Any:

@@ -1,0 +1,159 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a thread of the forward kernel knows: its place, its CTA's tile of queries, and the registers of its rows.
+
+`forward.py` makes these objects once per CTA and passes them to its methods. No member is assigned afterwards; what
+changes from key tile to key tile are elements of register tensors.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.device import mma, softmax
+from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.schedule import Work
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which thread this is, and which queries its CTA computes.
+
+    Attributes:
+        thread: index of the thread in the CTA.
+        lane: index of the thread in its warp.
+        warp: index of the warp in the CTA, the same register in all lanes.
+        shared: byte address of the CTA's shared memory.
+        row: first query of the tile, counted from the first one of its sequence.
+        head: query head.
+        kv_head: key/value head.
+        sequence: the queries, and the keys that they attend to.
+    """
+
+    thread: Int32
+    lane: Int32
+    warp: Int32
+    shared: Int32
+    row: Int32
+    head: Int32
+    kv_head: Int32
+    sequence: Sequence
+
+    @classmethod
+    def of(cls, work: Work, rows: int, thread: Int32) -> "Place":
+        """Returns the place of a thread whose CTA works on a tile of so many query rows."""
+        assert work.head is not None
+        return cls(
+            thread=thread,
+            lane=thread % 32,
+            warp=cute.arch.make_warp_uniform(thread // 32),
+            shared=cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint(),
+            row=work.tile * rows,
+            head=work.head,
+            kv_head=work.kv_head,
+            sequence=work.sequence,
+        )
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Rows of one head of an operand in global memory.
+
+    Attributes:
+        address: byte address of the first row.
+        stride: bytes from one row to the next.
+    """
+
+    address: Int64
+    stride: Int64
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a CTA reads.
+
+    Attributes:
+        query: rows `[rows, head_dim]` of Q, from the first one of the tile.
+        key: rows `[keys, head_dim]` of K, from the first one of the sequence.
+        value: rows `[keys, v_head_dim]` of V, from the first one of the sequence.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+
+    @classmethod
+    def of(cls, spec: KernelSpec, at: Place, buffers: ForwardBuffers, scalars: Scalars) -> "Operands":
+        """Returns the operands of a CTA."""
+        kv_heads = scalars.num_heads // spec.group
+        query_stride = Int64(scalars.num_heads) * (2 * spec.head_dim)
+        key_stride = Int64(kv_heads) * (2 * spec.head_dim)
+        value_stride = Int64(kv_heads) * (2 * spec.v_head_dim)
+        query_row, key_row = at.sequence.queries.row(at.row), at.sequence.keys.row()
+        query = buffers.query.toint() + query_row * query_stride + Int64(at.head) * (2 * spec.head_dim)
+        key = buffers.key.toint() + key_row * key_stride + Int64(at.kv_head) * (2 * spec.head_dim)
+        value = buffers.value.toint() + key_row * value_stride + Int64(at.kv_head) * (2 * spec.v_head_dim)
+        return cls(Operand(query, query_stride), Operand(key, key_stride), Operand(value, value_stride))
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """A CTA's tile of queries, as one of its threads sees it.
+
+    Attributes:
+        at: which thread this is, and which queries the tile has.
+        operands: rows of Q, K and V in global memory.
+        visit: the key tiles that some query of the tile sees.
+        live_keys: the keys that some query of the sequence sees; others may hold anything.
+        query_end: queries of the sequence; rows of the tile from there on are padding.
+        scaling: from products to logits.
+        first_row: the first of the lane's accumulator rows, counted as `at.row`; the others follow 8 apart.
+        column: the lane's first accumulator column.
+        limits: the keys that each of the lane's accumulator rows sees, in order.
+    """
+
+    at: Place
+    operands: Operands
+    visit: plan.TileRange
+    live_keys: plan.LiveRange
+    query_end: Int32
+    scaling: softmax.Scaling
+    first_row: Int32
+    column: Int32
+    limits: list[softmax.Limits]
+
+
+@dataclass(frozen=True, eq=False)
+class RowState:
+    """What a warp keeps of its rows from key tile to key tile.
+
+    Attributes:
+        out: accumulator of O, `[m_blocks * out_blocks * 4]` float32, relative to `maxima`.
+        maxima: `[2 * m_blocks]` float32, maximum of the unscaled scores of each row; may lag behind the true one.
+        sums: `[2 * m_blocks]` float32, the lane's part of the sum of each row's exponentials, relative to `maxima`.
+    """
+
+    out: cute.Tensor
+    maxima: cute.Tensor
+    sums: cute.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardState:
+    """What the visit of a key tile reads and changes.
+
+    Attributes:
+        tile: the tile of queries.
+        rows: registers of the warp's rows, which a visit changes.
+        query: fragments of Q `[m_blocks][k_steps]`; None if each visit loads them from shared memory.
+        last: index of the last key tile, which is visited first.
+    """
+
+    tile: QueryTile
+    rows: RowState
+    query: list[list[mma.Fragment]] | None
+    last: Int32
