@@ -26,7 +26,7 @@ class Place:
     Attributes:
         thread: index of the thread in the CTA.
         lane: index of the thread in its warp.
-        warp: index of the warp in the CTA, the same register in all lanes.
+        warp: index of the warp in the CTA. The compiler knows that it is the same in all lanes.
         shared: byte address of the CTA's shared memory.
         row: first query of the tile, counted from the first one of its sequence.
         head: query head.

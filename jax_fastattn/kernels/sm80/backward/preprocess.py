@@ -6,7 +6,7 @@ For each query row it stores (lse_scaled, delta): log2(e) * lse, less the binary
 rowsum(out * dout) - dlse. A row that sees no key gets infinity and 0, so that its P and dS vanish.
 """
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -20,6 +20,29 @@ from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.schedule import schedule
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """Rows of one query head in global memory, from the first one of a CTA's tile on. Addresses are bytes.
+
+    Attributes:
+        heads: query heads of a row.
+        live: rows of the tile that may be read.
+        out: address of O, rows `[heads, v_head_dim]` of 16-bit elements.
+        dout: address of dO, laid out as O.
+        lse: address of the log-sum-exp, rows `[heads]` of float32.
+        dlse: address of the cotangent of the log-sum-exp, laid out as it; None if there is none.
+        stats: address of (lse_scaled, delta), 8 bytes for each row; the rows of a head are contiguous.
+    """
+
+    heads: Int32
+    live: copies.Rows
+    out: Int64
+    dout: Int64
+    lse: Int64
+    dlse: Int64 | None
+    stats: Int64
 
 
 class PreprocessKernel:
@@ -40,19 +63,20 @@ class PreprocessKernel:
         self.log2_factor = float(gradient.log2_probability_factor(spec, config))
 
     def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, query_tiles: Int32) -> Launch:
-        """Its launch; `query_tiles` is how many there are of all heads."""
+        """Returns the kernel's launch; `query_tiles` is how many there are of all heads."""
         return Launch(self.kernel, (buffers, scalars), grid=query_tiles, block=self.threads, min_blocks=0)
 
     @cute.kernel
     def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
-        spec, rows = self.spec, self.config.queries
+        spec = self.spec
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         # Zeros of the heads that are visited first are in L2 then.
         work = self.schedule.last_entry_first(block, buffers, scalars)
-        head, heads, first, queries = work.head, scalars.num_heads, work.tile * rows, work.sequence.queries
+        head, heads, queries = work.head, scalars.num_heads, work.sequence.queries
+        first = work.tile * self.config.queries
         row_head = queries.row_head(first, heads, head)
-        state = SimpleNamespace(
+        rows = QueryRows(
             heads=heads,
             live=copies.Rows.live(
                 copies.live_queries(**work.sequence.bounds()), first, hides_first=spec.hides_first_queries
@@ -65,38 +89,36 @@ class PreprocessKernel:
         )
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
         self.reduce.clear(buffers, scalars, index, thread, self.threads)
-        self._write(state, thread, queries.length - first)
+        self._write(rows, thread, queries.length - first)
 
-    def _write(self, state: SimpleNamespace, thread: Int32, stored_rows: Int32) -> None:
+    def _write(self, rows: QueryRows, thread: Int32, stored_rows: Int32) -> None:
         tile = SharedTile(self.config.queries, self.spec.v_head_dim)
         shape = CopyShape(tile, self.threads)
         row, chunk = shape.thread_chunk(thread)
         for first in range(0, tile.rows, shape.rows_per_pass):
             index = row + first
-            live = Boolean((index < tile.rows) & state.live.contain(index))
-            lse_scaled, delta = self._statistics(state, shape, index, chunk, live)
+            live = Boolean((index < tile.rows) & rows.live.contain(index))
+            lse_scaled, delta = self._statistics(rows, shape, index, chunk, live)
             writes = Boolean((index < tile.rows) & (chunk == 0) & (index < stored_rows))
-            address = state.stats + Int64(index) * 8
+            address = rows.stats + Int64(index) * 8
             cutlass.if_generate(writes, lambda a=address, x=lse_scaled, y=delta: ptx.store_global_pair(a, x, y))
 
     def _statistics(
-        self, state: SimpleNamespace, shape: CopyShape, index: Int32, chunk: Int32, live: Boolean
+        self, rows: QueryRows, shape: CopyShape, index: Int32, chunk: Int32, live: Boolean
     ) -> tuple[Float32, Float32]:
         """Returns (lse_scaled, delta) of one row, whose chunks `shape.lanes` neighboring lanes share."""
-        delta = self._row_product(state, shape, index, chunk, live)
-        offset = ptx.where(live, Int64(index) * (Int64(state.heads) * 4), Int64(0))
-        lse = ptx.load_global(state.lse + offset)
-        if state.dlse is not None:
-            delta = delta - ptx.load_global(state.dlse + offset)
+        delta = self._row_product(rows, shape, index, chunk, live)
+        offset = ptx.where(live, Int64(index) * (Int64(rows.heads) * 4), Int64(0))
+        lse = ptx.load_global(rows.lse + offset)
+        if rows.dlse is not None:
+            delta = delta - ptx.load_global(rows.dlse + offset)
         live = Boolean(live & (lse != Float32(float("-inf"))))
         lse_scaled = ptx.where(live, lse * softmax.LOG2_E - self.log2_factor, Float32(float("inf")))
         return lse_scaled, ptx.where(live, delta, Float32(0.0))
 
-    def _row_product(
-        self, state: SimpleNamespace, shape: CopyShape, index: Int32, chunk: Int32, live: Boolean
-    ) -> Float32:
+    def _row_product(self, rows: QueryRows, shape: CopyShape, index: Int32, chunk: Int32, live: Boolean) -> Float32:
         """Returns the sum of out * dout of one row."""
-        row = Int64(index) * gradient.row_stride(state.heads, self.spec.v_head_dim)
+        row = Int64(index) * gradient.row_stride(rows.heads, self.spec.v_head_dim)
         total = Float32(0.0)
         for first_chunk in range(0, shape.tile.chunks, shape.lanes):
             column = chunk + first_chunk
@@ -105,7 +127,7 @@ class PreprocessKernel:
             offset = ptx.where(valid, row + Int64(column * (2 * CHUNK)), Int64(0))
             out, dout = (
                 [ptx.where(valid, x, Int32(0)) for x in ptx.load_global_chunk(source + offset)]
-                for source in (state.out, state.dout)
+                for source in (rows.out, rows.dout)
             )
             for x, y in zip(out, dout, strict=True):
                 pair = zip(ptx.unpack(x, dtype=self.mma_dtype), ptx.unpack(y, dtype=self.mma_dtype), strict=True)
