@@ -7,7 +7,6 @@ each it computes S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, and dQ 
 global memory. Scores have keys as rows, so P^T and dS^T are A operands from registers.
 """
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import cutlass
@@ -22,6 +21,7 @@ from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRole, Role
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqSums, Operands, Place
 from jax_fastattn.kernels.sm80.schedule import schedule
 
 
@@ -51,7 +51,7 @@ class DkdvDqKernel:
         self.shared_nbytes = config.shared_memory(spec.head_dim, spec.v_head_dim)
 
     def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
-        """Its launch."""
+        """Returns the kernel's launch."""
         kv_heads = scalars.num_heads // self.spec.group
         return Launch(
             self.kernel,
@@ -77,12 +77,12 @@ class DkdvDqKernel:
         cute.arch.sync_threads()
         self.products.store_keys(state)
 
-    def _run(self, kind: type[Role], state: SimpleNamespace, scale: Float32) -> None:
+    def _run(self, kind: type[Role], state: DkdvDqState, scale: Float32) -> None:
         role = kind.start(self.products, self.reduce, state)
         role.run()
         role.finish(scale)
 
-    def _locate(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> SimpleNamespace:
+    def _locate(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> Place:
         """Returns which thread this is, and the CTA's keys. Heads are visited in groups, whose sums of dq fit L2."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -93,7 +93,7 @@ class DkdvDqKernel:
         # Of four warps in a role, w and w + 4 share a scheduler: one of each role.
         role_warp = warp % config.role_warps
         key_warp = role_warp // config.column_warps
-        return SimpleNamespace(
+        return Place(
             tile=work.tile,
             row=work.tile * config.keys,
             kv_head=work.kv_head,
@@ -111,28 +111,30 @@ class DkdvDqKernel:
             warp_row=key_warp * config.keys_per_warp,
         )
 
-    def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: SimpleNamespace) -> SimpleNamespace:
-        """Returns the device values that all roles share."""
-        spec, config, heads = self.spec, self.config, scalars.num_heads
-        queries, keys, bounds = at.sequence.queries, at.sequence.keys, at.sequence.bounds()
+    def _visit(self, at: Place, bounds: dict[str, Int32]) -> plan.TileRange:
+        """Returns the query tiles that see some key of the tile."""
+        config = self.config
         visit = copies.query_tiles(at.row, config.keys, config.queries, **bounds)
         # Keys past the end would add to dQ: a tile that has some is masked for all queries.
         partial = at.row + config.keys > bounds["key_end"]
-        visit = visit._replace(
+        return visit._replace(
             full_begin=ptx.where(partial, visit.begin, visit.full_begin),
             full_end=ptx.where(partial, visit.begin, visit.full_end),
         )
-        kv_heads, first_head = heads // spec.group, at.kv_head * spec.group
+
+    def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> DkdvDqState:
+        """Returns the device values that all roles share."""
+        spec, heads, tile, counts = self.spec, scalars.num_heads, self.reduce.tile, buffers.dq_semaphore
+        queries, keys, bounds = at.sequence.queries, at.sequence.keys, at.sequence.bounds()
+        visit = self._visit(at, bounds)
         hides = spec.hides_first_queries or spec.hides_last_queries
+        kv_heads, first_head = heads // spec.group, at.kv_head * spec.group
         key_row = keys.row_head(at.row, kv_heads, at.kv_head)
         query_row = queries.row_head(Int32(0), heads, first_head)
         first_tile = self.query_tiles.index(at.sequence, scalars, first_head, Int32(0))
-        state = SimpleNamespace(
-            at=at,
-            bounds=bounds,
-            visit=visit,
-            live_keys=copies.live_keys(**bounds),
-            live_queries=copies.live_queries(**bounds) if hides else plan.LiveRange(Int32(0), bounds["query_end"]),
+        live_keys = copies.live_keys(**bounds)
+        live_queries = copies.live_queries(**bounds) if hides else plan.LiveRange(Int32(0), bounds["query_end"])
+        operands = Operands(
             key=buffers.key.toint() + key_row * (2 * spec.head_dim),
             value=buffers.value.toint() + key_row * (2 * spec.v_head_dim),
             dk=buffers.dk.toint() + key_row * (2 * spec.head_dim),
@@ -140,20 +142,28 @@ class DkdvDqKernel:
             query=buffers.query.toint() + query_row * (2 * spec.head_dim),
             dout=buffers.dout.toint() + query_row * (2 * spec.v_head_dim),
             stats=buffers.stats.toint() + queries.head_row(heads, first_head) * 8,
-            dq_accum=buffers.dq_accum.toint() + first_tile * self.reduce.tile.nbytes,
-            tile_count=self.query_tiles.pitch(scalars),
             query_length=scalars.query_length,
             heads=heads,
             kv_heads=kv_heads,
-            valid_rows=bounds["key_end"] - at.row,
-            stored_rows=keys.length - at.row,
-            transform=softmax.Transform.of(spec, scalars.scale, scalars.logits_soft_cap),
         )
-        if buffers.dq_semaphore is not None:
-            state.dq_semaphore = buffers.dq_semaphore.toint() + first_tile * (4 * self.reduce.tile.warps)
-        return state
+        accum, tile_count = buffers.dq_accum.toint() + first_tile * tile.nbytes, self.query_tiles.pitch(scalars)
+        valid_rows, stored_rows = bounds["key_end"] - at.row, keys.length - at.row
+        transform = softmax.Transform.of(spec, scalars.scale, scalars.logits_soft_cap)
+        semaphore = None if counts is None else counts.toint() + first_tile * (4 * tile.warps)
+        return DkdvDqState(
+            at=at,
+            bounds=bounds,
+            visit=visit,
+            live_keys=live_keys,
+            live_queries=live_queries,
+            operands=operands,
+            valid_rows=valid_rows,
+            stored_rows=stored_rows,
+            transform=transform,
+            sums=DqSums(accum, tile_count, semaphore),
+        )
 
-    def _load_first(self, state: SimpleNamespace) -> None:
+    def _load_first(self, state: DkdvDqState) -> None:
         """Starts the copies of K, V and the first part of Q and dO, by all threads."""
         products, config, zero = self.products, self.config, Int32(0)
         products.load_keys(state)

@@ -7,7 +7,6 @@ one instruction is contiguous: 512 bytes where an instruction adds four elements
 convert.py reads it, with the same layout.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -17,6 +16,7 @@ from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.sm80.schedule import schedule
 
 
@@ -109,16 +109,16 @@ class AtomicReduce:
         """Returns what a warp keeps from tile to tile."""
         return None
 
-    def wait(self, state: SimpleNamespace, turn: Any, member: Int32, index: Int32) -> Any:
+    def wait(self, state: DkdvDqState, turn: Any, member: Int32, index: Int32) -> Any:
         """Waits until the warp may add to query tile `index` of head `member`; returns what `add` needs to know."""
         del state, turn, member, index
 
-    def add(self, state: SimpleNamespace, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
+    def add(self, state: DkdvDqState, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
         """Adds a warp's part of the tile."""
         del is_first
         self.tile.add(self._lane_address(state, member, index), acc)
 
-    def finish(self, state: SimpleNamespace, turn: Any) -> None:
+    def finish(self, state: DkdvDqState, turn: Any) -> None:
         """Ends a warp's additions."""
         del state, turn
 
@@ -127,8 +127,8 @@ class AtomicReduce:
         del buffers, index, warp
         return None
 
-    def _lane_address(self, state: SimpleNamespace, member: Int32, index: Int32) -> Int64:
-        address = state.dq_accum + Int64(member * state.tile_count + index) * self.tile.nbytes
+    def _lane_address(self, state: DkdvDqState, member: Int32, index: Int32) -> Int64:
+        address = state.sums.accum + Int64(member * state.sums.tile_count + index) * self.tile.nbytes
         return self.tile.lane_address(address, state.at.dq_warp, state.at.lane)
 
 
@@ -171,6 +171,10 @@ class SemaphoreReduce(AtomicReduce):
         assert buffers.dq_semaphore is not None
         return Int64(buffers.dq_semaphore.toint())
 
+    def _count_address(self, state: DkdvDqState, index: Int32) -> Int64:
+        assert state.sums.semaphore is not None
+        return state.sums.semaphore + Int64(index) * 4
+
     def _tickets(self, buffers: PortableBackwardBuffers, scalars: Scalars) -> Int64:
         tiles_of_all = schedule(self.spec, self.config.queries).blocks(
             scalars.query_length, Int64(scalars.batch), scalars.num_heads
@@ -183,29 +187,29 @@ class SemaphoreReduce(AtomicReduce):
         due.fill(Int32(-1))
         return due
 
-    def wait(self, state: SimpleNamespace, turn: Any, member: Int32, index: Int32) -> Any:
+    def wait(self, state: DkdvDqState, turn: Any, member: Int32, index: Int32) -> Any:
         """Counts the last tile, and waits for the earlier key tiles of this one; returns whether there are none."""
         self.finish(state, turn)
         config, at = self.config, state.at
         first = index * config.queries
         before = at.tile - copies.key_tiles(first, config.queries, config.keys, **state.bounds).begin
-        count = (member * state.tile_count + index) * self.tile.warps + at.dq_warp
+        count = (member * state.sums.tile_count + index) * self.tile.warps + at.dq_warp
         turn[0] = count
-        address = state.dq_semaphore + Int64(count) * 4
+        address = self._count_address(state, count)
         cutlass.if_generate(before > 0, lambda: ptx.wait_global(address, before))
         return before <= 0
 
-    def add(self, state: SimpleNamespace, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
+    def add(self, state: DkdvDqState, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
         """Stores a warp's part of the tile if it is the first one, else adds it."""
         address = self._lane_address(state, member, index)
         cutlass.if_generate(is_first, lambda: self.tile.store(address, acc), lambda: self.tile.add(address, acc))
 
-    def finish(self, state: SimpleNamespace, turn: Any) -> None:
+    def finish(self, state: DkdvDqState, turn: Any) -> None:
         """Counts what the warp has added last."""
         due = turn[0]
 
         def count() -> None:
-            ptx.fetch_add_global(state.dq_semaphore + Int64(due) * 4, Int32(1), "release")
+            ptx.fetch_add_global(self._count_address(state, due), Int32(1), "release")
 
         cute.arch.sync_warp()
         cutlass.if_generate(Boolean((due >= 0) & (state.at.lane == 0)), count)

@@ -3,7 +3,6 @@
 """Copies and products of a CTA of the kernel that computes dk, dv and dq (`dkdv_dq.py`), on tiles in shared memory."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -15,13 +14,14 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqTile
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 
 # What a warp multiplies K and V by, and sums up: the names of the operands that pass through the stages.
 QUERY, DOUT = "query", "dout"
 
 
 class Products:
-    """Emits copies and products. Methods take the `state` of the kernel; `at` in it says who the thread is.
+    """Emits copies and products. Methods take the `state` of the kernel; its `at` says which thread this is.
 
     Args:
         spec: the compile key.
@@ -51,53 +51,53 @@ class Products:
 
     # Copies.
 
-    def load_keys(self, state: SimpleNamespace) -> None:
+    def load_keys(self, state: DkdvDqState) -> None:
         """Starts the copy of K and V, by all threads of the CTA."""
         rows = copies.Rows.live(state.live_keys, state.at.row, hides_first=self.spec.hides_first_keys)
-        for which, source in ((QUERY, state.key), (DOUT, state.value)):
+        for which, source in ((QUERY, state.operands.key), (DOUT, state.operands.value)):
             tile, start, _, _ = self._operands(which)
-            stride = gradient.row_stride(state.kv_heads, tile.columns)
+            stride = gradient.row_stride(state.operands.kv_heads, tile.columns)
             shared = state.at.shared + start
             copies.load_tile(tile, self.config.threads, state.at.thread, shared, source, stride, rows)
 
     def load_queries(
-        self, state: SimpleNamespace, which: str, threads: int, member: Int32, first: Int32, stage: Any
+        self, state: DkdvDqState, which: str, threads: int, member: Int32, first: Int32, stage: Any
     ) -> None:
         """Starts the copy of rows of Q or dO from row `first` of head `member` on, by so many threads."""
         _, _, tile, start = self._operands(which)
         thread = state.at.thread if threads == self.config.threads else state.at.role_thread
         rows = copies.Rows.live(state.live_queries, first, hides_first=self.spec.hides_first_queries)
-        stride = gradient.row_stride(state.heads, tile.columns)
-        source = state.query if which == QUERY else state.dout
+        stride = gradient.row_stride(state.operands.heads, tile.columns)
+        source = state.operands.query if which == QUERY else state.operands.dout
         first_row = source + Int64(member) * (2 * tile.columns) + Int64(first) * stride
         copies.load_tile(tile, threads, thread, self._stage(state, start, stage), first_row, stride, rows)
 
     def load_statistics(
-        self, state: SimpleNamespace, thread: Int32, member: Int32, first: Int32, stage: Any, role: int
+        self, state: DkdvDqState, thread: Int32, member: Int32, first: Int32, stage: Any, role: int
     ) -> None:
         """Starts the copy of a role's statistics of the rows from `first` on; `thread` loads its own row."""
 
         def load() -> None:
-            row = Int64(member) * state.query_length + first
+            row = Int64(member) * state.operands.query_length + first
             valid = thread < state.live_queries.end - first
-            address = state.stats + (row + ptx.where(valid, thread, Int32(0))) * 8
+            address = state.operands.stats + (row + ptx.where(valid, thread, Int32(0))) * 8
             target = self.statistics(state, stage, role) + thread * 8
             ptx.copy_async_pair_or_zero(target, address, ptx.where(valid, Int32(8), Int32(0)))
 
         cutlass.if_generate(thread < self.config.part, load)
 
-    def statistics(self, state: SimpleNamespace, stage: Any, role: int) -> Int32:
+    def statistics(self, state: DkdvDqState, stage: Any, role: int) -> Int32:
         """Returns the address of a role's copy of the statistics of a stage."""
         nbytes = self.memory.stats_nbytes
         start = self.memory.stats_start + role * nbytes
         return state.at.shared + start + stage * (self.config.roles * nbytes)
 
-    def _stage(self, state: SimpleNamespace, start: int, stage: Any) -> Int32:
+    def _stage(self, state: DkdvDqState, start: int, stage: Any) -> Int32:
         return state.at.shared + (self.memory.ring_start + start) + stage * self.memory.stage_nbytes
 
     # Products.
 
-    def scores(self, state: SimpleNamespace, which: str, stage: Any) -> mma.Accumulator:
+    def scores(self, state: DkdvDqState, which: str, stage: Any) -> mma.Accumulator:
         """Returns S^T = K Q^T (`QUERY`) or dP^T = V dO^T (`DOUT`): the warp's keys and its part of the queries."""
         rows, row_start, columns, start = self._operands(which)
         row, column = plain_lane(state.at.lane)
@@ -111,7 +111,7 @@ class Products:
         return acc
 
     def accumulate(
-        self, state: SimpleNamespace, acc: mma.Accumulator, load_a: Callable[..., Any], which: str, stage: Any
+        self, state: DkdvDqState, acc: mma.Accumulator, load_a: Callable[..., Any], which: str, stage: Any
     ) -> None:
         """Adds dS^T Q (`QUERY`) or P^T dO (`DOUT`) to the warp's part of dK or dV."""
         _, _, tile, start = self._operands(which)
@@ -121,7 +121,7 @@ class Products:
         load_b = mma.load_b_transposed(tile, self._stage(state, start, stage) + tile.offset(row, column + first_column))
         mma.gemm(acc, (*blocks, self.config.part // 16), load_a, load_b, self.mma_dtype)
 
-    def dq(self, state: SimpleNamespace) -> mma.Accumulator:
+    def dq(self, state: DkdvDqState) -> mma.Accumulator:
         """Returns the warp's part of dQ = dS K of one key tile."""
         scores, keys, blocks = self.memory.score, self.memory.key, self.dq_tile.blocks
         first_row, first_column = self.dq_tile.place(state.at.dq_warp)
@@ -149,13 +149,13 @@ class Products:
 
         return load
 
-    def exchanged_loader(self, state: SimpleNamespace, start: int) -> Callable[[int, int], mma.Fragment]:
+    def exchanged_loader(self, state: DkdvDqState, start: int) -> Callable[[int, int], mma.Fragment]:
         """Returns the loader of A from the tile of scores at `start`, the warp's key rows."""
         tile = self.memory.score
         row, column = plain_lane(state.at.lane)
         return mma.load_a(tile, state.at.shared + start + tile.offset(state.at.warp_row + row, column))
 
-    def score_address(self, state: SimpleNamespace, start: int, first_query: Any) -> Int32:
+    def score_address(self, state: DkdvDqState, start: int, first_query: Any) -> Int32:
         """Returns the address of a lane's first score in the tile at `start`."""
         row, column = accumulator_lane(state.at.lane)
         return state.at.shared + start + self.memory.score.offset(state.at.warp_row + row, column) + first_query * 2
@@ -170,7 +170,7 @@ class Products:
             for half in range(2)
         ]
 
-    def store_scores(self, state: SimpleNamespace, start: int, packed: list[Int32], first_query: Any) -> None:
+    def store_scores(self, state: DkdvDqState, start: int, packed: list[Int32], first_query: Any) -> None:
         """Stores pairs of scores to the tile at `start`; `first_query` is the warp's first query in it."""
         address = self.score_address(state, start, first_query)
         for i, offset in self.pair_offsets():
@@ -178,7 +178,7 @@ class Products:
 
     # Results.
 
-    def finish(self, state: SimpleNamespace, acc: mma.Accumulator, which: str, factor: Any) -> None:
+    def finish(self, state: DkdvDqState, acc: mma.Accumulator, which: str, factor: Any) -> None:
         """Scales a warp's part of dK or dV and rounds it into the tile of K or V."""
         tile, start, _, _ = self._operands(which)
         blocks, at = self.grad_blocks(which), state.at
@@ -186,16 +186,16 @@ class Products:
         corner = tile.offset(at.warp_row, at.column_warp * (8 * blocks[1]))
         gradient.scatter(acc, blocks, tile, at.shared + start + corner, at.lane, self.mma_dtype)
 
-    def store_keys(self, state: SimpleNamespace) -> None:
+    def store_keys(self, state: DkdvDqState) -> None:
         """Stores dk and dv from the tiles of K and V, rows of 16 by warp."""
         at, config = state.at, self.config
-        outputs = [(state.dv, *self._operands(DOUT)[:2]), (state.dk, *self._operands(QUERY)[:2])]
+        outputs = [(state.operands.dv, *self._operands(DOUT)[:2]), (state.operands.dk, *self._operands(QUERY)[:2])]
         for block in range(0, config.keys // 16, config.warps):
             row = (at.warp + block) * 16
 
             def store(row: Int32 = row) -> None:
                 for target, tile, start in outputs:
-                    stride = gradient.row_stride(state.kv_heads, tile.columns)
+                    stride = gradient.row_stride(state.operands.kv_heads, tile.columns)
                     shared, first = at.shared + start + row * tile.pitch, target + Int64(row) * stride
                     copies.store_rows(tile, 16, at.lane, shared, first, stride, state.stored_rows - row)
 

@@ -26,7 +26,6 @@ its own, which an aligned barrier (`cute.arch.sync_threads`) forbids: `ptx.sync_
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -37,6 +36,7 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.dq_reduce import AtomicReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 
 # Named barriers; 0 is that of the whole CTA. PAIR has one for each warp of a role, the exchanges one for each two.
 FIRST, SECOND, READY, DONE, PAIR, EXCHANGE_P, EXCHANGE_DS = 1, 2, 3, 4, 5, 9, 11
@@ -66,12 +66,12 @@ class Role:
 
     products: Products
     reduce: AtomicReduce
-    state: SimpleNamespace
+    state: DkdvDqState
     grads: dict[str, cute.Tensor]
     turn: Any
 
     @classmethod
-    def start(cls, products: Products, reduce: AtomicReduce, state: SimpleNamespace) -> "Role":
+    def start(cls, products: Products, reduce: AtomicReduce, state: DkdvDqState) -> "Role":
         """Returns the role with its registers."""
         grads = {which: products.zeros(which) for which in cls.computed()}
         return cls(products, reduce, state, grads, reduce.start())

@@ -1,0 +1,131 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a thread of `dkdv_dq.py` knows: its place, and its CTA's tile of keys.
+
+The kernel makes these objects once per CTA and passes them to the roles, the products and the reduction of dQ. No
+member is assigned afterwards; what changes from query tile to query tile are registers of the roles.
+"""
+
+from dataclasses import dataclass
+
+from cutlass import Int32, Int64
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import softmax
+from jax_fastattn.kernels.device.sequences import Sequence
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which thread this is, and which keys its CTA has.
+
+    Attributes:
+        tile: index of the key tile among those of its sequence.
+        row: first key of the tile, counted from the first one of its sequence.
+        kv_head: key/value head.
+        sequence: the keys, and the queries that attend to them.
+        shared: byte address of the CTA's shared memory.
+        thread: index of the thread in the CTA.
+        lane: index of the thread in its warp.
+        warp: index of the warp in the CTA. The compiler knows that it is the same in all lanes.
+        role: index of the role, 0 or 1.
+        role_thread: index of the thread in its role.
+        role_warp: index of the warp in its role.
+        dq_warp: index of the warp among those that compute dQ.
+        key_warp: index of the warp's key rows among those of its role.
+        column_warp: index of the warp among those that share its key rows.
+        warp_row: first key row of the warp in the tile.
+    """
+
+    tile: Int32
+    row: Int32
+    kv_head: Int32
+    sequence: Sequence
+    shared: Int32
+    thread: Int32
+    lane: Int32
+    warp: Int32
+    role: Int32
+    role_thread: Int32
+    role_warp: Int32
+    dq_warp: Int32
+    key_warp: Int32
+    column_warp: Int32
+    warp_row: Int32
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Byte addresses of rows in global memory.
+
+    Rows of keys begin with the tile's first one, in its key/value head. Rows of queries begin with the first one of the
+    sequence, in the first query head of the group.
+
+    Attributes:
+        key: address of K, rows `[kv_heads, head_dim]` of 16-bit elements.
+        value: address of V, rows `[kv_heads, v_head_dim]` of 16-bit elements.
+        dk: address of dk, laid out as K.
+        dv: address of dv, laid out as V.
+        query: address of Q, rows `[heads, head_dim]` of 16-bit elements.
+        dout: address of dO, rows `[heads, v_head_dim]` of 16-bit elements.
+        stats: address of the row statistics `[heads, query_length]`, 8 bytes each.
+        query_length: rows from one head of the statistics to the next.
+        heads: query heads of a row.
+        kv_heads: key/value heads of a row.
+    """
+
+    key: Int64
+    value: Int64
+    dk: Int64
+    dv: Int64
+    query: Int64
+    dout: Int64
+    stats: Int64
+    query_length: Int32
+    heads: Int32
+    kv_heads: Int32
+
+
+@dataclass(frozen=True)
+class DqSums:
+    """Where the sums of dQ lie in global memory, from the first query tile of the group's first head on.
+
+    Attributes:
+        accum: byte address in dq_accum; a tile has `DqTile.nbytes`.
+        tile_count: query tiles from one head to the next.
+        semaphore: byte address in dq_semaphore, of 4 bytes for each warp that adds to a tile; None if CTAs add in any
+            order.
+    """
+
+    accum: Int64
+    tile_count: Int32
+    semaphore: Int64 | None
+
+
+@dataclass(frozen=True)
+class DkdvDqState:
+    """A CTA's tile of keys: where its operands lie, and which query tiles it visits.
+
+    Attributes:
+        at: which thread this is, and which keys the tile has.
+        bounds: ends, offset and window of the sequence, the keyword arguments of the tile plan.
+        visit: the query tiles that see some key of the tile.
+        live_keys: the keys that some query of the sequence sees; others may hold anything.
+        live_queries: the queries that see some key of the sequence; others may hold anything.
+        operands: rows of keys and queries, and of the gradients of keys.
+        valid_rows: rows of the tile up to the last key that counts; later rows of dk and dv are zero.
+        stored_rows: rows of the tile that dk and dv have.
+        transform: from products to logits.
+        sums: where dQ is added.
+    """
+
+    at: Place
+    bounds: dict[str, Int32]
+    visit: plan.TileRange
+    live_keys: plan.LiveRange
+    live_queries: plan.LiveRange
+    operands: Operands
+    valid_rows: Int32
+    stored_rows: Int32
+    transform: softmax.Transform
+    sums: DqSums
