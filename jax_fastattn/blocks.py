@@ -19,10 +19,7 @@ from jax import lax
 
 from jax_fastattn.chunks import Axis, Index, Span, Tuning
 from jax_fastattn.packed import by_token, key_range
-from jax_fastattn.spec import AttentionSpec, Operands, is_known
-
-# Wider than any sequence, and far from int32 overflow when a position is added.
-UNBOUNDED = 1 << 29
+from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, is_known
 
 # Bands of queries of a call that is computed at once: at most so many, of at least so many rows. Their first and last
 # keys are multiples of BAND_KEYS.

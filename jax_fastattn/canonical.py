@@ -16,10 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import _compat, packed, validation
-from jax_fastattn.spec import AttentionSpec, Operands, Problem, is_known
+from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Problem, is_known
 
-# Beyond any length. Below, offsets are clamped to it, so that no position leaves int32.
-UNBOUNDED = 1 << 29
 # What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
 LONGEST_SYMBOLIC = 1 << 27
 

@@ -40,10 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import packed
-from jax_fastattn.spec import AttentionSpec, Operands
-
-# Beyond any length: no position leaves int32 when an offset or a side of a window is clamped to it.
-UNBOUNDED = 1 << 29
+from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
 
 
 def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:

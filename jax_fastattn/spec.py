@@ -19,6 +19,9 @@ import jax
 
 Implementation = Literal["cuda", "xla"]
 
+# Beyond any length. Offsets and sides of windows are clamped to it, so that no sum with a position leaves int32.
+UNBOUNDED = 1 << 29
+
 
 def is_known(size: Any) -> bool:
     """Whether a size is a number, not an expression of `jax.export.symbolic_shape`, which cannot be compared."""

@@ -24,7 +24,8 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn.ffi import cache, call
-from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.spec import UNBOUNDED
 
 SOURCE = Path(__file__).parent / "csrc" / "stand_in.cc"
 SPEC = KernelSpec("forward", "sm_90a", "bfloat16", 64, 32, key_value_seq_lengths=True)

@@ -449,7 +449,7 @@ def test_a_kernel_of_another_tiling_is_not_taken(
 
 
 def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ffi/cache.py", "ffi/compiler.py", "kernels/sm80/forward.py", "kernels/device/mma.py"):
+    for name in ("ffi/cache.py", "ffi/compiler.py", "spec.py", "kernels/sm80/forward.py", "kernels/device/mma.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a = 1\n")
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "ffi/cache.py"))
@@ -466,7 +466,9 @@ def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, m
     keys.append(key())
     (tmp_path / "ffi/compiler.py").write_text("a = 3\n")
     keys.append(key())
-    assert len(set(keys)) == 4
+    (tmp_path / "spec.py").write_text("UNBOUNDED = 2\n")
+    keys.append(key())
+    assert len(set(keys)) == 5
     (tmp_path / "ffi/cache.py").write_text("a = 4\n")
     assert key() == keys[-1], "no part of an object"
     cache.sources_digest.cache_clear()

@@ -22,7 +22,7 @@ from stand_in import FLOATS, INTS, SPEC
 import jax_fastattn
 from jax_fastattn import ffi
 from jax_fastattn.ffi import cache, call, registry
-from jax_fastattn.kernels.key import UNBOUNDED
+from jax_fastattn.spec import UNBOUNDED
 
 
 @pytest.fixture(autouse=True)

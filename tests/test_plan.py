@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import pytest
 
-from jax_fastattn.kernels.key import UNBOUNDED
 from jax_fastattn.kernels.plan import (
     LiveRange,
     TileRange,
@@ -24,6 +23,7 @@ from jax_fastattn.kernels.plan import (
     query_tiles,
     section,
 )
+from jax_fastattn.spec import UNBOUNDED
 
 LENGTHS = range(6)
 BOUNDS = (0, 1, 2, 4, UNBOUNDED)

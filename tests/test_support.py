@@ -12,7 +12,7 @@ import pytest
 
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.choose import SHORT_LENGTH, kernel_spec
-from jax_fastattn.kernels.key import FUSED_HEAD_DIM, UNBOUNDED, KernelSpec
+from jax_fastattn.kernels.key import FUSED_HEAD_DIM, KernelSpec
 from jax_fastattn.kernels.sm80.config import shared_memory_limit
 from jax_fastattn.kernels.sm90.backward.config import (
     BackwardConfig,
@@ -29,6 +29,7 @@ from jax_fastattn.kernels.support import (
     speed_note,
     unsupported_reasons,
 )
+from jax_fastattn.spec import UNBOUNDED
 from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases import GPU_CASES, Case
 from jax_fastattn.testing.support_table import support_table

@@ -86,10 +86,11 @@ def compiler_version() -> str:
 
 @functools.cache
 def sources_digest() -> str:
-    """Digest of the sources that an object is made of."""
+    """Returns a digest of the sources that an object is made of; kernels take a constant from `spec.py`."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in [*sorted((package / "kernels").rglob("*.py")), package / "ffi" / "compiler.py"]:
+    others = [package / "ffi" / "compiler.py", package / "spec.py"]
+    for path in sorted((package / "kernels").rglob("*.py")) + others:
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
-from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
-from jax_fastattn.spec import Problem
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.spec import UNBOUNDED, Problem
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Beyond any length: "no bound" where a kernel has one compiled in, and far from int32 overflow when sizes are added.
-UNBOUNDED = 1 << 29
-
 # Up to which head dims Hopper has one kernel for all three gradients.
 FUSED_HEAD_DIM = 128
 

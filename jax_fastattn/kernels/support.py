@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_fastattn.kernels.choose import kernel_spec
-from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.forward import config as sm90
-from jax_fastattn.spec import Problem, is_known
+from jax_fastattn.spec import UNBOUNDED, Problem, is_known
 
 ARCHITECTURES = (
     *("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a"),

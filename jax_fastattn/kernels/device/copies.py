@@ -15,7 +15,8 @@ from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
-from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.spec import UNBOUNDED
 
 
 def _with_device_min_max(module: ModuleType) -> dict[str, Any]:

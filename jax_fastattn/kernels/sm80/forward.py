@@ -27,10 +27,11 @@ from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
-from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.config import ForwardConfig, forward_config
 from jax_fastattn.kernels.sm80.forward_state import ForwardState, Operand, Operands, Place, QueryTile, RowState
 from jax_fastattn.kernels.sm80.schedule import schedule
+from jax_fastattn.spec import UNBOUNDED
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
 # bfloat16, float16 (65504) and the float32 sums.

@@ -10,10 +10,11 @@ from cutlass import Int32
 
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.key import UNBOUNDED, KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
+from jax_fastattn.spec import UNBOUNDED
 
 
 class Edges(NamedTuple):

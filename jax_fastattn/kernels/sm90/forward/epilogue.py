@@ -10,9 +10,9 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.key import UNBOUNDED
 from jax_fastattn.kernels.sm90.forward.softmax import NEVER, OnlineSoftmax
 from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
+from jax_fastattn.spec import UNBOUNDED
 
 
 class _Row(NamedTuple):
