@@ -36,11 +36,10 @@ from report import MODES, RESULTS, slug
 
 import jax_fastattn
 from jax_fastattn.ops import dispatch
-from jax_fastattn.ops.sharding import OPERAND_AXES
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
 from jax_fastattn.testing.cases import Case
-from jax_fastattn.testing.compare import DIFFERENTIABLE, Results, assert_within_budget, evaluate, same_dtype_attention
+from jax_fastattn.testing.compare import Results, assert_within_budget, evaluate, same_dtype_attention
 
 # Logits of what is checked, in float32.
 CHECKED_BYTES = 1 << 31
@@ -191,9 +190,8 @@ class Checked:
         logits = 4 * case.group * case.query_length * case.key_length
         self.case = cut(case, min(case.batch, max(CHECKED_BYTES // logits, 1)))
         self.is_whole_batch = self.case.batch == case.batch
-        self.operands = Operands(
-            *(None if x is None else self.cut(x, axes) for x, axes in zip(operands, OPERAND_AXES.values(), strict=True))
-        )
+        given = {name: x for name, x in operands._asdict().items() if x is not None}
+        self.operands = Operands(**{name: self.cut(x, OPERANDS[name].letters) for name, x in given.items()})
         self.dout = self.cut(dout, "BTND")
         self.expected: tuple[Results, Results] | None = None
 
@@ -211,7 +209,7 @@ class Checked:
         if mode == "forward":
             actual = Results(self.cut(found, "BTND"), None)
         else:
-            gradients = {f"d{name}": self.cut(x, OPERAND_AXES[name]) for name, x in found.items()}
+            gradients = {f"d{name}": self.cut(x, OPERANDS[name].letters) for name, x in found.items()}
             actual = self.select(Results(None, None, **gradients), mode)
         error = None
         try:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import _compat, packed, validation
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Problem, is_known
+from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, Problem, is_known
 
 # What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
 LONGEST_SYMBOLIC = 1 << 27
@@ -46,12 +46,13 @@ def canonicalize(
     def per_batch(name: str, x: Any) -> jax.Array:
         x = to_int32(validation.as_integers(name, x))
         x = x if batched or x.ndim else x[None]
-        axes.bind(name, x, "B")
+        axes.bind(name, x, OPERANDS[name].letters)
         return x
 
-    def broadcast(name: str, x: Any, kind: str) -> jax.Array:
-        x = _checked(name, x, kind)
-        axes.bind_broadcast(name, x, "BNTS" if batched or x.ndim == 4 else "NTS", per_kv_head=name == "mask")
+    def broadcast(name: str, x: Any) -> jax.Array:
+        known = OPERANDS[name]
+        x = _checked(name, x, known.dtype)
+        axes.bind_broadcast(name, x, _letters(name, batched or x.ndim == 4), per_kv_head=known.per_kv_head)
         return expand_to_bnts(x)
 
     query_ids, key_ids = _check_segment_ids(axes, segment_ids, batched)
@@ -60,8 +61,8 @@ def canonicalize(
         query=q,
         key=k,
         value=v,
-        bias=None if bias is None else broadcast("bias", bias, "float"),
-        mask=None if mask is None else broadcast("mask", mask, "bool"),
+        bias=None if bias is None else broadcast("bias", bias),
+        mask=None if mask is None else broadcast("mask", mask),
         query_seq_lengths=None if query_seq_lengths is None else per_batch("query_seq_lengths", query_seq_lengths),
         key_value_seq_lengths=(
             None if key_value_seq_lengths is None else per_batch("key_value_seq_lengths", key_value_seq_lengths)
@@ -192,16 +193,21 @@ def _checked(name: str, x: Any, kind: str) -> jax.Array:
     return array
 
 
+def _letters(name: str, batched: bool) -> str:
+    """Returns the letters of an operand's axes as users pass it, with a batch axis or without."""
+    return OPERANDS[name].letters[not batched :]
+
+
 def _check_qkv(query: Any, key: Any, value: Any, *, packed: bool) -> tuple[validation.Axes, list[jax.Array]]:
     """Query, key and value with a batch axis, and their sizes by name."""
-    arrays = {name: validation.as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
+    arrays = {name: validation.as_array(name, x) for name, x in zip(QKV, (query, key, value), strict=True)}
     validation.check_float_operands(**arrays)
     if not packed and arrays["query"].ndim not in (3, 4):
         raise ValueError(f"`query` has shape {arrays['query'].shape}, expected 4 dimensions (BTNH), or 3 (TNH)")
     batched = arrays["query"].ndim == 4 and not packed
     axes = validation.Axes()
-    for (name, x), letters in zip(arrays.items(), ("TNH", "SKH", "SKD"), strict=True):
-        axes.bind(name, x, "B" + letters if batched else letters)
+    for name, x in arrays.items():
+        axes.bind(name, x, _letters(name, batched))
     if not batched:
         axes.set("B", 1, "query")
     validation.check_heads(axes)
@@ -215,9 +221,9 @@ def _check_segment_ids(
         return None, None
     query_ids, key_ids = ids if isinstance(ids, (tuple, list)) and len(ids) == 2 else (ids, ids)
     arrays = []
-    for x, axis in ((query_ids, "T"), (key_ids, "S")):
+    for name, x in (("query_segment_ids", query_ids), ("key_value_segment_ids", key_ids)):
         x = validation.as_integers("segment_ids", x)
-        axes.bind("segment_ids", x, "B" + axis if batched else axis)
+        axes.bind("segment_ids", x, _letters(name, batched))
         arrays.append(add_batch(x, 2))
     # Only their equality matters, and any dtype has it.
     query_ids, key_ids = arrays if arrays[0].dtype == arrays[1].dtype else map(to_int32, arrays)
@@ -227,7 +233,7 @@ def _check_segment_ids(
 def _check_sinks(axes: validation.Axes, sinks: Any, dtype: Any) -> jax.Array:
     """`[1, N]` in the dtype of the logits of operands of `dtype`."""
     sinks = _checked("sinks", sinks, "float")
-    axes.bind("sinks", sinks, "N")
+    axes.bind("sinks", sinks, _letters("sinks", batched=False))
     return sinks.astype(np.promote_types(dtype, np.float32))[None]
 
 

@@ -13,7 +13,7 @@ reverse-mode differentiation does not go).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +22,9 @@ from jax import lax
 from jax_fastattn.blocks import Blocks, merge_rows, reduce_to, rows_of, zero_unseeing_queries, zero_unseen_keys
 from jax_fastattn.chunks import CPU, Axis, Index, Span, Tuning
 from jax_fastattn.packed import padding_rows
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
 
 State = TypeVar("State")
-
-
-class Gradients(NamedTuple):
-    """Cotangents of the differentiable operands, in their shapes; None where the operand is absent.
-
-    Those of query, key and value have the dtype of their operand. Those of bias, sinks and scale are float32 (float64
-    for float64 operands), since the ops may have to add up several before they round.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
-    sinks: jax.Array | None
-    scale: jax.Array | None
 
 
 def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tuple[jax.Array, jax.Array]:
@@ -124,7 +109,7 @@ def backward(
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
-    wanted: Collection[str] = Gradients._fields,
+    wanted: Collection[str] = DIFFERENTIABLE,
     tuning: Tuning = CPU,
 ) -> Gradients:
     """Gradients of `forward` from its results and their cotangents.
@@ -189,8 +174,6 @@ def backward(
         key=jnp.moveaxis(blocks.full(blocks.key.shape, 0.0), 2, 1),
         value=jnp.moveaxis(blocks.full(blocks.value.shape, 0.0), 2, 1),
         bias=None if blocks.bias is None or "bias" not in wanted else blocks.full(blocks.bias.shape, 0.0),
-        sinks=None,
-        scale=None,
     )
     for queries, keys in blocks.bands:
         dquery, sums = add_block(queries, keys, no_gradient(queries), sums)

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nouns that every layer shares: the operands of a call and the static facts about it.
 
-Canonical shapes, by which every layer below `canonical.py` lives (lower case: 1 or the full size):
-
-    query [B, T, N, H]   key [B, S, K, H]   value [B, S, K, D]   N = K * group
+Axes have the same letters everywhere: batch B, queries T, keys S, query heads N, key/value heads K, and the head dims H
+of keys and D of values; N = K * group. Layers below `canonical.py` see the shapes that `Operands` lists, and no others.
 
 What stays out: any check of user input (`validation.py`) and any reshaping (`canonical.py`).
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import jax
 
@@ -28,41 +27,63 @@ def is_known(size: Any) -> bool:
     return isinstance(size, int)
 
 
+@dataclass(frozen=True)
+class Operand:
+    """What holds for one operand in every call.
+
+    Attributes:
+        axes: a letter for each axis. A lower-case letter is an axis of its full size or of size 1, which broadcasts.
+            `1` is an axis of size 1 in the place of the query heads.
+        dtype: "query" is that of the query; "logits" is float32, or float64 if the query is float64; "float" and
+            "integer" are any such dtype; "bool" and "int32" are themselves.
+        differentiable: whether it has a gradient, which is summed over axes of size 1.
+        per_kv_head: whether the axis of query heads may also have size K. The query heads of a group then share the row
+            of their key/value head.
+    """
+
+    axes: str
+    dtype: Literal["query", "logits", "float", "integer", "bool", "int32"]
+    differentiable: bool = False
+    per_kv_head: bool = False
+
+    @property
+    def letters(self) -> str:
+        """The letters of the axes in upper case, N for `1`."""
+        return self.axes.upper().replace("1", "N")
+
+
 class Operands(NamedTuple):
     """The arrays of one attention call, in the order in which primitives take them; None is absent.
 
+    This is the only definition of them. `OPERANDS` has what it says of each, by name.
+
     Attributes:
-        query: `[B, T, N, H]`.
-        key: `[B, S, K, H]`.
-        value: `[B, S, K, D]`, D = v_head_dim.
-        bias: `[b, n, t, s]`, added to the scaled logits.
-        mask: bool `[b, n, t, s]`, True where a query may attend to a key; or `[b, K, t, s]`, where the query heads of a
-            group share the row of their key/value head.
-        query_seq_lengths: int32 `[B]`; rows from there on are padding.
-        key_value_seq_lengths: int32 `[B]`; keys from there on are invisible.
-        query_offset: int32 `[B]`: query i stands at key position i + offset.
-        query_segment_ids: integers `[B, T]`.
-        key_value_segment_ids: integers `[B, S]` of the same dtype.
-        sinks: float32 `[b, N]`, one extra logit per head in the softmax denominator.
-        scale: float32 `[b, 1]` (float64 for float64 operands): a factor on query . key that is not static. Its axis of
-            size 1 stands for the heads, over which its gradient is a sum.
-        sequences: int32 `[B, M, 4]`, or with offsets `[B, M, 5]`: sequences that lie one after the other, see
+        query, key, value: what attention is of.
+        bias: added to the scaled logits.
+        mask: True where a query may attend to a key.
+        query_seq_lengths: rows from there on are padding.
+        key_value_seq_lengths: keys from there on are invisible.
+        query_offset: query i stands at key position i + offset.
+        query_segment_ids, key_value_segment_ids: of one dtype; a query sees the keys with its id.
+        sinks: one extra logit per head in the softmax denominator.
+        scale: a factor on query . key that is not static.
+        sequences: M sequences that lie one after the other, each with R numbers: 4, or 5 with offsets; see
             `packed.py`. Offset, lengths and segment ids are absent then.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None = None
-    mask: jax.Array | None = None
-    query_seq_lengths: jax.Array | None = None
-    key_value_seq_lengths: jax.Array | None = None
-    query_offset: jax.Array | None = None
-    query_segment_ids: jax.Array | None = None
-    key_value_segment_ids: jax.Array | None = None
-    sinks: jax.Array | None = None
-    scale: jax.Array | None = None
-    sequences: jax.Array | None = None
+    query: Annotated[jax.Array, Operand("BTNH", "query", differentiable=True)]
+    key: Annotated[jax.Array, Operand("BSKH", "query", differentiable=True)]
+    value: Annotated[jax.Array, Operand("BSKD", "query", differentiable=True)]
+    bias: Annotated[jax.Array | None, Operand("bnts", "float", differentiable=True)] = None
+    mask: Annotated[jax.Array | None, Operand("bnts", "bool", per_kv_head=True)] = None
+    query_seq_lengths: Annotated[jax.Array | None, Operand("B", "int32")] = None
+    key_value_seq_lengths: Annotated[jax.Array | None, Operand("B", "int32")] = None
+    query_offset: Annotated[jax.Array | None, Operand("B", "int32")] = None
+    query_segment_ids: Annotated[jax.Array | None, Operand("BT", "integer")] = None
+    key_value_segment_ids: Annotated[jax.Array | None, Operand("BS", "integer")] = None
+    sinks: Annotated[jax.Array | None, Operand("bN", "logits", differentiable=True)] = None
+    scale: Annotated[jax.Array | None, Operand("b1", "logits", differentiable=True)] = None
+    sequences: Annotated[jax.Array | None, Operand("BMR", "int32")] = None
 
     def present(self) -> tuple[str, ...]:
         """Names of the operands that are there, in order."""
@@ -76,6 +97,17 @@ class Operands(NamedTuple):
     def is_packed(self) -> bool:
         """Whether they hold sequences one after the other (`attention_varlen`)."""
         return self.sequences is not None
+
+
+OPERANDS: dict[str, Operand] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Operands, include_extras=True).items()
+}
+DIFFERENTIABLE = tuple(name for name, x in OPERANDS.items() if x.differentiable)
+QKV = tuple(name for name, x in OPERANDS.items() if x.dtype == "query")
+
+# Gradients of the operands, in their shapes; None is absent. Those of QKV have the dtype of the query. All others have
+# the dtype of the logits, since the ops may have to add up several before they round.
+Gradients = Operands
 
 
 @dataclass(frozen=True)
@@ -100,7 +132,7 @@ class AttentionSpec:
     deterministic: bool = False
     implementation: Implementation | None = None
     precision: str = "default"
-    present: tuple[str, ...] = ("query", "key", "value")
+    present: tuple[str, ...] = QKV
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:

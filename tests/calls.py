@@ -21,7 +21,7 @@ from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 from jax_fastattn.testing import compare
 from jax_fastattn.testing.cases import Case
 
@@ -47,8 +47,6 @@ EVERYTHING = Case(
     scale_is_array=True,
     dlse=True,
 )
-
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "scale")
 
 Arrays = dict[str, Any]
 

@@ -22,11 +22,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_fastattn import attention, attention_varlen, explain, portable, target_arch
 from jax_fastattn.chunks import CPU
 from jax_fastattn.ffi import TARGET_NAME
-from jax_fastattn.ops.sharding import OPERAND_AXES
-from jax_fastattn.spec import Operands
+from jax_fastattn.spec import OPERANDS, Operands
 from jax_fastattn.testing.cases import Case
 
 CHECKS = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]
+OPERAND_AXES = {name: x.letters for name, x in OPERANDS.items()}
 AXES = OPERAND_AXES | {"segment_ids": ("BT", "BS"), "sinks": "N", "scale": ""}
 
 # A call of every size is exported once and runs at both.

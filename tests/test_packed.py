@@ -96,7 +96,7 @@ def test_launches_get_the_sequences_of_all_batch_entries(
     dout, cotangent = draw(2, 44, 4, 16), draw(2, 44, 4).astype(jnp.float32) if dlse else None
     out, lse = cuda.forward(spec, operands)
     gradients = cuda.backward(spec, operands, out, lse, dout, cotangent)
-    found = compare.Results(out, lse, *gradients)
+    found = compare.Results.of(out, lse, gradients)
     names = ("query", "key", "value")
     wide = operands._replace(**{name: getattr(operands, name).astype(jnp.float32) for name in names})
     expected = compare.evaluate(attention_reference, spec, wide, dout, cotangent)

@@ -41,7 +41,7 @@ def run(
     @jax.jit
     def call(operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> Results:
         out, lse = portable.forward(spec, operands, tuning)
-        return Results(out, lse, *portable.backward(spec, operands, out, lse, dout, dlse, tuning=tuning))
+        return Results.of(out, lse, portable.backward(spec, operands, out, lse, dout, dlse, tuning=tuning))
 
     return call(operands, dout, dlse)
 

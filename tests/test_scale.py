@@ -115,7 +115,7 @@ def by_launches(spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: 
     @jax.jit
     def run(operands: Operands, dout: jax.Array, dlse: Any) -> compare.Results:
         out, lse = cuda.forward(spec, operands)
-        return compare.Results(out, lse, *cuda.backward(spec, operands, out, lse, dout, dlse))
+        return compare.Results.of(out, lse, cuda.backward(spec, operands, out, lse, dout, dlse))
 
     return run(operands, dout, dlse)
 

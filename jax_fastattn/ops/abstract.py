@@ -13,10 +13,7 @@ import numpy as np
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jax_fastattn.spec import AttentionSpec
-
-# The operands whose gradients come together and have their dtype.
-QKV = ("query", "key", "value")
+from jax_fastattn.spec import QKV, AttentionSpec
 
 
 def like(aval: Any, shape: tuple[int, ...], dtype: Any = None, axes: tuple[int | None, ...] | None = None) -> Any:
@@ -44,7 +41,7 @@ def forward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
 
 
 def backward_results(spec: AttentionSpec, arrays: Any, wanted: tuple[str, ...]) -> list[Any]:
-    """Abstract gradients of the operands named in `wanted`; those of others than QKV are float32 or wider."""
+    """Returns abstract gradients of the operands named in `wanted`: float32 or wider, except for those of QKV."""
     operands = spec.operands(arrays[: len(spec.present)])
 
     def gradient(name: str) -> Any:

@@ -19,15 +19,11 @@ from jax_fastattn import portable
 from jax_fastattn._compat import Primitive
 from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
-from jax_fastattn.portable import Gradients
-from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, QKV, AttentionSpec, Gradients, Operands, Problem
 
 # What one device computes of its share.
 backward_p = Primitive("jax_fastattn_backward")
 backward_p.multiple_results = True
-
-# Operands with a gradient. A gradient of size 1 on an axis is a sum over that axis.
-DIFFERENTIABLE = Gradients._fields
 
 
 def backward(
@@ -39,12 +35,11 @@ def backward(
     dlse: jax.Array | None,
     wanted: Collection[str],
 ) -> Gradients:
-    """Gradients of query, key and value, and in float32 or wider those of the other operands in `wanted`."""
-    names = tuple(name for name in DIFFERENTIABLE if name in abstract.QKV or name in wanted)
+    """Returns gradients of query, key and value, and in float32 or wider those of other operands in `wanted`."""
+    names = tuple(name for name in DIFFERENTIABLE if name in QKV or name in wanted)
     cotangents = [out, lse, dout] + ([] if dlse is None else [dlse])
     found = _op(spec, dlse is not None, names)(*operands.arrays(), *cotangents)
-    gradients: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE) | dict(zip(names, found, strict=True))
-    return Gradients(**gradients)
+    return Gradients(**dict(zip(names, found, strict=True)))
 
 
 @backward_p.def_abstract_eval
@@ -85,19 +80,21 @@ mlir.register_lowering(backward_p, functools.partial(_lower_portable, ACCELERATO
 def _op(spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> Callable[..., Any]:
     """The primitive with its sharding rule around it, and its batching rule around that."""
     params = {"spec": spec, "with_dlse": with_dlse, "wanted": wanted}
-    operand_axes = [sharding.OPERAND_AXES[name] for name in spec.present]
+    operand_axes = [OPERANDS[name].letters for name in spec.present]
     cotangent_axes = ["BTND", "BTN", "BTND", "BTN"][: 3 + with_dlse]
     differentiable = [spec.present.index(name) for name in wanted]
     result_axes = [operand_axes[i] for i in differentiable]
+    # Each example's own gradient is asked for: a shared bias or sink is repeated, its gradient summed over B alone.
+    stays_shared = [name in batching.BROADCAST and name not in DIFFERENTIABLE for name in spec.present]
+    stays_shared += [False] * len(cotangent_axes)
     op = custom_vmap(sharding.partitioned(backward_p, params, operand_axes + cotangent_axes, result_axes))
 
     @op.def_vmap
     def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
         into = batching.Fold.of(arrays[0], mapped[0], size, batch_axis=int(mapped[0]))
-        # Each example's own gradient is asked for: a shared bias or sink is repeated, its gradient summed over B alone.
         folded = [
-            into.fold(x, is_mapped, may_broadcast=i < len(spec.present) and spec.present[i] == "mask")
-            for i, (x, is_mapped) in enumerate(zip(arrays, mapped, strict=True))
+            into.fold(x, is_mapped, may_broadcast=stays)
+            for x, is_mapped, stays in zip(arrays, mapped, stays_shared, strict=True)
         ]
         found = [into.unfold(x) for x in _op(spec, with_dlse, wanted)(*folded)]
         own_batches = [batching.inner_batch(arrays[i], mapped[i]) for i in differentiable]

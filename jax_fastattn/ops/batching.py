@@ -18,15 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jax_fastattn.spec import OPERANDS
+
 # Ops that are kept, forward and backward each. One of them is made for every new spec, such as a new scale.
 CACHED_OPS = 256
 
 # Operands whose batch axis may be of size 1 and then serves every batch entry.
-BROADCAST = ("bias", "mask", "sinks", "scale")
-
+BROADCAST = tuple(name for name, x in OPERANDS.items() if x.axes.startswith("b"))
 
 # Where the head axis is in the operands that may be mapped if V becomes query heads.
-HEAD_AXIS = {"query": 2, "bias": 1, "mask": 1, "sinks": 1}
+HEAD_AXIS = {name: x.axes.upper().index("N") for name, x in OPERANDS.items() if "N" in x.axes.upper()}
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,9 @@ def becomes_heads(names: Sequence[str], mapped: Sequence[bool], shapes: Sequence
         return size != whole if is_mapped else size != 1  # not `<`: a symbolic batch cannot be compared
 
     for name, shape, is_mapped in zip(names, shapes, mapped, strict=True):
-        if name in ("bias", "mask"):
+        if "n" in OPERANDS[name].axes:
             b, n = shape[is_mapped : is_mapped + 2]
-            serves_all = name == "mask" and not is_mapped and n == kv_heads
+            serves_all = OPERANDS[name].per_kv_head and not is_mapped and n == kv_heads
             if is_repeated(n, heads, is_mapped) and not serves_all and not is_repeated(b, batch, is_mapped):
                 return False
     return True
@@ -119,10 +120,10 @@ def fold_heads(names: Sequence[str], mapped: Sequence[bool], arrays: Sequence[ja
     size, heads, kv_heads = arrays[0].shape[0], arrays[0].shape[3], arrays[1].shape[2]
 
     def fold_one(name: str, x: jax.Array, is_mapped: bool) -> jax.Array:
-        axis = HEAD_AXIS.get(name)
-        if axis is None or (not is_mapped and x.shape[axis] == 1 and name != "sinks"):
+        known, axis = OPERANDS[name], HEAD_AXIS.get(name)
+        if axis is None or (not is_mapped and x.shape[axis] == 1 and known.axes[axis] == "n"):
             return x
-        if not is_mapped and name == "mask" and x.shape[axis] == kv_heads:
+        if not is_mapped and known.per_kv_head and x.shape[axis] == kv_heads:
             return x
         if not is_mapped:
             x = jnp.broadcast_to(x[None], (size, *x.shape))

@@ -22,8 +22,8 @@ from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.support import slot_rows
 from jax_fastattn.ops.records import padded_rows, tile_records
-from jax_fastattn.portable import Gradients, scale_gradient
-from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.portable import scale_gradient
+from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Gradients, Operands, Problem
 
 launch_p = Primitive("jax_fastattn_launch")
 launch_p.multiple_results = True
@@ -80,7 +80,7 @@ def backward(
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
-    wanted: Collection[str] = Gradients._fields,
+    wanted: Collection[str] = DIFFERENTIABLE,
 ) -> Gradients:
     """One custom call, which launches every kernel of the backward pass; see `portable.backward` for `wanted`."""
     padded = _for_kernels(operands)._replace(sinks=None)
@@ -106,7 +106,6 @@ def backward(
         query=_scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
-        bias=None,
         sinks=dsinks,
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
@@ -124,7 +123,7 @@ def _launched(spec: AttentionSpec, operands: Operands) -> tuple[Problem, dict[st
         key_length=problem.batch * problem.key_length,
         num_sequences=problem.batch * problem.num_sequences,
     )
-    joined = {name: _joined(getattr(operands, name), operands) for name in ("query", "key", "value")}
+    joined = {name: _joined(getattr(operands, name), operands) for name in QKV}
     return problem, operands._asdict() | joined | {"sequences": None}
 
 

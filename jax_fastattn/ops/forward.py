@@ -16,7 +16,7 @@ from jax_fastattn import portable
 from jax_fastattn._compat import Primitive
 from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
-from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands, Problem
 
 # What one device computes of its share. `mapped` says which operands have a vmapped axis ahead; it becomes query heads.
 forward_p = Primitive("jax_fastattn_forward")
@@ -85,7 +85,7 @@ def _op(spec: AttentionSpec, ahead: tuple[bool, ...]) -> Callable[..., Any]:
     """
     params = {"spec": spec, "mapped": ahead}
     axis = "V" if any(ahead) else ""
-    operand_axes = ["V" * a + sharding.OPERAND_AXES[name] for name, a in zip(spec.present, ahead, strict=True)]
+    operand_axes = ["V" * a + OPERANDS[name].letters for name, a in zip(spec.present, ahead, strict=True)]
     op = custom_vmap(sharding.partitioned(forward_p, params, operand_axes, [axis + "BTND", axis + "BTN"]))
 
     @op.def_vmap

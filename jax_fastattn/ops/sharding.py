@@ -3,7 +3,7 @@
 """Partitions calls under a mesh: batch and heads are split, every other axis is whole on each device.
 
 One description serves Shardy (`sharding_rule`), GSPMD (`infer_sharding_from_operands`) and the partition callback:
-a string of axis letters for each array, as in spec.py; `N` and `K` are the query and key/value heads.
+a string of axis letters for each array, as in spec.py.
 """
 
 from __future__ import annotations
@@ -29,23 +29,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract
-
-OPERAND_AXES = {
-    "query": "BTNH",
-    "key": "BSKH",
-    "value": "BSKD",
-    "bias": "BNTS",
-    "mask": "BNTS",
-    "query_seq_lengths": "B",
-    "key_value_seq_lengths": "B",
-    "query_offset": "B",
-    "query_segment_ids": "BT",
-    "key_value_segment_ids": "BS",
-    "sinks": "BN",
-    "scale": "BN",
-    "sequences": "BMR",
-}
-
 
 # Axes that a mesh may split; V is an axis that `vmap` put ahead of others.
 SPLITTABLE = "VBNK"

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax_fastattn import _compat
 from jax_fastattn.ops.backward import backward
 from jax_fastattn.ops.forward import forward
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 
 # For `jax.checkpoint` policies: saving both spares the backward pass the forward kernel.
 OUT_NAME = "jax_fastattn_out"
@@ -60,9 +60,9 @@ def _attend_bwd(spec: AttentionSpec, return_residual: bool, residuals: Any, cota
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     dout = _compat.zeros_like(out) if dout is None else dout
     found = backward(spec, operands, out, lse, dout, dlse, wanted)
-    gradients: dict[str, Any] = dict.fromkeys(Operands._fields)
-    for name, x in found._asdict().items():
-        operand = getattr(operands, name)
+    gradients: dict[str, Any] = {}
+    for name in DIFFERENTIABLE:
+        x, operand = getattr(found, name), getattr(operands, name)
         # Not None, which would change the structure of the result: jax 0.8 wants the same one for every derivative of
         # a jitted function.
         gradients[name] = zero_from_primal(operand, symbolic_zeros=True) if x is None else x.astype(operand.dtype)

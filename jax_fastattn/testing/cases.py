@@ -21,7 +21,7 @@ import numpy as np
 from jax_fastattn import packed
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, Problem
 
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
@@ -155,65 +155,59 @@ class Case:
         They are written down, not traced: `GPU_CASES` needs them at import, where tracing `operands` took 5 s, and a
         list of cases must not start a client.
         """
-        sizes = self.shape
+        num_sequences, columns = len(self.packed[0]) if self.packed else 0, 4 if self.query_offset is None else 5
+        sizes = self.shape | {"M": num_sequences + 2, "R": columns}
+        dtypes: dict[str, Any] = {"query": self.dtype, "logits": np.promote_types(self.dtype, np.float32)}
+        dtypes |= {"float": np.float32, "integer": np.int32}
 
-        def array(axes: str, dtype: Any) -> Any:
-            return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), dtype)
+        def aval(name: str) -> Any:
+            known, full = OPERANDS[name], self._full_axes.get(name) or ""
+            letters = known.axes.replace("n", "k") if "k" in full else known.axes
+            shape = tuple(sizes[x.upper()] if x in full or x.isupper() else 1 for x in letters)
+            return jax.ShapeDtypeStruct(shape, dtypes.get(known.dtype, known.dtype))
 
-        def plane(axes: str | None, dtype: Any) -> Any:
-            letters = "bkts" if "k" in (axes or "") else "bnts"
-            shape = tuple(sizes[axis.upper()] if axis in (axes or "") else 1 for axis in letters)
-            return None if axes is None else jax.ShapeDtypeStruct(shape, dtype)
+        is_packed, has_ids = self.packed is not None, self.segments > 0
+        given = {
+            **dict.fromkeys(QKV, True),
+            **{name: axes is not None for name, axes in self._full_axes.items()},
+            "query_seq_lengths": self.query_seq_lengths is not None,
+            "key_value_seq_lengths": self.key_value_seq_lengths is not None,
+            "query_offset": self.query_offset is not None and not is_packed,
+            "query_segment_ids": has_ids,
+            "key_value_segment_ids": has_ids,
+            "scale": self.scale_is_array,
+            "sequences": is_packed,
+        }
+        return Operands(**{name: aval(name) for name, is_given in given.items() if is_given})
 
-        def row(axes: str | None) -> Any:
-            shape = sizes["B"] if "b" in (axes or "") else 1, sizes["N"]
-            return None if axes is None else jax.ShapeDtypeStruct(shape, np.float32)
-
-        scale_dtype = np.promote_types(self.dtype, np.float32)
-        scale: Any = jax.ShapeDtypeStruct((1, 1), scale_dtype) if self.scale_is_array else None
-        has_ids = self.segments > 0
-        sequences: Any = None
-        if self.packed is not None:
-            columns = 4 if self.query_offset is None else 5
-            sequences = jax.ShapeDtypeStruct((self.batch, len(self.packed[0]) + 2, columns), np.int32)
-        return Operands(
-            query=array("BTNH", self.dtype),
-            key=array("BSKH", self.dtype),
-            value=array("BSKD", self.dtype),
-            bias=plane(self.bias, np.float32),
-            mask=plane(self.mask, np.bool_),
-            query_seq_lengths=array("B", np.int32) if self.query_seq_lengths is not None else None,
-            key_value_seq_lengths=array("B", np.int32) if self.key_value_seq_lengths is not None else None,
-            query_offset=array("B", np.int32) if self.query_offset is not None and self.packed is None else None,
-            query_segment_ids=array("BT", np.int32) if has_ids else None,
-            key_value_segment_ids=array("BS", np.int32) if has_ids else None,
-            sinks=row(self.sinks),
-            scale=scale,
-            sequences=sequences,
-        )
+    @property
+    def _full_axes(self) -> dict[str, str | None]:
+        """Which axes of the operands that broadcast have their full size; None is absent."""
+        return {"bias": self.bias, "mask": self.mask, "sinks": self.sinks}
 
     def operands(self, key: jax.Array) -> Operands:
         """Random canonical operands, standard normal where they are floats."""
         keys = iter(jax.random.split(key, 8))
         shapes = self._avals()
-        query, k, value = (
-            jax.random.normal(next(keys), x.shape, jnp.float32).astype(self.dtype)
-            for x in (shapes.query, shapes.key, shapes.value)
-        )
+
+        def normal(key: jax.Array, aval: Any) -> Any:
+            return None if aval is None else jax.random.normal(key, aval.shape, jnp.float32).astype(aval.dtype)
+
+        query, k, value = (normal(next(keys), x) for x in (shapes.query, shapes.key, shapes.value))
         bias_key, mask_key, sinks_key, segments_key = next(keys), next(keys), next(keys), next(keys)
         query_ids, key_ids = self._segment_ids(segments_key)
         return Operands(
             query=query,
             key=k,
             value=value,
-            bias=None if shapes.bias is None else jax.random.normal(bias_key, shapes.bias.shape, jnp.float32),
+            bias=normal(bias_key, shapes.bias),
             mask=None if shapes.mask is None else jax.random.bernoulli(mask_key, 0.7, shapes.mask.shape),
             query_seq_lengths=_int32(self.query_seq_lengths),
             key_value_seq_lengths=_int32(self.key_value_seq_lengths),
             query_offset=_int32(self.query_offset) if self.packed is None else None,
             query_segment_ids=query_ids,
             key_value_segment_ids=key_ids,
-            sinks=None if shapes.sinks is None else jax.random.normal(sinks_key, shapes.sinks.shape, jnp.float32),
+            sinks=normal(sinks_key, shapes.sinks),
             scale=None if shapes.scale is None else jnp.full(shapes.scale.shape, self._scale, shapes.scale.dtype),
             sequences=self._sequences(),
         )

@@ -15,15 +15,16 @@ queries see one and the same key alone, this rounding may be most of the error o
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.reference import attention_reference, padding_rows, visible_pairs
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
 
 Attention = Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]]
 
@@ -36,20 +37,17 @@ SUM_FACTORS = {"dsinks": 4.5, "dscale": 5.0}
 # Of `1 + the largest element`: sums of a thousand float32 terms of order 1, in another order.
 ROUNDING = 2.0**-15
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "scale")
+_GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
+_Results = namedtuple("_Results", ("out", "lse", *_GRADIENTS), defaults=[None] * len(_GRADIENTS))  # pyright: ignore[reportUntypedNamedTuple] (each is Any)
 
 
-class Results(NamedTuple):
+class Results(_Results):
     """Everything that a call gives: output, log-sum-exp and the gradients; None where an operand is absent."""
 
-    out: Any
-    lse: Any
-    dquery: Any = None
-    dkey: Any = None
-    dvalue: Any = None
-    dbias: Any = None
-    dsinks: Any = None
-    dscale: Any = None
+    @classmethod
+    def of(cls, out: Any, lse: Any, gradients: Gradients) -> Results:
+        """Returns the results of a call from those of the two passes."""
+        return cls(out, lse, *(getattr(gradients, name) for name in DIFFERENTIABLE))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

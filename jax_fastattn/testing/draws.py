@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.api import attention_varlen
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 from jax_fastattn.testing.cases import Case
-from jax_fastattn.testing.compare import DIFFERENTIABLE, Results
+from jax_fastattn.testing.compare import Results
 
 # Lengths around those of tiles; any other length is as likely as one of them.
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
