@@ -41,6 +41,7 @@ from run import MODES, clocks, compiled, describe_run
 
 from jax_fastattn import ffi
 from jax_fastattn.ffi import cache, call
+from jax_fastattn.kernels.architectures import BORROWED
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80_config
@@ -51,7 +52,6 @@ from jax_fastattn.kernels.sm90.backward import config as sm90_backward_config
 from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
 from jax_fastattn.kernels.sm90.forward import config as sm90_config
 from jax_fastattn.kernels.sm90.forward import kernel as sm90_forward
-from jax_fastattn.kernels.support import BORROWED
 from jax_fastattn.testing.borrow import borrow
 
 KERNEL_KEY = cache.kernel_key

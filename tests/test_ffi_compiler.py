@@ -18,8 +18,8 @@ import pytest
 
 from jax_fastattn.ffi import registry
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
+from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.support import ARCHITECTURES
 
 pytestmark = [
     pytest.mark.slow,

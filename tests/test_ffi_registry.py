@@ -15,7 +15,7 @@ import pytest
 
 from jax_fastattn import ffi
 from jax_fastattn.ffi import registry
-from jax_fastattn.kernels import support
+from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.ops import dispatch
 from jax_fastattn.testing.cases import Case
 
@@ -81,10 +81,10 @@ def test_a_compiler_that_writes_code_for_the_old_name_is_a_reason(
     """That of CUDA 12 compiles for sm_101a when asked for sm_110a, and the program would fail where it is loaded."""
     monkeypatch.setattr(registry, "_is_installed", lambda module: True)
     monkeypatch.setattr(registry, "toolkit", lambda: cuda)
-    found = {arch: ffi.compiler_reasons(arch) for arch in support.ARCHITECTURES}
+    found = {arch: ffi.compiler_reasons(arch) for arch in ARCHITECTURES}
     assert {arch for arch, reasons in found.items() if reasons} == refused
     assert ffi.compiler_reasons(None) == []
-    for arch in support.ARCHITECTURES:
+    for arch in ARCHITECTURES:
         with ffi.target_arch(arch):
             reasons = dispatch.cuda_reasons(Case(dtype="bfloat16").problem())
         assert [reason.text for reason in reasons] == found[arch]
@@ -145,7 +145,7 @@ def test_multiprocessors_are_those_of_the_smallest_local_device(devices: list[An
         assert ffi.multiprocessors() == 132
 
 
-@pytest.mark.parametrize("name", support.ARCHITECTURES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_target_arch_takes_every_name(devices: list[Any], name: str) -> None:
     with ffi.target_arch(name):
         assert ffi.arch() == name
@@ -156,7 +156,7 @@ OTHER_NAMES = ["hopper", "90a", "sm_", "SM_90A", "sm_90a ", "sm_٩0", "sm_75", "
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_target_arch_refuses_other_names_with_the_list(devices: list[Any], name: str) -> None:
-    listed = ", ".join(support.ARCHITECTURES)
+    listed = ", ".join(ARCHITECTURES)
     with pytest.raises(ValueError, match=f'`arch` is "{name}"; pass one of {listed}. .*implementation="xla"'):
         ffi.target_arch(name)
 

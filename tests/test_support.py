@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from jax_fastattn.ffi import registry
+from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
 from jax_fastattn.kernels.choose import SHORT_LENGTH, kernel_spec
 from jax_fastattn.kernels.key import FUSED_HEAD_DIM, KernelSpec
-from jax_fastattn.kernels.sm80.config import shared_memory_limit
 from jax_fastattn.kernels.sm90.backward.config import (
     BackwardConfig,
     BackwardMemory,
@@ -22,8 +22,6 @@ from jax_fastattn.kernels.sm90.backward.config import (
     dq_config,
 )
 from jax_fastattn.kernels.support import (
-    ARCHITECTURES,
-    BORROWED,
     MAX_HEAD_DIM,
     describe_kernels,
     speed_note,
@@ -32,7 +30,7 @@ from jax_fastattn.kernels.support import (
 from jax_fastattn.spec import UNBOUNDED
 from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases import GPU_CASES, Case
-from jax_fastattn.testing.support_table import support_table
+from jax_fastattn.testing.support_table import COVERAGE, support_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BASE = Case(dtype="bfloat16", group=2)
@@ -82,6 +80,10 @@ MEMORY = {
 }
 
 
+def test_the_page_has_the_architectures_in_order() -> None:
+    assert tuple(COVERAGE) == ARCHITECTURES
+
+
 def test_shared_memory_of_every_architecture() -> None:
     expected = {arch: kilobytes * 1024 for kilobytes, archs in MEMORY.items() for arch in archs}
     assert {arch: shared_memory_limit(arch) for arch in ARCHITECTURES} == expected
@@ -107,9 +109,9 @@ def test_a_gpu_that_was_not_timed_gets_a_note() -> None:
 def test_a_hopper_gpu_runs_the_portable_kernels_of_another_card(
     monkeypatch: pytest.MonkeyPatch, arch: str, card: str
 ) -> None:
-    monkeypatch.setattr(registry, "ARCHITECTURES", dict(registry.ARCHITECTURES))
+    monkeypatch.setattr(registry, "BY_CAPABILITY", dict(registry.BY_CAPABILITY))
     borrow(arch)
-    spec = kernel_spec(BASE.problem(), "backward", registry.ARCHITECTURES["9.0"])
+    spec = kernel_spec(BASE.problem(), "backward", registry.BY_CAPABILITY["9.0"])
     assert (spec.family, spec.gpu_arch) == ("sm80", "sm_90")
     assert shared_memory_limit(spec.arch) == shared_memory_limit(card)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from jax_fastattn.kernels import support
+from jax_fastattn.kernels.architectures import ARCHITECTURES, H100_MULTIPROCESSORS
 
 # Written into compiled programs and exported files: never changes.
 TARGET_NAME = "jax_fastattn_launch"
@@ -39,13 +39,11 @@ def _capability(arch: str) -> str:
 
 # What to compile for, by compute capability. Binaries run on later minor versions of their major version; those with
 # the suffix "a" run on their own version only.
-ARCHITECTURES = {_capability(arch): arch for arch in support.ARCHITECTURES}
+BY_CAPABILITY = {_capability(arch): arch for arch in ARCHITECTURES}
 
 # From which CUDA version on the compiler writes code for an architecture of that name. For compute capability 11.0 the
 # compiler of CUDA 12.9 writes what it calls sm_101a, and says nothing (nvidia-cutlass-dsl 4.8.1).
 _FIRST_CUDA = {"sm_110a": 13}
-
-_H100_MULTIPROCESSORS = 132
 
 _lock = threading.Lock()
 
@@ -70,9 +68,9 @@ def target_arch(arch: str | None) -> contextlib.AbstractContextManager[None]:
     """
     if arch is not None and not isinstance(arch, str):
         raise TypeError(f'`arch` is a {type(arch).__name__}; pass a string such as "sm_90a", or None')
-    if arch is not None and arch not in support.ARCHITECTURES:
+    if arch is not None and arch not in ARCHITECTURES:
         raise ValueError(
-            f'`arch` is "{arch}"; pass one of {", ".join(support.ARCHITECTURES)}. Calls with implementation="xla" need '
+            f'`arch` is "{arch}"; pass one of {", ".join(ARCHITECTURES)}. Calls with implementation="xla" need '
             "no name and run on other GPUs too"
         )
     return _inside(arch)
@@ -120,7 +118,7 @@ def _local_arch() -> str:
 
 
 def _arch_of(capability: str) -> str:
-    return ARCHITECTURES.get(capability, f"sm_{capability.replace('.', '')}")
+    return BY_CAPABILITY.get(capability, f"sm_{capability.replace('.', '')}")
 
 
 def multiprocessors() -> int:
@@ -130,8 +128,8 @@ def multiprocessors() -> int:
         those of the local CUDA device with the fewest; those of an H100 SXM if `target_arch` names the GPU.
     """
     if named_arch() is not None:
-        return _H100_MULTIPROCESSORS
-    return min(getattr(device, "core_count", _H100_MULTIPROCESSORS) for device in jax.local_devices(backend="cuda"))
+        return H100_MULTIPROCESSORS
+    return min(getattr(device, "core_count", H100_MULTIPROCESSORS) for device in jax.local_devices(backend="cuda"))
 
 
 def missing_parts() -> list[str]:

@@ -7,14 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import Problem
 
 # Up to which T and S, and up to which head dims, the Hopper forward has a variant for short problems.
 SHORT_LENGTH, SHORT_HEAD_DIM = 2048, 96
-
-# Of a Hopper GPU; decides about speed alone.
-_MULTIPROCESSORS = 132
 
 # Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
 _ORDERED_MEAN_LENGTH = 1536
@@ -40,7 +38,7 @@ def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
     if uneven:
         return longest <= 1024
     key_tiles = problem.batch * problem.num_kv_heads * -(-problem.key_length // 128)
-    return longest <= 512 and key_tiles >= 2 * _MULTIPROCESSORS
+    return longest <= 512 and key_tiles >= 2 * H100_MULTIPROCESSORS
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:

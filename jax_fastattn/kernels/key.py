@@ -24,7 +24,8 @@ class KernelSpec:
 
     Attributes:
         op: "forward" or "backward".
-        arch: target architecture, such as "sm_80" or "sm_90a"; or one of `support.BORROWED`, whose name has a suffix.
+        arch: target architecture, such as "sm_80" or "sm_90a", or one of `architectures.BORROWED`, which may have a
+            suffix.
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
         dtype: "bfloat16" or "float16".
         head_dim, v_head_dim: multiples of 8, at most 256.

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
@@ -15,15 +16,6 @@ from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.spec import UNBOUNDED, Problem, is_known
 
-ARCHITECTURES = (
-    *("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a"),
-    *("sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"),
-)
-# For tests and benchmarks of the portable family on a Hopper GPU: compiled for it, with the shared memory of an A100,
-# of an RTX card, or its own.
-BORROWED = ("sm_90-a100", "sm_90-rtx", "sm_90")
-# Where nothing is known of the speed. Their tensor cores have instructions that the portable kernels do not use.
-UNTIMED = ("sm_100a", "sm_103a", "sm_110a")
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 

@@ -3,7 +3,7 @@
 """The portable kernels on a Hopper GPU, for tests and benchmarks: compiled for it, with the tiles of another card."""
 
 from jax_fastattn.ffi import registry
-from jax_fastattn.kernels.support import BORROWED
+from jax_fastattn.kernels.architectures import BORROWED
 
 
 def borrow(arch: str) -> None:
@@ -18,4 +18,4 @@ def borrow(arch: str) -> None:
     """
     if arch not in BORROWED:
         raise ValueError(f'`arch` is "{arch}"; pass one of {", ".join(BORROWED)}')
-    registry.ARCHITECTURES["9.0"] = arch
+    registry.BY_CAPABILITY["9.0"] = arch

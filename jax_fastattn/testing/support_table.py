@@ -8,8 +8,8 @@ import dataclasses
 import itertools
 from typing import Any
 
-from jax_fastattn.kernels.sm80.config import shared_memory_limit
-from jax_fastattn.kernels.support import ARCHITECTURES, MAX_HEAD_DIM, unsupported_reasons
+from jax_fastattn.kernels.architectures import ARCHITECTURES, shared_memory_limit
+from jax_fastattn.kernels.support import MAX_HEAD_DIM, unsupported_reasons
 from jax_fastattn.spec import Problem
 from jax_fastattn.testing.cases import Case
 

@@ -7,6 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
+from jax_fastattn.kernels.architectures import ARCHITECTURES, shared_memory_limit
 from jax_fastattn.kernels.device.layout import (
     CHUNK,
     CopyShape,
@@ -16,8 +17,7 @@ from jax_fastattn.kernels.device.layout import (
     plain_lane,
 )
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.config import forward_config, shared_memory_limit
-from jax_fastattn.kernels.support import ARCHITECTURES
+from jax_fastattn.kernels.sm80.config import forward_config
 
 HEAD_DIMS = range(8, 257, 8)
 

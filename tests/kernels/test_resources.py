@@ -18,8 +18,8 @@ import pytest
 
 from jax_fastattn.ffi import resources
 from jax_fastattn.ffi.resources import KernelResources
+from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.config import shared_memory_limit
 from jax_fastattn.kernels.support import tilings
 from jax_fastattn.testing.support_table import ALL_ROWS, COVERAGE, ONE_ROW
 

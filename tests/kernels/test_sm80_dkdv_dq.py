@@ -21,11 +21,10 @@ from emulated_dkdv_dq import Run
 from ptx_emulator import Memory
 from warp_emulator import SCHEDULES, Race
 
+from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import roles
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, backward_scratch, dkdv_dq_config
-from jax_fastattn.kernels.sm80.config import shared_memory_limit
-from jax_fastattn.kernels.support import ARCHITECTURES, BORROWED
 
 
 def _spec(

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes of the portable forward kernel, and shared memory by architecture; see `backward/config.py` for the rest.
+"""Tile sizes of the portable forward kernel; see `backward/config.py` for those of the backward kernel.
 
 Pure Python, no import of the DSL: tests and the support table read it on any machine. Measured and predicted speeds of
 the rows, and the registers they compile to, are in docs/kernels/sm80.md.
@@ -11,22 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.key import KernelSpec
-
-# Dynamic shared memory that one CTA may ask for, in KB: CUDA programming guide, appendix "Compute Capabilities", table
-# "Memory Information per Compute Capability", columns 8.0 to 12.x. By the same table an SM has 1 KB more, and on all of
-# them 64 K registers, at most 255 for a thread. Names with a suffix are those of `support.BORROWED`.
-_SHARED_MEMORY = {
-    **{"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90a": 227},
-    **{"sm_100a": 227, "sm_103a": 227, "sm_110a": 227, "sm_120a": 99, "sm_121a": 99},
-    **{"sm_90": 227, "sm_90-a100": 163, "sm_90-rtx": 99},
-}
-
-
-def shared_memory_limit(arch: str) -> int:
-    """Bytes of shared memory that one CTA may use; unknown architectures get the smallest limit."""
-    return 1024 * _SHARED_MEMORY.get(arch, 99)
 
 
 @dataclass(frozen=True)
