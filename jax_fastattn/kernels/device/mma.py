@@ -84,8 +84,3 @@ def pack_fragment(acc: Accumulator, n_blocks: int, m: int, k: int, dtype: str) -
     right = left + 4
     pairs = [(left, left + 1), (left + 2, left + 3), (right, right + 1), (right + 2, right + 3)]
     return [ptx.pack(acc[low], acc[high], dtype=dtype) for low, high in pairs]
-
-
-def held(fragments: list[list[Fragment]]) -> Callable[[int, int], Fragment]:
-    """A from registers, as `fragments[m][k]`."""
-    return lambda m, k: fragments[m][k]
