@@ -58,7 +58,7 @@ def test_shims_that_start_nothing_do_not_hide_the_newest_python(machine: Path) -
 
 
 def test_candidates_come_in_order(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = python(machine / "named", "3 12 1")
+    named = python(machine / "named", "3 11 2")  # taken although others are newer
     of_pyenv = python(machine / "pyenv" / "versions" / "3.12.1" / "bin" / "python", "3 12 1")
     program(machine / "bin" / "pyenv", f"#!/bin/sh\necho {machine}/pyenv\n")
     on_path = python(machine / "bin" / "python3.12", "3 12 4")

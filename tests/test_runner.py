@@ -36,7 +36,9 @@ def run(directory: Path, *arguments: str, failing: str = "nothing") -> tuple[int
         (directory / "tests" / name).write_text((ROOT / "tests" / name).read_text())
     log = directory / "calls"
     (directory / "tests" / "environments.py").write_text(SET_UP.format(log=str(log)))
-    stand_in = f'#!/bin/sh\necho "$0" "$@" >>{log}\ncase $0 in *"$FAILING") exit 9 ;; esac\n'
+    # A PYTHONPATH of the caller may name another clone, which the tests would import instead of the installed package.
+    shadowed = '[ "${PYTHONPATH:-}" != /another/clone ] || exit 8'
+    stand_in = f'#!/bin/sh\n{shadowed}\necho "$0" "$@" >>{log}\ncase $0 in *"$FAILING") exit 9 ;; esac\n'
     for path in [directory / f".venv-{name}" / "bin" / tool for name in ("newest", "oldest") for tool in TOOLS]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(stand_in)
@@ -49,6 +51,7 @@ def run(directory: Path, *arguments: str, failing: str = "nothing") -> tuple[int
         "FAILING": failing,
         "PYTHON": sys.executable,
     }
+    environment["PYTHONPATH"] = "/another/clone"
     command = ["sh", str(directory / "tests" / "run"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode or done.stdout.endswith("=== passed\n"), done.stderr
