@@ -28,7 +28,7 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 from jax_fastattn.ffi import registry
@@ -88,10 +88,15 @@ def compiler_version() -> str:
 def sources_digest() -> str:
     """Returns a digest of the sources that an object is made of; kernels take a constant from `spec.py`."""
     package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
     others = [package / "ffi" / "compiler.py", package / "spec.py"]
-    for path in sorted((package / "kernels").rglob("*.py")) + others:
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return files_digest(package, sorted((package / "kernels").rglob("*.py")) + others)
+
+
+def files_digest(root: Path, paths: Iterable[Path]) -> str:
+    """Returns a digest of files, and of where they are below `root`."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -8,7 +8,6 @@ JAX's own cache keys hold the versions of JAX and XLA and the devices. They do n
 from __future__ import annotations
 
 import functools
-import hashlib
 import platform
 from pathlib import Path
 
@@ -37,7 +36,4 @@ def _gpu() -> tuple[str | None, int] | None:
 def sources_digest() -> str:
     """Returns a digest of the package's Python sources."""
     package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return cache.files_digest(package, sorted(package.rglob("*.py")))
