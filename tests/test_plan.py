@@ -13,14 +13,12 @@ from collections.abc import Callable
 import pytest
 
 from jax_fastattn.kernels.plan import (
+    Bounds,
+    Limits,
     LiveRange,
     TileRange,
     alike_section,
-    key_tiles,
-    live_keys,
-    live_queries,
     place_in_sections,
-    query_tiles,
     section,
 )
 from jax_fastattn.spec import UNBOUNDED
@@ -67,20 +65,29 @@ def check_live(found: LiveRange, lines: list[int]) -> None:
     assert list(range(*found)) == live
 
 
+def check_limits(found: Limits, line: int, length: int) -> None:
+    """Checks the limits of a row, or of a key, against the bits of its visible partners."""
+    assert [i for i in range(length) if found.low <= i < found.high] == [i for i in range(length) if line >> i & 1]
+
+
 @pytest.mark.parametrize("query_end", LENGTHS)
 def test_tiles_match_brute_force(query_end: int) -> None:
     for key_end, offset, left, right in itertools.product(LENGTHS, OFFSETS, BOUNDS, BOUNDS):
-        bounds = {"offset": offset, "left": left, "right": right, "query_end": query_end, "key_end": key_end}
+        bounds = Bounds(query_end, key_end, offset, left, right)
         rows = visible_bits(query_end, key_end, offset, left, right)
         columns = transpose(rows, key_end)
-        check_live(live_keys(**bounds), columns)
-        check_live(live_queries(**bounds), rows)
+        check_live(bounds.live_keys(), columns)
+        check_live(bounds.live_queries(), rows)
+        for row, line in enumerate(rows):
+            check_limits(bounds.key_limits(row), line, key_end)
+        for key, line in enumerate(columns):
+            check_limits(bounds.query_limits(key), line, query_end)
         for size, tile in itertools.product(TILES, TILES):
             # One tile past the end: a grid covers the padded length.
             for start in range(0, query_end + size, size):
-                check(key_tiles(start, size, tile, **bounds), rows[start : start + size], key_end, tile)
+                check(bounds.key_tiles(start, size, tile), rows[start : start + size], key_end, tile)
             for start in range(0, key_end + size, size):
-                check(query_tiles(start, size, tile, **bounds), columns[start : start + size], query_end, tile)
+                check(bounds.query_tiles(start, size, tile), columns[start : start + size], query_end, tile)
 
 
 class Int32(int):
@@ -101,16 +108,18 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv"):
     setattr(Int32, f"__{_name}__", _checked(f"__{_name}__"))
 
 
-@pytest.mark.parametrize("tiles", [key_tiles, query_tiles])
-def test_no_sum_leaves_int32(tiles) -> None:
+@pytest.mark.parametrize(("tiles", "limits"), [
+    (Bounds.key_tiles, Bounds.key_limits), (Bounds.query_tiles, Bounds.query_limits),
+])  # fmt: skip
+def test_no_sum_leaves_int32(tiles, limits) -> None:
     lengths = (0, 1, 1000, UNBOUNDED)
     widths, offsets = (0, 1000, UNBOUNDED), (-UNBOUNDED, -1000, 0, 1000, UNBOUNDED)
     for query_end, key_end, offset, left, right in itertools.product(lengths, lengths, offsets, widths, widths):
-        bounds = {"offset": offset, "left": left, "right": right, "query_end": query_end, "key_end": key_end}
-        int32_bounds = {name: Int32(value) for name, value in bounds.items()}
-        live_keys(**int32_bounds), live_queries(**int32_bounds)
+        bounds = Bounds(query_end, key_end, offset, left, right).map(Int32)
+        bounds.live_keys(), bounds.live_queries()
         for start in (0, 128, UNBOUNDED - 128):
-            tiles(Int32(start), 128, 64, **int32_bounds)
+            tiles(bounds, Int32(start), 128, 64)
+            limits(bounds, Int32(start))
 
 
 def _busy(count: int, heads: int, together: int, multiprocessors: int = 132) -> float:

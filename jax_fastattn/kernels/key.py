@@ -85,7 +85,7 @@ class KernelSpec:
 
     @property
     def hides_first_keys(self) -> bool:
-        """Whether there may be keys before those that some query sees; see `plan.live_keys`."""
+        """Whether there may be keys before those that some query sees; see `plan.Bounds`."""
         return self.window_left and self.query_offset
 
     @property
@@ -95,7 +95,7 @@ class KernelSpec:
 
     @property
     def hides_first_queries(self) -> bool:
-        """Whether there may be queries before those that see some key; see `plan.live_queries`."""
+        """Whether there may be queries before those that see some key; see `plan.Bounds`."""
         return self.window_right and self.query_offset
 
     @property

@@ -15,6 +15,8 @@ Widths and offsets are clamped by the caller to +-UNBOUNDED, so that no sum here
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 Int = Any  # a Python int or a device integer
@@ -39,6 +41,13 @@ class LiveRange(NamedTuple):
     end: Int
 
 
+class Limits(NamedTuple):
+    """What one row, or one key, sees: [low, high), which is empty where low >= high; low may be negative."""
+
+    low: Int
+    high: Int
+
+
 def _clamp(x: Int, low: Int, high: Int) -> Int:
     return min(max(x, low), high)
 
@@ -52,54 +61,81 @@ def _tiles(first: Int, last: Int, full_first: Int, full_last: Int, tile: int) ->
     return TileRange(begin, end, full_begin, full_end)
 
 
-def key_tiles(
-    row: Int, rows: int, tile: int, *, offset: Int, left: Int, right: Int, query_end: Int, key_end: Int
-) -> TileRange:
-    """Key tiles of size `tile` that the query rows [row, row + rows) visit.
-
-    A tile is full when every key of it is visible to every row of the tile below `query_end`; rows from there on
-    are padding whose results the kernel discards.
-    """
-    last_row = max(min(row + rows, query_end) - 1, row)
-    first = _clamp(row + offset - left, 0, key_end)
-    last = _clamp(last_row + offset + right + 1, first, key_end)
-    last = first + (last - first) * _clamp(query_end - row, 0, 1)
-    full_first = _clamp(last_row + offset - left, 0, key_end)
-    full_last = _clamp(row + offset + right + 1, 0, key_end)
-    return _tiles(first, last, full_first, full_last, tile)
-
-
-def query_tiles(
-    column: Int, columns: int, tile: int, *, offset: Int, left: Int, right: Int, query_end: Int, key_end: Int
-) -> TileRange:
-    """Query tiles of size `tile` that see the keys [column, column + columns): the transpose of `key_tiles`.
-
-    A tile is full when every key of the tile below `key_end` is visible to every row of it; columns from there on
-    are padding whose gradients the kernel discards.
-    """
-    last_column = max(min(column + columns, key_end) - 1, column)
-    first = _clamp(column - offset - right, 0, query_end)
-    last = _clamp(last_column - offset + left + 1, first, query_end)
-    last = first + (last - first) * _clamp(key_end - column, 0, 1)
-    full_first = _clamp(last_column - offset - right, 0, query_end)
-    full_last = _clamp(column - offset + left + 1, 0, query_end)
-    return _tiles(first, last, full_first, full_last, tile)
-
-
-def live_keys(*, offset: Int, left: Int, right: Int, query_end: Int, key_end: Int) -> LiveRange:
-    """The keys that some query of the batch entry sees. A kernel multiplies no other row of K and V by anything."""
-    return _live(offset - left, query_end + offset + right, key_end, query_end)
-
-
-def live_queries(*, offset: Int, left: Int, right: Int, query_end: Int, key_end: Int) -> LiveRange:
-    """The queries that see some key of the batch entry: the transpose of `live_keys`."""
-    return _live(-offset - right, key_end - offset + left, query_end, key_end)
-
-
 def _live(first: Int, last: Int, end: Int, others: Int) -> LiveRange:
     """Elements [first, last) of [0, end), none where there are no `others` to see or be seen by."""
     begin = _clamp(first, 0, end)
     return LiveRange(begin, begin + (_clamp(last, begin, end) - begin) * _clamp(others, 0, 1))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the queries and the keys of a sequence may see of each other: the definition above.
+
+    Attributes:
+        query_end: queries from there on are padding.
+        key_end: keys from there on are padding.
+        offset: of the diagonal: query i is at the position of key i + offset.
+        left: how many keys before its position a query sees.
+        right: how many keys after its position a query sees.
+    """
+
+    query_end: Int
+    key_end: Int
+    offset: Int
+    left: Int
+    right: Int
+
+    def key_tiles(self, row: Int, rows: int, tile: int) -> TileRange:
+        """Returns the key tiles of size `tile` that the query rows [row, row + rows) visit.
+
+        A tile is full when every key of it is visible to every row of the tile below `query_end`; rows from there on
+        are padding whose results the kernel discards.
+        """
+        last_row = max(min(row + rows, self.query_end) - 1, row)
+        first = _clamp(row + self.offset - self.left, 0, self.key_end)
+        last = _clamp(last_row + self.offset + self.right + 1, first, self.key_end)
+        last = first + (last - first) * _clamp(self.query_end - row, 0, 1)
+        full_first = _clamp(last_row + self.offset - self.left, 0, self.key_end)
+        full_last = _clamp(row + self.offset + self.right + 1, 0, self.key_end)
+        return _tiles(first, last, full_first, full_last, tile)
+
+    def query_tiles(self, column: Int, columns: int, tile: int) -> TileRange:
+        """Returns the query tiles of size `tile` that see the keys [column, column + columns).
+
+        The transpose of `key_tiles`. A tile is full when every key of the tile below `key_end` is visible to every row
+        of it; columns from there on are padding whose gradients the kernel discards.
+        """
+        last_column = max(min(column + columns, self.key_end) - 1, column)
+        first = _clamp(column - self.offset - self.right, 0, self.query_end)
+        last = _clamp(last_column - self.offset + self.left + 1, first, self.query_end)
+        last = first + (last - first) * _clamp(self.key_end - column, 0, 1)
+        full_first = _clamp(last_column - self.offset - self.right, 0, self.query_end)
+        full_last = _clamp(column - self.offset + self.left + 1, 0, self.query_end)
+        return _tiles(first, last, full_first, full_last, tile)
+
+    def live_keys(self) -> LiveRange:
+        """Returns the keys that some query sees. A kernel multiplies no other row of K and V by anything."""
+        first, last = self.offset - self.left, self.query_end + self.offset + self.right
+        return _live(first, last, self.key_end, self.query_end)
+
+    def live_queries(self) -> LiveRange:
+        """Returns the queries that see some key: the transpose of `live_keys`."""
+        first, last = -self.offset - self.right, self.key_end - self.offset + self.left
+        return _live(first, last, self.query_end, self.key_end)
+
+    def key_limits(self, row: Int) -> Limits:
+        """Returns the keys that query `row` sees."""
+        position = row + self.offset
+        return Limits(position - self.left, min(position + self.right + 1, self.key_end))
+
+    def query_limits(self, key: Int) -> Limits:
+        """Returns the queries that see `key`: the transpose of `key_limits`."""
+        position = key - self.offset
+        return Limits(position - self.right, min(position + self.left + 1, self.query_end))
+
+    def map(self, change: Callable[[Int], Int]) -> Bounds:
+        """Returns the bounds with every number changed."""
+        return type(self)(*(change(getattr(self, field.name)) for field in fields(self)))
 
 
 def section(multiprocessors: Int, count: Int, heads: Int, uneven: int) -> Int:

@@ -5,6 +5,7 @@
 Plain Python functions that emit code when they are traced; call them from a `@cute.kernel` with device integers.
 """
 
+from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -20,21 +21,27 @@ from jax_fastattn.spec import UNBOUNDED
 
 
 def _with_device_min_max(module: ModuleType) -> dict[str, Any]:
-    """The module's functions, bound to the DSL's min and max: the builtin ones ask a device value for its truth."""
+    """The functions of `plan`, and its `Bounds`, bound to the DSL's min and max.
+
+    The builtin ones ask a device value for its truth.
+    """
     names: dict[str, Any] = {**vars(module), "min": cutlass.min, "max": cutlass.max}
-    for name, value in vars(module).items():
-        if isinstance(value, FunctionType):
-            bound = FunctionType(value.__code__, names, name, value.__defaults__)
-            bound.__kwdefaults__ = value.__kwdefaults__
-            names[name] = bound
+
+    def bind(scope: Mapping[str, Any]) -> dict[str, FunctionType]:
+        written = {name: x for name, x in scope.items() if isinstance(x, FunctionType) and not name.startswith("__")}
+        return {
+            name: FunctionType(x.__code__, names, name, x.__defaults__)
+            for name, x in written.items()
+            if x.__module__ == module.__name__
+        }
+
+    names.update(bind(vars(module)))
+    names["Bounds"] = type("Bounds", (module.Bounds,), bind(vars(module.Bounds)))
     return names
 
 
 _device_plan = _with_device_min_max(plan)
-key_tiles = _device_plan["key_tiles"]  # plan.key_tiles on device integers
-query_tiles = _device_plan["query_tiles"]  # plan.query_tiles on device integers
-live_keys = _device_plan["live_keys"]  # plan.live_keys on device integers
-live_queries = _device_plan["live_queries"]  # plan.live_queries on device integers
+_Bounds: type[plan.Bounds] = _device_plan["Bounds"]  # plan.Bounds of device integers
 section = _device_plan["section"]  # plan.section on device integers
 alike_section = _device_plan["alike_section"]  # plan.alike_section on device integers
 place_in_sections = _device_plan["place_in_sections"]  # plan.place_in_sections on device integers
@@ -61,7 +68,7 @@ class Rows(NamedTuple):
         """Returns the live rows of a tile; they may lie in part or altogether outside of it.
 
         Args:
-            live: from `live_keys` or `live_queries`.
+            live: from `Bounds.live_keys` or `Bounds.live_queries`.
             first: first row of the tile.
             hides_first: whether rows before the live ones may exist.
             length: rows of the array, if TMA loads the tile. Rows past the end are zeros then, and count as live.
@@ -178,8 +185,8 @@ def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any
     return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
 
 
-def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> dict[str, Int32]:
-    """Ends, offset and window of one batch entry: the keyword arguments of the tile plan."""
+def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> plan.Bounds:
+    """What the rows of one batch entry may see."""
     offset = load_entry(buffers.query_offset, batch, Int32(0), -UNBOUNDED, UNBOUNDED)
     queries, keys = scalars.query_length, scalars.key_length
     query_end = load_entry(buffers.query_seq_lengths, batch, queries, 0, queries)
@@ -187,23 +194,21 @@ def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scal
     return bounds(spec, query_end, key_end, offset, scalars)
 
 
-def bounds(
-    spec: KernelSpec, query_end: Int32, key_end: Int32, offset: Int32, scalars: Scalars | Sizes
-) -> dict[str, Int32]:
-    """The keyword arguments of the tile plan from ends and offset of a sequence."""
-    return {
-        "query_end": query_end,
-        "key_end": key_end,
-        "offset": offset,
+def bounds(spec: KernelSpec, query_end: Int32, key_end: Int32, offset: Int32, scalars: Scalars | Sizes) -> plan.Bounds:
+    """What the rows of a sequence may see, given its ends and its offset."""
+    return _Bounds(
+        query_end=query_end,
+        key_end=key_end,
+        offset=offset,
         # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
-        "left": scalars.window_left if spec.window_left else offset + UNBOUNDED,
-        "right": scalars.window_right if spec.window_right else UNBOUNDED - offset,
-    }
+        left=scalars.window_left if spec.window_left else offset + UNBOUNDED,
+        right=scalars.window_right if spec.window_right else UNBOUNDED - offset,
+    )
 
 
-def moved(bounds: dict[str, Int32]) -> dict[str, Int32]:
-    """Returns `entry_bounds` in registers of their own, for a live range needed outside of the loops over tiles.
+def moved(bounds: plan.Bounds) -> plan.Bounds:
+    """Returns bounds in registers of their own, for a live range needed outside of the loops over tiles.
 
     Of the registers that the loops use, the compiler computes parts of the range in each of their steps.
     """
-    return {name: ptx.move(Int32(x)) for name, x in bounds.items()}
+    return bounds.map(lambda x: ptx.move(Int32(x)))

@@ -22,6 +22,7 @@ from cutlass import Int32, Int64, cute
 from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.plan import Bounds
 from jax_fastattn.kernels.tile_records import WORDS, Record, slot_count
 
 
@@ -146,12 +147,12 @@ class Sequence:
     Attributes:
         queries: their rows.
         keys: their rows.
-        bounds: computes ends, offset and window, the keyword arguments of the tile plan, where it is called.
+        bounds: computes what the rows may see, where it is called.
     """
 
     queries: Span
     keys: Span
-    bounds: Callable[[], dict[str, Int32]]
+    bounds: Callable[[], Bounds]
 
     @classmethod
     def of_entry(cls, spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> "Sequence":

@@ -8,12 +8,12 @@ A kernel keeps scores q . k unscaled and folds `Scaling` into the exponential: o
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.plan import Limits
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -85,26 +85,6 @@ class Transform(NamedTuple):
         """tanh of a score, and its slope, 1 - tanh^2."""
         capped = (cap_score if self.exact else cap_score_roughly)(score, self.inner)
         return capped, ptx.fma(-capped, capped, Float32(1.0))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The columns [low, high) that one accumulator row may see, in the numbering of the whole matrix."""
-
-    low: Int32
-    high: Int32
-
-
-def key_limits(row: Int32, *, offset: Any, left: Any, right: Any, key_end: Int32) -> Limits:
-    """Keys that query `row` sees (`plan.py`)."""
-    position = row + offset
-    return Limits(position - left, Int32(cutlass.min(position + right + 1, key_end)))
-
-
-def query_limits(key: Int32, *, offset: Any, left: Any, right: Any, query_end: Int32) -> Limits:
-    """Queries that see `key`: the transpose of `key_limits`."""
-    position = key - offset
-    return Limits(position - right, Int32(cutlass.min(position + left + 1, query_end)))
 
 
 def mask_columns(

@@ -110,22 +110,21 @@ class ForwardKernel:
         block, _, _ = cute.arch.block_idx()
         at = Place.of(self.schedule.longest_first(block, buffers, scalars), config.rows, thread)
         bounds = at.sequence.bounds()
-        visit = copies.key_tiles(at.row, config.rows, config.keys, **bounds)
+        visit = bounds.key_tiles(at.row, config.rows, config.keys)
         scaling = softmax.scaling(scalars.scale, scalars.logits_soft_cap if spec.logits_soft_cap else None)
         operands = Operands.of(spec, at, buffers, scalars)
         row, column = accumulator_lane(at.lane)
         first_row = at.row + at.warp * config.rows_per_warp + row
-        seen = {name: x for name, x in bounds.items() if name != "query_end"}
         return QueryTile(
             at=at,
             operands=operands,
             visit=visit,
-            query_end=bounds["query_end"],
+            query_end=bounds.query_end,
             scaling=scaling,
             first_row=first_row,
             column=column,
-            limits=[softmax.key_limits(first_row + 8 * i, **seen) for i in range(2 * self.m_blocks)],
-            live_keys=copies.live_keys(**bounds),
+            limits=[bounds.key_limits(first_row + 8 * i) for i in range(2 * self.m_blocks)],
+            live_keys=bounds.live_keys(),
         )
 
     def _empty_rows(self) -> RowState:

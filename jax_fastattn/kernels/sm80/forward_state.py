@@ -124,7 +124,7 @@ class QueryTile:
     scaling: softmax.Scaling
     first_row: Int32
     column: Int32
-    limits: list[softmax.Limits]
+    limits: list[plan.Limits]
 
 
 @dataclass(frozen=True, eq=False)

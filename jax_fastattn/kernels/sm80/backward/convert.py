@@ -54,7 +54,7 @@ class ConvertKernel:
         # The sums of the heads that were visited last are in L2.
         work = self.schedule.last_entry_first(block, buffers, scalars)
         head, heads, first, queries = work.head, scalars.num_heads, work.tile * rows, work.sequence.queries
-        end = work.sequence.bounds()["query_end"] - first
+        end = work.sequence.bounds().query_end - first
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
         is_empty = self.reduce.is_empty(buffers, index, warp)
         if cutlass.const_expr(is_empty is not None):

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
-from jax_fastattn.kernels.device import copies, ptx, softmax
+from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
@@ -111,12 +111,12 @@ class DkdvDqKernel:
             warp_row=key_warp * config.keys_per_warp,
         )
 
-    def _visit(self, at: Place, bounds: dict[str, Int32]) -> plan.TileRange:
+    def _visit(self, at: Place, bounds: plan.Bounds) -> plan.TileRange:
         """Returns the query tiles that see some key of the tile."""
         config = self.config
-        visit = copies.query_tiles(at.row, config.keys, config.queries, **bounds)
+        visit = bounds.query_tiles(at.row, config.keys, config.queries)
         # Keys past the end would add to dQ: a tile that has some is masked for all queries.
-        partial = at.row + config.keys > bounds["key_end"]
+        partial = at.row + config.keys > bounds.key_end
         return visit._replace(
             full_begin=ptx.where(partial, visit.begin, visit.full_begin),
             full_end=ptx.where(partial, visit.begin, visit.full_end),
@@ -132,8 +132,8 @@ class DkdvDqKernel:
         key_row = keys.row_head(at.row, kv_heads, at.kv_head)
         query_row = queries.row_head(Int32(0), heads, first_head)
         first_tile = self.query_tiles.index(at.sequence, scalars, first_head, Int32(0))
-        live_keys = copies.live_keys(**bounds)
-        live_queries = copies.live_queries(**bounds) if hides else plan.LiveRange(Int32(0), bounds["query_end"])
+        live_keys = bounds.live_keys()
+        live_queries = bounds.live_queries() if hides else plan.LiveRange(Int32(0), bounds.query_end)
         operands = Operands(
             key=buffers.key.toint() + key_row * (2 * spec.head_dim),
             value=buffers.value.toint() + key_row * (2 * spec.v_head_dim),
@@ -147,7 +147,7 @@ class DkdvDqKernel:
             kv_heads=kv_heads,
         )
         accum, tile_count = buffers.dq_accum.toint() + first_tile * tile.nbytes, self.query_tiles.pitch(scalars)
-        valid_rows, stored_rows = bounds["key_end"] - at.row, keys.length - at.row
+        valid_rows, stored_rows = bounds.key_end - at.row, keys.length - at.row
         transform = softmax.Transform.of(spec, scalars.scale, scalars.logits_soft_cap)
         semaphore = None if counts is None else counts.toint() + first_tile * (4 * tile.warps)
         return DkdvDqState(

@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
-from jax_fastattn.kernels.device import copies, mma, ptx
+from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
@@ -192,7 +192,7 @@ class SemaphoreReduce(AtomicReduce):
         self.finish(state, turn)
         config, at = self.config, state.at
         first = index * config.queries
-        before = at.tile - copies.key_tiles(first, config.queries, config.keys, **state.bounds).begin
+        before = at.tile - state.bounds.key_tiles(first, config.queries, config.keys).begin
         count = (member * state.sums.tile_count + index) * self.tile.warps + at.dq_warp
         turn[0] = count
         address = self._count_address(state, count)

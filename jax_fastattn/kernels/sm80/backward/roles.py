@@ -31,6 +31,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
+from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import mma, ptx, softmax
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.sm80.backward import gradient
@@ -212,12 +213,11 @@ class Role:
         products, state = self.products, self.state
         lane_row, lane_column = accumulator_lane(state.at.lane)
         first_row = state.at.row + state.at.warp_row + lane_row
-        bounds = {name: x for name, x in state.bounds.items() if name != "key_end"}
         limits = []
         for i in range(2 * products.row_blocks):
             row = first_row + 8 * i
-            limit = softmax.query_limits(row, **bounds)
-            limits.append(softmax.Limits(limit.low, ptx.where(row < state.bounds["key_end"], limit.high, Int32(0))))
+            limit = state.bounds.query_limits(row)
+            limits.append(plan.Limits(limit.low, ptx.where(row < state.bounds.key_end, limit.high, Int32(0))))
         low = products.spec.window_right
         softmax.mask_columns(acc, *products.score_blocks, column + lane_column, limits, check_low=low, hidden=0.0)
 

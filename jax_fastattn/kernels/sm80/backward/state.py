@@ -108,7 +108,7 @@ class DkdvDqState:
 
     Attributes:
         at: which thread this is, and which keys the tile has.
-        bounds: ends, offset and window of the sequence, the keyword arguments of the tile plan.
+        bounds: what rows of the sequence may see.
         visit: the query tiles that see some key of the tile.
         live_keys: the keys that some query of the sequence sees; others may hold anything.
         live_queries: the queries that see some key of the sequence; others may hold anything.
@@ -120,7 +120,7 @@ class DkdvDqState:
     """
 
     at: Place
-    bounds: dict[str, Int32]
+    bounds: plan.Bounds
     visit: plan.TileRange
     live_keys: plan.LiveRange
     live_queries: plan.LiveRange

@@ -180,9 +180,9 @@ class DkdvConsumer:
     def _store_sum(self, work: KeyTile, acc: cute.Tensor, result: _Result) -> None:
         """Stores dk or dv from registers. Rows of keys that no query sees may hold NaN there, of their K or V."""
         spec = self.spec
-        live = copies.Rows(None, work.bounds["key_end"] - work.row)
+        live = copies.Rows(None, work.bounds.key_end - work.row)
         if spec.hides_first_keys or spec.hides_last_keys:
-            live = copies.live_keys(**copies.moved(work.bounds))
+            live = copies.moved(work.bounds).live_keys()
             live = copies.Rows.live(live, work.row, hides_first=spec.hides_first_keys)
         first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
         gradient.store_rows(

@@ -185,7 +185,7 @@ class FusedConsumer:
                 Int64(work.kv_heads) * (2 * head_dim),
                 row=lane.row,
                 quad_lane=lane.thread % 4,
-                live=copies.Rows(None, work.bounds["key_end"] - work.row),
+                live=copies.Rows(None, work.bounds.key_end - work.row),
                 stored_rows=work.keys.length - work.row,
                 mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
                 factor=factor,

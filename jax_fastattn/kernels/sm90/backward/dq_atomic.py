@@ -273,7 +273,7 @@ class DqSum:
             Int64(work.num_heads) * (2 * spec.head_dim),
             row=state.row + chunk.row_block * BLOCK,
             quad_lane=state.thread % 4,
-            live=copies.Rows(None, work.bounds["query_end"] - rows.first),
+            live=copies.Rows(None, work.bounds.query_end - rows.first),
             stored_rows=work.queries.length - rows.first,
             mma_dtype=ptx.MMA_DTYPE[spec.dtype],
             factor=state.scale,

@@ -206,9 +206,8 @@ class DqConsumer:
     def _visibilities(self, tile: Int32) -> list[gradient.Visibility]:
         """Returns what the lane's two rows see of one tile."""
         work = self.work
-        bounds = {name: x for name, x in work.bounds.items() if name != "query_end"}
         column = tile * self.config.keys + self.lane_column
-        limits = [softmax.key_limits(work.row + self.row + 8 * i, **bounds) for i in range(2)]
+        limits = [work.bounds.key_limits(work.row + self.row + 8 * i) for i in range(2)]
         return [gradient.Visibility.of(limit, column, self.spec.window_left) for limit in limits]
 
     def _start_dq(self) -> None:
@@ -223,7 +222,7 @@ class DqConsumer:
     def _zero_keys(self, tile: Int32, slot: Int32) -> None:
         """Zeroes the rows of K that no query sees. Each warpgroup does so for itself."""
         config, spec, work = self.config, self.spec, self.work
-        live, first = copies.live_keys(**work.bounds), tile * config.keys
+        live, first = work.bounds.live_keys(), tile * config.keys
         wgmma.zero_hidden_rows(
             config.keys,
             lambda: [(self.shared.slot_address(slot), self.shared.memory.head_dim)],
@@ -245,7 +244,7 @@ class DqConsumer:
             Int64(work.num_heads) * nbytes,
             row=self.row,
             quad_lane=self.thread % 4,
-            live=copies.Rows(None, work.bounds["query_end"] - work.row),
+            live=copies.Rows(None, work.bounds.query_end - work.row),
             stored_rows=work.queries.length - work.row,
             mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
             factor=scale,

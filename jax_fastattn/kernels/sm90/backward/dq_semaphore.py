@@ -72,7 +72,7 @@ class DqOrdered(DqSum):
     def _seen(self, work: KeyTile, tile: Int32) -> plan.TileRange:
         """Returns the tiles of keys that a query tile sees."""
         queries = self.config.queries
-        return copies.key_tiles(tile * queries, queries, self.config.keys, **work.bounds)
+        return work.bounds.key_tiles(tile * queries, queries, self.config.keys)
 
     def _add(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Adds dQ of the next tile to its sums in the CTA's turn; the last CTA stores dq instead."""

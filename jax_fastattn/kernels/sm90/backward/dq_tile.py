@@ -29,7 +29,7 @@ class DqTile:
         head_index: the query head, counted over all batch entries.
         kv_head: key/value head of its batch entry.
         num_heads: query heads of a batch entry.
-        bounds: what its rows may see, see `copies.bounds`.
+        bounds: what its rows may see, see `plan.Bounds`.
         visit: the key tiles that some row sees.
     """
 
@@ -42,7 +42,7 @@ class DqTile:
     head_index: Int32
     kv_head: Int32
     num_heads: Int32
-    bounds: dict[str, Int32]
+    bounds: plan.Bounds
     visit: plan.TileRange
 
     @classmethod
@@ -61,13 +61,13 @@ class DqTile:
             kv_head=work.kv_head,
             num_heads=num_heads,
             bounds=bounds,
-            visit=gradient.uniform(copies.key_tiles(row, config.rows, config.keys, **bounds)),
+            visit=gradient.uniform(bounds.key_tiles(row, config.rows, config.keys)),
         )
 
     def own_visit(self, group: Int32) -> plan.TileRange:
         """Returns those of the key tiles to visit that one warpgroup's rows see."""
         row = self.row + group * WARPGROUP_ROWS
-        seen = copies.key_tiles(row, WARPGROUP_ROWS, self.config.keys, **self.bounds)
+        seen = self.bounds.key_tiles(row, WARPGROUP_ROWS, self.config.keys)
         end = copies.clamp(seen.end, self.visit.begin, self.visit.end)
         begin = copies.clamp(seen.begin, self.visit.begin, end)
         full_end = copies.clamp(seen.full_end, begin, end)

@@ -29,7 +29,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import copies, ptx
-from jax_fastattn.kernels.device.softmax import Limits, Transform
+from jax_fastattn.kernels.device.softmax import Transform
 
 
 def nonzero(scale: Float32) -> Float32:
@@ -58,14 +58,14 @@ class Visibility(NamedTuple):
         check_high: whether their upper end can.
     """
 
-    limits: Limits
+    limits: plan.Limits
     check_low: bool
     check_high: bool
 
     @classmethod
-    def of(cls, limits: Limits, column: Int32, check_low: bool, check_high: bool = True) -> "Visibility":
+    def of(cls, limits: plan.Limits, column: Int32, check_low: bool, check_high: bool = True) -> "Visibility":
         """`column` is the number of the lane's first column in the whole matrix."""
-        return cls(Limits(limits.low - column, limits.high - column), check_low, check_high)
+        return cls(plan.Limits(limits.low - column, limits.high - column), check_low, check_high)
 
     def select(self, x: Float32, at: int) -> Float32:
         """x where column `at` is seen, else 0. A select, not a product: what is hidden may be no number."""

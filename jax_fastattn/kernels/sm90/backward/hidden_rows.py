@@ -38,7 +38,7 @@ class SharedRows:
         P of such a key is 0. But its dP would be NaN if V were, and NaN * 0 would enter dS; so would 0 * NaN dQ.
         """
         spec, memory = self.spec, self.memory
-        live, first = copies.live_keys(**work.bounds), work.row + group * WARPGROUP_ROWS
+        live, first = work.bounds.live_keys(), work.row + group * WARPGROUP_ROWS
 
         def operands() -> list[tuple[Int32, int]]:
             group = ptx.thread_index() // 128  # read anew, as in `zero_hidden_rows`
@@ -72,7 +72,7 @@ class SharedRows:
             at: stage and phase of the first tile.
         """
         visit = work.visit
-        live = copies.live_queries(**work.bounds)
+        live = work.bounds.live_queries()
 
         def zero() -> None:
             stage, phase = at[0], at[1]
@@ -86,7 +86,7 @@ class SharedRows:
     def zero_hidden_queries(self, work: KeyTile, tile: Int32, stage: Int32) -> None:
         """Zeroes the rows of a loaded tile of Q and dO that see no key."""
         spec, config, memory = self.spec, self.memory.config, self.memory
-        live, first = copies.live_queries(**work.bounds), tile * config.queries
+        live, first = work.bounds.live_queries(), tile * config.queries
         wgmma.zero_hidden_rows(
             config.queries,
             lambda: [

@@ -62,7 +62,7 @@ class KeyTile:
         kv_heads: key/value heads of a batch entry.
         first_head: the first query head that reads the key/value head.
         num_heads: query heads of a batch entry.
-        bounds: what rows of the sequence may see, see `copies.bounds`.
+        bounds: what rows of the sequence may see, see `plan.Bounds`.
         visit: the tiles of queries that see one of the keys, of each query head.
         steps: tiles of queries to visit in all query heads of the group.
     """
@@ -80,7 +80,7 @@ class KeyTile:
     kv_heads: Int32
     first_head: Int32
     num_heads: Int32
-    bounds: dict[str, Int32]
+    bounds: plan.Bounds
     visit: plan.TileRange
     steps: Int32
 
@@ -173,10 +173,10 @@ class KeyTiles:
         tile, head_index, sequence = self._at(index, key_tiles, kv_heads, call)
         row = tile * config.keys
         bounds = sequence.bounds()
-        visit = copies.query_tiles(row, config.keys, config.queries, **bounds)
+        visit = bounds.query_tiles(row, config.keys, config.queries)
         if config.adds_dq:
             # Keys past the end would add to dq: where there are some, every tile is masked.
-            full_begin = ptx.where(row + config.keys > bounds["key_end"], visit.end, visit.full_begin)
+            full_begin = ptx.where(row + config.keys > bounds.key_end, visit.end, visit.full_begin)
             visit = visit._replace(full_begin=full_begin, full_end=Int32(cutlass.max(visit.full_end, full_begin)))
         visit = gradient.uniform(visit)
         return KeyTile(

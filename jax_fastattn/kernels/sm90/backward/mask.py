@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which queries the rows of a key-stationary kernel's accumulators see: rows are keys there, columns queries."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32
 
-from jax_fastattn.kernels.device import ptx, softmax
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
@@ -72,9 +73,9 @@ class QueryMask:
         What depends on the lane is added last: one register lives through the loops instead of four limits.
         """
         bounds = work.bounds
-        end = bounds["query_end"] - tile * self.config.queries if self.spec.query_seq_lengths else Int32(UNBOUNDED)
-        window = {name: bounds[name] for name in ("offset", "left", "right")}
-        first = softmax.query_limits(work.row - tile * self.config.queries, query_end=Int32(UNBOUNDED), **window)
+        end = bounds.query_end - tile * self.config.queries if self.spec.query_seq_lengths else Int32(UNBOUNDED)
+        window = replace(bounds, query_end=Int32(UNBOUNDED))
+        first = window.query_limits(work.row - tile * self.config.queries)
         row, column = self.row, self.column
         if self.spec.logits_soft_cap or self.config.adds_dq:
             # Registers that would spill: a masked tile reads the thread's index anew.
@@ -88,6 +89,6 @@ class QueryMask:
                 high = Int32(cutlass.min(high, end - column))
             if self.config.adds_dq:
                 # No query sees a key past the end.
-                low = ptx.where(row + 8 * i < bounds["key_end"] - work.row, low, Int32(UNBOUNDED))
-            result.append(gradient.Visibility(softmax.Limits(low, high), edges.low, edges.high))
+                low = ptx.where(row + 8 * i < bounds.key_end - work.row, low, Int32(UNBOUNDED))
+            result.append(gradient.Visibility(plan.Limits(low, high), edges.low, edges.high))
         return result

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
@@ -178,7 +179,7 @@ class StatisticsKernel:
         """Statistics of a unit of rows. If no key sees them, no CTA adds to their dq: it is zeroed here."""
         queries, bounds, first = work.sequence.queries, work.sequence.bounds(), work.tile * _ROWS
         # Past the end the last row is read once more, or the first one, which always exists, and dropped.
-        last = Int32(cutlass.max(bounds["query_end"] - 1, 0))
+        last = Int32(cutlass.max(bounds.query_end - 1, 0))
         before = queries.row() * scalars.num_heads + work.head
         rows = _Rows(before, scalars.num_heads, first, last)
         delta = self._row_delta(buffers, rows, lane)
@@ -202,7 +203,7 @@ class StatisticsKernel:
         if not self.spec.fused:
             return
         rows_of_tile, nbytes = self.config.queries, 2 * self.spec.head_dim
-        visit = copies.key_tiles(first // rows_of_tile * rows_of_tile, rows_of_tile, self.config.keys, **bounds)
+        visit = bounds.key_tiles(first // rows_of_tile * rows_of_tile, rows_of_tile, self.config.keys)
 
         def clear(i: Int32) -> None:
             target = buffers.dq.toint() + (before + Int64(first + i) * scalars.num_heads) * nbytes
@@ -211,12 +212,12 @@ class StatisticsKernel:
         hidden = ptx.where(Boolean(visit.end == visit.begin), queries.length - first, Int32(0))
         wgmma.loop(copies.clamp(hidden, 0, _ROWS), clear)
 
-    def _live(self, bounds: dict[str, Int32], row: Int32) -> Boolean:
+    def _live(self, bounds: plan.Bounds, row: Int32) -> Boolean:
         """Returns whether a row sees some key. If a sink makes its log-sum-exp finite, only this tells."""
         spec = self.spec
         if not (spec.hides_first_queries or spec.hides_last_queries or spec.key_value_seq_lengths):
-            return Boolean(row < bounds["query_end"])
-        rows = copies.live_queries(**bounds)
+            return Boolean(row < bounds.query_end)
+        rows = bounds.live_queries()
         live = row < rows.end
         return Boolean(live & (row >= rows.begin)) if spec.hides_first_queries else Boolean(live)
 
@@ -284,7 +285,8 @@ class StatisticsKernel:
         """
         work = self.schedule.counter(index, buffers, scalars)
         rows = self.config.queries
-        visit = copies.key_tiles(work.tile * rows, rows, self.config.keys, **work.sequence.bounds())
+        first = work.tile * rows
+        visit = work.sequence.bounds().key_tiles(first, rows, self.config.keys)
         # The first head's is that of the tiles of keys that have been taken.
         written = Boolean((work.head_index > 0) & (work.head_index < order.prepared * self.spec.group))
         count = Int32(0) if self.spec.ordered else visit.end - visit.begin

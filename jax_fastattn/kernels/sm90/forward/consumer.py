@@ -20,7 +20,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.device import ptx, softmax, wgmma
+from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
 from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
@@ -80,7 +80,7 @@ class _OwnTile:
 
     tile: QueryTile
     visit: plan.TileRange
-    limits: list[softmax.Limits]
+    limits: list[plan.Limits]
     held: cute.Tensor
 
 
@@ -143,8 +143,7 @@ class ForwardConsumer:
         spec, scaling, group = self.call.spec, self.call.scaling, self.lane.group
         visit = tile.own_visit(group)
         first_row = tile.row + self.lane.row
-        key_bounds = {name: x for name, x in tile.bounds.items() if name != "query_end"}
-        limits = [softmax.key_limits(first_row + 8 * i, **key_bounds) for i in range(2)]
+        limits = [tile.bounds.key_limits(first_row + 8 * i) for i in range(2)]
         self.products.out.fill(0.0)
         self.softmax.clear()
         wgmma.wait(self.shared.query_full + group, self.query_phase[0])

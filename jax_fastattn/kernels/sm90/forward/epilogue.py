@@ -58,7 +58,7 @@ class ForwardOutput:
         for i in range(2):
             row = first_row + 8 * i
             total = softmax.quad_sum(self.softmax.sums[i])
-            live = Boolean((total != Float32(0.0)) & (row < tile.bounds["query_end"]))
+            live = Boolean((total != Float32(0.0)) & (row < tile.bounds.query_end))
             log_max, weight = self.softmax.maxima[i] * call.scaling.factor, Float32(1.0)
             if sink is not None:
                 scaled = sink * softmax.LOG2_E
@@ -68,7 +68,7 @@ class ForwardOutput:
                 total = total * weight + ptx.exp2(scaled - shift)
                 log_max = top
             value = (log_max + ptx.log2(total)) * softmax.LN_2
-            value = ptx.where(row < tile.bounds["query_end"], value, Float32(NEVER))
+            value = ptx.where(row < tile.bounds.query_end, value, Float32(NEVER))
             address = call.buffers.lse.toint() + ((lse_row + row) * call.scalars.num_heads + tile.head) * 4
             stores = Boolean((row < tile.queries.length) & (self.lane.column == 0))
             cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))

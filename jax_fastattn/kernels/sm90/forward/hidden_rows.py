@@ -52,7 +52,7 @@ class SharedOperands:
         No mask hides them: NaN there, or scores far above the maxima, would fail full tiles.
         """
         first = tile.row + self.lane.group * WARPGROUP_ROWS
-        inside = plan.LiveRange(Int32(0), tile.bounds["query_end"])
+        inside = plan.LiveRange(Int32(0), tile.bounds.query_end)
 
         def own_query() -> list[tuple[Int32, int]]:
             # All warps have loaded what they hold of the tile before. racecheck does not see that by `query_empty`,
@@ -77,7 +77,7 @@ class SharedOperands:
             slot: waits for V and returns its slot; called if there is something to zero.
         """
         spec, config = self.call.spec, self.call.config
-        live = copies.live_keys(**copies.moved(tile.bounds))
+        live = copies.moved(tile.bounds).live_keys()
         rows = copies.Rows.live(
             live, index * config.keys, hides_first=spec.hides_first_keys, length=tile.keys.zeros_from()
         )

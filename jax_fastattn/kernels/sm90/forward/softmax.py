@@ -13,6 +13,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, softmax, warp_scores, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
@@ -63,7 +64,7 @@ class OnlineSoftmax:
         self.maxima.fill(NEVER)
         self.sums.fill(0.0)
 
-    def first_tile(self, index: Int32, limits: list[softmax.Limits]) -> None:
+    def first_tile(self, index: Int32, limits: list[plan.Limits]) -> None:
         """Turns the scores of the first key tile, which counts as masked, into P. There is no output to rescale.
 
         Args:
@@ -74,7 +75,7 @@ class OnlineSoftmax:
         self._raise_maxima()
         self.products.round_probabilities()
 
-    def masked_tile(self, index: Int32, slot: Int32, limits: list[softmax.Limits]) -> None:
+    def masked_tile(self, index: Int32, slot: Int32, limits: list[plan.Limits]) -> None:
         """Turns the scores of a masked tile into P, with products in flight that it then awaits; rescales O.
 
         Args:
@@ -117,7 +118,7 @@ class OnlineSoftmax:
 
     # The usual softmax.
 
-    def _mask(self, index: Int32, limits: list[softmax.Limits]) -> None:
+    def _mask(self, index: Int32, limits: list[plan.Limits]) -> None:
         """Caps the scores of a key tile, and hides those of keys outside of the limits."""
         scores = self.products.scores
         self._cap()

@@ -32,7 +32,7 @@ class QueryTile:
         keys: rows of the keys of its sequence.
         head: query head.
         kv_head: key/value head.
-        bounds: what its rows may see, see `copies.bounds`.
+        bounds: what its rows may see, see `plan.Bounds`.
         visit: the key tiles that some row sees.
     """
 
@@ -43,7 +43,7 @@ class QueryTile:
     keys: Span
     head: Int32
     kv_head: Int32
-    bounds: dict[str, Int32]
+    bounds: plan.Bounds
     visit: plan.TileRange
 
     @classmethod
@@ -51,7 +51,7 @@ class QueryTile:
         """Returns a tile of the schedule with what its rows see."""
         row = work.tile * config.rows
         bounds = work.sequence.bounds()
-        visit = _uniform(copies.key_tiles(row, config.rows, config.keys, **bounds))
+        visit = _uniform(bounds.key_tiles(row, config.rows, config.keys))
         queries, keys = work.sequence.queries, work.sequence.keys
         return cls(config, work.tile, row, queries, keys, work.head, work.kv_head, bounds, visit)
 
@@ -60,7 +60,7 @@ class QueryTile:
         if self.config.warpgroups == 1:
             return self.visit
         row = self.row + group * WARPGROUP_ROWS
-        seen = copies.key_tiles(row, WARPGROUP_ROWS, self.config.keys, **self.bounds)
+        seen = self.bounds.key_tiles(row, WARPGROUP_ROWS, self.config.keys)
         end = copies.clamp(seen.end, self.visit.begin, self.visit.end)
         begin = copies.clamp(seen.begin, self.visit.begin, end)
         full_end = copies.clamp(seen.full_end, begin, end)
