@@ -15,6 +15,7 @@ Widths and offsets are clamped by the caller to +-UNBOUNDED, so that no sum here
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -32,6 +33,13 @@ class TileRange(NamedTuple):
     end: Int
     full_begin: Int
     full_end: Int
+
+
+class Order(enum.Enum):
+    """In which direction tiles are visited."""
+
+    UP = enum.auto()
+    DOWN = enum.auto()
 
 
 class LiveRange(NamedTuple):

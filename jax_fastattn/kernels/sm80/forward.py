@@ -28,9 +28,11 @@ from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm80.config import ForwardConfig, forward_config
 from jax_fastattn.kernels.sm80.forward_state import ForwardState, Operand, Operands, Place, QueryTile, RowState
 from jax_fastattn.kernels.sm80.schedule import schedule
+from jax_fastattn.kernels.visits import Edges, Visit
 from jax_fastattn.spec import UNBOUNDED
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
@@ -87,13 +89,9 @@ class ForwardKernel:
         rows = self._empty_rows()
         query = self._start(tile, last)
         state = ForwardState(tile, rows, query, last)
-        for step in cutlass.range(visit.end - visit.full_end, unroll=1):
-            self._visit(state, last - step, masked=True)
-        for step in cutlass.range(visit.full_end - visit.full_begin, unroll=1):
-            self._visit(state, visit.full_end - 1 - step, masked=False)
-        if cutlass.const_expr(self.spec.window_left):
-            for step in cutlass.range(visit.full_begin - visit.begin, unroll=1):
-                self._visit(state, visit.full_begin - 1 - step, masked=True)
+        for phase in visit.phases(Order.DOWN):
+            for step in cutlass.range(phase.steps, unroll=1):
+                self._visit(state, phase.position(step), masked=phase.masked)
 
         sink = None
         if cutlass.const_expr(self.spec.sinks):
@@ -118,7 +116,7 @@ class ForwardKernel:
         return QueryTile(
             at=at,
             operands=operands,
-            visit=visit,
+            visit=Visit.of_range(visit, Edges(spec.window_left, True)),
             query_end=bounds.query_end,
             scaling=scaling,
             first_row=first_row,
@@ -160,7 +158,7 @@ class ForwardKernel:
         *,
         partial: bool,
     ) -> None:
-        first, hides_first = index * self.config.keys, self.spec.hides_first_keys
+        first, hides_first = tile.visit.tile(index) * self.config.keys, self.spec.hides_first_keys
         live = copies.Rows.live(tile.live_keys, first, hides_first=hides_first)
         copies.load_tile(
             shape,
@@ -253,7 +251,7 @@ class ForwardKernel:
         if scaling.inner is not None:
             scores[:] = [softmax.cap_score(x, scaling.inner) for x in scores]
         if masked:
-            column = index * self.config.keys + tile.column
+            column = tile.visit.tile(index) * self.config.keys + tile.column
             softmax.mask_columns(scores, *blocks, column, tile.limits, check_low=self.spec.window_left)
         self._raise_maxima(rows, softmax.row_maxima(scores, *blocks), scaling.factor)
         maxima = [rows.maxima[i] for i in range(2 * self.m_blocks)]

@@ -17,6 +17,7 @@ from jax_fastattn.kernels.device import mma, softmax
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.schedule import Work
+from jax_fastattn.kernels.visits import Visit
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class QueryTile:
 
     at: Place
     operands: Operands
-    visit: plan.TileRange
+    visit: Visit
     live_keys: plan.LiveRange
     query_end: Int32
     scaling: softmax.Scaling
@@ -150,7 +151,7 @@ class ForwardState:
         tile: the tile of queries.
         rows: registers of the warp's rows, which a visit changes.
         query: fragments of Q `[m_blocks][k_steps]`; None if each visit loads them from shared memory.
-        last: index of the last key tile, which is visited first.
+        last: position of the last key tile, which is visited first.
     """
 
     tile: QueryTile

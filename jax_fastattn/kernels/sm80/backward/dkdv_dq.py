@@ -23,6 +23,7 @@ from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRole, Role
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqSums, Operands, Place
 from jax_fastattn.kernels.sm80.schedule import schedule
+from jax_fastattn.kernels.visits import Edges, Visit
 
 
 class HeadOrder(NamedTuple):
@@ -111,16 +112,17 @@ class DkdvDqKernel:
             warp_row=key_warp * config.keys_per_warp,
         )
 
-    def _visit(self, at: Place, bounds: plan.Bounds) -> plan.TileRange:
+    def _visit(self, at: Place, bounds: plan.Bounds) -> Visit:
         """Returns the query tiles that see some key of the tile."""
         config = self.config
         visit = bounds.query_tiles(at.row, config.keys, config.queries)
         # Keys past the end would add to dQ: a tile that has some is masked for all queries.
         partial = at.row + config.keys > bounds.key_end
-        return visit._replace(
+        visit = visit._replace(
             full_begin=ptx.where(partial, visit.begin, visit.full_begin),
             full_end=ptx.where(partial, visit.begin, visit.full_end),
         )
+        return Visit.of_range(visit, Edges(self.spec.window_right, True))
 
     def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> DkdvDqState:
         """Returns the device values that all roles share."""
@@ -167,7 +169,7 @@ class DkdvDqKernel:
         """Starts the copies of K, V and the first part of Q and dO, by all threads."""
         products, config, zero = self.products, self.config, Int32(0)
         products.load_keys(state)
-        first = state.visit.begin * config.queries
+        first = state.visit.tile(state.visit.begin) * config.queries
 
         def load() -> None:
             for which in (QUERY, DOUT):

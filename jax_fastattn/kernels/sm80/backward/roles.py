@@ -34,10 +34,12 @@ from cutlass import Boolean, Float32, Int32, cute
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import mma, ptx, softmax
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.dq_reduce import AtomicReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
+from jax_fastattn.kernels.visits import Phase
 
 # Named barriers; 0 is that of the whole CTA. PAIR has one for each warp of a role, the exchanges one for each two.
 FIRST, SECOND, READY, DONE, PAIR, EXCHANGE_P, EXCHANGE_DS = 1, 2, 3, 4, 5, 9, 11
@@ -95,18 +97,15 @@ class Role:
     @cute.jit
     def run_head(self, step: Int32, member: Int32):
         """Visits the query tiles of one head; returns the tiles visited so far."""
-        visit = self.state.visit
-        if cutlass.const_expr(self.products.spec.window_right):
-            for tile in cutlass.range(visit.begin, visit.full_begin, unroll=1):
-                self.visit(step, member, tile, masked=True)
+        for phase in self.phases():
+            for index in cutlass.range(phase.begin, phase.end, unroll=1):
+                self.visit(step, member, index, masked=phase.masked)
                 step = step + 1
-        for tile in cutlass.range(visit.full_begin, visit.full_end, unroll=1):
-            self.visit(step, member, tile, masked=False)
-            step = step + 1
-        for tile in cutlass.range(visit.full_end, visit.end, unroll=1):
-            self.visit(step, member, tile, masked=True)
-            step = step + 1
         return step
+
+    def phases(self) -> list[Phase]:
+        """Returns the loops over the query tiles of a head."""
+        return self.state.visit.phases(Order.UP)
 
     def finish(self, scale: Float32) -> None:
         """Stores the role's gradients to shared memory, when no warp of the CTA reads K and V anymore."""
@@ -129,13 +128,13 @@ class Role:
         Args:
             step: how many tiles were visited before.
             member: query head of the group.
-            index: the query tile.
+            index: position of the query tile.
             masked: whether some of its queries do not see some of the keys.
         """
         products, state, config = self.products, self.state, self.products.config
         for part in range(config.parts):
             stage: Any = part if config.parts == 2 else step % config.stages
-            first = index * config.queries + part * config.part
+            first = self._first_row(index) + part * config.part
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             self._load_next_part(stage, part, member, index)
@@ -153,7 +152,7 @@ class Role:
         target = 1 - stage
         if is_last:
             member, index = self.after(member, index)
-        first = index * config.queries + (0 if is_last else config.part)
+        first = self._first_row(index) + (0 if is_last else config.part)
 
         def load() -> None:
             for which in (QUERY, DOUT):
@@ -186,11 +185,16 @@ class Role:
 
     def add_dq(self, member: Int32, index: Int32) -> None:
         """Computes the warp's part of dQ of a tile and adds it up."""
-        is_first = self.reduce.wait(self.state, self.turn, member, index)
-        self.reduce.add(self.state, member, index, self.products.dq(self.state), is_first)
+        tile = self.state.visit.tile(index)
+        is_first = self.reduce.wait(self.state, self.turn, member, tile)
+        self.reduce.add(self.state, member, tile, self.products.dq(self.state), is_first)
+
+    def _first_row(self, index: Int32) -> Int32:
+        """Returns the first query of the tile at a position."""
+        return self.state.visit.tile(index) * self.products.config.queries
 
     def after(self, member: Int32, index: Int32) -> tuple[Int32, Int32]:
-        """Returns head and index of the tile after this one."""
+        """Returns head and position of the tile after this one."""
         if self.products.spec.group == 1:
             return member, index + 1
         wraps = index + 1 == self.state.visit.end
@@ -245,7 +249,7 @@ class Role:
         member, index = self.after(member, index)
 
         def load() -> None:
-            target, first = (1 - stage if config.stages == 2 else 0), index * config.queries
+            target, first = (1 - stage if config.stages == 2 else 0), self._first_row(index)
             products.load_queries(state, which, 32 * config.role_warps, member, first, target)
             products.load_statistics(state, state.at.role_thread, member, first, target, role)
 
@@ -265,7 +269,7 @@ class ProbabilityRole(Role):
         """Computes the role's share of a tile."""
         products, state, config, memory = self.products, self.state, self.products.config, self.products.memory
         stage = self._begin(step, FIRST)
-        packed, crossing = self._probabilities(stage, index * config.queries, masked=masked)
+        packed, crossing = self._probabilities(stage, self._first_row(index), masked=masked)
         if config.lagged:
             wait(READY, config.threads)
         products.store_scores(state, memory.score_start, crossing, self._first_query())
@@ -331,14 +335,9 @@ class GradientRole(Role):
         """Returns that the role sums up dK."""
         return (QUERY,)
 
-    @cute.jit
-    def run_head(self, step: Int32, member: Int32):
-        """Visits the query tiles of one head; returns the tiles visited so far."""
-        visit = self.state.visit
-        for tile in cutlass.range(visit.begin, visit.end, unroll=1):
-            self.visit(step, member, tile, masked=False)
-            step = step + 1
-        return step
+    def phases(self) -> list[Phase]:
+        """Returns one loop over all query tiles of a head: there is nothing to mask."""
+        return [self.state.visit.whole(Order.UP)]
 
     def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
         """Computes the role's share of a tile."""

@@ -13,6 +13,7 @@ from cutlass import Int32, Int64
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import softmax
 from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.visits import Visit
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class DkdvDqState:
 
     at: Place
     bounds: plan.Bounds
-    visit: plan.TileRange
+    visit: Visit
     live_keys: plan.LiveRange
     live_queries: plan.LiveRange
     operands: Operands

@@ -13,6 +13,7 @@ from typing import Any
 
 from jax_fastattn.kernels.device.layout import padded
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, WARPGROUP_ROWS, Registers, padded_head_dim
 from jax_fastattn.kernels.tile_records import slot_count
 
@@ -90,13 +91,14 @@ class BackwardConfig:
         """Threads of a CTA: the producer is in the last warpgroup; before it may be the one that computes dq."""
         return self.consumer_threads + (256 if self.adds_dq else 128)
 
-    def tile_index(self, begin: Any, end: Any, i: Any) -> Any:
-        """The query tile visited after `i` others of these, for device integers: the last one first, or the first one.
+    @property
+    def order(self) -> Order:
+        """In which direction query tiles are visited.
 
-        Under a causal mask all CTAs of a head then begin at the same tile, and meet there in L2. The wide kernel goes
-        upwards.
+        If the last one comes first, all CTAs of a head begin at the same tile under a causal mask, and meet there in
+        L2.
         """
-        return begin + i if self.wide else end - 1 - i
+        return Order.UP if self.wide else Order.DOWN
 
     @property
     def registers(self) -> Registers:

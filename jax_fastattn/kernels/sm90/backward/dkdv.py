@@ -31,9 +31,10 @@ from jax_fastattn.kernels.sm90.backward.dkdv_dq import FusedKernel
 from jax_fastattn.kernels.sm90.backward.dkdv_weights import Differentiate, WeightExchange
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
-from jax_fastattn.kernels.sm90.backward.mask import Edges, QueryMask
+from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.visits import Edges, Phase
 
 
 class WideKernel(FusedKernel):
@@ -282,46 +283,37 @@ class _Role:
         """Visits all tiles of queries of all heads of the group."""
         consumer, visit = self.consumer, self.work.visit
         spec, config = consumer.spec, consumer.config
-        # As in `dkdv_consumer.py`. In the last tile of a packed sequence, rows past the end are zeroed, so that P is 0
-        # there too.
-        checks_high = spec.window_left or spec.query_seq_lengths
-        edges = Edges(spec.window_right, checks_high)
-        has_end = checks_high or spec.packed
-        full_begin = Int32(cutlass.max(visit.full_begin, visit.begin + 1))
-        full_end = Int32(cutlass.max(visit.full_end, full_begin)) if has_end else visit.end
+        phases = visit.rest(config.order).phases(config.order)
 
-        def visit_tiles(begin: Int32, end: Int32, edges: Edges | None) -> None:
+        def run(phase: Phase) -> None:
             consumer.stage.settle()
             self.previous.settle()
-            wgmma.loop(end - begin, lambda i: self._step(begin + i, edges))
+            wgmma.loop(phase.steps, lambda i: self._step(phase.position(i), phase.edges))
 
         def visit_head(_: Int32) -> None:
-            self._step(visit.begin, edges, first=True)
-            if spec.window_right:
-                visit_tiles(visit.begin + 1, full_begin, edges)
-            visit_tiles(full_begin, full_end, None)
-            if has_end:
-                visit_tiles(full_end, visit.end, edges)
+            self._step(visit.begin, visit.edges, first=True)
+            for phase in phases:
+                run(phase)
             if config.overlap:
                 self._start_sum()
                 self._finish_sum()
 
         wgmma.loop(ptx.where(visit.begin < visit.end, Int32(spec.group), Int32(0)), visit_head)
 
-    def _step(self, tile: Int32, edges: Edges | None, first: bool = False) -> None:
+    def _step(self, index: Int32, edges: Edges | None, first: bool = False) -> None:
         """Computes the product of one tile and its sum, or with overlap that of the one before."""
         consumer, overlap = self.consumer, self.consumer.config.overlap
         shared, spec, stage, phase = consumer.shared, consumer.spec, consumer.stage[0], consumer.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
         wgmma.wait(shared.dout_full + stage, phase)
         if edges is not None and (spec.hides_first_queries or spec.hides_last_queries):
-            consumer.rows.zero_hidden_queries(self.work, tile, stage)
+            consumer.rows.zero_hidden_queries(self.work, index, stage)
         right = self.right[None, None, None, stage]
         wgmma.gemm_steps(consumer.product, (step.times(right) for step in self.left), accumulate=False)
         adds_previous = overlap and not first
         if adds_previous:
             self._start_sum()
-        pairs = self.differentiate(self.work, tile, edges, 1 if adds_previous else 0)
+        pairs = self.differentiate(self.work, index, edges, 1 if adds_previous else 0)
         wgmma.release(self.right_empty + stage)
         if adds_previous:
             self._finish_sum()

@@ -6,6 +6,7 @@ The warpgroups never wait for each other. Query tiles are visited from the last 
 end of the queries), full ones without mask code, masked ones (right window edge).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Int64, cute
@@ -20,8 +21,9 @@ from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_products import FusedProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
-from jax_fastattn.kernels.sm90.backward.mask import Edges, QueryMask, read_lane
+from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
 from jax_fastattn.kernels.sm90.backward.shared import FusedShared
+from jax_fastattn.kernels.visits import Edges, Phase
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,49 +88,43 @@ class FusedConsumer:
         if spec.hides_first_keys or spec.hides_last_keys:
             self.rows.zero_keys(work, self.group)
 
-        def visit_tiles(begin: Int32, end: Int32, edges: Edges | None) -> None:
-            self.stage.settle()
-            self.buffer.settle()
-            wgmma.loop(end - begin, lambda i: self._tile(work, config.tile_index(begin, end, i), edges))
-
-        # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array P is 0 by statistics.
-        checks_high = spec.window_left or spec.query_seq_lengths
-        masked, full_end = Edges(True, checks_high), visit.full_end if checks_high else visit.end
-
-        def visit_end(i: Int32) -> None:
-            """Visits full tiles, then masked ones: of the upper end, then, past the full ones, of the lower end.
-
-            One loop for both ends, after that of full tiles: these need fewer uniform instructions in the first loop.
-            """
-            upper = i == 0
-            visit_tiles(visit.full_begin, ptx.where(upper, visit.full_begin, full_end), None)
-            visit_tiles(ptx.where(upper, full_end, visit.begin), ptx.where(upper, visit.end, visit.full_begin), masked)
-
         def visit_head(_: Int32) -> None:
             if spec.packed:
                 self.rows.zero_last_queries(work, self.stage)
-            if checks_high:
-                wgmma.loop(Int32(2), visit_end)
+            if visit.masks_high:
+                # One loop for both ends, after that of full tiles: these need fewer uniform instructions in the first
+                # loop.
+                wgmma.loop(Int32(2), lambda i: self._run(work, visit.half(i)))
             else:
-                visit_tiles(visit.full_begin, visit.end, None)
-                visit_tiles(visit.begin, visit.full_begin, masked)
+                self._run(work, visit.phases(config.order))
 
         wgmma.loop(Int32(spec.group), visit_head)
         wgmma.release(self.shared.keys_empty)
         self._store(work, buffers, scale)
 
+    def _run(self, work: KeyTile, phases: Iterable[Phase]) -> None:
+        """Visits the query tiles of phases, one after the other."""
+
+        def run(phase: Phase) -> None:
+            self.stage.settle()
+            self.buffer.settle()
+            wgmma.loop(phase.steps, lambda i: self._tile(work, phase.position(i), phase.edges))
+
+        for phase in phases:
+            run(phase)
+
     # One tile of queries.
 
-    def _tile(self, work: KeyTile, tile: Int32, edges: Edges | None) -> None:
+    def _tile(self, work: KeyTile, index: Int32, edges: Edges | None) -> None:
         """Computes what a tile of queries adds to dV and dK, and its dS."""
         products, stage, phase = self.products, self.stage[0], self.stage[1]
         wgmma.wait(self.shared.query_full + stage, phase)
         slopes = products.scores(stage)
-        visibilities = self.mask.visibilities(work, tile, edges) if edges is not None else [None, None]
+        visibilities = self.mask.visibilities(work, index, edges) if edges is not None else [None, None]
         weights = products.probabilities(slopes, visibilities)
         wgmma.wait(self.shared.dout_full + stage, phase)
         if edges is not None:
-            self.rows.zero_queries(work, tile, stage)
+            self.rows.zero_queries(work, index, stage)
         products.start_dp(stage)
         products.add_dv(stage)
         warpgroup.wait_group(1)

@@ -16,14 +16,15 @@ from jax_fastattn.kernels.device import ptx, softmax, wgmma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
-from jax_fastattn.kernels.sm90.backward.mask import Edges, QueryMask
+from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.visits import Edges
 
 # Named barrier of the first stage's weights; those of the others follow. 1 and 2 are the warpgroups' own.
 _WEIGHTS_READY = 3
 
-# Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the tile of queries, its edges or
-# None if it is full, and how many products may stay in flight.
+# Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the position of the tile of
+# queries, its edges or None if it is full, and how many products may stay in flight.
 Differentiate = Callable[[KeyTile, Int32, Edges | None, int], list[Int32]]
 
 
@@ -51,21 +52,21 @@ class WeightExchange:
     stage: wgmma.Uniform
     product: cute.Tensor
 
-    def give(self, work: KeyTile, tile: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+    def give(self, work: KeyTile, index: Int32, edges: Edges | None, flying: int) -> list[Int32]:
         """Returns P of S, and gives the weights to the other warpgroup; see `Differentiate`."""
         stage, config = self.stage[0], self.shared.memory.config
         lse2 = self._stats(stage, 0)
         warpgroup.wait_group(flying)
-        visibilities = self.mask.visibilities(work, tile, edges) if edges is not None else [None, None]
+        visibilities = self.mask.visibilities(work, index, edges) if edges is not None else [None, None]
         pairs, weights = gradient.weigh_pairs(self.product, lse2, [], self.transform, visibilities, self._mma_dtype)
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
         cute.arch.barrier_arrive(barrier_id=_WEIGHTS_READY + stage, number_of_threads=config.consumer_threads)
         return pairs
 
-    def take(self, work: KeyTile, tile: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+    def take(self, work: KeyTile, index: Int32, edges: Edges | None, flying: int) -> list[Int32]:
         """Returns dS of dP with the weights of the other warpgroup, 0 where hidden; see `Differentiate`."""
-        del work, tile, edges
+        del work, index, edges
         stage, config = self.stage[0], self.shared.memory.config
         delta = self._stats(stage, 1)
         warpgroup.wait_group(flying)

@@ -23,6 +23,7 @@ from jax_fastattn.kernels.device import softmax, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.backward.config import DqConfig, DqMemory, dq_config
 from jax_fastattn.kernels.sm90.backward.dq_consumer import DqConsumer
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
@@ -87,7 +88,7 @@ class DqKernel:
     def _work(self, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder) -> DqTile:
         """Returns the query rows of this CTA, and the key tiles that they see."""
         block, _, _ = cute.arch.block_idx()
-        return DqTile.of(self.config, self.schedule.at(block, order, buffers, sizes), sizes.num_heads)
+        return DqTile.of(self.spec, self.config, self.schedule.at(block, order, buffers, sizes), sizes.num_heads)
 
     def _produce(self, shared: DqShared, work: DqTile, tma: Tma) -> None:
         """Loads Q, dO and all tiles of V and K. Runs in one warp."""
@@ -97,6 +98,7 @@ class DqKernel:
         copy_dout = tma.dout.copy(shared.dout, work.head, work.queries)
         copy_key = tma.key.copy(shared.key, work.kv_head, work.keys)
         copy_value = tma.value.copy(shared.value, work.kv_head, work.keys)
+        walk = work.visit.whole(Order.DOWN)
 
         def load_rows(copy: Callable[..., None], barrier: cute.Pointer, nbytes: int) -> None:
             for group in range(2):
@@ -105,12 +107,12 @@ class DqKernel:
 
         def load(i: Int32) -> None:
             # V first: with three slots the next K takes its place, long before this K is done with.
-            tile = work.visit.end - 1 - i
+            tile = work.visit.tile(walk.position(i))
             ring.fill(copy_value, tile, config.keys * memory.v_head_dim * 2)
             ring.fill(copy_key, tile, config.keys * memory.head_dim * 2)
 
         # The first product needs Q and K.
-        count = work.visit.end - work.visit.begin
+        count = walk.steps
         load_rows(copy_query, shared.query_full, memory.query_nbytes)
         wgmma.loop(Int32(cutlass.min(count, 1)), load)
         load_rows(copy_dout, shared.dout_full, memory.dout_nbytes)

@@ -151,7 +151,7 @@ class DqSum:
         """Returns the address of the warp's first sums of a part of a tile."""
         columns = self.memory.head_dim
         rows = work.queries.padded_row(work.queries.head(work.num_heads, at.head), ROW_ALIGNMENT)
-        rows = rows + work.queries.padded(at.tile * self.config.queries, ROW_ALIGNMENT)
+        rows = rows + work.queries.padded(at.tile(work) * self.config.queries, ROW_ALIGNMENT)
         part_nbytes = 4 * BLOCK * self.memory.dq_columns
         return state.sums + rows * (4 * columns) + (index * part_nbytes + state.warp * (part_nbytes // 4))
 
@@ -206,7 +206,7 @@ class DqSum:
         def step(lap: Int32) -> None:
             i = first + SLOTS * lap
             head = work.queries.head(work.num_heads, work.first_head) + i // visited
-            tile = work.visit.end - 1 - i % visited
+            tile = work.visit.tile(work.visit.end - 1 - i % visited)
             self._count(shared, work, self._counter(work, arrivals, head, tile), tile, warp)
 
         wgmma.loop((work.steps - first + (SLOTS - 1)) // SLOTS, step)
@@ -260,7 +260,7 @@ class DqSum:
 
     def _rows(self, work: KeyTile, at: TileCursor) -> TileRows:
         """Returns where the rows of a tile of dq are."""
-        row = at.tile * self.config.queries
+        row = at.tile(work) * self.config.queries
         return TileRows(row, work.queries.row_head(row, work.num_heads, at.head))
 
     def _store_part(self, state: DqWarpgroup, work: KeyTile, rows: TileRows, chunk: Chunk) -> None:

@@ -12,15 +12,17 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import copies, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, DqConfig
 from jax_fastattn.kernels.sm90.backward.dq_products import DqProducts
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
 from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.visits import Phase, Visit
 
 # Named barrier of the first warpgroup; that of the second one follows.
 _OWN_BARRIER = 1
@@ -121,7 +123,7 @@ class DqConsumer:
         work, group = self.work, self.group
         self.products.dq.fill(0.0)
         self.key_slot.fill(0)
-        visit = work.own_visit(group)
+        visit = work.visit.own(work.bounds, work.row + group * WARPGROUP_ROWS, WARPGROUP_ROWS, self.config.keys)
         wgmma.wait(self.shared.query_full + group, Int32(0))
         self._pass_by(work.visit.end - visit.end)
         cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(visit), self._await_dout)
@@ -131,29 +133,25 @@ class DqConsumer:
         """Lets tiles go by that only the other warpgroup sees."""
         wgmma.loop(2 * count, lambda _: self.ring.release(self.ring.wait()))
 
-    def _visit(self, visit: plan.TileRange) -> None:
+    def _visit(self, visit: Visit) -> None:
         """Visits all key tiles of this warpgroup, from the last to the first."""
-        last = visit.end - 1
-        full_end, full_begin = (Int32(cutlass.min(end, last)) for end in (visit.full_end, visit.full_begin))
+        rest = visit.rest(Order.DOWN)
 
-        def visit_tiles(begin: Int32, end: Int32, masked: bool) -> None:
+        def run(phase: Phase) -> None:
             self.ring.settle()
             self.key_slot[0] = cute.arch.make_warp_uniform(self.key_slot[0])
-            wgmma.loop(end - begin, lambda i: self._tile(end - 1 - i, masked=masked))
+            wgmma.loop(phase.steps, lambda i: self._tile(phase.position(i), masked=phase.masked))
 
-        self._tile(last, masked=True, first=True)
-        if self.spec.window_right:
-            visit_tiles(full_end, last, True)
-        visit_tiles(full_begin, full_end, False)
-        if self.spec.window_left:
-            visit_tiles(visit.begin, full_begin, True)
+        self._tile(rest.end, masked=True, first=True)
+        for phase in rest.phases(Order.DOWN):
+            run(phase)
         if self.config.overlap:
             self._start_dq()
             self._finish_dq()
 
     # One tile of keys.
 
-    def _tile(self, tile: Int32, *, masked: bool, first: bool = False) -> None:
+    def _tile(self, index: Int32, *, masked: bool, first: bool = False) -> None:
         """Computes dS of one tile; its dQ too, or with overlap that of the tile before."""
         products, overlap = self.products, self.config.overlap
         adds_previous = overlap and not first
@@ -172,10 +170,10 @@ class DqConsumer:
         else:
             warpgroup.wait_group(0)
         self.ring.release(value_slot)
-        self._dscores(tile, masked)
+        self._dscores(index, masked)
         self.key_slot[0] = key_slot
         if (first and self.spec.hides_last_keys) or (masked and self.spec.hides_first_keys):
-            self._zero_keys(tile, key_slot)
+            self._zero_keys(index, key_slot)
         if not overlap:
             self._start_dq()
             self._finish_dq()
@@ -190,9 +188,9 @@ class DqConsumer:
         for i in range(cute.size(score)):
             _, score[i] = gradient.exponentiate(score[i], self.stats[i // 2 % 2].lse2, self.transform)
 
-    def _dscores(self, tile: Int32, masked: bool) -> None:
+    def _dscores(self, index: Int32, masked: bool) -> None:
         """Turns dP into dS in 16 bits, 0 where a query does not see the key: what is there may be no number."""
-        visibilities = self._visibilities(tile) if masked else None
+        visibilities = self._visibilities(index) if masked else None
         score, dscore = self.products.score, self.products.dscore
         pairs = cute.recast_tensor(self.products.fragment, Int32)
         for pair in range(cute.size(score) // 2):
@@ -203,10 +201,10 @@ class DqConsumer:
                 values.append(value if visibilities is None else visibilities[i].select(value, 8 * block + e))
             pairs[pair] = ptx.pack(*values, dtype=ptx.MMA_DTYPE[self.spec.dtype])
 
-    def _visibilities(self, tile: Int32) -> list[gradient.Visibility]:
+    def _visibilities(self, index: Int32) -> list[gradient.Visibility]:
         """Returns what the lane's two rows see of one tile."""
         work = self.work
-        column = tile * self.config.keys + self.lane_column
+        column = work.visit.tile(index) * self.config.keys + self.lane_column
         limits = [work.bounds.key_limits(work.row + self.row + 8 * i) for i in range(2)]
         return [gradient.Visibility.of(limit, column, self.spec.window_left) for limit in limits]
 
@@ -219,10 +217,10 @@ class DqConsumer:
         warpgroup.wait_group(0)
         self.ring.release(self.key_slot[0])
 
-    def _zero_keys(self, tile: Int32, slot: Int32) -> None:
+    def _zero_keys(self, index: Int32, slot: Int32) -> None:
         """Zeroes the rows of K that no query sees. Each warpgroup does so for itself."""
         config, spec, work = self.config, self.spec, self.work
-        live, first = work.bounds.live_keys(), tile * config.keys
+        live, first = work.bounds.live_keys(), work.visit.tile(index) * config.keys
         wgmma.zero_hidden_rows(
             config.keys,
             lambda: [(self.shared.slot_address(slot), self.shared.memory.head_dim)],

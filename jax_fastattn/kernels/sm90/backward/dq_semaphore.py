@@ -77,7 +77,7 @@ class DqOrdered(DqSum):
     def _add(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Adds dQ of the next tile to its sums in the CTA's turn; the last CTA stores dq instead."""
         shared, turn, at = state.shared, state.turn[0], state.added
-        buffer, chunks, seen = turn % 2, self._chunks(), self._seen(work, at.tile)
+        buffer, chunks, seen = turn % 2, self._chunks(), self._seen(work, at.tile(work))
         is_first, is_last = Boolean(seen.begin == work.tile), Boolean(seen.end == work.tile + 1)
         wgmma.wait(shared.counted + state.slot[0], state.slot[1])
         for index, chunk in enumerate(chunks):

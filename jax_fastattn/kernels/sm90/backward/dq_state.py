@@ -44,7 +44,7 @@ class TileCursor:
     """A tile of dq that loops carry, the same in all lanes.
 
     Attributes:
-        position: the query head of its batch entry, and the tile.
+        position: the query head of its batch entry, and the position of the tile in the visit.
     """
 
     position: wgmma.Uniform
@@ -59,10 +59,9 @@ class TileCursor:
         """Query head of its batch entry."""
         return self.position[0]
 
-    @property
-    def tile(self) -> Int32:
-        """Index of the tile among those of its sequence."""
-        return self.position[1]
+    def tile(self, work: KeyTile) -> Int32:
+        """Returns the index of the tile among those of its sequence."""
+        return work.visit.tile(self.position[1])
 
     def move_to_first(self, work: KeyTile) -> None:
         """Goes to the first tile to visit for a tile of keys: the last visible one of the first head."""
@@ -70,7 +69,7 @@ class TileCursor:
 
     def advance(self, work: KeyTile) -> None:
         """Goes to the next tile: all visible ones of one head, the last first, then those of the next head."""
-        at, ends = self.position, self.tile == work.visit.begin
+        at, ends = self.position, self.position[1] == work.visit.begin
         at[0], at[1] = at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
 
 

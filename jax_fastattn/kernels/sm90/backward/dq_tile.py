@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from cutlass import Int32
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.sequences import Span
-from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import DqConfig
-from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.work import Work
+from jax_fastattn.kernels.visits import Edges, Visit
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,16 @@ class DqTile:
     kv_head: Int32
     num_heads: Int32
     bounds: plan.Bounds
-    visit: plan.TileRange
+    visit: Visit
 
     @classmethod
-    def of(cls, config: DqConfig, work: Work, num_heads: Int32) -> "DqTile":
+    def of(cls, spec: KernelSpec, config: DqConfig, work: Work, num_heads: Int32) -> "DqTile":
         """Returns a tile of the schedule with what its rows see."""
         row = work.tile * config.rows
         bounds = work.sequence.bounds()
+        tiles = bounds.key_tiles(row, config.rows, config.keys)
+        # The last keys are in the tile that is visited first, apart from the loops.
+        visit = Visit.of_range(tiles, Edges(spec.window_left, True), masks_high=spec.window_right).uniform()
         return cls(
             config=config,
             index=work.tile,
@@ -61,14 +63,5 @@ class DqTile:
             kv_head=work.kv_head,
             num_heads=num_heads,
             bounds=bounds,
-            visit=gradient.uniform(bounds.key_tiles(row, config.rows, config.keys)),
+            visit=visit,
         )
-
-    def own_visit(self, group: Int32) -> plan.TileRange:
-        """Returns those of the key tiles to visit that one warpgroup's rows see."""
-        row = self.row + group * WARPGROUP_ROWS
-        seen = self.bounds.key_tiles(row, WARPGROUP_ROWS, self.config.keys)
-        end = copies.clamp(seen.end, self.visit.begin, self.visit.end)
-        begin = copies.clamp(seen.begin, self.visit.begin, end)
-        full_end = copies.clamp(seen.full_end, begin, end)
-        return gradient.uniform(plan.TileRange(begin, end, copies.clamp(seen.full_begin, begin, full_end), full_end))

@@ -140,11 +140,6 @@ def weigh_pairs(
     return list(probabilities), list(weights)
 
 
-def uniform(visit: plan.TileRange) -> plan.TileRange:
-    """The compiler has to know that all lanes take the same turns through loops around wgmma."""
-    return plan.TileRange(*[cute.arch.make_warp_uniform(Int32(end)) for end in visit])
-
-
 def store_rows(
     acc: cute.Tensor,
     head_dim: int,

@@ -55,11 +55,11 @@ class SharedRows:
             barrier=_OWN_BARRIER,
         )
 
-    def zero_queries(self, work: KeyTile, tile: Int32, stage: Int32) -> None:
+    def zero_queries(self, work: KeyTile, index: Int32, stage: Int32) -> None:
         """Zeroes the rows of Q and dO of a masked tile that see no key, for both warpgroups."""
         spec = self.spec
         if spec.hides_first_queries or (spec.hides_last_queries and not spec.packed):
-            self.zero_hidden_queries(work, tile, stage)
+            self.zero_hidden_queries(work, index, stage)
 
     def zero_last_queries(self, work: KeyTile, at: wgmma.Uniform) -> None:
         """Zeroes the rows of Q and dO past the last query that sees a key, before the first tile of a head.
@@ -80,13 +80,13 @@ class SharedRows:
             wgmma.wait(self.shared.dout_full + stage, phase)
             self.zero_hidden_queries(work, visit.end - 1, stage)
 
-        straddles = visit.end * self.memory.config.queries > live.end
+        straddles = (visit.tile(visit.end - 1) + 1) * self.memory.config.queries > live.end
         cutlass.if_generate(Boolean(straddles & (visit.begin < visit.end)), zero)
 
-    def zero_hidden_queries(self, work: KeyTile, tile: Int32, stage: Int32) -> None:
-        """Zeroes the rows of a loaded tile of Q and dO that see no key."""
+    def zero_hidden_queries(self, work: KeyTile, index: Int32, stage: Int32) -> None:
+        """Zeroes the rows of Q and dO that see no key in the loaded tile at a position."""
         spec, config, memory = self.spec, self.memory.config, self.memory
-        live, first = work.bounds.live_queries(), tile * config.queries
+        live, first = work.bounds.live_queries(), work.visit.tile(index) * config.queries
         wgmma.zero_hidden_rows(
             config.queries,
             lambda: [

@@ -3,7 +3,7 @@
 """Which tiles of keys a CTA of a key-stationary kernel works on, and in which order."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -16,11 +16,11 @@ from jax_fastattn.kernels.device.sequences import Sequence, Span
 from jax_fastattn.kernels.device.tile_counter import take_one
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardMemory
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared
 from jax_fastattn.kernels.tile_records import slot_count
+from jax_fastattn.kernels.visits import Edges, Visit
 
 # Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, for even and uneven tiles.
 # With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the next tile of keys.
@@ -81,7 +81,7 @@ class KeyTile:
     first_head: Int32
     num_heads: Int32
     bounds: plan.Bounds
-    visit: plan.TileRange
+    visit: Visit
     steps: Int32
 
 
@@ -173,12 +173,7 @@ class KeyTiles:
         tile, head_index, sequence = self._at(index, key_tiles, kv_heads, call)
         row = tile * config.keys
         bounds = sequence.bounds()
-        visit = bounds.query_tiles(row, config.keys, config.queries)
-        if config.adds_dq:
-            # Keys past the end would add to dq: where there are some, every tile is masked.
-            full_begin = ptx.where(row + config.keys > bounds.key_end, visit.end, visit.full_begin)
-            visit = visit._replace(full_begin=full_begin, full_end=Int32(cutlass.max(visit.full_end, full_begin)))
-        visit = gradient.uniform(visit)
+        visit = self._visit(row, bounds)
         return KeyTile(
             tile=tile,
             key_tiles=key_tiles,
@@ -197,6 +192,22 @@ class KeyTiles:
             visit=visit,
             steps=(visit.end - visit.begin) * spec.group,
         )
+
+    def _visit(self, row: Int32, bounds: plan.Bounds) -> Visit:
+        """Returns the query tiles that see some key of the tile that begins at `row`."""
+        spec, config = self.spec, self.config
+        tiles = bounds.query_tiles(row, config.keys, config.queries)
+        if config.adds_dq:
+            # Keys past the end would add to dq: where there are some, every tile is masked.
+            full_begin = ptx.where(row + config.keys > bounds.key_end, tiles.end, tiles.full_begin)
+            tiles = tiles._replace(full_begin=full_begin, full_end=Int32(cutlass.max(tiles.full_end, full_begin)))
+        # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array, and past that of a
+        # packed sequence, whose rows are zeroed, P is 0 by the statistics. The wide kernel zeroes them in masked tiles.
+        checks_high = spec.window_left or spec.query_seq_lengths
+        masks_high = checks_high or (spec.packed and config.wide)
+        edges = Edges(spec.window_right or config.adds_dq, checks_high)
+        visit = Visit.of_range(tiles, edges, masks_high=masks_high).uniform()
+        return visit if masks_high else replace(visit, full_end=visit.end)
 
     def _at(self, index: Int32, key_tiles: Int32, kv_heads: Int32, call: Call) -> tuple[Int32, Int32, Sequence]:
         """Returns the tile, the head and the sequence of an index in the order of tiles."""

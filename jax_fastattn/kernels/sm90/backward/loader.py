@@ -58,6 +58,7 @@ class Producer:
             copy_query = tma.query.copy(shared.query, head, work.queries)
             copy_dout = tma.dout.copy(shared.dout, head, work.queries)
             head_row = work.queries.padded_row(work.queries.head(work.num_heads, head), ROW_ALIGNMENT)
+            walk = work.visit.whole(config.order)
 
             def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
                 copy_query(tile, stage, barrier)
@@ -73,11 +74,11 @@ class Producer:
                     )
 
             def load(i: Int32) -> None:
-                tile = config.tile_index(work.visit.begin, work.visit.end, i)
+                tile = work.visit.tile(walk.position(i))
                 queries.fill(copy_both, tile, memory.query_nbytes + 2 * memory.stats_nbytes)
                 douts.fill(copy_dout, tile, memory.dout_nbytes)
 
-            wgmma.loop(work.visit.end - work.visit.begin, load)
+            wgmma.loop(walk.steps, load)
 
         def load_all(work: KeyTile, phase: Int32) -> None:
             if isinstance(shared, FusedShared):

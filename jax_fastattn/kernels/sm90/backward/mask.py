@@ -15,19 +15,8 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
+from jax_fastattn.kernels.visits import Edges
 from jax_fastattn.spec import UNBOUNDED
-
-
-class Edges(NamedTuple):
-    """Which edges of the visible queries a masked tile may hold.
-
-    Attributes:
-        low: the first query that sees a key.
-        high: the last one.
-    """
-
-    low: bool
-    high: bool
 
 
 class Lane(NamedTuple):
@@ -67,12 +56,12 @@ class QueryMask:
     row: Int32
     column: Int32
 
-    def visibilities(self, work: KeyTile, tile: Int32, edges: Edges) -> list[gradient.Visibility]:
-        """Returns what the lane's two rows see of one tile of queries.
+    def visibilities(self, work: KeyTile, index: Int32, edges: Edges) -> list[gradient.Visibility]:
+        """Returns what the lane's two rows see of the tile of queries at a position.
 
         What depends on the lane is added last: one register lives through the loops instead of four limits.
         """
-        bounds = work.bounds
+        bounds, tile = work.bounds, work.visit.tile(index)
         end = bounds.query_end - tile * self.config.queries if self.spec.query_seq_lengths else Int32(UNBOUNDED)
         window = replace(bounds, query_end=Int32(UNBOUNDED))
         first = window.query_limits(work.row - tile * self.config.queries)

@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
 from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
@@ -28,6 +29,8 @@ from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax
 from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.visits import Phase, Visit
 
 # Named barrier of the first warpgroup's turn; those of the others follow.
 _TURN_BARRIER = 5
@@ -79,7 +82,7 @@ class _OwnTile:
     """
 
     tile: QueryTile
-    visit: plan.TileRange
+    visit: Visit
     limits: list[plan.Limits]
     held: cute.Tensor
 
@@ -141,7 +144,10 @@ class ForwardConsumer:
     def attend(self, tile: QueryTile) -> None:
         """Computes one tile of queries, from Q to the stored output."""
         spec, scaling, group = self.call.spec, self.call.scaling, self.lane.group
-        visit = tile.own_visit(group)
+        visit = tile.visit
+        if self.call.config.warpgroups > 1:
+            own_row = tile.row + group * WARPGROUP_ROWS
+            visit = visit.own(tile.bounds, own_row, WARPGROUP_ROWS, self.call.config.keys)
         first_row = tile.row + self.lane.row
         limits = [tile.bounds.key_limits(first_row + 8 * i) for i in range(2)]
         self.products.out.fill(0.0)
@@ -171,17 +177,13 @@ class ForwardConsumer:
         # With overlap, V of a tile comes after K of the next one.
         self._skip(ahead, slots=2 * ahead - int(overlap), turns=ahead)
         self._first_tile(own, last, ahead)
-        full_end = Int32(cutlass.min(visit.full_end, last))
-        full_begin = Int32(cutlass.min(visit.full_begin, last))
 
-        def visit_tiles(begin: Int32, end: Int32, masked: bool) -> None:
+        def run(phase: Phase) -> None:
             self.ring.settle()
-            wgmma.loop(end - begin, lambda i: step(own, end - 1 - i, masked=masked))
+            wgmma.loop(phase.steps, lambda i: step(own, phase.position(i), masked=phase.masked))
 
-        visit_tiles(full_end, last, masked=True)
-        visit_tiles(full_begin, full_end, masked=False)
-        if self.call.spec.window_left:
-            visit_tiles(visit.begin, full_begin, masked=True)
+        for phase in visit.rest(Order.DOWN).phases(Order.DOWN):
+            run(phase)
         self._release_query()
         if overlap:
             self._skip_slot(behind)
@@ -233,7 +235,7 @@ class ForwardConsumer:
             self._skip_slot(ahead)
         warpgroup.wait_group(0)
         self.ring.release(slot)
-        self.softmax.first_tile(index, own.limits)
+        self.softmax.first_tile(own.visit.tile(index), own.limits)
         if self.call.spec.hides_last_keys:
             # With overlap V of this tile follows K of the next one, which exists unless this tile is the only one.
             next_keys = ptx.where(index > own.tile.visit.begin, Int32(1), Int32(0)) if config.overlap else Int32(0)
@@ -266,7 +268,7 @@ class ForwardConsumer:
     def _probabilities(self, own: _OwnTile, index: Int32, slot: Int32, *, masked: bool) -> None:
         """Computes P of a tile with K in a slot, which is released; awaits products in flight, and rescales O."""
         if masked:
-            self.softmax.masked_tile(index, slot, own.limits)
+            self.softmax.masked_tile(own.visit.tile(index), slot, own.limits)
         else:
             self.softmax.full_tile(slot)
 

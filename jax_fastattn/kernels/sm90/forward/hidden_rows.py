@@ -73,13 +73,13 @@ class SharedOperands:
 
         Args:
             tile: of queries.
-            index: the key tile.
+            index: position of the key tile.
             slot: waits for V and returns its slot; called if there is something to zero.
         """
         spec, config = self.call.spec, self.call.config
         live = copies.moved(tile.bounds).live_keys()
         rows = copies.Rows.live(
-            live, index * config.keys, hides_first=spec.hides_first_keys, length=tile.keys.zeros_from()
+            live, tile.visit.tile(index) * config.keys, hides_first=spec.hides_first_keys, length=tile.keys.zeros_from()
         )
         wgmma.zero_hidden_rows(
             config.keys,

@@ -49,10 +49,10 @@ class ForwardProducer:
         copy_value = tma.value.copy(shared.value, tile.kv_head, tile.keys)
 
         def load_key(index: Int32) -> None:
-            self.ring.fill(copy_key, index, config.keys * memory.head_dim * 2)
+            self.ring.fill(copy_key, visit.tile(index), config.keys * memory.head_dim * 2)
 
         def load_value(index: Int32) -> None:
-            self.ring.fill(copy_value, index, config.keys * memory.v_head_dim * 2)
+            self.ring.fill(copy_value, visit.tile(index), config.keys * memory.v_head_dim * 2)
 
         def load_step(i: Int32) -> None:
             # With overlap, a consumer takes K of the next tile before V of this one.

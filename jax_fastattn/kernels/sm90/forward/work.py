@@ -5,19 +5,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cutlass import Int32, cute
+from cutlass import Int32
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
-from jax_fastattn.kernels.device import copies, ptx, softmax
+from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
 from jax_fastattn.kernels.sm90.forward.schedule import ForwardTiles, TakenTiles
-from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.work import Work
+from jax_fastattn.kernels.visits import Edges, Visit
 
 
 @dataclass(frozen=True)
@@ -44,32 +44,17 @@ class QueryTile:
     head: Int32
     kv_head: Int32
     bounds: plan.Bounds
-    visit: plan.TileRange
+    visit: Visit
 
     @classmethod
-    def of(cls, config: ForwardConfig, work: Work) -> "QueryTile":
+    def of(cls, spec: KernelSpec, config: ForwardConfig, work: Work) -> "QueryTile":
         """Returns a tile of the schedule with what its rows see."""
         row = work.tile * config.rows
         bounds = work.sequence.bounds()
-        visit = _uniform(bounds.key_tiles(row, config.rows, config.keys))
+        tiles = bounds.key_tiles(row, config.rows, config.keys)
+        visit = Visit.of_range(tiles, Edges(spec.window_left, True)).uniform()
         queries, keys = work.sequence.queries, work.sequence.keys
         return cls(config, work.tile, row, queries, keys, work.head, work.kv_head, bounds, visit)
-
-    def own_visit(self, group: Int32) -> plan.TileRange:
-        """Returns those of the key tiles to visit that one warpgroup's rows see."""
-        if self.config.warpgroups == 1:
-            return self.visit
-        row = self.row + group * WARPGROUP_ROWS
-        seen = self.bounds.key_tiles(row, WARPGROUP_ROWS, self.config.keys)
-        end = copies.clamp(seen.end, self.visit.begin, self.visit.end)
-        begin = copies.clamp(seen.begin, self.visit.begin, end)
-        full_end = copies.clamp(seen.full_end, begin, end)
-        return _uniform(plan.TileRange(begin, end, copies.clamp(seen.full_begin, begin, full_end), full_end))
-
-
-def _uniform(visit: plan.TileRange) -> plan.TileRange:
-    """Tells the compiler that all lanes run through loops around wgmma equally often."""
-    return plan.TileRange(*[cute.arch.make_warp_uniform(Int32(end)) for end in visit])
 
 
 @dataclass(frozen=True)
@@ -106,7 +91,7 @@ class Call:
 
     def each_tile(self, visit: Callable[[QueryTile], None]) -> None:
         """Calls `visit` for each tile of queries of the CTA; the producer and the consumers visit the same ones."""
-        self.schedule.each(self.buffers, self.scalars, lambda work: visit(QueryTile.of(self.config, work)))
+        self.schedule.each(self.buffers, self.scalars, lambda work: visit(QueryTile.of(self.spec, self.config, work)))
 
     def take_tiles(self) -> None:
         """Takes tiles for the CTA by the counter. One lane calls it."""

@@ -1,0 +1,160 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles of the other side a CTA visits: key tiles for its queries, query tiles for its keys.
+
+Tiles are visited by position. Kernels count positions and compare them; where they make an address or a limit from a
+tile, and nowhere else, they ask `Visit.tile` which tile is at a position. For a range of tiles (`plan.TileRange`, which
+`plan.Bounds` computes) positions are the tiles themselves.
+
+A visit knows when it is made which loops it has, so that kernels ask no compile key about it. `phases` and `rest` run
+on Python integers too: tests compare them with brute force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, cute
+
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.plan import Bounds, Order, TileRange
+
+Int = Any  # a Python int or a device integer
+
+
+class Edges(NamedTuple):
+    """Which ends of what is visible a masked tile may hold.
+
+    Attributes:
+        low: the first key that a query of the CTA sees, or the first query that sees a key of it.
+        high: the last one.
+    """
+
+    low: bool
+    high: bool
+
+
+class Phase(NamedTuple):
+    """Positions [begin, end) that one loop visits.
+
+    Attributes:
+        begin: the first one.
+        end: after the last one.
+        edges: what its tiles may hold; None for tiles that need no mask.
+        order: of the loop.
+    """
+
+    begin: Int
+    end: Int
+    edges: Edges | None
+    order: Order
+
+    @property
+    def steps(self) -> Int:
+        """How many positions there are."""
+        return self.end - self.begin
+
+    def position(self, i: Int) -> Int:
+        """Returns the position that is visited after `i` others of the phase."""
+        return self.begin + i if self.order is Order.UP else self.end - 1 - i
+
+    @property
+    def masked(self) -> bool:
+        """Whether the tiles need a mask."""
+        return self.edges is not None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Visits the positions [begin, end); of these, [full_begin, full_end) need no mask.
+
+    Attributes:
+        begin: the first position.
+        end: after the last one.
+        full_begin: the first position of a full tile. Without a low edge no tile comes before it.
+        full_end: after the last full tile. If `masks_high` is False, no tile comes after it, except for one that a
+            kernel takes apart from its loops, see `rest`.
+        edges: what masked tiles may hold.
+        masks_high: whether a loop visits masked tiles after the full ones.
+    """
+
+    begin: Int
+    end: Int
+    full_begin: Int
+    full_end: Int
+    edges: Edges
+    masks_high: bool
+
+    @classmethod
+    def of_range(cls, tiles: TileRange, edges: Edges, *, masks_high: bool | None = None) -> Visit:
+        """Returns the visit of a range of tiles.
+
+        Args:
+            tiles: the range.
+            edges: what masked tiles may hold.
+            masks_high: see the attribute; by default whether tiles may hold the high edge.
+        """
+        return cls(*tiles, edges, edges.high if masks_high is None else masks_high)
+
+    def tile(self, position: Int) -> Int:
+        """Returns the index of the tile at a position."""
+        return position
+
+    def phases(self, order: Order) -> list[Phase]:
+        """Returns the loops of the visit, in order; those that can never have a position are left out."""
+        phases = [Phase(self.full_begin, self.full_end, None, order)]
+        if self.edges.low:
+            phases.insert(0, Phase(self.begin, self.full_begin, self.edges, order))
+        if self.masks_high:
+            phases.append(Phase(self.full_end, self.end, self.edges, order))
+        return phases if order is Order.UP else phases[::-1]
+
+    def whole(self, order: Order) -> Phase:
+        """Returns all positions as one loop, for roles that mask nothing."""
+        return Phase(self.begin, self.end, None, order)
+
+    def half(self, i: Int32) -> Iterator[Phase]:
+        """Emits the loops of one half of a descending visit, for kernels that share code between both ends.
+
+        Half 0 is the high edge, half 1 what comes after it. Each has a loop over full tiles, empty in half 0, and then
+        one over masked tiles. The bounds of a loop are computed where it is taken from the iterator.
+        """
+        upper = i == 0
+        yield Phase(self.full_begin, ptx.where(upper, self.full_begin, self.full_end), None, Order.DOWN)
+        begin, end = ptx.where(upper, self.full_end, self.begin), ptx.where(upper, self.end, self.full_begin)
+        yield Phase(begin, end, self.edges, Order.DOWN)
+
+    def rest(self, order: Order) -> Visit:
+        """Returns the visit without its first position, for kernels that take that tile apart from their loops.
+
+        There has to be one.
+        """
+        if order is Order.DOWN:
+            last = self.end - 1
+            full_end = cutlass.min(self.full_end, last)
+            return replace(self, end=last, full_end=full_end, full_begin=cutlass.min(self.full_begin, last))
+        begin = self.begin + 1
+        full_begin = cutlass.max(self.full_begin, begin)
+        full_end = cutlass.max(self.full_end, full_begin) if self.masks_high else self.full_end
+        return replace(self, begin=begin, full_begin=full_begin, full_end=full_end)
+
+    def own(self, bounds: Bounds, row: Int32, rows: int, keys: int) -> Visit:
+        """Returns those positions of a CTA's visit that the query rows [row, row + rows) see, in tiles of `keys`."""
+        seen = bounds.key_tiles(row, rows, keys)
+        end = _clamp(seen.end, self.begin, self.end)
+        begin = _clamp(seen.begin, self.begin, end)
+        full_end = _clamp(seen.full_end, begin, end)
+        full_begin = _clamp(seen.full_begin, begin, full_end)
+        return replace(self, begin=begin, end=end, full_begin=full_begin, full_end=full_end).uniform()
+
+    def uniform(self) -> Visit:
+        """Tells the compiler that all lanes run through loops around wgmma equally often."""
+        ends = (self.begin, self.end, self.full_begin, self.full_end)
+        return Visit(*[cute.arch.make_warp_uniform(Int32(end)) for end in ends], self.edges, self.masks_high)
+
+
+def _clamp(x: Int, low: Int, high: Int) -> Int:
+    return cutlass.min(cutlass.max(x, low), high)
