@@ -3,7 +3,7 @@
 """Which tile of which head and sequence a CTA works on. Each kernel has one CTA for each tile."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cutlass import Int32, Int64
 
@@ -15,7 +15,7 @@ from jax_fastattn.kernels.tile_records import slot_count
 
 
 class Work(NamedTuple):
-    """What a CTA works on.
+    """A tile that a CTA works on.
 
     Attributes:
         tile: index of the tile among those of its sequence.
@@ -30,11 +30,52 @@ class Work(NamedTuple):
     sequence: Sequence
 
 
+class Schedule(Protocol):
+    """The tiles of queries, or of keys, of a launch, and their orders."""
+
+    def blocks(self, length: Int32, batch: Int32, heads: Int32) -> Int32:
+        """Returns how many CTAs have a tile.
+
+        Args:
+            length: rows of a batch entry, or of all packed sequences.
+            batch: how many batch entries or sequences there are.
+            heads: of a batch entry.
+        """
+        ...
+
+    def pitch(self, scalars: Scalars) -> Int32:
+        """Returns how many query tiles, or slots, are from one head to the next."""
+        ...
+
+    def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:
+        """Returns the index of a query tile of a sequence in an array with one element for each tile of all heads."""
+        ...
+
+    def longest_first(self, block: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+        """Returns the query tile of a CTA where the longest tiles of a causal mask come first."""
+        ...
+
+    def last_entry_first(self, block: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
+        """Returns the query tile of a CTA where the last batch entry, or the last sequence, comes first."""
+        ...
+
+    def in_sections(self, index: Int32, section: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
+        """Returns the key tile that has an index in an order in which CTAs may add in semaphore order.
+
+        Args:
+            index: of the tile.
+            section: how many heads are begun together, see `plan.section`.
+            buffers: of the launch.
+            scalars: of the launch.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class EntryTiles:
     """Tiles of batch entries of one length.
 
-    Args:
+    Attributes:
         spec: the compile key.
         rows: of a tile.
     """
@@ -43,21 +84,23 @@ class EntryTiles:
     rows: int
 
     def blocks(self, length: Int32, batch: Int32, heads: Int32) -> Int32:
-        """How many tiles there are."""
+        """Returns how many tiles there are."""
         return copies.count(length, self.rows) * batch * heads
 
     def pitch(self, scalars: Scalars) -> Int32:
-        """Query tiles from one head to the next."""
+        """Returns how many query tiles are from one head to the next."""
         return copies.count(scalars.query_length, self.rows)
 
     def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:
-        """Index of a query tile in an array `[batch, heads, tiles]`."""
+        """Returns the index of a query tile in an array `[batch, heads, tiles]`."""
         return sequence.queries.head(scalars.num_heads, head) * self.pitch(scalars) + tile
 
     def longest_first(self, block: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Work:
-        """Query tiles. Index, fastest first: head of the group, tile from the last to the first, key/value head, entry.
+        """Returns the query tile of a CTA.
 
-        Heads that share K and V run side by side, and of a causal mask the longest tiles start first.
+        Of its index, the head of the group is the fastest part, then the tile from the last to the first, then the
+        key/value head, then the entry. Heads that share K and V run at the same time, and of a causal mask the longest
+        tiles start first.
         """
         group = self.spec.group
         count, kv_heads = copies.count(scalars.query_length, self.rows), scalars.num_heads // group
@@ -67,14 +110,17 @@ class EntryTiles:
         return Work(tile, kv_head * group + member, kv_head, Sequence.of_entry(self.spec, batch, buffers, scalars))
 
     def last_entry_first(self, block: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
-        """Query tiles, of all heads together, from the last entry to the first: the entry that comes next is in L2."""
+        """Returns the query tile of a CTA: all heads of a tile come together, and entries from the last to the first.
+
+        The entry that comes next is in L2.
+        """
         count, heads = copies.count(scalars.query_length, self.rows), scalars.num_heads
         head, tile = block % heads, block // heads % count
         batch = scalars.batch - 1 - block // heads // count
         return Work(tile, head, head // self.spec.group, Sequence.of_entry(self.spec, batch, buffers, scalars))
 
     def in_sections(self, index: Int32, section: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
-        """Key tiles; heads are visited in sections, see `plan.place_in_sections`."""
+        """Returns the key tile that has an index; heads are visited in sections, see `plan.place_in_sections`."""
         kv_heads = scalars.num_heads // self.spec.group
         count = copies.count(scalars.key_length, self.rows)
         tile, head = copies.place_in_sections(index, section, count, scalars.batch * kv_heads)
@@ -83,36 +129,47 @@ class EntryTiles:
 
 
 @dataclass(frozen=True)
-class PackedTiles(EntryTiles):
-    """Tiles of packed sequences, from their records."""
+class PackedTiles:
+    """Tiles of packed sequences, from their records.
+
+    Attributes:
+        spec: the compile key.
+        rows: of a tile.
+    """
+
+    spec: KernelSpec
+    rows: int
 
     def blocks(self, length: Int32, batch: Int32, heads: Int32) -> Int32:
-        """How many slots there are; `batch` is the number of sequences."""
+        """Returns how many slots there are; `batch` is the number of sequences."""
         return slot_count(length, self.rows, batch) * heads
 
     def pitch(self, scalars: Scalars) -> Int32:
-        """Slots from one head to the next."""
+        """Returns how many slots are from one head to the next."""
         return slot_count(scalars.query_length, self.rows, scalars.batch)
 
     def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:
-        """Index of a query tile in an array `[heads, slots]`."""
+        """Returns the index of a query tile in an array `[heads, slots]`."""
         return Int64(head) * self.pitch(scalars) + sequence.queries.padded(tile, 1)
 
     def longest_first(self, block: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Work:
-        """Query tiles, of all heads together, from the last to the first: of a causal mask the longest come first."""
+        """Returns the query tile of a CTA: that of `last_entry_first`, where the longest of a sequence come first."""
         return self.last_entry_first(block, buffers, scalars)
 
     def last_entry_first(
         self, block: Int32, buffers: ForwardBuffers | PortableBackwardBuffers, scalars: Scalars
     ) -> Work:
-        """The same."""
+        """Returns the query tile of a CTA: all heads of a slot come together, and slots from the last to the first."""
         heads = scalars.num_heads
         head, slot = block % heads, self.pitch(scalars) - 1 - block // heads
         tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
         return Work(tile, head, head // self.spec.group, sequence)
 
     def in_sections(self, index: Int32, section: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
-        """Key tiles, of all heads together, in ascending order, on which CTAs that add in semaphore order rely."""
+        """Returns the key tile that has an index: all heads of a slot come together, and slots ascend.
+
+        CTAs that add in semaphore order rely on that.
+        """
         del section
         kv_heads = scalars.num_heads // self.spec.group
         slot, kv_head = index // kv_heads, index % kv_heads
@@ -120,6 +177,6 @@ class PackedTiles(EntryTiles):
         return Work(tile, None, kv_head, sequence)
 
 
-def schedule(spec: KernelSpec, rows: int) -> EntryTiles:
-    """The schedule of a compile key, for tiles of so many rows."""
+def schedule(spec: KernelSpec, rows: int) -> Schedule:
+    """Returns the schedule of a compile key, for tiles of so many rows."""
     return (PackedTiles if spec.packed else EntryTiles)(spec, rows)
