@@ -31,7 +31,7 @@ from jax_fastattn.kernels.sm90.backward.dkdv_consumer import FusedConsumer
 from jax_fastattn.kernels.sm90.backward.dq_atomic import DqSum
 from jax_fastattn.kernels.sm90.backward.dq_semaphore import DqOrdered
 from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp
-from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile, KeyTiles, PackedKeyTiles
+from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile, key_schedule
 from jax_fastattn.kernels.sm90.backward.loader import Producer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared, backward_shared
@@ -63,7 +63,7 @@ class FusedKernel:
     def __init__(self, spec: KernelSpec, config: BackwardConfig):
         self.spec, self.config = spec, config
         self.memory = BackwardMemory.of(spec, config)
-        self.key_tiles = (PackedKeyTiles if spec.packed else KeyTiles)(spec, self.memory)
+        self.key_tiles = key_schedule(spec, self.memory)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.dq_sum = (DqOrdered if spec.ordered else DqSum)(spec, self.memory, self.dtype)

@@ -28,7 +28,7 @@ from jax_fastattn.kernels.sm90.backward.config import DqConfig, DqMemory, dq_con
 from jax_fastattn.kernels.sm90.backward.dq_consumer import DqConsumer
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
 from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, PackedSlots, SectionedTiles
+from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, dq_schedule
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -43,7 +43,7 @@ class DqKernel:
     def __init__(self, spec: KernelSpec, config: DqConfig | None = None):
         self.spec, self.config = spec, config or dq_config(spec)
         self.memory = DqMemory.of(spec, self.config)
-        self.schedule = (PackedSlots if spec.packed else SectionedTiles)(spec, self.config.rows)
+        self.schedule = dq_schedule(spec, self.config.rows)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
 
     def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -16,7 +17,7 @@ from jax_fastattn.kernels.device.sequences import Sequence, Span
 from jax_fastattn.kernels.device.tile_counter import take_one
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.config import BackwardMemory
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared
 from jax_fastattn.kernels.tile_records import slot_count
@@ -85,28 +86,54 @@ class KeyTile:
     steps: Int32
 
 
-class KeyTiles:
-    """The tiles of a kernel.
+class KeyPlace(NamedTuple):
+    """A tile of keys in the order of the tiles.
 
-    Args:
+    Attributes:
+        tile: its index among those of its sequence.
+        head_index: the key/value head, counted over all batch entries.
+        sequence: the rows.
+    """
+
+    tile: Int32
+    head_index: Int32
+    sequence: Sequence
+
+
+class KeyTiles(Protocol):
+    """The tiles of keys of a launch, in one order."""
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Returns how many tiles a key/value head has; of packed sequences, how many slots."""
+        ...
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """Returns the order of the heads of a launch, without `prepared`."""
+        ...
+
+    def at(self, index: Int32, call: Call) -> KeyPlace:
+        """Returns the tile that has an index in the order."""
+        ...
+
+
+@dataclass(frozen=True)
+class EntryKeyTiles:
+    """The tiles of batch entries of one length. Heads come in sections, see `plan.place_in_sections`.
+
+    Attributes:
         spec: the compile key.
         memory: of the kernel, with its config.
     """
 
-    def __init__(self, spec: KernelSpec, memory: BackwardMemory):
-        self.spec, self.memory, self.config = spec, memory, memory.config
+    spec: KernelSpec
+    memory: BackwardMemory
 
     def count(self, scalars: Scalars | Sizes) -> Int32:
-        """Tiles of a key/value head."""
-        return copies.count(scalars.key_length, self.config.keys)
-
-    def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
-        """CTAs: one for each tile of keys; where dq is computed one per SM, which takes many tiles."""
-        count = self.count(scalars) * order.heads
-        return Int32(cutlass.min(count, scalars.multiprocessors)) if self.config.adds_dq else count
+        """Returns how many tiles a key/value head has."""
+        return copies.count(scalars.key_length, self.memory.config.keys)
 
     def order(self, scalars: Scalars) -> HeadOrder:
-        """The order of the heads of a launch, without `prepared`.
+        """Returns the order of the heads of a launch, without `prepared`.
 
         As many heads as are `ahead` are begun before zeros and statistics of others can be there.
         """
@@ -121,6 +148,82 @@ class KeyTiles:
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
         return HeadOrder(heads, section, Int32(cutlass.max(section, filling)))
 
+    def at(self, index: Int32, call: Call) -> KeyPlace:
+        """Returns the tile that has an index in the order."""
+        sizes, order = call.sizes, call.order
+        tile, head_index = copies.place_in_sections(index, order.section, self.count(sizes), order.heads)
+        batch = head_index // (sizes.num_heads // self.spec.group)
+        return KeyPlace(tile, head_index, Sequence.of_entry(self.spec, batch, call.buffers, sizes))
+
+
+@dataclass(frozen=True)
+class PackedKeyTiles:
+    """The tiles of packed sequences, from the records of slots: one sequence after the other.
+
+    The heads of a sequence come in sections of about as many tiles as run at a time. The tiles in flight then read the
+    queries of few heads. CTAs take the tiles of a head in ascending order, on which those that add in semaphore order
+    rely.
+
+    Attributes:
+        spec: the compile key.
+        keys: of a tile.
+    """
+
+    spec: KernelSpec
+    keys: int
+
+    def count(self, scalars: Scalars | Sizes) -> Int32:
+        """Returns how many slots a key/value head has."""
+        return slot_count(scalars.key_length, self.keys, scalars.batch)
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """Returns the order of the heads of a launch, without `prepared`; a section is counted in tiles.
+
+        Zeros of all heads are written before the kernel begins.
+        """
+        kv_heads = scalars.num_heads // self.spec.group
+        return HeadOrder(kv_heads, scalars.multiprocessors, kv_heads)
+
+    def at(self, index: Int32, call: Call) -> KeyPlace:
+        """Returns the tile that has an index in the order.
+
+        A sequence has the indices of its slots times the heads, and the same record, `tile` apart, in each slot.
+        """
+        kv_heads = call.sizes.num_heads // self.spec.group
+        slot = index // kv_heads
+        tile, sequence = Sequence.of_record(self.spec, call.buffers.key_tiles, slot, call.sizes, of_keys=True)
+        count = Int32(cutlass.max(copies.count(sequence.keys.length, self.keys), 1))
+        # Of tiles that differ in length, two heads or more: the longest should start first.
+        section = cutlass.max(call.order.section // count, 1 + int(self.spec.uneven))
+        section = Int32(cutlass.min(section, kv_heads))
+        first_index = (slot - tile) * kv_heads
+        tile, head = copies.place_in_sections(index - first_index, section, count, kv_heads)
+        return KeyPlace(tile, head, sequence)
+
+
+@dataclass(frozen=True)
+class KeySchedule:
+    """Gives each CTA one tile of keys, or where dq is computed, gives persistent CTAs one after the other.
+
+    Attributes:
+        spec: the compile key.
+        config: of the kernel.
+        tiles: which there are, and their order.
+    """
+
+    spec: KernelSpec
+    config: BackwardConfig
+    tiles: KeyTiles
+
+    def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
+        """Returns how many CTAs a launch has: one for each tile of keys, or where dq is computed, one for each SM."""
+        count = self.tiles.count(scalars) * order.heads
+        return Int32(cutlass.min(count, scalars.multiprocessors)) if self.config.adds_dq else count
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """Returns the order of the heads of a launch, see `KeyTiles.order`."""
+        return self.tiles.order(scalars)
+
     def each(
         self,
         shared: BackwardShared,
@@ -131,9 +234,8 @@ class KeyTiles:
     ) -> None:
         """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
 
-        Then the producer, which alone `takes` tiles, takes the next one for all of the CTA. The counter of the tiles
-        that have been taken is the first one in `arrivals`: that of the first head's zeros and statistics, for which
-        nothing waits.
+        In that case the producer, which alone `takes` tiles, takes the next one for all of the CTA. The tile counter is
+        the first one in `arrivals`: that of the first head's zeros and statistics, for which nothing waits.
 
         No CTA waits for ever, however few CTAs run and however many tiles there are. Work on a tile waits for work on
         tiles that are earlier in the order: for zeros of sums, which come with an earlier section of heads, or for a
@@ -155,7 +257,7 @@ class KeyTiles:
             return taken.get(phase[0])[0]
 
         def available(index: Int32) -> Boolean:
-            return Boolean(index < self.count(call.sizes) * call.order.heads)
+            return Boolean(index < self.tiles.count(call.sizes) * call.order.heads)
 
         with while_generate([following()], available) as (index,):
             visit(self._work(index, call), phase[0])
@@ -163,14 +265,14 @@ class KeyTiles:
             yield_out([following()])
 
     def _work(self, index: Int32, call: Call) -> KeyTile:
-        """Returns the keys of a tile and the query tiles that see them; under a causal mask the first keys have most.
+        """Returns the tile that has an index in the order in which tiles are taken, and the query tiles that see it.
 
-        The index is that of a tile in the order in which they are taken.
+        Under a causal mask most query tiles see the first keys.
         """
         spec, config, sizes, order = self.spec, self.config, call.sizes, call.order
         kv_heads = sizes.num_heads // spec.group
-        key_tiles = self.count(sizes)
-        tile, head_index, sequence = self._at(index, key_tiles, kv_heads, call)
+        key_tiles = self.tiles.count(sizes)
+        tile, head_index, sequence = self.tiles.at(index, call)
         row = tile * config.keys
         bounds = sequence.bounds()
         visit = self._visit(row, bounds)
@@ -209,40 +311,8 @@ class KeyTiles:
         visit = Visit.of_range(tiles, edges, masks_high=masks_high).uniform()
         return visit if masks_high else replace(visit, full_end=visit.end)
 
-    def _at(self, index: Int32, key_tiles: Int32, kv_heads: Int32, call: Call) -> tuple[Int32, Int32, Sequence]:
-        """Returns the tile, the head and the sequence of an index in the order of tiles."""
-        tile, head_index = copies.place_in_sections(index, call.order.section, key_tiles, call.order.heads)
-        return tile, head_index, Sequence.of_entry(self.spec, head_index // kv_heads, call.buffers, call.sizes)
 
-
-class PackedKeyTiles(KeyTiles):
-    """The tiles of packed sequences, from the records of slots: one sequence after the other.
-
-    The heads of a sequence come in sections of about as many tiles as run at a time. The tiles in flight then read the
-    queries of few heads. CTAs take the tiles of a head in ascending order, on which those that add in semaphore order
-    rely.
-    """
-
-    def count(self, scalars: Scalars | Sizes) -> Int32:
-        """Slots of a key/value head."""
-        return slot_count(scalars.key_length, self.config.keys, scalars.batch)
-
-    def order(self, scalars: Scalars) -> HeadOrder:
-        """The order of the heads of a launch; a section is counted in tiles.
-
-        Zeros of all heads are written before the kernel begins.
-        """
-        kv_heads = scalars.num_heads // self.spec.group
-        return HeadOrder(kv_heads, scalars.multiprocessors, kv_heads)
-
-    def _at(self, index: Int32, key_tiles: Int32, kv_heads: Int32, call: Call) -> tuple[Int32, Int32, Sequence]:
-        """A sequence has the indices of its slots times the heads, and the same record, `tile` apart, in each slot."""
-        slot = index // kv_heads
-        tile, sequence = Sequence.of_record(self.spec, call.buffers.key_tiles, slot, call.sizes, of_keys=True)
-        count = Int32(cutlass.max(copies.count(sequence.keys.length, self.config.keys), 1))
-        # Of tiles that differ in length, two heads or more: the longest should start first.
-        section = cutlass.max(call.order.section // count, 1 + int(self.spec.uneven))
-        section = Int32(cutlass.min(section, kv_heads))
-        first_index = (slot - tile) * kv_heads
-        tile, head = copies.place_in_sections(index - first_index, section, count, kv_heads)
-        return tile, head, sequence
+def key_schedule(spec: KernelSpec, memory: BackwardMemory) -> KeySchedule:
+    """Returns the schedule of a key-stationary kernel, given its shared memory."""
+    tiles = PackedKeyTiles(spec, memory.config.keys) if spec.packed else EntryKeyTiles(spec, memory)
+    return KeySchedule(spec, memory.config, tiles)

@@ -22,7 +22,7 @@ from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, PackedRowUnits, RowUnits
+from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, preprocess_schedule
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 from jax_fastattn.kernels.sm90.work import Work
 
@@ -66,7 +66,7 @@ class StatisticsKernel:
         self.spec, self.config = spec, config
         # Lanes that share a row.
         self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
-        self.schedule = (PackedRowUnits if spec.packed else RowUnits)(spec, _ROWS, config.queries)
+        self.schedule = preprocess_schedule(spec, _ROWS, config.queries)
 
     @property
     def leaves(self) -> bool:

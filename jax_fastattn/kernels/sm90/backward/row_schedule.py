@@ -7,7 +7,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 from cutlass import Int32, Int64, cute
@@ -15,8 +15,9 @@ from cutlass import Int32, Int64, cute
 from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span, load_record
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, head_counters, padded_rows
-from jax_fastattn.kernels.sm90.work import QueryTiles, Work
+from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.tile_records import slot_count
 
 
@@ -37,68 +38,107 @@ class HeadOrder(NamedTuple):
     prepared: Any = None
 
 
-@dataclass(frozen=True)
-class SectionedTiles(QueryTiles):
-    """Those of a kernel with a CTA for each tile, which works on heads in sections, see `plan.place_in_sections`."""
+class DqSchedule(Protocol):
+    """An order of the tiles of queries of the kernel of dq alone, which has a CTA for each."""
 
     def order(self, scalars: Scalars) -> HeadOrder:
-        """The order of the heads of a launch."""
-        heads, count = scalars.batch * scalars.num_heads, self.count(scalars)
+        """Returns the order of the heads of a launch."""
+        ...
+
+    def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
+        """Returns how many CTAs a launch has."""
+        ...
+
+    def at(self, block: Int32, order: HeadOrder, buffers: Buffers, sizes: Sizes) -> Work:
+        """Returns the tile of a CTA."""
+        ...
+
+
+@dataclass(frozen=True)
+class SectionedTiles:
+    """Tiles of batch entries of one length. Heads come in sections, see `plan.place_in_sections`.
+
+    Attributes:
+        spec: the compile key.
+        rows: of a tile.
+    """
+
+    spec: KernelSpec
+    rows: int
+
+    def order(self, scalars: Scalars) -> HeadOrder:
+        """Returns the order of the heads of a launch."""
+        heads, count = scalars.batch * scalars.num_heads, self._count(scalars)
         return HeadOrder(heads, Int32(copies.section(scalars.multiprocessors, count, heads, int(self.spec.uneven))))
 
     def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
-        """CTAs."""
-        return self.count(scalars) * order.heads
+        """Returns how many CTAs a launch has: one for each tile."""
+        return self._count(scalars) * order.heads
 
     def at(self, block: Int32, order: HeadOrder, buffers: Buffers, sizes: Sizes) -> Work:
-        """The tile of a CTA; under a causal mask the last rows see most, and come first."""
-        count = self.count(sizes)
+        """Returns the tile of a CTA; under a causal mask the last rows see most, and come first."""
+        count = self._count(sizes)
         place, index = copies.place_in_sections(block, order.section, count, order.heads)
-        return self.of_head(count - 1 - place, index, buffers, sizes)
+        return Work.of_head(self.spec, count - 1 - place, index, buffers, sizes)
+
+    def _count(self, scalars: Scalars | Sizes) -> Int32:
+        """Returns how many tiles a head has."""
+        return copies.count(scalars.query_length, self.rows)
 
 
 @dataclass(frozen=True)
-class PackedSlots(SectionedTiles):
-    """Those of packed sequences, from the records of slots: all heads of a slot together, the last slot first."""
+class PackedSlots:
+    """Tiles of packed sequences, from the records of slots: all heads of a slot together, the last slot first.
 
-    def count(self, scalars: Scalars | Sizes) -> Int32:
-        """Slots of a head."""
-        return slot_count(scalars.query_length, self.rows, scalars.batch)
+    Attributes:
+        spec: the compile key.
+        rows: of a tile.
+    """
+
+    spec: KernelSpec
+    rows: int
 
     def order(self, scalars: Scalars) -> HeadOrder:
-        """The order of the heads of a launch."""
+        """Returns the order of the heads of a launch: all of them are one section."""
         return HeadOrder(scalars.num_heads, scalars.num_heads)
 
+    def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
+        """Returns how many CTAs a launch has: one for each slot."""
+        return self._count(scalars) * order.heads
+
     def at(self, block: Int32, order: HeadOrder, buffers: Buffers, sizes: Sizes) -> Work:
-        """The tile of a CTA."""
-        slot, head = self.count(sizes) - 1 - block // order.heads, block % order.heads
+        """Returns the tile of a CTA."""
+        slot, head = self._count(sizes) - 1 - block // order.heads, block % order.heads
         tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, sizes, of_keys=False)
         return Work(tile, head, head // self.spec.group, sequence, head)
 
+    def _count(self, scalars: Scalars | Sizes) -> Int32:
+        """Returns how many slots a head has."""
+        return slot_count(scalars.query_length, self.rows, scalars.batch)
 
-@dataclass(frozen=True)
-class RowUnits(QueryTiles):
-    """Units of rows of which statistics are written, padding included, and counters of tiles of dq.
 
-    Args:
-        rows: of a unit, a divisor of `ROW_ALIGNMENT`.
-        queries: rows of a tile of dq.
-    """
+def dq_schedule(spec: KernelSpec, rows: int) -> DqSchedule:
+    """Returns the schedule of the kernel of dq alone, for tiles of so many rows."""
+    return (PackedSlots if spec.packed else SectionedTiles)(spec, rows)
 
-    queries: int
 
-    def count(self, scalars: Scalars | Sizes) -> Int32:
-        """Units of a head."""
-        return padded_rows(scalars.query_length) // self.rows
+class PreprocessSchedule(Protocol):
+    """Units of rows of which statistics are written, padding included, and counters of tiles of dq."""
+
+    def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many heads or slots there are, of which all but `order.prepared` are left to `later`.
+
+        `later` is a launch of `StatisticsKernel`.
+        """
+        ...
 
     def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Units of the heads that are not left to `StatisticsKernel.later`: the first ones."""
-        return order.prepared * self.spec.group * self.count(scalars)
+        """Returns how many units are not left to `StatisticsKernel.later`: the first ones."""
+        ...
 
     def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
-        """One of all units."""
-        count = self.count(scalars)
-        return self.of_head(index % count, index // count, buffers, scalars)
+        """Returns one of all units."""
+        ...
 
     def each_left(
         self,
@@ -120,78 +160,46 @@ class RowUnits(QueryTiles):
             place: which of the CTA's next units this thread's is.
             step: units that a CTA works on at a time.
             write: is called with a unit; with the last one again, by threads that have no other.
-            finish: is called after the units of the query heads of a key/value head, with the index of its counter.
+            finish: is called after the units of a part, with the index of its counter.
         """
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        group, count = self.spec.group, self.count(scalars)
-        kv_heads = scalars.batch * scalars.num_heads // group
-
-        def visit_head(i: Int32) -> None:
-            first = (order.prepared + block + i * blocks) * group
-
-            def visit_member(member: Int32) -> None:
-                def visit(j: Int32) -> None:
-                    unit = Int32(cutlass.min(j * step + place, count - 1))
-                    write(self.of_head(unit, first + member, buffers, scalars))
-
-                wgmma.loop((count + (step - 1)) // step, visit)
-
-            wgmma.loop(Int32(group), visit_member)
-            finish(Int64(first) * self._head_counters(scalars))
-
-        wgmma.loop((kv_heads - order.prepared - block + (blocks - 1)) // blocks, visit_head)
-
-    def _head_counters(self, scalars: Scalars) -> Int32:
-        return head_counters(padded_rows(scalars.query_length), self.queries)
-
-    def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Returns how many heads there are, of which `order.prepared` are not left to `StatisticsKernel.later`."""
-        del scalars
-        return order.heads
+        ...
 
     def counters(self, scalars: Scalars) -> Int32:
-        """Counters of all heads."""
-        return scalars.batch * scalars.num_heads * self._head_counters(scalars)
+        """Returns how many counters there are."""
+        ...
 
     def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
-        """The tile of dq of one of all counters; -1 where the counter is the head's own."""
-        count = self._head_counters(scalars)
-        return self.of_head(index % count - 1, index // count, buffers, scalars)
+        """Returns the tile of dq of one of all counters; it is tile -1 where the counter is the head's own."""
+        ...
 
 
 @dataclass(frozen=True)
-class PackedRowUnits(RowUnits):
-    """Units of packed sequences. Slots have `ROW_ALIGNMENT` queries, and all heads of a slot come together."""
+class RowUnits:
+    """Units of batch entries of one length; a part is a key/value head.
+
+    Attributes:
+        spec: the compile key.
+        rows: of a unit, a divisor of `ROW_ALIGNMENT`.
+        queries: rows of a tile of dq.
+    """
+
+    spec: KernelSpec
+    rows: int
+    queries: int
 
     def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Returns how many slots there are, of which `order.prepared` are not left to `StatisticsKernel.later`."""
-        del order
-        return self._slots(scalars)
-
-    def _slots(self, scalars: Scalars) -> Int32:
-        return slot_count(scalars.query_length, ROW_ALIGNMENT, scalars.batch)
+        """Returns how many heads there are, of which all but `order.prepared` are left to `StatisticsKernel.later`."""
+        del scalars
+        return order.heads
 
     def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Units of the slots that are not left to `StatisticsKernel.later`: the first ones."""
-        return order.prepared * scalars.num_heads * self._units
-
-    @property
-    def _units(self) -> int:
-        """Units of a head in a slot. Lanes of a warp have units of one slot."""
-        return ROW_ALIGNMENT // self.rows
+        """Returns how many units the heads have that are not left to `StatisticsKernel.later`: the first ones."""
+        return order.prepared * self.spec.group * self._count(scalars)
 
     def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
-        """One of all units."""
-        count = scalars.num_heads * self._units
-        slot = index // count
-        tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
-        return self._unit(tile, sequence, index % count)
-
-    def _unit(self, tile: Int32, sequence: Sequence, index: Int32) -> Work:
-        """One of the units of a slot, given the tile that owns it."""
-        head, unit = index // self._units, index % self._units
-        return Work(tile * self._units + unit, head, head // self.spec.group, sequence, head)
+        """Returns one of all units."""
+        count = self._count(scalars)
+        return Work.of_head(self.spec, index % count, index // count, buffers, scalars)
 
     def each_left(
         self,
@@ -204,7 +212,90 @@ class PackedRowUnits(RowUnits):
         write: Callable[[Work], None],
         finish: Callable[[Int64], None],
     ) -> None:
-        """Visits the units that are left to `StatisticsKernel.later`, slot by slot; see `RowUnits.each_left`.
+        """Visits the units that are left to `StatisticsKernel.later`, see `PreprocessSchedule.each_left`.
+
+        `finish` is called after the units of the query heads of a key/value head, with the index of its counter.
+        """
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        group, count = self.spec.group, self._count(scalars)
+        kv_heads = scalars.batch * scalars.num_heads // group
+
+        def visit_head(i: Int32) -> None:
+            first = (order.prepared + block + i * blocks) * group
+
+            def visit_member(member: Int32) -> None:
+                def visit(j: Int32) -> None:
+                    unit = Int32(cutlass.min(j * step + place, count - 1))
+                    write(Work.of_head(self.spec, unit, first + member, buffers, scalars))
+
+                wgmma.loop((count + (step - 1)) // step, visit)
+
+            wgmma.loop(Int32(group), visit_member)
+            finish(Int64(first) * self._head_counters(scalars))
+
+        wgmma.loop((kv_heads - order.prepared - block + (blocks - 1)) // blocks, visit_head)
+
+    def counters(self, scalars: Scalars) -> Int32:
+        """Returns how many counters all heads have."""
+        return scalars.batch * scalars.num_heads * self._head_counters(scalars)
+
+    def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """Returns the tile of dq of one of all counters; it is tile -1 where the counter is the head's own."""
+        count = self._head_counters(scalars)
+        return Work.of_head(self.spec, index % count - 1, index // count, buffers, scalars)
+
+    def _count(self, scalars: Scalars) -> Int32:
+        """Returns how many units a head has."""
+        return padded_rows(scalars.query_length) // self.rows
+
+    def _head_counters(self, scalars: Scalars) -> Int32:
+        """Returns how many counters a head has."""
+        return head_counters(padded_rows(scalars.query_length), self.queries)
+
+
+@dataclass(frozen=True)
+class PackedRowUnits:
+    """Units of packed sequences; a part is a slot. It has `ROW_ALIGNMENT` queries, and its heads come together.
+
+    Attributes:
+        spec: the compile key.
+        rows: of a unit, a divisor of `ROW_ALIGNMENT`.
+        queries: rows of a tile of dq.
+    """
+
+    spec: KernelSpec
+    rows: int
+    queries: int
+
+    def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many slots there are, of which all but `order.prepared` are left to `StatisticsKernel.later`."""
+        del order
+        return self._slots(scalars)
+
+    def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many units the slots have that are not left to `StatisticsKernel.later`: the first ones."""
+        return order.prepared * scalars.num_heads * self._units
+
+    def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """Returns one of all units."""
+        count = scalars.num_heads * self._units
+        slot = index // count
+        tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
+        return self._unit(tile, sequence, index % count)
+
+    def each_left(
+        self,
+        order: HeadOrder,
+        buffers: Buffers,
+        scalars: Scalars,
+        *,
+        place: Int32,
+        step: int,
+        write: Callable[[Work], None],
+        finish: Callable[[Int64], None],
+    ) -> None:
+        """Visits the units that are left to `StatisticsKernel.later`, slot by slot; see `PreprocessSchedule.each_left`.
 
         `finish` is called after all heads of a slot, with the index of the counter of its sequence (`slots_counter`).
         A slot that no tile owns is not counted: a producer waits for the slots of its sequence alone.
@@ -228,15 +319,12 @@ class PackedRowUnits(RowUnits):
 
         wgmma.loop((self._slots(scalars) - order.prepared - block + (blocks - 1)) // blocks, visit_slot)
 
-    def _head_counters(self, scalars: Scalars) -> Int32:
-        return head_counters(self._slots(scalars) * ROW_ALIGNMENT, self.queries)
-
     def counters(self, scalars: Scalars) -> Int32:
-        """Counters of all heads, and those of `slots_counter`."""
+        """Returns how many counters all heads have, together with those of `slots_counter`."""
         return (scalars.num_heads + 1) * self._head_counters(scalars)
 
     def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
-        """The tile of dq of one of all counters; -1 where the counter is the head's own."""
+        """Returns the tile of dq of one of all counters; it is tile -1 where the counter is the head's own."""
         count, per_slot = self._head_counters(scalars), ROW_ALIGNMENT // self.queries
         head, place = index // count, index % count - 1
         tile = Int32(cutlass.max(place, 0))
@@ -244,6 +332,29 @@ class PackedRowUnits(RowUnits):
         sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
         tile = ptx.where(place < 0, place, record.tile * per_slot + tile % per_slot)
         return Work(tile, head, head // self.spec.group, sequence, head)
+
+    @property
+    def _units(self) -> int:
+        """Returns how many units a head has in a slot. Lanes of a warp have units of one slot."""
+        return ROW_ALIGNMENT // self.rows
+
+    def _slots(self, scalars: Scalars) -> Int32:
+        """Returns how many slots a head has."""
+        return slot_count(scalars.query_length, ROW_ALIGNMENT, scalars.batch)
+
+    def _unit(self, tile: Int32, sequence: Sequence, index: Int32) -> Work:
+        """Returns one of the units of a slot, given the tile that owns it."""
+        head, unit = index // self._units, index % self._units
+        return Work(tile * self._units + unit, head, head // self.spec.group, sequence, head)
+
+    def _head_counters(self, scalars: Scalars) -> Int32:
+        """Returns how many counters a head has."""
+        return head_counters(self._slots(scalars) * ROW_ALIGNMENT, self.queries)
+
+
+def preprocess_schedule(spec: KernelSpec, rows: int, queries: int) -> PreprocessSchedule:
+    """Returns the schedule of `StatisticsKernel`, for units of so many rows and tiles of dq of so many queries."""
+    return (PackedRowUnits if spec.packed else RowUnits)(spec, rows, queries)
 
 
 def tile_counter(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:

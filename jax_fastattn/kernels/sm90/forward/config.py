@@ -24,7 +24,7 @@ from jax_fastattn.kernels.sm90.geometry import (
 # By consumer warpgroups: an SM has 64 K registers.
 _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
 
-# Of a tile that is taken by a counter: its record and its head, see `backward/row_schedule.py`.
+# Of a tile that is taken by a counter: its record and its head, see `schedule.py`.
 TAKEN_WORDS = tile_records.WORDS + 1
 
 # Every shared-memory tile starts at a whole repetition of the 128-byte swizzle.

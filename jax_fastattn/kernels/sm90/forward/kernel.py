@@ -3,8 +3,8 @@
 """Forward attention with TMA and WGMMA, warp-specialized: one producer warp, one to three consumer warpgroups.
 
 Each role has a file: `loader.py` loads Q, K and V, a warpgroup of `consumer.py` computes 64 rows of
-the output. If CTAs take tiles by a counter, one more warp does that (`backward/row_schedule.py`). `shared.py` has
-the tiles and the barriers in shared memory.
+the output. If CTAs take tiles by a counter, one more warp does that (`schedule.py`). `shared.py` has the tiles
+and the barriers in shared memory.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory, forward_config
 from jax_fastattn.kernels.sm90.forward.consumer import ForwardConsumer
 from jax_fastattn.kernels.sm90.forward.loader import ForwardProducer
-from jax_fastattn.kernels.sm90.forward.schedule import TakenTiles, forward_schedule
+from jax_fastattn.kernels.sm90.forward.schedule import PersistentPackedTiles, forward_schedule
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.work import Call
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
@@ -90,8 +90,8 @@ class ForwardKernel:
     def _call(self, shared: ForwardShared, tma: Tma, buffers: ForwardBuffers, scalars: Scalars) -> Call:
         """Returns what the roles share."""
         schedule = self.schedule
-        if isinstance(schedule, TakenTiles):
-            schedule = dataclasses.replace(schedule, taken=shared.taken)
+        if isinstance(schedule, PersistentPackedTiles):
+            schedule = dataclasses.replace(schedule, tile_counter=shared.taken)
         cap = scalars.logits_soft_cap if self.spec.logits_soft_cap else None
         scaling = softmax.scaling(scalars.scale, cap)
         return Call(self.spec, self.memory, schedule, tma, buffers, scalars, scaling)

@@ -4,19 +4,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, load_record
 from jax_fastattn.kernels.device.tile_counter import TakenTile, take_one
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
-from jax_fastattn.kernels.sm90.work import QueryTiles, Work
+from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.tile_records import Record, slot_count
 
 # Of the words of a packed tile, its record and its head: how many rows it has.
@@ -27,7 +27,7 @@ _SECTION_HEADS = 16
 
 
 class _Place(NamedTuple):
-    """A tile or a pair of tiles of a head: its position among those of the head, and which head it is."""
+    """Names a tile or a pair of tiles: its position among those of the head, and the head."""
 
     position: Int32
     kv_head: Int32
@@ -35,33 +35,46 @@ class _Place(NamedTuple):
     batch: Int32
 
 
-@dataclass(frozen=True)
-class ForwardTiles(QueryTiles):
-    """Those of the forward kernel with a CTA for each tile, from the last one down: it has most under a causal mask.
-
-    Heads of a group come next to each other (they share K and V in L2), then the query tiles of the group, then
-    key/value heads and batch entries.
-    """
+class ForwardSchedule(Protocol):
+    """An order of the tiles of queries of a launch, and how CTAs share them."""
 
     def blocks(self, scalars: Scalars) -> Int32:
-        """CTAs."""
-        return scalars.batch * scalars.num_heads * self.count(scalars)
+        """Returns how many CTAs a launch has."""
+        ...
 
     def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
-        """Calls `visit` for each tile of the CTA; the producer and the consumers go alike.
+        """Calls `visit` for each tile of the CTA. The producer and the consumers get the same tiles in the same order.
 
         Args:
             buffers: of the launch.
             scalars: of the launch.
             visit: works on a tile.
         """
-        block, _, _ = cute.arch.block_idx()
-        count = self.count(scalars)
-        place = self._place(block, count, scalars)
-        visit(self._work(count - 1 - place.position, place, buffers, scalars))
+        ...
 
-    def _place(self, index: Int32, count: Int32, scalars: Scalars) -> _Place:
-        """What has an index, where a head has `count`."""
+
+@dataclass(frozen=True)
+class HeadTiles:
+    """The tiles of queries of the heads of batch entries of one length.
+
+    Attributes:
+        spec: the compile key.
+        rows: of a tile.
+    """
+
+    spec: KernelSpec
+    rows: int
+
+    def count(self, scalars: Scalars) -> Int32:
+        """Returns how many tiles a head has."""
+        return copies.count(scalars.query_length, self.rows)
+
+    def place(self, index: Int32, count: Int32, scalars: Scalars) -> _Place:
+        """Returns the place that has an index, where a head has `count` tiles or pairs of tiles.
+
+        Heads of a group come next to each other (they share K and V in L2), then the positions of the group, then
+        key/value heads and batch entries.
+        """
         group = self.spec.group
         kv_heads = scalars.num_heads // group
         member, index = index % group, index // group
@@ -69,78 +82,112 @@ class ForwardTiles(QueryTiles):
         kv_head, batch = index % kv_heads, index // kv_heads
         return _Place(position, kv_head, kv_head * group + member, batch)
 
-    def _work(self, tile: Int32, place: _Place, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+    def work(self, tile: Int32, place: _Place, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+        """Returns a tile of the head of a place."""
         sequence = Sequence.of_entry(self.spec, place.batch, buffers, scalars)
         return Work(tile, place.head, place.kv_head, sequence)
 
 
 @dataclass(frozen=True)
-class WalkedPairs(ForwardTiles):
-    """Those of CTAs that walk: a tile from the end of a head and its counterpart from the beginning.
+class SingleTiles:
+    """Gives each CTA one tile. The last tile of a head comes first: under a causal mask it has most to do.
+
+    Attributes:
+        tiles: of the heads; `HeadTiles.place` has their order.
+    """
+
+    tiles: HeadTiles
+
+    def blocks(self, scalars: Scalars) -> Int32:
+        """Returns how many CTAs a launch has: one for each tile."""
+        return scalars.batch * scalars.num_heads * self.tiles.count(scalars)
+
+    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+        """Calls `visit` for the tile of the CTA."""
+        block, _, _ = cute.arch.block_idx()
+        count = self.tiles.count(scalars)
+        place = self.tiles.place(block, count, scalars)
+        visit(self.tiles.work(count - 1 - place.position, place, buffers, scalars))
+
+
+def _persistent_blocks(count: Int32, blocks_per_sm: int, scalars: Scalars) -> Int32:
+    """Returns how many of `count` CTAs the GPU holds at a time."""
+    return Int32(cutlass.min(count, blocks_per_sm * scalars.multiprocessors))
+
+
+@dataclass(frozen=True)
+class PersistentPairs:
+    """Gives persistent CTAs pairs of tiles: one from the end of a head and its counterpart from the beginning.
 
     With a causal mask all such pairs are equally long.
 
-    Args:
-        blocks_per_sm: as many CTAs as the GPU holds walk.
+    Attributes:
+        tiles: of the heads; `HeadTiles.place` has the order of the pairs.
+        blocks_per_sm: how many CTAs an SM holds.
     """
 
+    tiles: HeadTiles
     blocks_per_sm: int
 
     def blocks(self, scalars: Scalars) -> Int32:
-        """CTAs."""
-        pairs = scalars.batch * scalars.num_heads * ((self.count(scalars) + 1) // 2)
-        return Int32(cutlass.min(pairs, self.blocks_per_sm * scalars.multiprocessors))
+        """Returns how many CTAs a launch has: one for each pair, or as many as the GPU holds."""
+        pairs = scalars.batch * scalars.num_heads * ((self.tiles.count(scalars) + 1) // 2)
+        return _persistent_blocks(pairs, self.blocks_per_sm, scalars)
 
     def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
-        """Calls `visit` for each tile of the CTA."""
+        """Calls `visit` for both tiles of each pair of the CTA; the CTAs take pairs in rounds."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        count = self.count(scalars)
+        count = self.tiles.count(scalars)
         pair_count = (count + 1) // 2
         total = pair_count * scalars.num_heads * scalars.batch
 
-        def walk(i: Int32) -> None:
-            place = self._place(block + i * grid, pair_count, scalars)
+        def visit_pair(i: Int32) -> None:
+            place = self.tiles.place(block + i * grid, pair_count, scalars)
             # The middle of an odd number of tiles is its own counterpart.
             halves = ptx.where(2 * place.position == count - 1, Int32(1), Int32(2))
 
             def visit_half(half: Int32) -> None:
                 tile = ptx.where(half == 0, count - 1 - place.position, place.position)
-                visit(self._work(tile, place, buffers, scalars))
+                visit(self.tiles.work(tile, place, buffers, scalars))
 
             wgmma.loop(halves, visit_half)
 
-        wgmma.loop((total - block + (grid - 1)) // grid, walk)
+        wgmma.loop((total - block + (grid - 1)) // grid, visit_pair)
 
 
 @dataclass(frozen=True)
-class WalkedSections(ForwardTiles):
-    """Tiles of CTAs that walk under a left window bound: equally long, except for short ones at the start of a head.
+class PersistentSections:
+    """Gives persistent CTAs tiles under a left window bound.
+
+    Such tiles are equally long, except for short ones at the start of a head.
 
     Heads come in sections. In a section the last tile of every head comes first, then the one before it of every head:
     the short ones come last, and several tiles of a head still run at a time, on the same keys. Each round deals one
     tile to each CTA, every other one in reverse.
 
-    Args:
-        blocks_per_sm: as many CTAs as the GPU holds walk.
+    Attributes:
+        tiles: of the heads.
+        blocks_per_sm: how many CTAs an SM holds.
     """
 
+    tiles: HeadTiles
     blocks_per_sm: int
 
     def blocks(self, scalars: Scalars) -> Int32:
-        """CTAs."""
-        tiles = scalars.batch * scalars.num_heads * self.count(scalars)
-        return Int32(cutlass.min(tiles, self.blocks_per_sm * scalars.multiprocessors))
+        """Returns how many CTAs a launch has: one for each tile, or as many as the GPU holds."""
+        tiles = scalars.batch * scalars.num_heads * self.tiles.count(scalars)
+        return _persistent_blocks(tiles, self.blocks_per_sm, scalars)
 
     def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
-        """Calls `visit` for each tile of the CTA."""
+        """Calls `visit` for the tile of each round of the CTA."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        count, group = self.count(scalars), self.spec.group
+        count, group = self.tiles.count(scalars), self.tiles.spec.group
         heads = scalars.num_heads * scalars.batch
         full_section = _SECTION_HEADS * group
 
-        def walk(i: Int32) -> None:
+        def visit_round(i: Int32) -> None:
             index = i * grid + ptx.where(i % 2 == 0, block, grid - 1 - block)
             section = index // (full_section * count)
             first_head = section * full_section
@@ -149,45 +196,44 @@ class WalkedSections(ForwardTiles):
             position, head = index // section_heads, first_head + index % section_heads
             batch, head = head // scalars.num_heads, head % scalars.num_heads
             place = _Place(position, head // group, head, batch)
-            visit(self._work(count - 1 - position, place, buffers, scalars))
+            visit(self.tiles.work(count - 1 - position, place, buffers, scalars))
 
         total = heads * count
         rounds, rest = total // grid, total % grid
         last = ptx.where(rounds % 2 == 0, block, grid - 1 - block)
-        wgmma.loop(rounds + ptx.where(last < rest, Int32(1), Int32(0)), walk)
+        wgmma.loop(rounds + ptx.where(last < rest, Int32(1), Int32(0)), visit_round)
 
 
 @dataclass(frozen=True)
-class PackedTiles(ForwardTiles):
-    """Those of packed sequences, from the records of slots, with a CTA for each.
+class HeadSlots:
+    """The tiles of queries of packed sequences, from the records of slots, in one order.
 
     The last sequence comes first, and of a sequence the last tile. Its heads come in sections of about as many tiles as
     run at a time: the tiles in flight read the keys of few heads. A section has two heads at least, since the longest
-    tiles of a single last head would begin when few others are left to run beside them.
+    tiles of a single last head would begin when few others are left to run at the same time.
+
+    Attributes:
+        spec: the compile key.
+        rows: of a tile.
     """
 
-    def count(self, scalars: Scalars | Sizes) -> Int32:
-        """Slots of a head."""
+    spec: KernelSpec
+    rows: int
+
+    def count(self, scalars: Scalars) -> Int32:
+        """Returns how many slots a head has."""
         return slot_count(scalars.query_length, self.rows, scalars.batch)
 
-    def blocks(self, scalars: Scalars) -> Int32:
-        """CTAs."""
+    def total(self, scalars: Scalars) -> Int32:
+        """Returns how many slots all heads have."""
         return self.count(scalars) * scalars.num_heads
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
-        """Calls `visit` for the tile of the CTA, unless it has a slot that no tile owns."""
-        block, _, _ = cute.arch.block_idx()
-        record = self._record(block, buffers, scalars)
-        tile, head = self._at(block, record, scalars)
-        words = [cute.arch.make_warp_uniform(word) for word in (*record._replace(tile=tile), head)]
-        cutlass.if_generate(words[_ROWS] > 0, lambda: visit(self._packed_work(words, scalars)))
-
-    def _record(self, index: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Record:
-        """The record of the slot that has an index in the order."""
+    def record(self, index: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Record:
+        """Returns the record of the slot that has an index in the order."""
         return load_record(buffers.query_tiles, self.count(scalars) - 1 - index // scalars.num_heads)
 
-    def _at(self, index: Int32, record: Record, scalars: Scalars) -> tuple[Int32, Int32]:
-        """The tile and the head of an index, given the record of its slot.
+    def at(self, index: Int32, record: Record, scalars: Scalars) -> tuple[Int32, Int32]:
+        """Returns the tile and the head of an index, given the record of its slot.
 
         A sequence has the indices of its slots times the heads, and the same record, `tile` apart, in each slot.
         """
@@ -198,71 +244,97 @@ class PackedTiles(ForwardTiles):
         position, head = copies.place_in_sections(index - before * heads, section, own, heads)
         return own - 1 - position, head
 
-    def _packed_work(self, words: list[Int32], scalars: Scalars) -> Work:
+    def work(self, words: list[Int32], scalars: Scalars) -> Work:
+        """Returns the tile of a record and a head, which are `words`."""
         record, head = Record(*words[:-1]), words[-1]
         sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
         return Work(record.tile, head, head // self.spec.group, sequence)
 
 
 @dataclass(frozen=True)
-class TakenTiles(PackedTiles):
-    """Those of CTAs that walk: each takes the next tile by a counter.
+class PackedTiles:
+    """Gives each CTA one slot of packed sequences.
 
-    Args:
-        blocks_per_sm: as many CTAs as the GPU holds walk.
-        taken: where the warps of a CTA find the tile; None where the launch is computed.
+    Attributes:
+        slots: of the heads.
     """
 
-    blocks_per_sm: int
-    taken: TakenTile | None = None
+    slots: HeadSlots
 
     def blocks(self, scalars: Scalars) -> Int32:
-        """CTAs."""
-        return Int32(cutlass.min(super().blocks(scalars), self.blocks_per_sm * scalars.multiprocessors))
+        """Returns how many CTAs a launch has: one for each slot."""
+        return self.slots.total(scalars)
+
+    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+        """Calls `visit` for the tile of the CTA, unless it has a slot that no tile owns."""
+        block, _, _ = cute.arch.block_idx()
+        record = self.slots.record(block, buffers, scalars)
+        tile, head = self.slots.at(block, record, scalars)
+        words = [cute.arch.make_warp_uniform(word) for word in (*record._replace(tile=tile), head)]
+        cutlass.if_generate(words[_ROWS] > 0, lambda: visit(self.slots.work(words, scalars)))
+
+
+@dataclass(frozen=True)
+class PersistentPackedTiles:
+    """Gives persistent CTAs tiles of packed sequences: each CTA takes the next tile by the tile counter.
+
+    Attributes:
+        slots: of the heads.
+        blocks_per_sm: how many CTAs an SM holds.
+        tile_counter: where the warps of a CTA find the tile that it has taken; None where the launch is computed.
+    """
+
+    slots: HeadSlots
+    blocks_per_sm: int
+    tile_counter: TakenTile | None = None
+
+    def blocks(self, scalars: Scalars) -> Int32:
+        """Returns how many CTAs a launch has: one for each slot, or as many as the GPU holds."""
+        return _persistent_blocks(self.slots.total(scalars), self.blocks_per_sm, scalars)
 
     def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
         """Calls `visit` for each tile that `take_each` has taken. Its words are its record and its head."""
-        taken = self._taken
-        phase, words = wgmma.Uniform(Int32(1)), wgmma.Uniform(*[Int32(0)] * taken.words)
+        counter = self._tile_counter
+        phase, words = wgmma.Uniform(Int32(1)), wgmma.Uniform(*[Int32(0)] * counter.words)
 
         def following(_: Int32) -> Boolean:
             phase[0] = phase[0] ^ 1
-            for i, word in enumerate(taken.get(phase[0])):
+            for i, word in enumerate(counter.get(phase[0])):
                 words[i] = word
             return Boolean(words[_ROWS] > 0)
 
         # The condition gets the words: loops in `visit` take more registers if they are what this loop carries.
         with while_generate([Int32(0)], following) as nothing:
-            visit(self._packed_work([words[i] for i in range(taken.words)], scalars))
+            visit(self.slots.work([words[i] for i in range(counter.words)], scalars))
             # Lanes that store nothing may not go ahead to the condition.
             cute.arch.sync_warp()
             yield_out(nothing)
 
     @property
-    def _taken(self) -> TakenTile:
-        assert self.taken is not None
-        return self.taken
+    def _tile_counter(self) -> TakenTile:
+        assert self.tile_counter is not None
+        return self.tile_counter
 
     def take_each(self, buffers: ForwardBuffers, scalars: Scalars) -> None:
         """Takes tiles for the CTA until none is left, which a record without rows says. One lane calls it."""
-        taken = self._taken
-        total = super().blocks(scalars)
+        counter = self._tile_counter
+        total = self.slots.total(scalars)
         phase = wgmma.Uniform(Int32(0))
 
         def take(_: Int32) -> Boolean:
-            wgmma.wait(taken.empty, phase[0] ^ 1)
+            wgmma.wait(counter.empty, phase[0] ^ 1)
             index = take_one(buffers.taken.toint())
             at = Int32(cutlass.min(index, total - 1))
-            record = self._record(at, buffers, scalars)
+            record = self.slots.record(at, buffers, scalars)
             left = Boolean(index < total)
             rows = ptx.where(left, record.rows, Int32(0))
 
             def write() -> None:
-                tile, head = self._at(at, record, scalars)
-                taken.put(*record._replace(rows=rows, tile=tile), head)
+                tile, head = self.slots.at(at, record, scalars)
+                counter.put(*record._replace(rows=rows, tile=tile), head)
                 phase[0] = phase[0] ^ 1
 
-            # Past a slot that no tile owns.
+            # Slots that no tile owns are passed over.
             cutlass.if_generate(Boolean((rows > 0) | (index >= total)), write)
             return left
 
@@ -270,10 +342,12 @@ class TakenTiles(PackedTiles):
             yield_out(nothing)
 
 
-def forward_schedule(spec: KernelSpec, config: ForwardConfig) -> ForwardTiles:
-    """The schedule of a forward kernel."""
+def forward_schedule(spec: KernelSpec, config: ForwardConfig) -> ForwardSchedule:
+    """Returns the schedule of a forward kernel."""
     if spec.packed:
-        return TakenTiles(spec, config.rows, config.blocks) if spec.takes_tiles else PackedTiles(spec, config.rows)
+        slots = HeadSlots(spec, config.rows)
+        return PersistentPackedTiles(slots, config.blocks) if spec.takes_tiles else PackedTiles(slots)
+    tiles = HeadTiles(spec, config.rows)
     if not config.walks:
-        return ForwardTiles(spec, config.rows)
-    return (WalkedSections if spec.window_left else WalkedPairs)(spec, config.rows, config.blocks)
+        return SingleTiles(tiles)
+    return (PersistentSections if spec.window_left else PersistentPairs)(tiles, config.blocks)

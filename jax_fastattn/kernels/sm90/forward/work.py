@@ -15,7 +15,7 @@ from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
-from jax_fastattn.kernels.sm90.forward.schedule import ForwardTiles, TakenTiles
+from jax_fastattn.kernels.sm90.forward.schedule import ForwardSchedule, PersistentPackedTiles
 from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.visits import Edges, Visit
 
@@ -73,7 +73,7 @@ class Call:
 
     spec: KernelSpec
     memory: SharedMemory
-    schedule: ForwardTiles
+    schedule: ForwardSchedule
     tma: Tma
     buffers: ForwardBuffers
     scalars: Scalars
@@ -95,7 +95,7 @@ class Call:
 
     def take_tiles(self) -> None:
         """Takes tiles for the CTA by the counter. One lane calls it."""
-        assert isinstance(self.schedule, TakenTiles)
+        assert isinstance(self.schedule, PersistentPackedTiles)
         self.schedule.take_each(self.buffers, self.scalars)
 
 
