@@ -130,6 +130,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     import test_gpu
 
     from jax_fastattn import ffi
+    from jax_fastattn.kernels.choose import configured
     from jax_fastattn.kernels.key import KernelSpec
     from jax_fastattn.testing import draws
     from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, kernel_specs
@@ -143,7 +144,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     specs |= {dataclasses.replace(spec, dlse=spec.op == "backward"): None for spec in sanitized}
     if arch == "sm_90a":  # its portable kernels have tests too
         portable = kernel_specs(HIDDEN_ROWS.values(), "sm_80")
-        specs |= {dataclasses.replace(spec, arch=arch): None for spec in portable}
+        specs |= {configured(dataclasses.replace(spec, arch=arch)): None for spec in portable}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         for i, _ in enumerate(pool.map(ffi.prepare, specs), 1):
             print(f"{i} of {len(specs)}", end="\r", flush=True)

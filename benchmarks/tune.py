@@ -9,9 +9,10 @@
         --configs table "3, 1, 16, keys_per_warp=16, dq_row_warps=1"
 
 Each argument of `--configs` holds the arguments of a `ForwardConfig`, or for the backward pass of a `BackwardConfig`
-(Hopper) or a `DkdvDqConfig` (portable); "table" names the row that is the default. The variants take turns in short
-measurements, forwards and then backwards, so that a clock that drops under load drops for all. If the results of a
-variant differ from those of the first, or if it does not end, its record has an error.
+(Hopper) or a `DkdvDqConfig` (portable); "table" names the row that is the default. A variant is a compile key with
+another config. The variants take turns in short measurements, forwards and then backwards, so that a clock that drops
+under load drops for all. If the results of a variant differ from those of the first, or if it does not end, its record
+has an error.
 
 Variants are compiled first, in processes of their own. One record per line goes to the output: config, case, median and
 best TFLOP/s, ratio to the best peer, clocks.
@@ -20,16 +21,17 @@ best TFLOP/s, ratio to the best peer, clocks.
 from __future__ import annotations
 
 import argparse
+import ast
 import concurrent.futures
 import dataclasses
-import hashlib
+import functools
 import json
 import multiprocessing
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,48 +42,15 @@ from peers import IMPLEMENTATIONS
 from run import MODES, clocks, compiled, describe_run
 
 from jax_fastattn import ffi
-from jax_fastattn.ffi import cache, call
 from jax_fastattn.kernels.architectures import BORROWED
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80 import config as sm80_config
-from jax_fastattn.kernels.sm80 import forward as sm80_forward
-from jax_fastattn.kernels.sm80.backward import config as sm80_backward_config
-from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
-from jax_fastattn.kernels.sm90.backward import config as sm90_backward_config
-from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
-from jax_fastattn.kernels.sm90.forward import config as sm90_config
-from jax_fastattn.kernels.sm90.forward import kernel as sm90_forward
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs, dq_config
+from jax_fastattn.ops import cuda
+from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.borrow import borrow
+from jax_fastattn.testing.cases import Case
 
-KERNEL_KEY = cache.kernel_key
-# By family and pass: the modules that choose a variant, by which function, that function, and the type of a variant.
-TABLES = {
-    ("sm90", "forward"): (
-        (sm90_config, sm90_forward),
-        "forward_config",
-        sm90_config.forward_config,
-        sm90_config.ForwardConfig,
-    ),
-    ("sm90", "backward"): (
-        (sm90_backward_config, sm90_backward),
-        "backward_config",
-        sm90_backward_config.backward_config,
-        sm90_backward_config.BackwardConfig,
-    ),
-    ("sm80", "forward"): (
-        (sm80_config, sm80_forward),
-        "forward_config",
-        sm80_config.forward_config,
-        sm80_config.ForwardConfig,
-    ),
-    ("sm80", "backward"): (
-        (sm80_backward_config, sm80_backward),
-        "dkdv_dq_config",
-        sm80_backward_config.dkdv_dq_config,
-        sm80_backward_config.DkdvDqConfig,
-    ),
-}
 # A variant that hangs holds the GPU until its process ends.
 LONGEST_STEP_SECONDS = 60.0
 
@@ -100,58 +69,87 @@ def main() -> None:
     options = parser.parse_args()
     if options.arch:
         borrow(options.arch)
-    specs = {kernel_spec(CASES[name].problem(), options.mode, ffi.arch() or "") for name in options.cases}
-    (family,) = {spec.family for spec in specs}
-    options.table = family, options.mode
-    options.configs = [parse_config(options.table, text) for text in options.configs]
-    compile_all(specs, options.configs)
+    keys = {name: kernel_spec(CASES[name].problem(), options.mode, ffi.arch()) for name in options.cases}
+    variants = {name: [variant(key, text) for text in options.configs] for name, key in keys.items()}
+    compile_all({key: None for found in variants.values() for key in found})
     context = {"flop_formula": FLOP_FORMULA, "arch": options.arch} | describe_run(options.commit)
     for name in options.cases:
-        for record in tune(name, options):
+        for record in tune(name, variants[name], options):
             line = f"{name:24} {record['variant']:70} {record.get('tflops', 0):6.0f} {record.get('ratio', 0):6.3f}"
             print(line, record["error"] or "", flush=True)
             with options.output.open("a") as file:
                 file.write(json.dumps(record | context) + "\n")
 
 
-def parse_config(table: tuple[str, str], text: str) -> Any:
-    """A config from the arguments of its constructor; None for "table"."""
-    return None if text == "table" else eval(f"Config({text})", {"Config": TABLES[table][3]})
+def variant(key: KernelSpec, text: str) -> KernelSpec:
+    """Returns the compile key of a variant.
+
+    Args:
+        key: the one whose config is that of the table.
+        text: the arguments of the config, or "table".
+    """
+    if text == "table":
+        return key
+    if not isinstance(key.config, BackwardConfigs):
+        return dataclasses.replace(key, config=parse_config(type(key.config), text))
+    main = parse_config(type(key.config.main), text)
+    config = BackwardConfigs(main, None if main.adds_dq else key.config.dq or dq_config(key))
+    return dataclasses.replace(key, config=config, ordered=key.ordered and config.adds_dq)
 
 
-def select(table: tuple[str, str], variant: Any) -> None:
-    """Makes the kernels of a family and pass, in this process, those of a variant."""
-    modules, name, choose_by_table, _ = TABLES[table]
+def parse_config(kind: Any, text: str) -> Any:
+    """Returns a config of that class.
 
-    def choose(spec: KernelSpec) -> Any:
-        return choose_by_table(spec) if variant is None else variant
+    Args:
+        kind: the class.
+        text: arguments of its constructor, by position or by name, such as "3, 128, 10, ping_pong=True".
 
-    def key(spec: KernelSpec) -> str:
-        label = choose(spec) if (spec.family, spec.op) == table else ""
-        return hashlib.sha256(f"{KERNEL_KEY(spec)} {label}".encode()).hexdigest()
+    Raises:
+        ValueError: the text is no list of literals.
+    """
+    call = ast.parse(f"config({text})", mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise ValueError(f"`{text}` is no list of arguments")
+    positional = [ast.literal_eval(argument) for argument in call.args]
+    return kind(*positional, **{str(argument.arg): ast.literal_eval(argument.value) for argument in call.keywords})
 
-    for module in modules:
-        setattr(module, name, choose)
-    cache.kernel_key = key
-    call._kernels.clear()
-    jax.clear_caches()
 
-
-def compile_all(specs: set[KernelSpec], variants: list[Any]) -> None:
+def compile_all(keys: Iterable[KernelSpec]) -> None:
     """Fills the kernel cache, on all cores."""
-    jobs = [(spec, variant) for spec in specs for variant in variants]
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, jobs))
+        list(pool.map(compile_one, keys))
 
 
-def compile_one(job: tuple[KernelSpec, Any]) -> None:
+def compile_one(key: KernelSpec) -> None:
     """Compiles one variant; its error, if any, comes again where it is measured."""
-    spec, variant = job
-    select((spec.family, spec.op), variant)
     try:
-        ffi.prepare(spec)
+        ffi.prepare(key)
     except Exception as error:
-        print(f"{variant}: {error}")
+        print(f"{key.config}: {error}")
+
+
+def launch(key: KernelSpec, spec: AttentionSpec) -> Callable[..., Any]:
+    """Returns a function that launches the kernel of a compile key.
+
+    It takes operands and returns the output, or for the backward pass takes the output, the log-sum-exp and the
+    output's cotangent too, and returns the gradients by name.
+    """
+
+    def backward(operands: Operands, out: jax.Array, lse: jax.Array, dout: jax.Array) -> dict[str, jax.Array]:
+        found = cuda.backward(spec, operands, out, lse, dout, None, kernel=key)
+        return {name: x for name, x in found._asdict().items() if x is not None}
+
+    return backward if key.op == "backward" else lambda operands: cuda.forward(spec, operands, kernel=key)[0]
+
+
+def launched(
+    key: KernelSpec, case: Case, operands: Operands, dout: jax.Array
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns what is timed and its arguments, as `run.compiled` does, with the kernel of a compile key."""
+    spec, arrays = case.spec(), (operands,)
+    if key.op == "backward":
+        arrays = operands, *jax.jit(lambda operands: cuda.forward(spec, operands))(operands), dout
+    return jax.jit(launch(key, spec)), arrays
 
 
 @dataclasses.dataclass
@@ -165,20 +163,21 @@ class Run:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def tune(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def tune(name: str, keys: list[KernelSpec], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Records of one case."""
     case = CASES[name]
     operands = jax.jit(case.operands)(jax.random.key(2026))
     dout, _ = case.cotangents(jax.random.key(1))
-    attempts = [(str(variant or "table"), "jax_fastattn", variant) for variant in options.configs]
-    attempts += [(peer, peer, None) for peer in options.peers]
+    labels = [text if text == "table" else str(key.config) for text, key in zip(options.configs, keys, strict=True)]
+    attempts = [(label, functools.partial(launched, key)) for label, key in zip(labels, keys, strict=True)]
+    attempts += [
+        (peer, functools.partial(compiled, IMPLEMENTATIONS[peer].attend, mode=options.mode)) for peer in options.peers
+    ]
     runs, first = [], None
-    for label, implementation, variant in attempts:
+    for label, prepare in attempts:
         try:
             with deadline(f"{name}: {label}"):
-                select(options.table, variant)
-                call, arrays = compiled(IMPLEMENTATIONS[implementation].attend, case, operands, dout, options.mode)
-                # Compiled for good: a function traced again would run the variant selected last.
+                call, arrays = prepare(case=case, operands=operands, dout=dout)
                 call = call.lower(*arrays).compile()
                 result = [x.astype(jnp.float32) for x in jax.tree.leaves(call(*arrays))]
                 first = result if first is None else first

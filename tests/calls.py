@@ -175,9 +175,9 @@ def stored_stats(kernel: KernelSpec, lse: jax.Array, delta: jax.Array, shape: tu
     if kernel.family == "sm80":
         return jnp.stack([lse, delta], axis=-1)
     both = jnp.stack([lse, delta], axis=2)
-    rows = shape[3] // (4 if kernel.fused else 1)
+    rows = shape[3] // (4 if kernel.config.adds_dq else 1)
     both = jnp.pad(both, [(0, 0)] * 3 + [(0, rows - both.shape[3])], constant_values=jnp.nan)
-    if not kernel.fused:
+    if not kernel.config.adds_dq:
         return both
     parts, rest = [], -both
     for _ in range(3):

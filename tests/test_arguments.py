@@ -20,14 +20,14 @@ from jax_fastattn.kernels.arguments import (
     launch_scalars,
     present_buffers,
 )
-from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 ROLES = ("operand", "result", "scratch")
 SPECS = [
-    KernelSpec(op, arch, "float16", head_dim, head_dim, family=family)
+    configured(KernelSpec(op, arch, "float16", head_dim, head_dim, family=family))
     for op in ("forward", "backward")
     for arch, family in (("sm_80", "sm80"), ("sm_90a", "sm90"))
     for head_dim in (64, 192)
@@ -44,7 +44,7 @@ def test_operands_come_before_results_and_results_before_scratch(spec: KernelSpe
 
 
 def test_buffers_are_there_if_the_compile_key_says_so() -> None:
-    plain = KernelSpec("backward", "sm_90a", "float16", 64, 64, family="sm90")
+    plain = configured(KernelSpec("backward", "sm_90a", "float16", 64, 64, family="sm90"))
     absent = {"query_seq_lengths", "key_value_seq_lengths", "query_offset", "dlse"}
     tiles = {"query_tiles", "key_tiles"}
     assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles
@@ -53,7 +53,7 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     packed = launch_buffers(dataclasses.replace(plain, packed=True, query_offset=True))
     assert packed["query_tiles"] == packed["key_tiles"] == "int32" and packed["query_offset"] is None
     assert launch_buffers(full)["dq"] == "float16" and launch_buffers(full)["arrivals"] == "int32"
-    wide = launch_buffers(dataclasses.replace(full, head_dim=192))
+    wide = launch_buffers(configured(dataclasses.replace(full, head_dim=192)))
     assert wide["dq_sum"] is wide["arrivals"] is None
 
 

@@ -18,15 +18,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jax_fastattn.ffi import cache, call, registry
+from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80 import config as sm80_config
-from jax_fastattn.kernels.sm80.backward import config as sm80_backward
-from jax_fastattn.kernels.sm90.backward import config as sm90_backward
-from jax_fastattn.kernels.sm90.forward import config as sm90_config
 
 KEY = "ab" * 32
 KERNEL = bytes(range(256)) * 400
@@ -380,8 +378,9 @@ CHANGES = {
     "sinks": True,
     "dlse": True,
     "family": "sm90",
-    "short": True,
     "ordered": True,
+    "programs": ("slope per head",),
+    "config": configured(SPEC, short=True).config,
 }
 
 
@@ -420,13 +419,23 @@ def test_cpu_of_the_launcher_is_in_the_key(compiler_version: None, monkeypatch: 
     assert len(keys) == 2
 
 
+# Keys, and the path to each config that they hold.
 KEYED_CONFIGS = {
-    "sm80 forward": (sm80_config, "forward_config", SPEC),
-    "sm80 backward": (sm80_backward, "dkdv_dq_config", dataclasses.replace(SPEC, op="backward")),
-    "sm90 forward": (sm90_config, "forward_config", dataclasses.replace(SPEC, family="sm90")),
-    "sm90 fused": (sm90_backward, "backward_config", dataclasses.replace(SPEC, op="backward", family="sm90")),
-    "sm90 dq": (sm90_backward, "dq_config", dataclasses.replace(SPEC, op="backward", family="sm90", head_dim=192)),
+    "sm80 forward": (SPEC, ()),
+    "sm80 backward": (dataclasses.replace(SPEC, op="backward"), ()),
+    "sm90 forward": (dataclasses.replace(SPEC, family="sm90"), ()),
+    "sm90 backward": (dataclasses.replace(SPEC, op="backward", family="sm90"), ("main",)),
+    "sm90 dkdv": (dataclasses.replace(SPEC, op="backward", family="sm90", head_dim=192), ("main",)),
+    "sm90 dq": (dataclasses.replace(SPEC, op="backward", family="sm90", head_dim=192), ("dq",)),
 }
+
+
+def _with_another(config: Any, path: tuple[str, ...]) -> Any:
+    """Returns a config that differs in one field only."""
+    if path:
+        return dataclasses.replace(config, **{path[0]: _with_another(getattr(config, path[0]), path[1:])})
+    name = dataclasses.fields(config)[0].name
+    return dataclasses.replace(config, **{name: getattr(config, name) + 1})
 
 
 @pytest.mark.parametrize("case", KEYED_CONFIGS)
@@ -434,18 +443,18 @@ def test_a_kernel_of_another_tiling_is_not_taken(
     compiler_version: None, directory: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Neither from disk nor from memory."""
-    module, name, spec = KEYED_CONFIGS[case]
+    spec, path = KEYED_CONFIGS[case]
+    spec = configured(spec)
     compiled: list[KernelSpec] = []
     monkeypatch.setattr(call, "_kernels", {})
     monkeypatch.setattr(call, "_compile", lambda spec: compiled.append(spec) or KERNEL)
     call.prepare(spec)
     call.prepare(spec)
-    assert len(compiled) == 1
-    found = getattr(module, name)(spec)
-    field = dataclasses.fields(found)[0].name
-    monkeypatch.setattr(module, name, lambda spec: dataclasses.replace(found, **{field: "another"}))
-    call.prepare(spec)
-    assert len(compiled) == 2
+    assert compiled == [spec]
+    other = dataclasses.replace(spec, config=_with_another(spec.config, path))
+    assert other.config != spec.config and cache.kernel_key(other) != cache.kernel_key(spec)
+    call.prepare(other)
+    assert compiled == [spec, other]
 
 
 def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

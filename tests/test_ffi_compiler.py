@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from jax_fastattn.ffi import registry
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
 from jax_fastattn.kernels.architectures import ARCHITECTURES
+from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 
 pytestmark = [
@@ -29,8 +31,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:cutlass"),
 ]
 
-FORWARD = KernelSpec("forward", "sm_80", "bfloat16", 64, 32, group=2, window_right=True)
-BACKWARD = dataclasses.replace(FORWARD, op="backward")
+FORWARD = configured(KernelSpec("forward", "sm_80", "bfloat16", 64, 32, group=2, window_right=True))
+BACKWARD = configured(dataclasses.replace(FORWARD, op="backward"))
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +80,14 @@ def test_threads_compile_side_by_side(compiler: Any) -> None:
 def test_another_process_compiles_the_same_bytes(compiler: Any) -> None:
     """Else JAX's compilation cache would miss after a rebuild."""
     code = (
-        "import hashlib; from jax_fastattn.kernels.key import KernelSpec; from jax_fastattn.ffi import compiler; "
-        f"print(hashlib.sha256(compiler.compile_kernel({FORWARD!r})).hexdigest())"
+        "import hashlib, pickle, sys; from jax_fastattn.ffi import compiler; "
+        "print(hashlib.sha256(compiler.compile_kernel(pickle.load(sys.stdin.buffer))).hexdigest())"
     )
     root = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == hashlib.sha256(compiler.compile_kernel(FORWARD)).hexdigest()
+    done = subprocess.run(command, input=pickle.dumps(FORWARD), env=environment, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == hashlib.sha256(compiler.compile_kernel(FORWARD)).hexdigest()
 
 
 def test_compiler_with_other_libraries_than_the_key_says(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from jax_fastattn import attention_varlen, packed, portable, target_arch
 from jax_fastattn.chunks import ACCELERATOR
+from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.forward.config import forward_config
-from jax_fastattn.kernels.support import slot_rows
+from jax_fastattn.kernels.sm90.forward.config import SharedMemory
 from jax_fastattn.kernels.tile_records import Record
 from jax_fastattn.ops import cuda
 from jax_fastattn.reference import attention_reference
@@ -53,7 +53,7 @@ def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any) -> dict[str, ja
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - (0.0 if dlse is None else dlse)
     rows = (jnp.where(lse == -jnp.inf, jnp.inf, lse).swapaxes(1, 2), delta.swapaxes(1, 2))
     if kernel.family == "sm90":
-        rows = [_in_slots(x, arrays["query_tiles"], slot_rows(kernel)[0]) for x in rows]
+        rows = [_in_slots(x, arrays["query_tiles"], kernel.config.slot_rows[0]) for x in rows]
     stats = calls.stored_stats(kernel, *rows, shapes["stats"])
     scratch = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     return scratch | {"dq": found.query, "dk": found.key, "dv": found.value, "stats": stats}
@@ -174,7 +174,10 @@ def test_loops_search_nothing() -> None:
 
 @pytest.mark.parametrize("short", [False, True])
 def test_hopper_forward_takes_tiles_where_its_ctas_walk(short: bool) -> None:
-    """The compile key knows of the counter, the config of CTAs that walk."""
+    """CTAs for head dims up to 64 take one tile each; those of the portable kernel do for every head dim."""
     for head_dim in range(8, 257, 8):
-        spec = KernelSpec("forward", "sm_90a", "bfloat16", head_dim, 8, packed=True, family="sm90", short=short)
-        assert spec.takes_tiles == forward_config(spec).walks, spec
+        hopper = KernelSpec("forward", "sm_90a", "bfloat16", head_dim, 8, packed=True, family="sm90")
+        hopper = configured(hopper, short=short)
+        assert hopper.takes_tiles == SharedMemory.of(hopper, hopper.config).takes_tiles == (head_dim > 64), hopper
+        assert not dataclasses.replace(hopper, packed=False).takes_tiles
+        assert not configured(dataclasses.replace(hopper, family="sm80", arch="sm_80")).takes_tiles

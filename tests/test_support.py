@@ -12,13 +12,15 @@ import pytest
 
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
-from jax_fastattn.kernels.choose import SHORT_LENGTH, kernel_spec
-from jax_fastattn.kernels.key import FUSED_HEAD_DIM, KernelSpec
+from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, kernel_spec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import (
+    FUSED_HEAD_DIM,
     BackwardConfig,
+    BackwardConfigs,
     BackwardMemory,
+    DqConfig,
     DqMemory,
-    backward_config,
     dq_config,
 )
 from jax_fastattn.kernels.support import (
@@ -145,8 +147,10 @@ def test_tiles_are_described(arch: str, deterministic: bool, head_dims: tuple[in
 def test_hopper_backward_fits_for_every_head_dim(cap: bool) -> None:
     for head_dims in itertools.product(range(8, MAX_HEAD_DIM + 1, 8), repeat=2):
         spec = KernelSpec("backward", "sm_90a", "bfloat16", *head_dims, family="sm90", logits_soft_cap=cap)
-        assert BackwardMemory.of(spec, backward_config(spec)).fits
-        dq = dq_config(spec)
+        config = configured(spec).config
+        assert BackwardMemory.of(spec, config.main).fits
+        assert config.adds_dq == (max(head_dims) <= FUSED_HEAD_DIM)
+        dq = config.dq or dq_config(spec)
         assert DqMemory.of(spec, dq).fits
         # V and K of a tile and the next V; with overlap the last K, both tiles of this step and of the next one.
         assert dq.slots >= (5 if dq.overlap else 3)
@@ -155,6 +159,9 @@ def test_hopper_backward_fits_for_every_head_dim(cap: bool) -> None:
 def test_wide_kernels_compute_no_dq() -> None:
     with pytest.raises(ValueError, match="a kernel of its own"):
         BackwardConfig(64, 2, dq_registers=72, wide=True)
+    for main, dq in ((BackwardConfig(64, 2, wide=True), None), (BackwardConfig(64, 3, 72), DqConfig(64, 5, True))):
+        with pytest.raises(ValueError, match="exactly one kernel has to compute dq"):
+            BackwardConfigs(main, dq)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled kernels on disk: one file per key, in the user's cache directory.
 
-A key holds everything that decides about an object: the spec, its tilings, the version of the compiler and of its CUDA
-libraries, the kernel sources and the CPU that the launcher is for. Deliberately not in it: paths, the environment,
-JAX's version (kernels do not see them).
+A key holds everything that decides about an object: the spec, which holds the tile sizes, the version of the compiler
+and of its CUDA libraries, the kernel sources and the CPU that the launcher is for. Deliberately not in it: paths, the
+environment, JAX's version (kernels do not see them).
 
 A file holds a digest and the object. It is written whole or not at all, so that any number of processes may write the
 same key, and read only if its digest fits; everything else counts as absent and is written again. The digest does not
@@ -33,7 +33,6 @@ from pathlib import Path
 
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.support import tilings
 
 # Changes when the layout of a file does.
 _FORMAT = "1"
@@ -74,7 +73,7 @@ def kernel_key(spec: KernelSpec) -> str:
         ImportError: nvidia-cutlass-dsl is not installed.
     """
     compiler = f"{compiler_version()} for CUDA {registry.toolkit()}"
-    parts = (_FORMAT, repr(spec), repr(tilings(spec)), compiler, sources_digest(), platform.machine())
+    parts = (_FORMAT, repr(spec), compiler, sources_digest(), platform.machine())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -10,6 +10,7 @@ and Python numbers in an emulator; a buffer that a compile key lacks is None. Im
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
@@ -26,7 +27,8 @@ class Buffer:
         role: "operand" is read only; a "result" is written in full; "scratch" is written and read, and then dropped or
             read by `ops/cuda.py`.
         dtype: its name; None is that of query.
-        needs: name of the attribute of `KernelSpec` that says whether the launch has the buffer; None if it always has.
+        needs: the attribute of `KernelSpec`, or of what it holds, that says whether the launch has the buffer, such as
+            "config.adds_dq"; None if it always has.
     """
 
     role: Literal["operand", "result", "scratch"]
@@ -107,8 +109,8 @@ class BackwardBuffers(NamedTuple):
     dk: Annotated[Any, Buffer("result")]
     dv: Annotated[Any, Buffer("result")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
-    dq_sum: Annotated[Any, Buffer("scratch", "float32", needs="fused")]
-    arrivals: Annotated[Any, Buffer("scratch", "int32", needs="fused")]
+    dq_sum: Annotated[Any, Buffer("scratch", "float32", needs="config.adds_dq")]
+    arrivals: Annotated[Any, Buffer("scratch", "int32", needs="config.adds_dq")]
 
 
 class PortableBackwardBuffers(NamedTuple):
@@ -218,7 +220,7 @@ def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
     """Buffers of a launch by name, in order, each with its dtype; None if the compile key lacks it."""
     return {
         name: replace(buffer, dtype=buffer.dtype or spec.dtype)
-        if buffer.needs is None or getattr(spec, buffer.needs)
+        if buffer.needs is None or operator.attrgetter(buffer.needs)(spec)
         else None
         for name, buffer in _definition(buffers_type(spec)).items()
     }

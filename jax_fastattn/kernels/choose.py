@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the kernel of a problem: its family by the architecture, and its variants by sizes."""
+"""Chooses the kernel of a problem: its family by the architecture, its config by the tables and by sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Literal
 
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80 import config as sm80
+from jax_fastattn.kernels.sm80.backward import config as sm80_backward
+from jax_fastattn.kernels.sm90.backward import config as sm90_backward
+from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.spec import Problem
 
-# Up to which T and S, and up to which head dims, the Hopper forward has a variant for short problems.
-SHORT_LENGTH, SHORT_HEAD_DIM = 2048, 96
+# Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
+SHORT_LENGTH = 2048
 
 # Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
 _ORDERED_MEAN_LENGTH = 1536
@@ -41,11 +45,25 @@ def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
     return longest <= 512 and key_tiles >= 2 * H100_MULTIPROCESSORS
 
 
+def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
+    """Returns a compile key with the config that the tables of its family have for it, whatever config it had.
+
+    Args:
+        spec: the key, for tests and tools one that is built by hand.
+        short: whether T and S are at most `SHORT_LENGTH`. The tables have one row for all lengths at most head dims, so
+            that a new length compiles nothing there.
+    """
+    if spec.op == "forward":
+        config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
+    else:
+        config = (sm90_backward.backward_configs if spec.family == "sm90" else sm80_backward.dkdv_dq_config)(spec)
+    return replace(spec, config=config)
+
+
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
     """The compile key for a problem that `unsupported_reasons` lets through."""
     spec = problem.spec
     left, right = spec.bounds
-    largest = max(problem.head_dim, problem.v_head_dim)
     packed = problem.num_sequences > 0
     family = "sm90" if arch == "sm_90a" else "sm80"
     key = KernelSpec(
@@ -66,10 +84,9 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         dlse=dlse,
         family=family,
     )
-    short = largest <= SHORT_HEAD_DIM and max(problem.query_length, problem.key_length) <= SHORT_LENGTH
-    return replace(
-        key,
-        short=short and family == "sm90" and op == "forward",
-        # Of the portable kernel it is not known where one order is faster.
-        ordered=key.fused and (spec.deterministic if family == "sm80" else adds_in_order(problem, uneven=key.uneven)),
-    )
+    key = configured(key, short=max(problem.query_length, problem.key_length) <= SHORT_LENGTH)
+    if op == "forward" or not key.config.adds_dq:
+        return key
+    # Of the portable kernel it is not known where one order is faster.
+    ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, uneven=key.uneven)
+    return replace(key, ordered=ordered)

@@ -1,21 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The compile key of a kernel: what is computed, and with which variant.
+"""The compile key of a kernel: what is computed, and how.
 
-A kernel generator receives a `KernelSpec` and nothing else; the cache key is derived from the same dataclass.
+A kernel generator receives a `KernelSpec` and nothing else; the cache key is derived from the same dataclass. What it
+holds is chosen in `choose.py`, which also completes a key that is built by hand (`choose.configured`).
 Sizes, scale, cap and window widths are run-time scalars (`arguments.launch_scalars`), so a new length compiles nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-# Up to which head dims Hopper has one kernel for all three gradients.
-FUSED_HEAD_DIM = 128
-
-# Beyond which head dims CTAs of the Hopper forward walk.
-WALKING_HEAD_DIM = 64
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -36,10 +31,12 @@ class KernelSpec:
         packed: whether rows are those of packed sequences, see `tile_records.py`.
         sinks: whether the forward pass has that operand. In the backward pass it decides about `exact_cap` alone.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
-        short: in the forward pass, T and S are at most SHORT_LENGTH: few tiles per row, which wants other variants.
-            False where there is one variant for all lengths, so that a new length compiles nothing.
         ordered: `adds_in_order`: CTAs that take keys of a head add to sums of dq in one order, so that dq has the same
             bits in every run.
+        programs: score functions compiled into the kernel, in the order in which they apply; see kernels/features.
+            Their `repr` names them in the cache.
+        config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for the backward pass
+            `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper). None in a key that nobody has completed.
     """
 
     op: Literal["forward", "backward"]
@@ -58,19 +55,14 @@ class KernelSpec:
     sinks: bool = False
     dlse: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
-    short: bool = False
     ordered: bool = False
+    programs: tuple[Any, ...] = ()
+    config: Any = None
 
     @property
     def gpu_arch(self) -> str:
         """The architecture that the compiler and the GPU know."""
         return self.arch.partition("-")[0]
-
-    @property
-    def fused(self) -> bool:
-        """Whether one backward kernel computes all gradients, and adds dq up in a buffer; else dq has its own."""
-        fusible = self.family == "sm80" or max(self.head_dim, self.v_head_dim) <= FUSED_HEAD_DIM
-        return self.op == "backward" and fusible
 
     @property
     def offset_operand(self) -> bool:
@@ -80,8 +72,7 @@ class KernelSpec:
     @property
     def takes_tiles(self) -> bool:
         """Whether CTAs of the forward kernel take tiles by a counter: if they walk, and tiles differ in length."""
-        walks = self.family == "sm90" and max(self.head_dim, self.v_head_dim) > WALKING_HEAD_DIM
-        return self.op == "forward" and self.packed and walks
+        return self.op == "forward" and self.packed and self.config.walks
 
     @property
     def hides_first_keys(self) -> bool:
@@ -106,7 +97,8 @@ class KernelSpec:
     @property
     def divides_lse(self) -> bool:
         """Whether that kernel takes log-sum-exps, over the scale, off products; with a soft cap off capped logits."""
-        return self.family == "sm90" and self.fused and not self.logits_soft_cap
+        adds_dq = self.op == "backward" and self.config.adds_dq
+        return self.family == "sm90" and adds_dq and not self.logits_soft_cap
 
     @property
     def exact_cap(self) -> bool:

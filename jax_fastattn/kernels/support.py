@@ -5,15 +5,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED
 from jax_fastattn.kernels.choose import kernel_spec
-from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80 import config as sm80
-from jax_fastattn.kernels.sm80.backward import config as sm80_backward
-from jax_fastattn.kernels.sm90.backward import config as sm90_backward
-from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.spec import UNBOUNDED, Problem, is_known
 
 DTYPES = ("bfloat16", "float16")
@@ -94,28 +89,8 @@ def speed_note(arch: str) -> str:
     )
 
 
-def tilings(spec: KernelSpec) -> tuple[Any, ...]:
-    """The tile configurations of the kernels in the object of `spec`: one forward; backward one, or dq and dkdv."""
-    if spec.op == "forward":
-        return ((sm90 if spec.family == "sm90" else sm80).forward_config(spec),)
-    if spec.family == "sm80":
-        return (sm80_backward.dkdv_dq_config(spec),)
-    dkdv = sm90_backward.backward_config(spec)
-    return (dkdv,) if spec.fused else (sm90_backward.dq_config(spec), dkdv)
-
-
-def slot_rows(spec: KernelSpec) -> tuple[int, int]:
-    """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
-    *_, config = tilings(spec)
-    if spec.op == "forward":
-        return config.rows, config.keys
-    return (sm90_backward.ROW_ALIGNMENT if spec.family == "sm90" else config.queries), config.keys
-
-
 def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
     """Families, and query rows x keys of the tiles, that `problem` runs with on `arch`, in words."""
-    forward_spec, backward_spec = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
-    (forward,), (*dq, dkdv) = tilings(forward_spec), tilings(backward_spec)
-    backward = "".join(f"dq {config.rows}x{config.keys}, dkdv " for config in dq) or "backward "
-    families = f"{forward_spec.family} forward, {backward_spec.family} backward"
-    return families, f"forward {forward.rows}x{forward.keys}, {backward}{dkdv.queries}x{dkdv.keys}"
+    forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
+    families = f"{forward.family} forward, {backward.family} backward"
+    return families, f"{forward.config.tiles}, {backward.config.tiles}"

@@ -20,7 +20,6 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
-from jax_fastattn.kernels.support import slot_rows
 from jax_fastattn.ops.records import padded_rows, tile_records
 from jax_fastattn.portable import scale_gradient
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Gradients, Operands, Problem
@@ -60,11 +59,17 @@ def _for_kernels(operands: Operands) -> Operands:
     return _padded(operands._replace(query=_scaled(operands.query, operands), scale=None))
 
 
-def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """One custom call: the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`."""
+def forward(spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None = None) -> tuple[jax.Array, jax.Array]:
+    """One custom call: the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`.
+
+    Args:
+        spec: what is computed.
+        operands: of the call.
+        kernel: the compile key; by default the one that `kernel_spec` chooses.
+    """
     padded = _for_kernels(operands)
     problem, arrays = _launched(spec, padded)
-    kernel = kernel_spec(problem, "forward", ffi.arch())
+    kernel = kernel or kernel_spec(problem, "forward", ffi.arch())
     rows = padded.query.shape[:3]
     shapes = {"out": rows + padded.value.shape[3:], "lse": rows}
     launched = {name: _joined_shape(shape, padded) for name, shape in shapes.items()}
@@ -81,13 +86,17 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array | None,
     wanted: Collection[str] = DIFFERENTIABLE,
+    kernel: KernelSpec | None = None,
 ) -> Gradients:
-    """One custom call, which launches every kernel of the backward pass; see `portable.backward` for `wanted`."""
+    """One custom call, which launches every kernel of the backward pass.
+
+    See `portable.backward` for `wanted`, and `forward` for `kernel`.
+    """
     padded = _for_kernels(operands)._replace(sinks=None)
     problem, arrays = _launched(spec, padded)
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
     residuals = {name: x if x is None else _joined(x, padded) for name, x in residuals.items()}
-    kernel = kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)
+    kernel = kernel or kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)
     backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
     scratch = backward_scratch(kernel, problem.num_sequences or problem.batch, problem.query_length, problem.num_heads)
     gradients = {"dq": padded.query.shape, "dk": padded.key.shape, "dv": padded.value.shape}
@@ -140,7 +149,7 @@ def _records(kernel: KernelSpec, operands: Operands) -> dict[str, jax.Array]:
     """The records of tiles by name; none unless sequences are packed."""
     if operands.sequences is None:
         return {}
-    lengths, rows = (operands.query.shape[1], operands.key.shape[1]), slot_rows(kernel)
+    lengths, rows = (operands.query.shape[1], operands.key.shape[1]), kernel.config.slot_rows
     sides = {"query_tiles": False} | ({"key_tiles": True} if kernel.op == "backward" else {})
     return {name: tile_records(operands.sequences, lengths, rows, of_keys=side) for name, side in sides.items()}
 
@@ -149,8 +158,8 @@ def stats_by_row(kernel: KernelSpec, stats: jax.Array, sequences: jax.Array | No
     """Statistics in the order of rows. Hopper's kernels leave those of packed sequences in slots, see `padded_rows`."""
     if sequences is None or kernel.family == "sm80":
         return stats
-    rows = padded_rows(sequences, query_length, slot_rows(kernel)[0])
-    by_row = stats.reshape(*stats.shape[:3], -1, sm90.stats_row_nbytes(kernel.fused) // 4)
+    rows = padded_rows(sequences, query_length, kernel.config.slot_rows[0])
+    by_row = stats.reshape(*stats.shape[:3], -1, sm90.stats_row_nbytes(kernel.config.adds_dq) // 4)
     return by_row[:, :, :, rows].reshape(*stats.shape[:3], -1)
 
 
@@ -172,7 +181,7 @@ def _statistic(kernel: KernelSpec, stats: jax.Array, which: int) -> jax.Array:
     if kernel.family == "sm80":
         return stats[..., which]
     values = stats[:, :, which]
-    if kernel.fused:  # minus its parts in bfloat16, eight per row, see `kernels/sm90/backward/gradient.py`
+    if kernel.config.adds_dq:  # minus its parts in bfloat16, eight per row, see `kernels/sm90/backward/gradient.py`
         parts = jax.lax.bitcast_convert_type(values.reshape(*values.shape[:2], -1, 4), jnp.bfloat16)
         values = -parts.astype(jnp.float32).sum((-2, -1))
     return values

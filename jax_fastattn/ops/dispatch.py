@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -175,8 +175,8 @@ def _user_frame() -> str:
 def _variant(problem: Problem, arch: str) -> str:
     """Which kernels run, and how dq is added up."""
     forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
-    length = "short lengths" if forward.short else "any length"
-    if not backward.fused:
+    length = "any length" if forward == configured(forward) else "short lengths"
+    if not backward.config.adds_dq:
         return f"forward for {length}; dq in a kernel of its own, in registers"
     order = "in semaphore order, always the same bits" if backward.ordered else "by atomics, in an order that may vary"
     return f"forward for {length}; backward in one kernel, dq added {order}"

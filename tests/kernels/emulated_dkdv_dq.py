@@ -14,7 +14,7 @@ from emulated_launch import arguments, compile_kernel, launch_scalars, number, p
 
 from jax_fastattn.kernels.arguments import launch_buffers
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, backward_scratch
+from jax_fastattn.kernels.sm80.backward.config import backward_scratch
 from jax_fastattn.kernels.sm80.backward.dkdv_dq import HeadOrder
 from jax_fastattn.kernels.sm80.backward.gradient import log2_probability_factor
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel
@@ -25,15 +25,15 @@ ORDER = HeadOrder(group=2)
 class Run:
     """The kernels of one compile key, the memory of one launch of them, and what they should write."""
 
-    def __init__(self, spec: KernelSpec, sizes: Sizes, config: DkdvDqConfig | None = None):
-        self.spec, self.kernel = spec, BackwardKernel(spec, config)
+    def __init__(self, spec: KernelSpec, sizes: Sizes):
+        self.spec, self.kernel = spec, BackwardKernel(spec)
         self.texts = compile_kernel(self.kernel, spec)
         self.arrays, self.wanted = draw_operands(spec, sizes)
         operands = {"dq": "query", "dk": "key", "dv": "value"}
         self.arrays |= {
             name: np.full(self.arrays[x].shape, np.nan, self.arrays[x].dtype) for name, x in operands.items()
         }
-        scratch = backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group, config)
+        scratch = backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group)
         for name, shape in scratch.items():
             dtype = launch_buffers(spec)[name]
             self.arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1, dtype)
@@ -65,14 +65,9 @@ class Run:
         np.testing.assert_allclose(stats[..., 1], delta, atol=tolerance * np.abs(delta).max() + 1e-6)
 
 
-def check(
-    spec: KernelSpec,
-    sizes: Sizes | None = None,
-    config: DkdvDqConfig | None = None,
-    schedule: str = "second",
-) -> None:
+def check(spec: KernelSpec, sizes: Sizes | None = None, schedule: str = "second") -> None:
     """Runs the kernels on poisoned operands, into buffers of NaN, and compares every gradient."""
-    run = Run(spec, sizes or Sizes(), config)
+    run = Run(spec, sizes or Sizes())
     run.run("Preprocess")
     run.run("DkdvDq", schedule=schedule)
     run.run("Convert")

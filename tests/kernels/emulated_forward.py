@@ -10,14 +10,13 @@ from emulated_backward import Sizes, draw_operands, with_sinks
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.config import ForwardConfig
 from jax_fastattn.kernels.sm80.forward import ForwardKernel
 
 
-def check(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardConfig | None = None) -> None:
+def check(spec: KernelSpec, sizes: Sizes | None = None) -> None:
     """Runs the kernel on poisoned operands, into buffers of NaN, and compares output and lse."""
     sizes = sizes or Sizes()
-    kernel = ForwardKernel(spec, config)
+    kernel = ForwardKernel(spec)
     texts = compile_kernel(kernel, spec)
     arrays, wanted = draw_operands(spec, sizes)
     out, lse = wanted["out"], wanted["lse"]

@@ -20,10 +20,9 @@ from jax_fastattn.kernels.arguments import Scalars, launch_buffers
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.wgmma import atom_columns
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, DqConfig, backward_scratch
+from jax_fastattn.kernels.sm90.backward.config import backward_scratch
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel, HeadOrders
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
-from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
 from jax_fastattn.ops.cuda import row_delta
 
@@ -44,21 +43,21 @@ def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
 
 
 @functools.cache
-def forward_texts(spec: KernelSpec, config: ForwardConfig | None) -> dict[str, str]:
+def forward_texts(spec: KernelSpec) -> dict[str, str]:
     """Returns the PTX of the forward kernel; see `compile_kernel`."""
-    return compile_kernel(ForwardKernel(spec, config), spec)
+    return compile_kernel(ForwardKernel(spec), spec)
 
 
 @functools.cache
-def backward_texts(spec: KernelSpec, config: BackwardConfig | None, dq: DqConfig | None) -> dict[str, str]:
+def backward_texts(spec: KernelSpec) -> dict[str, str]:
     """Returns the PTX of the backward kernels; see `compile_kernel`."""
-    return compile_kernel(BackwardKernel(spec, config, dq), spec)
+    return compile_kernel(BackwardKernel(spec), spec)
 
 
-def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardConfig | None = None) -> None:
+def check_forward(spec: KernelSpec, sizes: Sizes | None = None) -> None:
     """Runs the kernel on poisoned operands, into buffers of NaN, and compares output and lse."""
     sizes = sizes or Sizes()
-    kernel = ForwardKernel(spec, config)
+    kernel = ForwardKernel(spec)
     arrays, wanted = draw_operands(spec, sizes)
     out, lse = wanted["out"], wanted["lse"]
     if spec.sinks:
@@ -66,7 +65,7 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None, config: ForwardC
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
     memory, buffers = place(spec, arrays)
-    texts = forward_texts(spec, config)
+    texts = forward_texts(spec)
     for launch in kernel.launches(buffers, launch_scalars(spec, sizes)):
         start(launch, texts, memory)
 
@@ -91,9 +90,7 @@ def few_heads(kernel: BackwardKernel, scalars: Scalars) -> HeadOrders:
     return HeadOrders(keys, queries)
 
 
-def check_backward(
-    spec: KernelSpec, sizes: Sizes | None = None, config: BackwardConfig | None = None, dq: DqConfig | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def check_backward(spec: KernelSpec, sizes: Sizes | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Runs the kernels on poisoned operands, into buffers of NaN, and compares every gradient.
 
     Returns:
@@ -101,7 +98,7 @@ def check_backward(
     """
     sizes = sizes or Sizes()
     arrays, wanted = draw_operands(spec, sizes)
-    found = run_backward(spec, sizes, arrays, config, dq)
+    found = run_backward(spec, sizes, arrays)
     tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
     for name in ("dq", "dk", "dv"):
         largest = np.abs(wanted[name]).max()
@@ -112,12 +109,7 @@ def check_backward(
 
 
 def run_backward(
-    spec: KernelSpec,
-    sizes: Sizes,
-    arrays: dict[str, np.ndarray],
-    config: BackwardConfig | None = None,
-    dq: DqConfig | None = None,
-    left_out: Collection[str] = (),
+    spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray], left_out: Collection[str] = ()
 ) -> dict[str, np.ndarray]:
     """Returns what the kernels make of operands: the gradients in float64, and the statistics.
 
@@ -125,11 +117,9 @@ def run_backward(
         spec: the compile key.
         sizes: of the call.
         arrays: its operands.
-        config: see `BackwardKernel`.
-        dq: see `BackwardKernel`.
         left_out: names of kernels that are not launched.
     """
-    kernel = BackwardKernel(spec, config, dq)
+    kernel = BackwardKernel(spec)
     operands = {"dq": "query", "dk": "key", "dv": "value"}
     arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
     for name, shape in backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group).items():
@@ -137,7 +127,7 @@ def run_backward(
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
     memory, buffers = place(spec, arrays)
     scalars = launch_scalars(spec, sizes)
-    texts = backward_texts(spec, config, dq)
+    texts = backward_texts(spec)
     for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
         if launch.kernel.__name__ not in left_out:
             start(launch, texts, memory)

@@ -29,7 +29,6 @@ from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel as Hopper
 from jax_fastattn.kernels.sm90.backward.launches import HeadOrders
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel as HopperForwardKernel
-from jax_fastattn.kernels.support import slot_rows
 from jax_fastattn.ops.cuda import row_delta, stats_by_row
 from jax_fastattn.ops.records import tile_records
 from jax_fastattn.testing.cases import Case
@@ -153,7 +152,7 @@ def check_forward(spec: KernelSpec, pack: Pack) -> None:
     out, lse = wanted["out"], wanted["lse"]
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
-    arrays["query_tiles"] = pack.records(slot_rows(spec), of_keys=False)
+    arrays["query_tiles"] = pack.records(spec.config.slot_rows, of_keys=False)
     arrays |= {name: np.full(shape, -1, np.int32) for name, shape in forward_scratch(spec).items()}
     memory, buffers = place(spec, arrays)
     for launch in kernel.launches(buffers, launch_scalars(spec, pack.launch_sizes())):
@@ -195,7 +194,7 @@ def run_backward(spec: KernelSpec, pack: Pack, arrays: dict[str, np.ndarray]) ->
     texts = compile_kernel(kernel, spec)
     operands = {"dq": "query", "dk": "key", "dv": "value"}
     arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
-    arrays |= {f"{name}_tiles": pack.records(slot_rows(spec), of_keys=name == "key") for name in ("query", "key")}
+    arrays |= {f"{name}_tiles": pack.records(spec.config.slot_rows, of_keys=name == "key") for name in ("query", "key")}
     sizes = pack.launch_sizes()
     scratch = hopper_scratch if on_hopper else backward_scratch
     for name, shape in scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group).items():

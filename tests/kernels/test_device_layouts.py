@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, shared_memory_limit
+from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device.layout import (
     CHUNK,
     CopyShape,
@@ -17,7 +18,6 @@ from jax_fastattn.kernels.device.layout import (
     plain_lane,
 )
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.config import forward_config
 
 HEAD_DIMS = range(8, 257, 8)
 
@@ -112,8 +112,7 @@ def test_a_copy_visits_every_chunk_once(head_dim, rows, threads):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_forward_tiling_fits(head_dim, arch):
     for v_head_dim in HEAD_DIMS:
-        spec = KernelSpec("forward", arch, "bfloat16", head_dim, v_head_dim)
-        config = forward_config(spec)
+        config = configured(KernelSpec("forward", arch, "bfloat16", head_dim, v_head_dim)).config
         assert config.shared_memory(head_dim, v_head_dim) <= shared_memory_limit(arch)
         assert config.keys % 16 == 0
         # Output and score accumulators of a thread, out of 255 registers.
@@ -157,4 +156,4 @@ def test_emulated_forward_matches_reference(case):
     from emulated_forward import check
 
     fields, sizes = EMULATED[case]
-    check(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields}), Sizes(**sizes))
+    check(configured(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields})), Sizes(**sizes))

@@ -22,7 +22,7 @@ import pytest
 
 import jax_fastattn
 from jax_fastattn import ffi
-from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
@@ -106,7 +106,7 @@ def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
 
 def _portable_kernel(problem: Problem, op: Any, arch: str, *, dlse: bool = False) -> KernelSpec:
     """Returns the compile key of the portable kernel, which any GPU can run."""
-    return dataclasses.replace(kernel_spec(problem, op, "sm_80", dlse=dlse), arch=arch)
+    return configured(dataclasses.replace(kernel_spec(problem, op, "sm_80", dlse=dlse), arch=arch))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,8 @@ def expectations(request: pytest.FixtureRequest) -> Any:
             continue
         cases[case] = None
         if item.originalname == test_portable_kernels.__name__:
-            specs |= {dataclasses.replace(spec, arch=arch): None for spec in kernel_specs([case], "sm_80")}
+            portable = kernel_specs([case], "sm_80")
+            specs |= {configured(dataclasses.replace(spec, arch=arch)): None for spec in portable}
         else:
             specs |= dict.fromkeys(kernel_specs([case], arch))
     workers = len(os.sched_getaffinity(0))
@@ -148,7 +149,7 @@ def test_same_bits_in_another_order(case: Case) -> None:
 def _assert_same_bits(case: Case, first: compare.Results, second: compare.Results) -> None:
     """Holds results of two runs together, except sums in an order that may vary."""
     kernel = kernel_spec(case.problem(), "backward", ffi.arch() or "")
-    any_order = {"dquery", "dscale"} if kernel.fused and not kernel.ordered else set()
+    any_order = {"dquery", "dscale"} if kernel.config.adds_dq and not kernel.ordered else set()
     for name, x, y in zip(compare.Results._fields, first, second, strict=True):
         if x is not None and name not in any_order:
             np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), err_msg=name)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn import packed
-from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tile_records import Record, slot_count
 from jax_fastattn.ops.records import tile_records
@@ -94,16 +94,16 @@ def test_portable_kernels(name: str, op: str) -> None:
     everything = name.startswith("all")
     spec = dataclasses.replace(spec, packed=True)
     if op == "forward":
-        emulated_packed.check_forward(dataclasses.replace(spec, sinks=everything), pack)
+        emulated_packed.check_forward(configured(dataclasses.replace(spec, sinks=everything)), pack)
     else:
         spec = dataclasses.replace(spec, op="backward", dlse=everything, ordered=op == "ordered")
-        emulated_packed.check_backward(spec, pack)
+        emulated_packed.check_backward(configured(spec), pack)
 
 
 # Forward tiles of 192, 128, 64 and 128 query rows; a CTA for each, or CTAs that walk.
 HOPPER_CASES = {
     "causal-d64": ((64, 64), {"window_right": True}, CAUSAL),
-    "causal-d64-short": ((64, 64), {"window_right": True, "short": True, "group": 2}, CAUSAL),
+    "causal-d64-short": ((64, 64), {"window_right": True, "group": 2}, CAUSAL),
     "all-d128": ((128, 128), {**ALL, "sinks": True}, OTHERS),
     "full-d72-40": ((72, 40), {}, dataclasses.replace(OTHERS, offsets=())),
     "causal-d256": ((256, 256), {"window_right": True, "group": 2}, CAUSAL),
@@ -116,7 +116,7 @@ def test_hopper_forward(name: str) -> None:
     """The same of the Hopper kernel."""
     dims, features, pack = HOPPER_CASES[name]
     spec = KernelSpec("forward", "sm_90a", "bfloat16", *dims, family="sm90", packed=True, **features)
-    emulated_packed.check_forward(spec, pack)
+    emulated_packed.check_forward(configured(spec, short=name.endswith("short")), pack)
 
 
 # Some of twelve kinds: with sinks, and with a cap and query heads that share keys. The last call has boundaries that
@@ -162,7 +162,7 @@ def test_nan_stays_in_its_sequence(kernel: str, head_dim: int) -> None:
     dims = (head_dim, min(head_dim, 128))
     spec = KernelSpec(cast(Any, op), arch, "bfloat16", *dims, family=cast(Any, family), packed=True, window_right=True)
     check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
-    check(spec, Pack((70, 33, 64), (70, 33, 64), sizes=Sizes(kv_heads=2, right=0), broken=1))
+    check(configured(spec), Pack((70, 33, 64), (70, 33, 64), sizes=Sizes(kv_heads=2, right=0), broken=1))
 
 
 # Lengths about those of tiles, empty on one side or both; on one side other ones than on the other.
@@ -201,7 +201,7 @@ def test_hopper_backward_over_head_dim_128(name: str) -> None:
     dims, features, pack = WIDE_BACKWARD[name]
     dtype = "float16" if name.startswith("all") else "bfloat16"
     spec = KernelSpec("backward", "sm_90a", dtype, *dims, family="sm90", packed=True, **features)
-    emulated_packed.check_backward(spec, pack)
+    emulated_packed.check_backward(configured(spec), pack)
 
 
 @pytest.mark.slow
@@ -212,4 +212,4 @@ def test_hopper_backward(name: str, ordered: bool) -> None:
     dims, features, pack = HOPPER_BACKWARD[name]
     dtype = "float16" if name.startswith("all") else "bfloat16"
     spec = KernelSpec("backward", "sm_90a", dtype, *dims, family="sm90", packed=True, ordered=ordered, **features)
-    emulated_packed.check_backward(spec, pack)
+    emulated_packed.check_backward(configured(spec), pack)

@@ -15,7 +15,7 @@ import pytest
 import test_gpu
 import test_portable
 
-from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
 from jax_fastattn.testing import compare
@@ -188,4 +188,4 @@ def test_emulators_run_on_these_operands(
     monkeypatch.setattr(harness, "draw_operands", draw)
     monkeypatch.setattr(harness, "compile_kernel", lambda *_: {})
     with pytest.raises(Drawn):
-        getattr(harness, function)(KernelSpec(op, arch, "bfloat16", 64, 64, family=family))
+        getattr(harness, function)(configured(KernelSpec(op, arch, "bfloat16", 64, 64, family=family)))

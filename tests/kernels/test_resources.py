@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import itertools
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -19,8 +20,8 @@ import pytest
 from jax_fastattn.ffi import resources
 from jax_fastattn.ffi.resources import KernelResources
 from jax_fastattn.kernels.architectures import shared_memory_limit
+from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.support import tilings
 from jax_fastattn.testing.support_table import ALL_ROWS, COVERAGE, ONE_ROW
 
 pytestmark = [
@@ -79,7 +80,8 @@ def _local_bytes(arch: str, op: str, dims: tuple[int, int], features: str) -> in
 def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict[str, object]) -> KernelSpec:
     spec = KernelSpec(op, arch, "bfloat16", *dims, family=family, **features)  # pyright: ignore[reportArgumentType]
     everything = features is EVERYTHING
-    return dataclasses.replace(spec, sinks=everything and op == "forward", dlse=everything and op == "backward")
+    spec = dataclasses.replace(spec, sinks=everything and op == "forward", dlse=everything and op == "backward")
+    return configured(spec)
 
 
 def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_bytes: int) -> None:
@@ -138,7 +140,8 @@ def _if_asked(rows: Sequence[tuple[object, ...]]) -> list[object]:
 
 
 def _variants(spec: KernelSpec) -> list[KernelSpec]:
-    variants = BACKWARD_VARIANTS if spec.fused and spec.arch in ORDERED_ARCHITECTURES else [{}]
+    adds_dq = spec.op == "backward" and spec.config.adds_dq
+    variants = BACKWARD_VARIANTS if adds_dq and spec.arch in ORDERED_ARCHITECTURES else [{}]
     return [dataclasses.replace(spec, **variant) for variant in variants]
 
 
@@ -177,15 +180,15 @@ def test_one_row_of_each_kind_fits(arch: str, op: str) -> None:
 
 def test_every_portable_tiling_is_compiled() -> None:
     named = [*rows().values(), *rows(every_arch=True).values()]
-    compiled = {(spec.arch, spec.op, tilings(spec)) for spec in named if spec.family == "sm80"}
+    compiled = {(spec.arch, spec.op, spec.config) for spec in named if spec.family == "sm80"}
     head_dims, ops = range(8, 257, 8), ("forward", "backward")
     architectures = PORTABLE_ARCHITECTURES + OTHER_ARCHITECTURES
     assert {*architectures, "sm_89", "sm_90a"} == set(COVERAGE)
     for arch, op, *dims in itertools.product(architectures, ops, head_dims, head_dims):
         spec = _spec("sm80", op, arch, tuple(dims), CAUSAL)
-        assert (arch, op, tilings(spec)) in compiled, spec
+        assert (arch, op, spec.config) in compiled, spec
         if arch == "sm_86":
-            assert tilings(dataclasses.replace(spec, arch="sm_89")) == tilings(spec)
+            assert configured(dataclasses.replace(spec, arch="sm_89")).config == spec.config
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
@@ -225,7 +228,7 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
         spec = _spec("sm90", op, "sm_90a", dims, FEATURES[features])
         is_packed = dims in PACKED_DIMS and features == "causal" and not short
         if op == "forward":
-            specs.append(dataclasses.replace(spec, short=short))
+            specs.append(configured(spec, short=short))
             if is_packed:
                 specs.append(dataclasses.replace(spec, packed=True))
         elif not short:
@@ -260,17 +263,15 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
 
 def _row_name(features: str, spec: KernelSpec) -> str:
     dims = f"d{spec.head_dim}" + (f"v{spec.v_head_dim}" if spec.v_head_dim != spec.head_dim else "")
-    flags = [name for name in ("short", "ordered", "packed") if getattr(spec, name)]
-    return "-".join([spec.family, spec.arch, spec.op, dims, features, *flags])
+    flags = {"short": spec != configured(spec), "ordered": spec.ordered, "packed": spec.packed}
+    return "-".join([spec.family, spec.arch, spec.op, dims, features, *(name for name, has in flags.items() if has)])
 
 
 _SHOW_REMARKS = """
-import dataclasses, sys
+import dataclasses, pickle, sys
 from jax_fastattn.ffi.compiler import inspect_kernel
-from jax_fastattn.kernels.key import KernelSpec
 
-specs = eval(sys.stdin.read())
-for spec in specs:
+for spec in pickle.load(sys.stdin.buffer):
     print("kernel", spec, flush=True)
     print("resources", [dataclasses.astuple(kernel) for kernel in inspect_kernel(spec)], flush=True)
 """
@@ -283,11 +284,12 @@ def test_hopper_rows_neither_spill_nor_serialise(features: str) -> None:
     specs = [spec for op in ("forward", "backward") for spec in _hopper_specs(op, features)]
     environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}"}
     run = subprocess.run(
-        [sys.executable, "-c", _SHOW_REMARKS], input=repr(specs), env=environment, capture_output=True, text=True
+        [sys.executable, "-c", _SHOW_REMARKS], input=pickle.dumps(specs), env=environment, capture_output=True
     )
-    printed = run.stdout + run.stderr
+    stdout = run.stdout.decode()
+    printed = stdout + run.stderr.decode()
     assert run.returncode == 0, printed[-3000:]
-    found = re.findall(r"^resources (.*)$", run.stdout, re.MULTILINE)
+    found = re.findall(r"^resources (.*)$", stdout, re.MULTILINE)
     for spec, kernels in zip(specs, found, strict=True):
         _assert_fits(spec, [KernelResources(*kernel) for kernel in ast.literal_eval(kernels)], local_bytes=0)
     remarks = {line for line in printed.splitlines() if re.search(r"C75\d\d|^kernel", line)}

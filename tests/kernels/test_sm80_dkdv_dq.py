@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import re
@@ -22,15 +23,16 @@ from ptx_emulator import Memory
 from warp_emulator import SCHEDULES, Race
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
+from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import roles
-from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, backward_scratch, dkdv_dq_config
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, backward_scratch
 
 
 def _spec(
     head_dim: int, v_head_dim: int, dtype: str = "bfloat16", arch: str = "sm_80", **features: object
 ) -> KernelSpec:
-    return KernelSpec("backward", arch, dtype, head_dim, v_head_dim, **features)
+    return configured(KernelSpec("backward", arch, dtype, head_dim, v_head_dim, **features))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES + BORROWED)
@@ -38,7 +40,7 @@ def test_every_head_dim_has_a_tiling(arch: str) -> None:
     limit = shared_memory_limit(arch)
     for head_dim in range(8, 257, 8):
         for v_head_dim in range(8, 257, 8):
-            config = dkdv_dq_config(_spec(head_dim, v_head_dim, arch=arch))
+            config = _spec(head_dim, v_head_dim, arch=arch).config
             memory = config.memory(head_dim, v_head_dim)
             assert memory.nbytes <= limit
             assert config.roles == 1 or config.role_warps <= 4, "named barriers are for four warps of a role"
@@ -63,7 +65,7 @@ def test_every_head_dim_has_a_tiling(arch: str) -> None:
 
 def test_scratch_has_a_count_for_each_warp_and_tile() -> None:
     spec = _spec(128, 128, ordered=True)
-    config = dkdv_dq_config(spec)
+    config = spec.config
     shapes = backward_scratch(spec, 3, 130, 5)
     tiles = -(-130 // config.queries)
     assert shapes["stats"] == (3, 5, 130, 2)
@@ -188,9 +190,8 @@ _BARRIERS = {
 @pytest.mark.parametrize(("config", "barriers"), _BARRIERS.values(), ids=_BARRIERS.keys())
 def test_each_barrier_is_needed(config: DkdvDqConfig, barriers: dict[str, set[int]]) -> None:
     """Without one of them, a schedule exists that gives wrong gradients or hangs; with all of them, none."""
-    spec = _spec(64, 64, window_right=True)
-    sizes = Sizes(batch=1, right=0, queries=201, keys=config.keys)
-    run = Run(spec, sizes, config)
+    spec = dataclasses.replace(_spec(64, 64, window_right=True), config=config)
+    run = Run(spec, Sizes(batch=1, right=0, queries=201, keys=config.keys))
     run.run("Preprocess")
     before = run.memory.data.copy()
 
@@ -213,8 +214,8 @@ def test_each_barrier_is_needed(config: DkdvDqConfig, barriers: dict[str, set[in
 @pytest.mark.parametrize(("config", "barriers"), _BARRIERS.values(), ids=_BARRIERS.keys())
 def test_barriers_order_all_accesses_to_shared_memory(config: DkdvDqConfig, barriers: dict[str, set[int]]) -> None:
     """Not by the luck of a schedule: without one of the barriers, some accesses are not ordered."""
-    spec = _spec(64, 64, window_right=True, group=2, ordered=True)
-    run = Run(spec, Sizes(batch=1, right=0, queries=201, keys=config.keys + 30), config)
+    spec = dataclasses.replace(_spec(64, 64, window_right=True, group=2, ordered=True), config=config)
+    run = Run(spec, Sizes(batch=1, right=0, queries=201, keys=config.keys + 30))
     run.run("Preprocess")
     before = run.memory.data.copy()
 

@@ -20,6 +20,7 @@ import numpy as np
 from emulated_backward import Sizes, draw_operands, visibility, with_sinks
 
 from jax_fastattn.ffi.compiler import _open_runtime
+from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.ops.cuda import row_delta, sinks_gradient
@@ -100,7 +101,9 @@ HIDDEN = {
 
 
 def _spec(op: str, head_dim: int, v_head_dim: int, dtype: str, features: dict) -> KernelSpec:
-    return KernelSpec(op, "sm_90a", dtype, head_dim, v_head_dim, family="sm90", **features)
+    given = {name: value for name, value in features.items() if name != "short"}
+    spec = KernelSpec(op, "sm_90a", dtype, head_dim, v_head_dim, family="sm90", **given)
+    return configured(spec, short=features.get("short", False))
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +125,8 @@ def test_values_that_no_query_sees(name: str, config: ForwardConfig) -> None:
     """NaN and Inf there came out of the products."""
     features, sizes = HIDDEN[name]
     features = {feature: given for feature, given in features.items() if feature != "dlse"}
-    emulated_hopper.check_forward(_spec("forward", 32, 32, "bfloat16", features), sizes, config)
+    spec = dataclasses.replace(_spec("forward", 32, 32, "bfloat16", features), config=config)
+    emulated_hopper.check_forward(spec, sizes)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,7 @@ def test_backward(name: str) -> None:
     emulated_hopper.check_backward(_spec("backward", *kernel), sizes)
 
 
-@pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).fused])
+@pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).config.adds_dq])
 def test_ordered_backward(name: str) -> None:
     """CTAs add to tiles of dq in one order."""
     *kernel, sizes = BACKWARD[name]
@@ -204,7 +208,7 @@ COUNTS = {
 @pytest.mark.parametrize("ordered", COUNTS, ids=["atomic", "ordered"])
 def test_a_count_releases_what_it_counts(ordered: bool) -> None:
     """A relaxed count includes sums that the last CTA may not see yet. Emulated CTAs, which run in turn, see them."""
-    texts = emulated_hopper.backward_texts(_fused(ordered), None, None)
+    texts = emulated_hopper.backward_texts(_fused(ordered))
     assert {name: _orders(ptx) for name, ptx in texts.items()} == {
         "StatisticsKernel.kernel": [],
         "StatisticsKernel.later": [("bar.sync", "atom.release")],
@@ -215,7 +219,7 @@ def test_a_count_releases_what_it_counts(ordered: bool) -> None:
 @pytest.mark.parametrize("ordered", COUNTS, ids=["atomic", "ordered"])
 def test_sums_of_other_ctas_are_not_read_from_l1(ordered: bool) -> None:
     """A plain load may find sums there that are older than the additions of other CTAs."""
-    ptx = emulated_hopper.backward_texts(_fused(ordered), None, None)["FusedKernel.kernel"]
+    ptx = emulated_hopper.backward_texts(_fused(ordered))["FusedKernel.kernel"]
     assert set(re.findall(r"ld\.\S*global\S*\.v4\.f32", ptx)) == {"ld.relaxed.gpu.global.v4.f32"}
 
 
@@ -233,7 +237,7 @@ def test_no_rough_tanh_with_sinks(sinks: bool) -> None:
             _spec(op, *table["d128-everything"][:4]) for op, table in (("forward", FORWARD), ("backward", BACKWARD))
         )
     assert forward.sinks == backward.sinks == sinks
-    for texts in (emulated_hopper.forward_texts(forward, None), emulated_hopper.backward_texts(backward, None, None)):
+    for texts in (emulated_hopper.forward_texts(forward), emulated_hopper.backward_texts(backward)):
         assert any("tanh.approx" in ptx for ptx in texts.values()) != sinks
 
 

@@ -9,7 +9,7 @@ the rows, and the registers they compile to, are in docs/kernels/sm80.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.device.layout import SharedTile, padded
@@ -38,6 +38,9 @@ class ForwardConfig:
     query_in_registers: bool = False
     blocks: int = 1
 
+    # Each CTA takes one tile, see `sm90/forward/config.py`.
+    walks: ClassVar[bool] = False
+
     @property
     def rows(self) -> int:
         """Query rows of a CTA."""
@@ -47,6 +50,16 @@ class ForwardConfig:
     def threads(self) -> int:
         """Threads of a CTA."""
         return 32 * self.warps
+
+    @property
+    def slot_rows(self) -> tuple[int, int]:
+        """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
+        return self.rows, self.keys
+
+    @property
+    def tiles(self) -> str:
+        """Query rows x keys of its tiles, in words."""
+        return f"forward {self.rows}x{self.keys}"
 
     def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
         """Bytes of shared memory: Q, then the stages of K, then those of V; the output tile reuses all of it."""

@@ -29,7 +29,7 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
-from jax_fastattn.kernels.sm80.config import ForwardConfig, forward_config
+from jax_fastattn.kernels.sm80.config import ForwardConfig
 from jax_fastattn.kernels.sm80.forward_state import ForwardState, Operand, Operands, Place, QueryTile, RowState
 from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.visits import Edges, Visit
@@ -46,12 +46,11 @@ class ForwardKernel:
 
     Args:
         spec: what is compiled in.
-        config: the tiling; by default the one of the table in `config.py`.
     """
 
-    def __init__(self, spec: KernelSpec, config: ForwardConfig | None = None):
+    def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.config = config or forward_config(spec)
+        self.config: ForwardConfig = spec.config
         self.schedule = schedule(spec, self.config.rows)
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
         self.query_tile = SharedTile(self.config.rows, spec.head_dim)

@@ -9,6 +9,7 @@ registers and speeds of the rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.key import KernelSpec
@@ -51,6 +52,9 @@ class DkdvDqConfig:
     dq_row_warps: int = 2
     dq_roles: int = 2
     blocks: int = 1
+
+    # One kernel computes all gradients, and adds dq up in a buffer.
+    adds_dq: ClassVar[bool] = True
 
     @property
     def keys(self) -> int:
@@ -96,6 +100,16 @@ class DkdvDqConfig:
     def exchanges(self) -> bool:
         """Whether warps hand on P and dS to those that share their key rows."""
         return self.column_warps > 1
+
+    @property
+    def slot_rows(self) -> tuple[int, int]:
+        """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
+        return self.queries, self.keys
+
+    @property
+    def tiles(self) -> str:
+        """Query rows x keys of its tiles, in words."""
+        return f"backward {self.queries}x{self.keys}"
 
     def memory(self, head_dim: int, v_head_dim: int) -> DkdvDqMemory:
         """Returns where the tiles lie in shared memory."""
@@ -226,15 +240,14 @@ def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
     )
 
 
-def backward_scratch(
-    spec: KernelSpec, batch: int, query_length: int, num_heads: int, config: DkdvDqConfig | None = None
-) -> dict[str, tuple[int, ...]]:
+def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the scratch arrays of a launch by name: row statistics, dq_accum and, in order, dq_semaphore.
 
-    dq_semaphore has one count for each warp that adds to a tile, and one last element, the tickets of the CTAs.
-    `config` is by default that of the table. Of packed sequences `batch` is how many there are.
+    dq_semaphore has one count for each warp that adds to a tile, and one last element, the tickets of the CTAs. Of
+    packed sequences `batch` is how many there are.
     """
-    heads, config = (batch, num_heads), config or dkdv_dq_config(spec)
+    config: DkdvDqConfig = spec.config
+    heads = batch, num_heads
     tile_count = -(-query_length // config.queries)
     if spec.packed:
         heads, tile_count = (1, num_heads), slot_count(query_length, config.queries, batch)

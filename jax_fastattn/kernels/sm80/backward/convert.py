@@ -21,10 +21,10 @@ class ConvertKernel:
 
     Args:
         spec: the compile key.
-        config: the tiling of the kernel before.
     """
 
-    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+    def __init__(self, spec: KernelSpec):
+        config: DkdvDqConfig = spec.config
         self.spec, self.config = spec, config
         self.schedule = schedule(spec, config.queries)
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]

@@ -41,10 +41,10 @@ class DkdvDqKernel:
 
     Args:
         spec: the compile key.
-        config: the tiling.
     """
 
-    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+    def __init__(self, spec: KernelSpec):
+        config: DkdvDqConfig = spec.config
         self.spec, self.config = spec, config
         self.schedule, self.query_tiles = schedule(spec, config.keys), schedule(spec, config.queries)
         self.products = Products(spec, config)

@@ -9,7 +9,7 @@ from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.backward.config import ORDERED_NBYTES, DkdvDqConfig, dkdv_dq_config
+from jax_fastattn.kernels.sm80.backward.config import ORDERED_NBYTES, DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.convert import ConvertKernel
 from jax_fastattn.kernels.sm80.backward.dkdv_dq import DkdvDqKernel, HeadOrder
 from jax_fastattn.kernels.sm80.backward.preprocess import PreprocessKernel
@@ -20,15 +20,14 @@ class BackwardKernel:
 
     Args:
         spec: what is compiled in.
-        config: the tiling; by default that of the table in `config.py`.
     """
 
-    def __init__(self, spec: KernelSpec, config: DkdvDqConfig | None = None):
+    def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.config = config or dkdv_dq_config(spec)
-        self.preprocess = PreprocessKernel(spec, self.config)
-        self.dkdv_dq = DkdvDqKernel(spec, self.config)
-        self.convert = ConvertKernel(spec, self.config)
+        self.config: DkdvDqConfig = spec.config
+        self.preprocess = PreprocessKernel(spec)
+        self.dkdv_dq = DkdvDqKernel(spec)
+        self.convert = ConvertKernel(spec)
 
     @cute.jit
     def __call__(self, buffers: PortableBackwardBuffers, scalars: Scalars, stream: cuda.CUstream):

@@ -50,12 +50,12 @@ class PreprocessKernel:
 
     Args:
         spec: the compile key.
-        config: the tiling of the kernel that follows.
     """
 
     threads = 128
 
-    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
+    def __init__(self, spec: KernelSpec):
+        config: DkdvDqConfig = spec.config
         self.spec, self.config = spec, config
         self.schedule = schedule(spec, config.queries)
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]

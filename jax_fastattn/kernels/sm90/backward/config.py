@@ -24,6 +24,10 @@ ROW_ALIGNMENT = 128
 SLOTS = 3
 
 
+# Up to which head dims one kernel computes all three gradients.
+FUSED_HEAD_DIM = 128
+
+
 def padded_rows(rows: Any) -> Any:
     """Rows of a head in the statistics and in the sums of dq; for Python and device integers."""
     return (rows + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -317,10 +321,49 @@ class DqMemory:
         return self.nbytes <= SHARED_MEMORY
 
 
+@dataclass(frozen=True)
+class BackwardConfigs:
+    """The variants of the kernels of a backward pass.
+
+    Attributes:
+        main: that of the key-stationary kernel.
+        dq: that of the dq kernel; None if the other one computes dq too.
+    """
+
+    main: BackwardConfig
+    dq: DqConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.main.adds_dq == (self.dq is not None):
+            raise ValueError(f"{self}: exactly one kernel has to compute dq")
+
+    @property
+    def adds_dq(self) -> bool:
+        """Whether one kernel computes all gradients, and adds dq up in a buffer; else dq has a kernel of its own."""
+        return self.dq is None
+
+    @property
+    def slot_rows(self) -> tuple[int, int]:
+        """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
+        return ROW_ALIGNMENT, self.main.keys
+
+    @property
+    def tiles(self) -> str:
+        """Query rows x keys of their tiles, in words."""
+        main = f"{self.main.queries}x{self.main.keys}"
+        return f"dq {self.dq.rows}x{self.dq.keys}, dkdv {main}" if self.dq else f"backward {main}"
+
+
+def backward_configs(spec: KernelSpec) -> BackwardConfigs:
+    """Returns the variants for a compile key."""
+    main = backward_config(spec)
+    return BackwardConfigs(main, None if main.adds_dq else dq_config(spec))
+
+
 def backward_config(spec: KernelSpec) -> BackwardConfig:
-    """The variant for a compile key."""
+    """Returns the variant of the key-stationary kernel for a compile key."""
     largest = max(spec.head_dim, spec.v_head_dim)
-    if largest > 128:
+    if largest > FUSED_HEAD_DIM:
         config = BackwardConfig(64, 3, wide=True, held=6)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72
@@ -331,7 +374,7 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:
-    """The variant of the dq kernel for a compile key: as many slots as fit, but for more than are of use."""
+    """Returns the variant of the dq kernel for a compile key: as many slots as fit, but for more than are of use."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     configs = (DqConfig(64, slots, overlap=columns <= 192) for slots in range(8, 2, -1))
     return next(config for config in configs if DqMemory.of(spec, config).fits)
@@ -346,9 +389,9 @@ def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads:
     heads, rows = (batch, num_heads), padded_rows(query_length)
     if spec.packed:
         heads, rows = (1, num_heads), slot_count(query_length, ROW_ALIGNMENT, batch) * ROW_ALIGNMENT
-    scratch: dict[str, tuple[int, ...]] = {"stats": (*heads, 2, rows * stats_row_nbytes(spec.fused) // 4)}
-    if spec.fused:
+    scratch: dict[str, tuple[int, ...]] = {"stats": (*heads, 2, rows * stats_row_nbytes(spec.config.adds_dq) // 4)}
+    if spec.config.adds_dq:
         scratch["dq_sum"] = (*heads, rows, padded_head_dim(spec.head_dim))
         counted = (1, num_heads + 1) if spec.packed else heads
-        scratch["arrivals"] = (*counted, head_counters(rows, backward_config(spec).queries))
+        scratch["arrivals"] = (*counted, head_counters(rows, spec.config.main.queries))
     return scratch

@@ -57,12 +57,12 @@ class FusedKernel:
 
     Args:
         spec: the compile key.
-        config: the variant.
     """
 
-    def __init__(self, spec: KernelSpec, config: BackwardConfig):
-        self.spec, self.config = spec, config
-        self.memory = BackwardMemory.of(spec, config)
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.config: BackwardConfig = spec.config.main
+        self.memory = BackwardMemory.of(spec, self.config)
         self.key_tiles = key_schedule(spec, self.memory)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
         self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]

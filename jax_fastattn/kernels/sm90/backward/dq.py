@@ -24,7 +24,7 @@ from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
-from jax_fastattn.kernels.sm90.backward.config import DqConfig, DqMemory, dq_config
+from jax_fastattn.kernels.sm90.backward.config import DqConfig, DqMemory
 from jax_fastattn.kernels.sm90.backward.dq_consumer import DqConsumer
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
 from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile
@@ -37,11 +37,11 @@ class DqKernel:
 
     Args:
         spec: the compile key.
-        config: the variant; by default the one that `dq_config` chooses.
     """
 
-    def __init__(self, spec: KernelSpec, config: DqConfig | None = None):
-        self.spec, self.config = spec, config or dq_config(spec)
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.config: DqConfig = spec.config.dq
         self.memory = DqMemory.of(spec, self.config)
         self.schedule = dq_schedule(spec, self.config.rows)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward attention with TMA and WGMMA, behind a pass over memory for the statistics of the rows.
 
-Where `spec.fused` holds one key-stationary kernel computes dk, dv and dq. The five products run once. All CTAs add to
-float32 sums of dq, and the last CTA to add rounds them. With `spec.ordered` they add in one order; without it in any,
-so that the last bits differ from run to run. Over head dim 128 dq has a query-stationary kernel: seven products, no
-sums in memory, the same bits in every run.
+Up to head dim 128 one key-stationary kernel computes dk, dv and dq. The five products run once. All CTAs add to float32
+sums of dq, and the last CTA to add rounds them. With `spec.ordered` they add in one order; without it in any, so that
+the last bits differ from run to run. Over head dim 128 dq has a query-stationary kernel: seven products, no sums in
+memory, the same bits in every run.
 
 Each kernel lets the next one begin before it ends (programmatic dependent launch), as soon as what that one cannot wait
 for by itself is written: CTAs of the next one take the SMs that have nothing left to do. The last kernel ends after the
@@ -20,7 +20,7 @@ from cutlass import cute
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, DqConfig, backward_config
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs
 from jax_fastattn.kernels.sm90.backward.dkdv import WideKernel
 from jax_fastattn.kernels.sm90.backward.dkdv_dq import FusedKernel
 from jax_fastattn.kernels.sm90.backward.dq import DqKernel
@@ -40,17 +40,15 @@ class BackwardKernel:
 
     Args:
         spec: what is compiled in.
-        config: the variant of the key-stationary kernel; by default the one of the table in `forward/config.py`.
-        dq: that of the dq kernel.
     """
 
-    def __init__(self, spec: KernelSpec, config: BackwardConfig | None = None, dq: DqConfig | None = None):
+    def __init__(self, spec: KernelSpec):
         self.spec = spec
-        config = config or backward_config(spec)
-        self.main = (WideKernel if config.wide else FusedKernel)(spec, config)
-        self.statistics = StatisticsKernel(spec, config)
-        if not spec.fused:
-            self.dq = DqKernel(spec, dq)
+        config: BackwardConfigs = spec.config
+        self.main = (WideKernel if config.main.wide else FusedKernel)(spec)
+        self.statistics = StatisticsKernel(spec)
+        if not config.adds_dq:
+            self.dq = DqKernel(spec)
 
     @cute.jit
     def __call__(self, buffers: BackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
@@ -60,7 +58,7 @@ class BackwardKernel:
     def orders(self, scalars: Scalars) -> HeadOrders:
         """In which orders the kernels work on heads."""
         keys = self.statistics.order(scalars, self.main.key_tiles.order(scalars))
-        return HeadOrders(keys, None if self.spec.fused else self.dq.schedule.order(scalars))
+        return HeadOrders(keys, None if self.spec.config.adds_dq else self.dq.schedule.order(scalars))
 
     def launches(self, buffers: BackwardBuffers, scalars: Scalars, orders: HeadOrders) -> list[Launch]:
         """What is launched, in order."""

@@ -59,19 +59,19 @@ class StatisticsKernel:
 
     Args:
         spec: the compile key.
-        config: of the key-stationary kernel.
     """
 
-    def __init__(self, spec: KernelSpec, config: BackwardConfig):
-        self.spec, self.config = spec, config
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.config: BackwardConfig = spec.config.main
         # Lanes that share a row.
         self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
-        self.schedule = preprocess_schedule(spec, _ROWS, config.queries)
+        self.schedule = preprocess_schedule(spec, _ROWS, self.config.queries)
 
     @property
     def leaves(self) -> bool:
         """Whether heads are left to `later`."""
-        return self.spec.fused
+        return self.config.adds_dq
 
     def order(self, scalars: Scalars, order: HeadOrder) -> HeadOrder:
         """That of a launch, with what is not left to `later`: the first `ahead` heads, or all."""
@@ -100,7 +100,7 @@ class StatisticsKernel:
         arguments = (buffers, scalars, order)
         lanes = self.schedule.prepared(order, scalars) * self.lanes
         blocks = (lanes + (THREADS - 1)) // THREADS
-        if self.spec.fused:
+        if self.config.adds_dq:
             blocks = blocks + self._counter_blocks(scalars)
         # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
         launches = [Launch(self.kernel, arguments, grid=blocks, block=THREADS, min_blocks=1)]
@@ -143,7 +143,7 @@ class StatisticsKernel:
             exists = index < schedule.counters(scalars)
             cutlass.if_generate(exists, lambda: self._write_counter(buffers, scalars, order, index))
 
-        if cutlass.const_expr(not self.spec.fused):
+        if cutlass.const_expr(not self.config.adds_dq):
             write_rows(block)
         else:
             counters = self._counter_blocks(scalars)
@@ -189,18 +189,18 @@ class StatisticsKernel:
         row_lse, delta = self._statistics(buffers, source * 4, delta, live, scalars.scale)
 
         def write() -> None:
-            nbytes = stats_row_nbytes(self.spec.fused)
+            nbytes = stats_row_nbytes(self.config.adds_dq)
             first_row = queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT)
             address = buffers.stats.toint() + (2 * first_row + queries.padded(row, ROW_ALIGNMENT)) * nbytes
             for which, value in enumerate((row_lse, delta)):
                 target = address + Int64(queries.padded_rows(ROW_ALIGNMENT)) * (which * nbytes)
-                if self.spec.fused:
+                if self.config.adds_dq:
                     ptx.store_global_chunk(target, gradient.thirds(-value))
                 else:
                     ptx.store_global(target, value)
 
         cutlass.if_generate(lane < _ROWS, write)
-        if not self.spec.fused:
+        if not self.config.adds_dq:
             return
         rows_of_tile, nbytes = self.config.queries, 2 * self.spec.head_dim
         visit = bounds.key_tiles(first // rows_of_tile * rows_of_tile, rows_of_tile, self.config.keys)
@@ -295,7 +295,7 @@ class StatisticsKernel:
 
     def _zero_sums(self, buffers: BackwardBuffers, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
         """Zeroes `_ROWS` rows of the sums, if there are any that CTAs add to in any order."""
-        if self.spec.fused and not self.spec.ordered:
+        if self.config.adds_dq and not self.spec.ordered:
             nbytes = 4 * padded_head_dim(self.spec.head_dim)
             address = buffers.dq_sum.toint() + first_row * nbytes
             cutlass.if_generate(zeroes, lambda: self._zero(address, lane, _ROWS * nbytes))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jax_fastattn.kernels import tile_records
 from jax_fastattn.kernels.device.layout import padded
-from jax_fastattn.kernels.key import WALKING_HEAD_DIM, KernelSpec
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.geometry import (
     SHARED_MEMORY,
     SM_SHARED_MEMORY,
@@ -75,6 +75,16 @@ class ForwardConfig:
         return self.consumer_threads + (128 if self.moves_registers else 32)
 
     @property
+    def slot_rows(self) -> tuple[int, int]:
+        """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
+        return self.rows, self.keys
+
+    @property
+    def tiles(self) -> str:
+        """Query rows x keys of its tiles, in words."""
+        return f"forward {self.rows}x{self.keys}"
+
+    @property
     def moves_registers(self) -> bool:
         """Whether producer warps give registers to consumers; it takes whole warpgroups."""
         return self.blocks == 1 and self.warpgroups > 1
@@ -103,8 +113,9 @@ class SharedMemory:
 
     @classmethod
     def of(cls, spec: KernelSpec, config: ForwardConfig) -> SharedMemory:
-        """The layout of a compile key."""
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), spec.takes_tiles)
+        """The layout of a compile key with that config, which may be a candidate."""
+        takes_tiles = spec.packed and config.walks
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), takes_tiles)
 
     @property
     def query_nbytes(self) -> int:
@@ -142,23 +153,23 @@ class SharedMemory:
         return self.nbytes <= SHARED_MEMORY and self.config.blocks * (self.nbytes + 1024) <= SM_SHARED_MEMORY
 
 
-def forward_config(spec: KernelSpec) -> ForwardConfig:
-    """The variant for a compile key."""
-    for config in _candidates(spec):
+def forward_config(spec: KernelSpec, *, short: bool) -> ForwardConfig:
+    """Returns the variant for a compile key; `short` as in `choose.configured`."""
+    for config in _candidates(spec, short):
         if SharedMemory.of(spec, config).fits:
             return config
     raise AssertionError(f"no forward variant fits {spec}")
 
 
-def _candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
+def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
     """Returns the variants that may fit, best first; notebook/sm90.md has the sweeps that they come from."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
-    if columns <= WALKING_HEAD_DIM:
-        if spec.short:
+    if columns <= 64:
+        if short:
             return (ForwardConfig(1, 64, 6, blocks=3, held=4),)
         return (ForwardConfig(3, 128, 10, ping_pong=True),)
     if columns <= 96:
-        if spec.short:
+        if short:
             return (ForwardConfig(2, 128, 7, ping_pong=True, walks=True, held=6, waits_late=True),)
         return (ForwardConfig(3, 96, 8, ping_pong=True, walks=True),)
     if columns <= 128:

@@ -19,7 +19,7 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.tile_counter import ResetKernel
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory, forward_config
+from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
 from jax_fastattn.kernels.sm90.forward.consumer import ForwardConsumer
 from jax_fastattn.kernels.sm90.forward.loader import ForwardProducer
 from jax_fastattn.kernels.sm90.forward.schedule import PersistentPackedTiles, forward_schedule
@@ -33,12 +33,11 @@ class ForwardKernel:
 
     Args:
         spec: what is compiled in.
-        config: the variant; by default the one of the table in `config.py`.
     """
 
-    def __init__(self, spec: KernelSpec, config: ForwardConfig | None = None):
+    def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.config = config or forward_config(spec)
+        self.config: ForwardConfig = spec.config
         self.memory = SharedMemory.of(spec, self.config)
         self.schedule = forward_schedule(spec, self.config)
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
