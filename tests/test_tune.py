@@ -46,7 +46,8 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_variant_is_lowered_with_its_own_kernel(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In one process the kernel of the table too, and no more of either than one."""
+    """The kernel of the table follows in the same process."""
+    op: Any
     op, arch, case, text, config = ROWS[name]
     calls.lower_for_cuda(monkeypatch, tmp_path, arch)
     table = kernel_spec(case.problem(), op, arch)

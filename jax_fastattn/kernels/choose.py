@@ -49,9 +49,9 @@ def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
     """Returns a compile key with the config that the tables of its family have for it, whatever config it had.
 
     Args:
-        spec: the key, for tests and tools one that is built by hand.
-        short: whether T and S are at most `SHORT_LENGTH`. The tables have one row for all lengths at most head dims, so
-            that a new length compiles nothing there.
+        spec: the key; tests and tools build one by hand.
+        short: whether T and S are at most `SHORT_LENGTH`. At most head dims the tables have one row for all lengths, so
+            that a new length compiles nothing.
     """
     if spec.op == "forward":
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)

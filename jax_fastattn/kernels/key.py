@@ -36,7 +36,8 @@ class KernelSpec:
         programs: score functions compiled into the kernel, in the order in which they apply; see kernels/features.
             Their `repr` names them in the cache.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for the backward pass
-            `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper). None in a key that nobody has completed.
+            `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper). None in a key that `choose.configured` has yet to
+            complete.
     """
 
     op: Literal["forward", "backward"]
