@@ -39,11 +39,6 @@ class TakenTile:
     full: cute.Pointer
     empty: cute.Pointer
 
-    def initialize(self, warps: int) -> None:
-        """Initialises the barriers, of so many warps; one lane calls it."""
-        cute.arch.mbarrier_init(self.full, 1)
-        cute.arch.mbarrier_init(self.empty, warps)
-
     def put(self, *words: Int32) -> None:
         """Writes the words of the next tile; one lane calls it, after it has waited for `empty`."""
         for i, word in enumerate(words):

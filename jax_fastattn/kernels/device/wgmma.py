@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cutlass_dsl import LoopUnroll, for_generate, if_generate, yield_out
 
 from jax_fastattn.kernels.device import copies, ptx
+from jax_fastattn.kernels.device.regions import NamedBarrier
 
 # What special registers say
 
@@ -301,7 +302,7 @@ def zero_hidden_rows(
     live: copies.Rows,
     *,
     threads: int,
-    barrier: int,
+    barrier: NamedBarrier,
     together: bool = True,
 ) -> None:
     """Zeroes the rows of tiles that are not live, for products that read them next: 0 * NaN would be NaN.
@@ -311,7 +312,7 @@ def zero_hidden_rows(
         operands: returns the address and the columns of each tile; called if there is something to zero.
         live: the other rows; they may lie in part or altogether outside of the tiles.
         threads: number of the threads that share the work, all of which call: the CTA's first ones, or the next ones.
-        barrier: number of a named barrier of the first ones; those of the next ones follow.
+        barrier: on which they meet, the first ones at its first number, the next ones at the next one.
         together: whether all of them call at the same place in the code.
     """
     begin = Int32(0) if live.begin is None else copies.clamp(live.begin, 0, rows)
@@ -326,9 +327,9 @@ def zero_hidden_rows(
                 zero_rows(address, (rows, columns), span, thread=thread % threads, threads=threads)
         cute.arch.fence_proxy("async.shared", space="cta")
         if together:
-            cute.arch.barrier(barrier_id=barrier + thread // threads, number_of_threads=threads)
+            cute.arch.barrier(barrier_id=barrier.at(thread // threads), number_of_threads=threads)
         else:
-            ptx.sync_apart(barrier + thread // threads, threads)
+            ptx.sync_apart(barrier.at(thread // threads), threads)
 
     cutlass.if_generate(end - begin < rows, zero)
 

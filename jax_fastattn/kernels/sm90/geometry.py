@@ -18,6 +18,9 @@ WARPGROUP_ROWS = 64
 SHARED_MEMORY = 227 * 1024
 SM_SHARED_MEMORY = 228 * 1024
 
+# Every tile in shared memory starts at a whole repetition of the 128-byte swizzle.
+TILE_ALIGNMENT = 1024
+
 
 class Registers(NamedTuple):
     """Registers of a thread after setmaxnreg: of consumers, of the producer's warpgroup, of that which adds dq up."""

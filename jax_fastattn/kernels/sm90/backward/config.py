@@ -9,12 +9,19 @@ fast it was measured is in docs/kernels/sm90.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from jax_fastattn.kernels.device.layout import padded
+from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
-from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, WARPGROUP_ROWS, Registers, padded_head_dim
+from jax_fastattn.kernels.sm90.geometry import (
+    SHARED_MEMORY,
+    TILE_ALIGNMENT,
+    WARPGROUP_ROWS,
+    Registers,
+    padded_head_dim,
+)
 from jax_fastattn.kernels.tile_records import slot_count
 
 # Query rows to a multiple of which statistics and sums of dq are padded.
@@ -114,19 +121,37 @@ class BackwardConfig:
 BLOCK = 64
 
 
+@disjoint
+class DkdvDqBarrier(NamedBarrier):
+    """Named barriers of `dkdv_dq.py`: of both consumer warpgroups, and those of each by itself."""
+
+    BOTH = 1, 1
+    WARPGROUP = 2, 2
+
+
+@disjoint
+class DkdvBarrier(NamedBarrier):
+    """Named barriers of `dkdv.py`: of both consumer warpgroups, and those of the weights of each stage."""
+
+    BOTH = 1, 1
+    WEIGHTS = 3, 3
+
+
 @dataclass(frozen=True)
 class BackwardMemory:
-    """Byte offsets in dynamic shared memory: K, V, the rings of Q, dO, dS or P, statistics, ones, mbarriers.
+    """Shared memory of a CTA: K, V, the rings of Q, dO, dS or P, statistics, ones, mbarriers.
 
     Attributes:
         config: the variant.
         head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V and dO in shared memory, padded.
+        feature_rows: rows of features, which join those of the kernel.
     """
 
     config: BackwardConfig
     head_dim: int
     v_head_dim: int
+    feature_rows: tuple[Row, ...] = ()
 
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
@@ -134,90 +159,84 @@ class BackwardMemory:
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
 
     @property
+    def both_barrier(self) -> NamedBarrier:
+        """The named barrier of both consumer warpgroups."""
+        return DkdvBarrier.BOTH if self.config.wide else DkdvDqBarrier.BOTH
+
+    @property
     def dq_columns(self) -> int:
         """Columns of dq that are computed at a time: as many as the third warpgroup has registers for."""
         return self.head_dim if self.head_dim <= 96 else BLOCK
-
-    @property
-    def query_nbytes(self) -> int:
-        """Bytes of a tile of Q."""
-        return self.config.queries * self.head_dim * 2
-
-    @property
-    def dout_nbytes(self) -> int:
-        """Bytes of a tile of dO."""
-        return self.config.queries * self.v_head_dim * 2
 
     @property
     def stats_nbytes(self) -> int:
         """Bytes of a statistic of a tile in global memory."""
         return self.config.queries * stats_row_nbytes(self.config.adds_dq)
 
-    @property
-    def stats_pitch(self) -> int:
-        """Bytes from one statistic to the next: as a factor of a product it is followed by as many zeros."""
-        return self.stats_nbytes * (2 if self.config.adds_dq else 1)
+    @cached_property
+    def table(self) -> SharedTable:
+        """Regions and barriers: those of both kernels, and in their places those of one of them."""
+        config, operands = self.config, self.config.queries * 2
+        keys, warps = config.keys // WARPGROUP_ROWS, config.consumer_threads // 32
+        regions, last = self._dkdv_regions, [Region("reserved", 120, align=8)]
+        if config.adds_dq:
+            regions, last = self._dq_regions, self._dq_barriers
+        rows: list[Row] = [
+            Region("key", WARPGROUP_ROWS * self.head_dim * 2, keys, TILE_ALIGNMENT),
+            Region("value", WARPGROUP_ROWS * self.v_head_dim * 2, keys, TILE_ALIGNMENT),
+            Region("query", operands * self.head_dim, config.stages, TILE_ALIGNMENT),
+            Region("dout", operands * self.v_head_dim, config.stages, TILE_ALIGNMENT),
+            *regions,
+            Barriers("key_full", 1, arrivals=1),
+            Barriers("value_full", 1, arrivals=1),
+            Barriers("query_full", config.stages, arrivals=1),
+            Barriers("query_empty", config.stages, arrivals=warps),
+            Barriers("dout_full", config.stages, arrivals=1),
+            Barriers("dout_empty", config.stages, arrivals=warps),
+            *last,
+        ]
+        return SharedTable(tuple(rows)).with_rows(*self.feature_rows)
 
     @property
-    def value_start(self) -> int:
-        """Offset of V; K comes first."""
-        return self.config.keys * self.head_dim * 2
+    def _dq_regions(self) -> list[Row]:
+        """Two buffers of dS, statistics as factors of products, each followed by as many zeros, and maybe ones."""
+        config = self.config
+        # dS is tiles [64, 64]: query halves fastest, then 64 keys each. Ones are [64 keys, 16].
+        regions: list[Row] = [
+            Region("dscore", config.keys * config.queries * 2, 2, TILE_ALIGNMENT),
+            Region("stats", 2 * self.stats_nbytes, 2 * config.stages, TILE_ALIGNMENT),
+        ]
+        return [*regions, Region("ones", WARPGROUP_ROWS * 32, align=TILE_ALIGNMENT)] if config.shared_ones else regions
 
     @property
-    def query_start(self) -> int:
-        """Offset of the ring of Q."""
-        return self.value_start + self.config.keys * self.v_head_dim * 2
+    def _dq_barriers(self) -> list[Row]:
+        """Barriers of dS, of tiles of dq in flight and of the next tile of keys; counters of dq tiles; its index."""
+        config, warps = self.config, self.config.consumer_threads // 32
+        return [
+            Barriers("dscore_full", 2, arrivals=warps),
+            Barriers("dscore_empty", 2, arrivals=4),
+            Barriers("added", SLOTS, arrivals=4),
+            Barriers("counted", SLOTS, arrivals=1),
+            Barriers("keys_empty", 1, arrivals=warps + 4),
+            Barriers("next_tile_full", 1, arrivals=1),
+            Barriers("next_tile_empty", 1, arrivals=config.threads // 32),
+            Region("left", 4, SLOTS, align=4),
+            Region("next_tile", 4, align=4),
+        ]
 
     @property
-    def dout_start(self) -> int:
-        """Offset of the ring of dO."""
-        return self.query_start + self.config.stages * self.query_nbytes
-
-    @property
-    def dscore_start(self) -> int:
-        """Offset of two buffers of dS that take turns, of [64, 64] tiles: query halves fastest, then 64 keys each."""
-        return self.dout_start + self.config.stages * self.dout_nbytes
-
-    @property
-    def weights_nbytes(self) -> int:
-        """Bytes of what one warpgroup of the wide kernel hands to the other for a tile."""
-        return self.config.queries * WARPGROUP_ROWS * 2 if self.config.wide else 0
-
-    @property
-    def weights_start(self) -> int:
-        """Offset of a buffer of them for each stage."""
-        dscore_nbytes = 2 * self.config.keys * self.config.queries * 2
-        return self.dscore_start + (dscore_nbytes if self.config.adds_dq else 0)
-
-    @property
-    def stats_start(self) -> int:
-        """Offset of the ring of statistics, two for each stage."""
-        return self.weights_start + self.config.stages * self.weights_nbytes
-
-    @property
-    def ones_start(self) -> int:
-        """Offset of the factor that adds a statistic to a product, `[64 keys, 16]`, with `shared_ones`."""
-        return self.stats_start + self.config.stages * 2 * self.stats_pitch
-
-    @property
-    def barrier_start(self) -> int:
-        """Offset of the mbarriers: of K and V, both of each stage of Q, dO, dS and of each slot, of the next tile."""
-        return self.ones_start + (WARPGROUP_ROWS * 32 if self.config.shared_ones else 0)
-
-    @property
-    def flag_start(self) -> int:
-        """Offset of the counters of tiles of dq, four bytes for each slot of `dq_atomic.py`."""
-        return self.barrier_start + 8 * (2 + 4 * self.config.stages + 4 + 2 * SLOTS + 3)
-
-    @property
-    def index_start(self) -> int:
-        """Offset of the index of the CTA's next tile of keys."""
-        return self.flag_start + 4 * SLOTS
+    def _dkdv_regions(self) -> list[Row]:
+        """What one warpgroup hands to the other for a tile, and statistics."""
+        config = self.config
+        return [
+            Region("weights", config.queries * WARPGROUP_ROWS * 2, config.stages, TILE_ALIGNMENT),
+            Region("stats", self.stats_nbytes, 2 * config.stages),
+        ]
 
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.index_start + 4
+        return self.table.nbytes
 
     @property
     def fits(self) -> bool:
@@ -261,59 +280,53 @@ class DqConfig:
         return Registers(240, 24)
 
 
+@disjoint
+class DqBarrier(NamedBarrier):
+    """Named barriers of `dq.py`: those of each consumer warpgroup by itself."""
+
+    WARPGROUP = 1, 2
+
+
 @dataclass(frozen=True)
 class DqMemory:
-    """Byte offsets in dynamic shared memory: Q and dO of each warpgroup, the ring, mbarriers.
+    """Shared memory of a CTA: Q and dO of each warpgroup, the ring of K and V, mbarriers.
 
     Attributes:
         config: the variant.
         head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V and dO in shared memory, padded.
+        feature_rows: rows of features, which join those of the kernel.
     """
 
     config: DqConfig
     head_dim: int
     v_head_dim: int
+    feature_rows: tuple[Row, ...] = ()
 
     @classmethod
     def of(cls, spec: KernelSpec, config: DqConfig) -> DqMemory:
         """The layout of a compile key."""
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
 
-    @property
-    def query_nbytes(self) -> int:
-        """Bytes of the Q of a warpgroup; that of the second follows."""
-        return WARPGROUP_ROWS * self.head_dim * 2
-
-    @property
-    def dout_nbytes(self) -> int:
-        """Bytes of the dO of a warpgroup."""
-        return WARPGROUP_ROWS * self.v_head_dim * 2
-
-    @property
-    def slot_nbytes(self) -> int:
-        """Bytes from one slot of the ring to the next: whole repetitions of the swizzle."""
-        return padded(self.config.keys * max(self.head_dim, self.v_head_dim) * 2, 1024)
-
-    @property
-    def dout_start(self) -> int:
-        """Offset of dO; Q comes first."""
-        return 2 * self.query_nbytes
-
-    @property
-    def ring_start(self) -> int:
-        """Offset of the ring."""
-        return self.dout_start + 2 * self.dout_nbytes
-
-    @property
-    def barrier_start(self) -> int:
-        """Offset of the mbarriers: full and empty ones of the slots, then of each warpgroup's Q, and of its dO."""
-        return self.ring_start + self.config.slots * self.slot_nbytes
+    @cached_property
+    def table(self) -> SharedTable:
+        """Regions and barriers; a stage of the ring holds a tile of K or of V."""
+        config, columns = self.config, max(self.head_dim, self.v_head_dim)
+        rows: tuple[Row, ...] = (
+            Region("query", WARPGROUP_ROWS * self.head_dim * 2, 2, TILE_ALIGNMENT),
+            Region("dout", WARPGROUP_ROWS * self.v_head_dim * 2, 2, TILE_ALIGNMENT),
+            Region("ring", config.keys * columns * 2, config.slots, TILE_ALIGNMENT),
+            Barriers("ring_full", config.slots, arrivals=1),
+            Barriers("ring_empty", config.slots, arrivals=config.consumer_threads // 32),
+            Barriers("query_full", 2, arrivals=1),
+            Barriers("dout_full", 2, arrivals=1),
+        )
+        return SharedTable(rows).with_rows(*self.feature_rows)
 
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.barrier_start + 8 * (2 * self.config.slots + 4)
+        return self.table.nbytes
 
     @property
     def fits(self) -> bool:

@@ -22,7 +22,7 @@ from jax_fastattn.kernels.sm90.backward.dkdv_products import FusedProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
-from jax_fastattn.kernels.sm90.backward.shared import FusedShared
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges, Phase
 
 
@@ -44,7 +44,7 @@ class FusedConsumer:
     """
 
     spec: KernelSpec
-    shared: FusedShared
+    shared: BackwardShared
     thread: Int32
     group: Int32
     warp: Int32
@@ -56,7 +56,7 @@ class FusedConsumer:
 
     @classmethod
     def start(
-        cls, spec: KernelSpec, shared: FusedShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
+        cls, spec: KernelSpec, shared: BackwardShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
     ) -> "FusedConsumer":
         """Returns the role with its registers."""
         group = warp_index // 4
@@ -154,8 +154,8 @@ class FusedConsumer:
         buffer, phase = self.buffer[0], self.buffer[1]
         # Four matrices of an A fragment: keys 0 and 8 of queries 0, the same of queries 8.
         corner = warp_scores.swizzled_offset(lane // 16 * 8 + lane % 8, self.warp, lane // 8 % 2, BLOCK, BLOCK)
-        part = 2 * buffer + self.group
-        address = self.shared.address + self.shared.memory.dscore_start + part * (queries * BLOCK * 2) + corner
+        part, start = 2 * buffer + self.group, self.shared.memory.table.offset("dscore")
+        address = self.shared.address + start + part * (queries * BLOCK * 2) + corner
         for step in range(queries // 16):
             # Rows of 128 bytes; a tile of 64 queries ends where the next begins.
             ptx.store_matrices_transposed(address + step * (16 * BLOCK * 2), pairs[4 * step : 4 * step + 4])

@@ -34,7 +34,7 @@ from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile, key_schedule
 from jax_fastattn.kernels.sm90.backward.loader import Producer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
-from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared, backward_shared
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -91,7 +91,7 @@ class FusedKernel:
         config = self.config
         thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
-        shared = backward_shared(self.memory, self.dtype)
+        shared = BackwardShared.of(self.memory, self.dtype)
         shared.initialize(thread, warp_index, tma)
         call = Call(tma, buffers, sizes, order)
         # Warpgroups: two consumers, the one that computes dq if the kernel does, and the producer's.
@@ -131,7 +131,7 @@ class FusedKernel:
 
         cutlass.if_generate(warp.slot >= 0, lambda: self.key_tiles.each(shared, call, zero_and_count), load_all)
 
-    def _add_dq(self, shared: FusedShared, call: Call, thread: Int32) -> None:
+    def _add_dq(self, shared: BackwardShared, call: Call, thread: Int32) -> None:
         """Emits the warpgroup that computes dq."""
         cute.arch.setmaxregister_decrease(self.config.registers.dq)
         state = self.dq_sum.start(shared, call.buffers, thread - self.config.consumer_threads, call.sizes.scale)
@@ -149,7 +149,7 @@ class FusedKernel:
     # What `dkdv.py` replaces.
 
     def _consumer(
-        self, shared: FusedShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
+        self, shared: BackwardShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
     ) -> Consumer:
         """Returns a consumer warpgroup with its registers."""
         return FusedConsumer.start(self.spec, shared, transform, thread, warp_index)

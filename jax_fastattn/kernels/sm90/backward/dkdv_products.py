@@ -20,7 +20,7 @@ from jax_fastattn.kernels.device import ptx, softmax, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
-from jax_fastattn.kernels.sm90.backward.shared import ONE, STEP, FusedShared
+from jax_fastattn.kernels.sm90.backward.shared import ONE, STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 # Lanes of an accumulator's row: each has columns of its own.
@@ -75,7 +75,7 @@ class FusedProducts:
 
     @classmethod
     def start(
-        cls, spec: KernelSpec, shared: FusedShared, transform: softmax.Transform, thread: Int32, group: Int32
+        cls, spec: KernelSpec, shared: BackwardShared, transform: softmax.Transform, thread: Int32, group: Int32
     ) -> "FusedProducts":
         """Returns the products with their registers.
 

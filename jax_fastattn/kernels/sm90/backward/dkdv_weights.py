@@ -15,13 +15,11 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.device import ptx, softmax, wgmma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges
-
-# Named barrier of the first stage's weights; those of the others follow. 1 and 2 are the warpgroups' own.
-_WEIGHTS_READY = 3
 
 # Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the position of the tile of
 # queries, its edges or None if it is full, and how many products may stay in flight.
@@ -61,7 +59,7 @@ class WeightExchange:
         pairs, weights = gradient.weigh_pairs(self.product, lse2, [], self.transform, visibilities, self._mma_dtype)
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
-        cute.arch.barrier_arrive(barrier_id=_WEIGHTS_READY + stage, number_of_threads=config.consumer_threads)
+        cute.arch.barrier_arrive(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
         return pairs
 
     def take(self, work: KeyTile, index: Int32, edges: Edges | None, flying: int) -> list[Int32]:
@@ -70,7 +68,7 @@ class WeightExchange:
         stage, config = self.stage[0], self.shared.memory.config
         delta = self._stats(stage, 1)
         warpgroup.wait_group(flying)
-        cute.arch.barrier(barrier_id=_WEIGHTS_READY + stage, number_of_threads=config.consumer_threads)
+        cute.arch.barrier(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
         pairs = []
         for i in range(0, config.queries // 4, 4):
             for j, chunk in enumerate(ptx.load_shared_chunk(self._address(stage, i)), i):
@@ -86,13 +84,10 @@ class WeightExchange:
     def _stats(self, stage: Int32, which: int) -> list[Float32]:
         """Returns the log-sum-exps (0) or delta (1) of the queries of the lane's columns, two of each 8 queries."""
         memory = self.shared.memory
-        address = self.shared.address + memory.stats_start + (2 * stage + which) * memory.stats_pitch
-        address = address + self.lane_column * 4
+        address = self.shared.regions.stage("stats", 2 * stage + which) + self.lane_column * 4
         blocks = range(memory.config.queries // 8)
         return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
 
     def _address(self, stage: Int32, pair: int) -> Int32:
         """Returns the address of four of the lane's pairs of weights; those of the threads follow each other."""
-        memory = self.shared.memory
-        start = self.shared.address + memory.weights_start + stage * memory.weights_nbytes
-        return start + self.thread % 128 * 16 + pair // 4 * 2048
+        return self.shared.regions.stage("weights", stage) + self.thread % 128 * 16 + pair // 4 * 2048

@@ -113,7 +113,7 @@ class DqKernel:
 
         # The first product needs Q and K.
         count = walk.steps
-        load_rows(copy_query, shared.query_full, memory.query_nbytes)
+        load_rows(copy_query, shared.query_full, memory.table["query"].pitch)
         wgmma.loop(Int32(cutlass.min(count, 1)), load)
-        load_rows(copy_dout, shared.dout_full, memory.dout_nbytes)
+        load_rows(copy_dout, shared.dout_full, memory.table["dout"].pitch)
         wgmma.loop(count - 1, lambda i: load(i + 1))

@@ -26,7 +26,7 @@ from jax_fastattn.kernels.sm90.backward.config import BLOCK, ROW_ALIGNMENT, SLOT
 from jax_fastattn.kernels.sm90.backward.dq_state import Chunk, CountingWarp, DqWarpgroup, TileCursor, TileRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import tile_counter
-from jax_fastattn.kernels.sm90.backward.shared import FusedShared
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -42,7 +42,7 @@ class DqSum:
     def __init__(self, spec: KernelSpec, memory: BackwardMemory, dtype: type):
         self.spec, self.memory, self.config, self.dtype = spec, memory, memory.config, dtype
 
-    def start(self, shared: FusedShared, buffers: BackwardBuffers, thread: Int32, scale: Float32) -> DqWarpgroup:
+    def start(self, shared: BackwardShared, buffers: BackwardBuffers, thread: Int32, scale: Float32) -> DqWarpgroup:
         """Returns what the third warpgroup keeps from one tile of keys to the next.
 
         Args:
@@ -198,7 +198,7 @@ class DqSum:
 
     # The last CTA that adds to a tile.
 
-    def count(self, shared: FusedShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
+    def count(self, shared: BackwardShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
         """Counts the tiles of one slot. Runs in one warp."""
         visited, at = work.visit.end - work.visit.begin, warp.position
         first = (warp.slot - at[0] + SLOTS) % SLOTS
@@ -212,7 +212,7 @@ class DqSum:
         wgmma.loop((work.steps - first + (SLOTS - 1)) // SLOTS, step)
         at[0] = (at[0] + work.steps) % SLOTS
 
-    def _count(self, shared: FusedShared, work: KeyTile, counter: Int64, tile: Int32, warp: CountingWarp) -> None:
+    def _count(self, shared: BackwardShared, work: KeyTile, counter: Int64, tile: Int32, warp: CountingWarp) -> None:
         """Counts a tile, and tells the third warpgroup what the counter was.
 
         The third warpgroup has arrived since it added; the fence makes what it did visible before the count.
@@ -231,9 +231,9 @@ class DqSum:
             ptx.store_shared(self._flag(shared, warp.slot), left)
             cute.arch.mbarrier_arrive(shared.counted + warp.slot)
 
-    def _flag(self, shared: FusedShared, slot: Int32) -> Int32:
+    def _flag(self, shared: BackwardShared, slot: Int32) -> Int32:
         """Returns the address of the word in which the third warpgroup finds a slot's counter."""
-        return shared.address + self.memory.flag_start + slot * 4
+        return shared.regions.stage("left", slot)
 
     def _finish(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Empties the longest filled slot: stores dq of its tile, if no other CTA has still to add there."""

@@ -17,15 +17,12 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.backward import gradient
-from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, DqConfig
+from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, DqBarrier, DqConfig
 from jax_fastattn.kernels.sm90.backward.dq_products import DqProducts
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
 from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.visits import Phase, Visit
-
-# Named barrier of the first warpgroup; that of the second one follows.
-_OWN_BARRIER = 1
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,7 @@ class DqConsumer:
             lambda: [(self.shared.slot_address(slot), self.shared.memory.head_dim)],
             copies.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.zeros_from()),
             threads=128,
-            barrier=_OWN_BARRIER,
+            barrier=DqBarrier.WARPGROUP,
         )
 
     # Results.

@@ -28,7 +28,7 @@ from jax_fastattn.kernels.sm90.backward.dq_atomic import DqSum
 from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import slots_counter
-from jax_fastattn.kernels.sm90.backward.shared import FusedShared
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
 class DqOrdered(DqSum):
@@ -117,7 +117,7 @@ class DqOrdered(DqSum):
 
         cutlass.if_generate(is_first, store, add)
 
-    def _count(self, shared: FusedShared, work: KeyTile, counter: Int64, tile: Int32, warp: CountingWarp) -> None:
+    def _count(self, shared: BackwardShared, work: KeyTile, counter: Int64, tile: Int32, warp: CountingWarp) -> None:
         """Waits for the CTA's turn, tells the third warpgroup, and counts its additions."""
         seen = self._seen(work, tile)
         before = work.tile - seen.begin

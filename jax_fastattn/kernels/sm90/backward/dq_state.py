@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
-from jax_fastattn.kernels.sm90.backward.shared import FusedShared
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
 class Chunk(NamedTuple):
@@ -90,7 +90,7 @@ class CountingWarp:
         """Returns the warp of a slot before it counts."""
         return cls(slot, wgmma.Uniform(Int32(0), Int32(0)))
 
-    def wait_for_sums(self, shared: FusedShared) -> None:
+    def wait_for_sums(self, shared: BackwardShared) -> None:
         """Waits until the third warpgroup has added to the next tile of the slot."""
         wgmma.wait(shared.added + self.slot, self.position[1])
         self.position[1] = self.position[1] ^ 1
@@ -119,7 +119,7 @@ class DqWarpgroup:
         turn: tiles added to so far; says which buffer of dS is next, and its phase.
     """
 
-    shared: FusedShared
+    shared: BackwardShared
     mma: cute.TiledMma
     dq: cute.Tensor
     dscore: cute.Tensor

@@ -9,13 +9,10 @@ from cutlass import Boolean, Int32
 
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.config import BackwardMemory
+from jax_fastattn.kernels.sm90.backward.config import BackwardMemory, DkdvDqBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-
-# Named barriers: of both consumer warpgroups, and of the first one; that of the second one follows.
-_BOTH_BARRIER, _OWN_BARRIER = 1, 2
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class SharedRows:
 
     Attributes:
         spec: the compile key.
-        memory: offsets in shared memory, with the config.
+        memory: the table of shared memory, with the config.
         shared: tiles and barriers.
     """
 
@@ -43,8 +40,8 @@ class SharedRows:
         def operands() -> list[tuple[Int32, int]]:
             group = ptx.thread_index() // 128  # read anew, as in `zero_hidden_rows`
             return [
-                (self.shared.address + start + group * (WARPGROUP_ROWS * columns * 2), columns)
-                for start, columns in ((0, memory.head_dim), (memory.value_start, memory.v_head_dim))
+                (self.shared.regions.stage(name, group), columns)
+                for name, columns in (("key", memory.head_dim), ("value", memory.v_head_dim))
             ]
 
         wgmma.zero_hidden_rows(
@@ -52,7 +49,7 @@ class SharedRows:
             operands,
             copies.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.zeros_from()),
             threads=128,
-            barrier=_OWN_BARRIER,
+            barrier=DkdvDqBarrier.WARPGROUP,
         )
 
     def zero_queries(self, work: KeyTile, index: Int32, stage: Int32) -> None:
@@ -90,14 +87,11 @@ class SharedRows:
         wgmma.zero_hidden_rows(
             config.queries,
             lambda: [
-                (self.shared.address + start + stage * nbytes, columns)
-                for start, nbytes, columns in (
-                    (memory.query_start, memory.query_nbytes, memory.head_dim),
-                    (memory.dout_start, memory.dout_nbytes, memory.v_head_dim),
-                )
+                (self.shared.regions.stage(name, stage), columns)
+                for name, columns in (("query", memory.head_dim), ("dout", memory.v_head_dim))
             ],
             copies.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.queries.zeros_from()),
             threads=config.consumer_threads,
-            barrier=_BOTH_BARRIER,
+            barrier=memory.both_barrier,
             together=not config.wide,
         )

@@ -19,7 +19,7 @@ from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
-from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.tile_records import slot_count
 from jax_fastattn.kernels.visits import Edges, Visit
 
@@ -243,7 +243,7 @@ class KeySchedule:
         in order, and a CTA finishes a tile before it begins the next one that it has taken. So the earliest unfinished
         tile waits for no other one, and its CTA is at work on it.
         """
-        if not isinstance(shared, FusedShared):
+        if not self.config.adds_dq:
             visit(self._work(cute.arch.block_idx()[0], call), Int32(0))
             return
 

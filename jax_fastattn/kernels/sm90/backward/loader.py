@@ -10,7 +10,7 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.tma import Tma, TmaOperand
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
-from jax_fastattn.kernels.sm90.backward.shared import BackwardShared, FusedShared
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -40,7 +40,7 @@ class Producer:
             stats: see `gradient.py`.
             prepare: where dq is computed comes before all, see `DqSum.prepare`.
         """
-        config, memory = self.config, self.memory
+        config, memory, table = self.config, self.memory, self.memory.table
         queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
         douts = wgmma.Ring(shared.dout_full, shared.dout_empty, config.stages)
         groups = config.keys // WARPGROUP_ROWS
@@ -66,22 +66,22 @@ class Producer:
                 row_nbytes = stats_row_nbytes(config.adds_dq)
                 row = work.queries.padded(tile * config.queries, ROW_ALIGNMENT)
                 source = stats.toint() + (2 * head_row + row) * row_nbytes
-                target = shared.address + memory.stats_start + stage * (2 * memory.stats_pitch)
+                target = shared.address + table.offset("stats") + stage * (2 * table["stats"].pitch)
                 with cute.arch.elect_one():
                     ptx.copy_bulk(target, source, nbytes, barrier.toint())
                     ptx.copy_bulk(
-                        target + memory.stats_pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint()
+                        target + table["stats"].pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint()
                     )
 
             def load(i: Int32) -> None:
                 tile = work.visit.tile(walk.position(i))
-                queries.fill(copy_both, tile, memory.query_nbytes + 2 * memory.stats_nbytes)
-                douts.fill(copy_dout, tile, memory.dout_nbytes)
+                queries.fill(copy_both, tile, table["query"].pitch + 2 * memory.stats_nbytes)
+                douts.fill(copy_dout, tile, table["dout"].pitch)
 
             wgmma.loop(walk.steps, load)
 
         def load_all(work: KeyTile, phase: Int32) -> None:
-            if isinstance(shared, FusedShared):
+            if config.adds_dq:
                 prepare(work)
                 wgmma.wait(shared.keys_empty, phase ^ 1)
             load_keys(work, tma.key, shared.key, shared.key_full, memory.head_dim)

@@ -9,13 +9,15 @@ fast it was measured is in docs/kernels/sm90.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from jax_fastattn.kernels import tile_records
-from jax_fastattn.kernels.device.layout import padded
+from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.geometry import (
     SHARED_MEMORY,
     SM_SHARED_MEMORY,
+    TILE_ALIGNMENT,
     WARPGROUP_ROWS,
     Registers,
     padded_head_dim,
@@ -27,8 +29,13 @@ _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
 # Of a tile that is taken by a counter: its record and its head, see `schedule.py`.
 TAKEN_WORDS = tile_records.WORDS + 1
 
-# Every shared-memory tile starts at a whole repetition of the 128-byte swizzle.
-_TILE_ALIGNMENT = 1024
+
+@disjoint
+class ForwardBarrier(NamedBarrier):
+    """Named barriers: those on which a warpgroup meets by itself, and those of its turn to issue products."""
+
+    WARPGROUP = 1, 3
+    TURN = 5, 3
 
 
 @dataclass(frozen=True)
@@ -97,19 +104,21 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Byte offsets in dynamic shared memory: Q of each warpgroup, the ring, mbarriers, the tile that is taken.
+    """Shared memory of a CTA: Q of each warpgroup, the ring of K and V, mbarriers, the tile that is taken.
 
     Attributes:
         config: the variant.
         head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V in shared memory, padded.
         takes_tiles: whether tiles are taken by a counter.
+        feature_rows: rows of features, which join those of the kernel.
     """
 
     config: ForwardConfig
     head_dim: int
     v_head_dim: int
     takes_tiles: bool
+    feature_rows: tuple[Row, ...] = ()
 
     @classmethod
     def of(cls, spec: KernelSpec, config: ForwardConfig) -> SharedMemory:
@@ -117,35 +126,30 @@ class SharedMemory:
         takes_tiles = spec.packed and config.walks
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), takes_tiles)
 
-    @property
-    def query_nbytes(self) -> int:
-        """Bytes from the Q of one warpgroup to the next."""
-        return WARPGROUP_ROWS * self.head_dim * 2
-
-    @property
-    def slot_nbytes(self) -> int:
-        """Bytes from one slot of the ring to the next."""
-        return padded(self.config.keys * max(self.head_dim, self.v_head_dim) * 2, _TILE_ALIGNMENT)
-
-    @property
-    def ring_start(self) -> int:
-        """Offset of the ring."""
-        return self.config.warpgroups * self.query_nbytes
-
-    @property
-    def barrier_start(self) -> int:
-        """Offset of the mbarriers: full and empty ones of the slots, then of each warpgroup's Q, then of the tile."""
-        return self.ring_start + self.config.slots * self.slot_nbytes
-
-    @property
-    def taken_start(self) -> int:
-        """Offset of the words of the tile that is taken."""
-        return self.barrier_start + 8 * 2 * (self.config.slots + self.config.warpgroups + int(self.takes_tiles))
+    @cached_property
+    def table(self) -> SharedTable:
+        """Regions and barriers; a stage of the ring holds a tile of K or of V."""
+        config, warps, columns = self.config, 4 * self.config.warpgroups, max(self.head_dim, self.v_head_dim)
+        rows: list[Row] = [
+            Region("query", WARPGROUP_ROWS * self.head_dim * 2, config.warpgroups, TILE_ALIGNMENT),
+            Region("ring", config.keys * columns * 2, config.slots, TILE_ALIGNMENT),
+            Barriers("ring_full", config.slots, arrivals=1),
+            Barriers("ring_empty", config.slots, arrivals=warps),
+            Barriers("query_full", config.warpgroups, arrivals=1),
+            Barriers("query_empty", config.warpgroups, arrivals=4),
+        ]
+        if self.takes_tiles:
+            rows += [
+                Barriers("next_tile_full", 1, arrivals=1),
+                Barriers("next_tile_empty", 1, arrivals=warps + 1),
+                Region("next_tile", 4 * TAKEN_WORDS, align=4),
+            ]
+        return SharedTable(tuple(rows)).with_rows(*self.feature_rows)
 
     @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
-        return self.taken_start + (4 * TAKEN_WORDS if self.takes_tiles else 0)
+        return self.table.nbytes
 
     @property
     def fits(self) -> bool:

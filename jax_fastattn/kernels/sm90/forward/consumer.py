@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.plan import Order
-from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
+from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, ForwardConfig
 from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
 from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
@@ -31,9 +31,6 @@ from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax
 from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.visits import Phase, Visit
-
-# Named barrier of the first warpgroup's turn; those of the others follow.
-_TURN_BARRIER = 5
 
 
 @dataclass(frozen=True)
@@ -60,14 +57,14 @@ class PingPong:
     def wait(self) -> None:
         """Waits for this warpgroup's turn."""
         if self._exists:
-            cute.arch.barrier(barrier_id=_TURN_BARRIER + self.group, number_of_threads=256)
+            cute.arch.barrier(barrier_id=ForwardBarrier.TURN.at(self.group), number_of_threads=256)
 
     def pass_on(self) -> None:
         """Gives the turn to the next warpgroup."""
         if self._exists:
             following = self.group + 1
             following = ptx.where(following == self.config.warpgroups, Int32(0), following)
-            cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + following, number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=ForwardBarrier.TURN.at(following), number_of_threads=256)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,10 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-
-# Named barrier of the first warpgroup; those of the others follow.
-_OWN_BARRIER = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +63,7 @@ class SharedOperands:
             own_query,
             copies.Rows.live(inside, first, hides_first=False, length=tile.queries.zeros_from()),
             threads=128,
-            barrier=_OWN_BARRIER,
+            barrier=ForwardBarrier.WARPGROUP,
         )
 
     def zero_values(self, tile: QueryTile, index: Int32, slot: Callable[[], Int32]) -> None:
@@ -86,8 +84,8 @@ class SharedOperands:
             lambda: [(self.shared.slot_address(slot()), self.call.memory.v_head_dim)],
             rows,
             threads=128,
-            barrier=_OWN_BARRIER,
+            barrier=ForwardBarrier.WARPGROUP,
         )
 
     def _sync_warpgroup(self) -> None:
-        cute.arch.barrier(barrier_id=_OWN_BARRIER + self.lane.group, number_of_threads=128)
+        cute.arch.barrier(barrier_id=ForwardBarrier.WARPGROUP.at(self.lane.group), number_of_threads=128)
