@@ -25,8 +25,7 @@ from warp_emulator import SCHEDULES, Race
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.backward import roles
-from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, backward_scratch
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, RoleBarrier, backward_scratch
 
 
 def _spec(
@@ -168,14 +167,13 @@ def test_ordered_sums_have_the_same_bits_under_every_schedule() -> None:
 
 
 # Forms of the kernel, and the barriers that each of them has; "CTA" is that of all threads.
-_PAIR = set(range(roles.PAIR, roles.PAIR + 4))
-_LAGGED = {"CTA": {0}, "FIRST": {roles.FIRST}, "SECOND": {roles.SECOND}, "READY": {roles.READY}, "PAIR": _PAIR}
-_DONE = {"DONE": {roles.DONE}}
-_EXCHANGES = {
-    "EXCHANGE_P": {roles.EXCHANGE_P, roles.EXCHANGE_P + 1},
-    "EXCHANGE_DS": {roles.EXCHANGE_DS, roles.EXCHANGE_DS + 1},
-}
-_ONE_STAGE = {"CTA": {0}, "SECOND": {roles.SECOND}, "PAIR": _PAIR} | _DONE
+def _numbers(*names: str) -> dict[str, set[int]]:
+    return {name: set(RoleBarrier[name].numbers) for name in names}
+
+
+_LAGGED = {"CTA": {0}} | _numbers("FIRST", "SECOND", "READY", "PAIR")
+_DONE, _EXCHANGES = _numbers("DONE"), _numbers("EXCHANGE_P", "EXCHANGE_DS")
+_ONE_STAGE = {"CTA": {0}} | _numbers("SECOND", "PAIR") | _DONE
 _BARRIERS = {
     "one-role": (DkdvDqConfig(4, 1, 64, roles=1, parts=2), {"CTA": {0}}),
     "two-roles": (DkdvDqConfig(4, 1, 64), _LAGGED | _DONE),

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.device.layout import SharedTile, padded
+from jax_fastattn.kernels.device.regions import Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
 
 
@@ -62,11 +63,19 @@ class ForwardConfig:
         return f"forward {self.rows}x{self.keys}"
 
     def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
-        """Bytes of shared memory: Q, then the stages of K, then those of V; the output tile reuses all of it."""
-        query = SharedTile(self.rows, head_dim).nbytes
-        key = SharedTile(self.keys, head_dim).nbytes
-        value = SharedTile(self.keys, v_head_dim).nbytes
-        return max(query + self.stages * (key + value), SharedTile(self.rows, v_head_dim).nbytes)
+        """Bytes of shared memory."""
+        return self.table(head_dim, v_head_dim).nbytes
+
+    def table(self, head_dim: int, v_head_dim: int) -> SharedTable:
+        """Returns the regions of shared memory: Q, the stages of K and of V; O uses all of them again."""
+        return SharedTable(
+            (
+                Region("query", SharedTile(self.rows, head_dim).nbytes),
+                Region("key", SharedTile(self.keys, head_dim).nbytes, self.stages),
+                Region("value", SharedTile(self.keys, v_head_dim).nbytes, self.stages),
+                Region("out", SharedTile(self.rows, v_head_dim).nbytes, over="query"),
+            )
+        )
 
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:

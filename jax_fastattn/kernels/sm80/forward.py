@@ -57,8 +57,8 @@ class ForwardKernel:
         self.key_tile = SharedTile(self.config.keys, spec.head_dim)
         self.value_tile = SharedTile(self.config.keys, spec.v_head_dim)
         self.out_tile = SharedTile(self.config.rows, spec.v_head_dim)
-        self.key_start = self.query_tile.nbytes
-        self.value_start = self.key_start + self.config.stages * self.key_tile.nbytes
+        self.table = self.config.table(spec.head_dim, spec.v_head_dim)
+        self.key_start, self.value_start = self.table.offset("key"), self.table.offset("value")
         self.m_blocks = self.config.rows_per_warp // 16
         self.score_blocks = self.config.keys // 8
         self.out_blocks = self.out_tile.padded_columns // 8
@@ -76,7 +76,7 @@ class ForwardKernel:
                 (buffers, scalars),
                 grid=self.schedule.blocks(scalars.query_length, scalars.batch, scalars.num_heads),
                 block=self.config.threads,
-                shared_bytes=self.config.shared_memory(self.spec.head_dim, self.spec.v_head_dim),
+                shared_bytes=self.table.nbytes,
                 min_blocks=self.config.blocks,
             )
         ]

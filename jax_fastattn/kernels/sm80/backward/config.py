@@ -9,9 +9,11 @@ registers and speeds of the rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from jax_fastattn.kernels.device.layout import SharedTile, padded
+from jax_fastattn.kernels.device.regions import NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.config import first_fit
 from jax_fastattn.kernels.tile_records import slot_count
@@ -120,16 +122,36 @@ class DkdvDqConfig:
         return self.memory(head_dim, v_head_dim).nbytes
 
 
+@disjoint
+class RoleBarrier(NamedBarrier):
+    """Named barriers of two roles, see `roles.py`: PAIR of each warp of a role, the exchanges of each two warps."""
+
+    FIRST = 1, 1
+    SECOND = 2, 1
+    READY = 3, 1
+    DONE = 4, 1
+    PAIR = 5, 4
+    EXCHANGE_P = 9, 2
+    EXCHANGE_DS = 11, 2
+
+
 @dataclass(frozen=True)
 class DkdvDqMemory:
     """Shared memory of a CTA: K, V, the stages of Q and dO, dS (or P on its way), P if exchanged, statistics.
 
     Columns split evenly between the warps that share rows, so tiles are padded with zeros to their multiples.
+
+    Attributes:
+        config: the tiling.
+        head_dim: columns of Q and K.
+        v_head_dim: columns of V and dO.
+        feature_rows: rows of features, which join those of the kernel.
     """
 
     config: DkdvDqConfig
     head_dim: int
     v_head_dim: int
+    feature_rows: tuple[Row, ...] = ()
 
     @property
     def key(self) -> SharedTile:
@@ -166,44 +188,29 @@ class DkdvDqMemory:
         return self.config.column_warps
 
     @property
-    def value_start(self) -> int:
-        """First byte of V; that of K is 0."""
-        return self.key.nbytes
-
-    @property
-    def ring_start(self) -> int:
-        """First byte of the stages."""
-        return self.value_start + self.value.nbytes
-
-    @property
-    def stage_nbytes(self) -> int:
-        """Bytes of Q and dO of a stage."""
-        return self.query.nbytes + self.dout.nbytes
-
-    @property
-    def score_start(self) -> int:
-        """First byte of dS."""
-        return self.ring_start + self.config.stages * self.stage_nbytes
-
-    @property
-    def exchange_start(self) -> int:
-        """First byte of P, if it is exchanged."""
-        return self.score_start + self.score.nbytes
-
-    @property
-    def stats_start(self) -> int:
-        """First byte of the row statistics: of each stage a copy for each role."""
-        return self.exchange_start + (self.score.nbytes if self.config.exchanges else 0)
-
-    @property
     def stats_nbytes(self) -> int:
         """Bytes of a role's statistics of a stage."""
         return 8 * self.config.part
 
+    @cached_property
+    def table(self) -> SharedTable:
+        """Regions: K, V, the stages of Q and dO, dS, P if it is exchanged, of each stage statistics for each role."""
+        config = self.config
+        rows: list[Row] = [
+            Region("key", self.key.nbytes),
+            Region("value", self.value.nbytes),
+            Region("stages", self.query.nbytes + self.dout.nbytes, config.stages),
+            Region("dscore", self.score.nbytes),
+        ]
+        if config.exchanges:
+            rows.append(Region("exchange", self.score.nbytes))
+        rows.append(Region("stats", self.stats_nbytes, config.stages * config.roles))
+        return SharedTable(tuple(rows)).with_rows(*self.feature_rows)
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
-        return self.stats_start + self.config.stages * self.config.roles * self.stats_nbytes
+        """Bytes to ask for at launch."""
+        return self.table.nbytes
 
 
 def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:

@@ -41,8 +41,8 @@ class Products:
         """Returns tile and start of K with Q, or of V with dO; the second start is that in a stage."""
         memory = self.memory
         if which == QUERY:
-            return memory.key, 0, memory.query, 0
-        return memory.value, memory.value_start, memory.dout, memory.query.nbytes
+            return memory.key, memory.table.offset("key"), memory.query, 0
+        return memory.value, memory.table.offset("value"), memory.dout, memory.query.nbytes
 
     def grad_blocks(self, which: str) -> tuple[int, int]:
         """Returns the blocks of a warp's part of dK (`QUERY`) or dV (`DOUT`)."""
@@ -89,11 +89,12 @@ class Products:
     def statistics(self, state: DkdvDqState, stage: Any, role: int) -> Int32:
         """Returns the address of a role's copy of the statistics of a stage."""
         nbytes = self.memory.stats_nbytes
-        start = self.memory.stats_start + role * nbytes
+        start = self.memory.table.offset("stats") + role * nbytes
         return state.at.shared + start + stage * (self.config.roles * nbytes)
 
     def _stage(self, state: DkdvDqState, start: int, stage: Any) -> Int32:
-        return state.at.shared + (self.memory.ring_start + start) + stage * self.memory.stage_nbytes
+        table = self.memory.table
+        return state.at.shared + (table.offset("stages") + start) + stage * table["stages"].pitch
 
     # Products.
 
@@ -126,7 +127,7 @@ class Products:
         scores, keys, blocks = self.memory.score, self.memory.key, self.dq_tile.blocks
         first_row, first_column = self.dq_tile.place(state.at.dq_warp)
         row, column = crossed_lane(state.at.lane)
-        start = state.at.shared + self.memory.score_start
+        start = state.at.shared + self.memory.table.offset("dscore")
         load_a = mma.load_a_transposed(scores, start + scores.offset(row, column + first_row))
         row, column = plain_lane(state.at.lane)
         load_b = mma.load_b_transposed(keys, state.at.shared + keys.offset(row, column + first_column))

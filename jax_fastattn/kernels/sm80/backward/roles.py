@@ -36,23 +36,21 @@ from jax_fastattn.kernels.device import mma, ptx, softmax
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm80.backward import gradient
+from jax_fastattn.kernels.sm80.backward.config import RoleBarrier
 from jax_fastattn.kernels.sm80.backward.dq_reduce import AtomicReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.visits import Phase
 
-# Named barriers; 0 is that of the whole CTA. PAIR has one for each warp of a role, the exchanges one for each two.
-FIRST, SECOND, READY, DONE, PAIR, EXCHANGE_P, EXCHANGE_DS = 1, 2, 3, 4, 5, 9, 11
 
-
-def wait(barrier: int, threads: int, index: Any = 0) -> None:
+def wait(barrier: RoleBarrier, threads: int, index: Any = 0) -> None:
     """Arrives at a barrier of so many threads and waits for the others; `index` is that of one of several."""
-    cute.arch.barrier(barrier_id=barrier + index, number_of_threads=threads)
+    cute.arch.barrier(barrier_id=barrier.at(index), number_of_threads=threads)
 
 
-def arrive(barrier: int, threads: int, index: Any = 0) -> None:
+def arrive(barrier: RoleBarrier, threads: int, index: Any = 0) -> None:
     """Arrives at a barrier."""
-    cute.arch.barrier_arrive(barrier_id=barrier + index, number_of_threads=threads)
+    cute.arch.barrier_arrive(barrier_id=barrier.at(index), number_of_threads=threads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +137,7 @@ class Role:
             cute.arch.sync_threads()
             self._load_next_part(stage, part, member, index)
             packed = [products.pack(x) for x in self._differentiated(stage, first, masked=masked)]
-            products.store_scores(state, products.memory.score_start, packed[1], part * config.part)
+            products.store_scores(state, products.memory.table.offset("dscore"), packed[1], part * config.part)
             for pairs, which in zip(packed, (DOUT, QUERY), strict=True):
                 products.accumulate(state, self.grads[which], products.packed_loader(pairs), which, stage)
         cute.arch.sync_threads()
@@ -231,7 +229,7 @@ class Role:
         """Returns the warp's first query in the tile."""
         return self.state.at.column_warp * self.products.score_columns
 
-    def _begin(self, step: Int32, barrier: int) -> Any:
+    def _begin(self, step: Int32, barrier: RoleBarrier) -> Any:
         """Waits for a tile's copies, and for the role to have left the tile before; returns the stage."""
         config = self.products.config
         cute.arch.cp_async_wait_group(0)
@@ -268,23 +266,23 @@ class ProbabilityRole(Role):
     def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
         """Computes the role's share of a tile."""
         products, state, config, memory = self.products, self.state, self.products.config, self.products.memory
-        stage = self._begin(step, FIRST)
+        stage = self._begin(step, RoleBarrier.FIRST)
         packed, crossing = self._probabilities(stage, self._first_row(index), masked=masked)
         if config.lagged:
-            wait(READY, config.threads)
-        products.store_scores(state, memory.score_start, crossing, self._first_query())
+            wait(RoleBarrier.READY, config.threads)
+        products.store_scores(state, memory.table.offset("dscore"), crossing, self._first_query())
         if config.exchanges:
-            products.store_scores(state, memory.exchange_start, packed, self._first_query())
-        arrive(PAIR, 64, state.at.role_warp)
+            products.store_scores(state, memory.table.offset("exchange"), packed, self._first_query())
+        arrive(RoleBarrier.PAIR, 64, state.at.role_warp)
         if config.lagged:
             self._load_next(QUERY, 0, stage, member, index)
         load_p = products.packed_loader(packed)
         if config.exchanges:
-            wait(EXCHANGE_P, 32 * config.column_warps, state.at.key_warp)
-            load_p = products.exchanged_loader(state, memory.exchange_start)
+            wait(RoleBarrier.EXCHANGE_P, 32 * config.column_warps, state.at.key_warp)
+            load_p = products.exchanged_loader(state, memory.table.offset("exchange"))
         products.accumulate(state, self.grads[DOUT], load_p, DOUT, stage)
         if config.dq_roles == 2 or not config.lagged:
-            wait(DONE, config.threads)
+            wait(RoleBarrier.DONE, config.threads)
         if not config.lagged:
             # DONE: the second role has left dP, and all of this one dV.
             self._load_next(DOUT, 0, stage, member, index)
@@ -343,22 +341,22 @@ class GradientRole(Role):
         """Computes the role's share of a tile."""
         del masked
         products, state, config, memory = self.products, self.state, self.products.config, self.products.memory
-        stage = self._begin(step, SECOND)
+        stage = self._begin(step, RoleBarrier.SECOND)
         if config.lagged:
-            arrive(READY, config.threads)
+            arrive(RoleBarrier.READY, config.threads)
         dscore = products.scores(state, DOUT, stage)
-        wait(PAIR, 64, state.at.role_warp)
+        wait(RoleBarrier.PAIR, 64, state.at.role_warp)
         packed = self._gradients(dscore, stage)
         if config.dq_roles == 2 or not config.lagged:
-            arrive(DONE, config.threads)
+            arrive(RoleBarrier.DONE, config.threads)
         if config.lagged:
             self._load_next(DOUT, 1, stage, member, index)
         load_ds = products.packed_loader(packed)
         if config.exchanges:
-            wait(EXCHANGE_DS, 32 * config.column_warps, state.at.key_warp)
-            load_ds = products.exchanged_loader(state, memory.score_start)
+            wait(RoleBarrier.EXCHANGE_DS, 32 * config.column_warps, state.at.key_warp)
+            load_ds = products.exchanged_loader(state, memory.table.offset("dscore"))
         products.accumulate(state, self.grads[QUERY], load_ds, QUERY, stage)
-        wait(SECOND, 32 * config.role_warps)
+        wait(RoleBarrier.SECOND, 32 * config.role_warps)
         if not config.lagged:
             # DONE and SECOND: the first role has left S, and all of this one dK.
             self._load_next(QUERY, 1, stage, member, index)
@@ -369,7 +367,7 @@ class GradientRole(Role):
         products, n_blocks = self.products, self.products.score_blocks[1]
         _, lane_column = accumulator_lane(self.state.at.lane)
         stats = products.statistics(self.state, stage, 1) + (self._first_query() + lane_column) * 8
-        address = products.score_address(self.state, products.memory.score_start, self._first_query())
+        address = products.score_address(self.state, products.memory.table.offset("dscore"), self._first_query())
         packed: list[Any] = [None] * (len(dscore) // 2)
         pairs: dict[int, list[Float32]] = {}
         for i, offset in products.pair_offsets():
