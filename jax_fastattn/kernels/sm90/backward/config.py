@@ -178,7 +178,7 @@ class BackwardMemory:
         """Regions and barriers: those of both kernels, and in their places those of one of them."""
         config, operands = self.config, self.config.queries * 2
         keys, warps = config.keys // WARPGROUP_ROWS, config.consumer_threads // 32
-        regions, last = self._dkdv_regions, [Region("reserved", 120, align=8)]
+        regions, last = self._dkdv_regions, []
         if config.adds_dq:
             regions, last = self._dq_regions, self._dq_barriers
         rows: list[Row] = [
