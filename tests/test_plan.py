@@ -62,7 +62,7 @@ def check_live(found: LiveRange, lines: list[int]) -> None:
     """Checks a live range against the lines, each with the bits of its visible partners."""
     live = [i for i, line in enumerate(lines) if line]
     assert 0 <= found.begin <= found.end <= len(lines)
-    assert list(range(*found)) == live
+    assert list(range(found.begin, found.end)) == live
 
 
 def check_limits(found: Limits, line: int, length: int) -> None:

@@ -32,7 +32,7 @@ def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
 
     Args:
         problem: what is computed.
-        uneven: see `KernelSpec.uneven`.
+        uneven: see `BoundsKind.uneven`.
     """
     if problem.spec.deterministic:
         return True
@@ -48,6 +48,9 @@ def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
 def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
     """Returns a compile key with the config that the tables of its family have for it, whatever config it had.
 
+    A soft cap becomes exact where a sink's gradient would show that the error of a rough one is not even, and in the
+    portable family.
+
     Args:
         spec: the key; tests and tools build one by hand.
         short: whether T and S are at most `SHORT_LENGTH`. At most head dims the tables have one row for all lengths, so
@@ -57,7 +60,8 @@ def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
     else:
         config = (sm90_backward.backward_configs if spec.family == "sm90" else sm80_backward.dkdv_dq_config)(spec)
-    return replace(spec, config=config)
+    exact_cap = spec.logits_soft_cap and (spec.exact_cap or spec.sinks or spec.family == "sm80")
+    return replace(spec, config=config, exact_cap=exact_cap)
 
 
 def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
@@ -80,7 +84,8 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         query_offset="query_offset" in spec.present or problem.packed_offsets,
         packed=packed,
         logits_soft_cap=spec.logits_soft_cap is not None,
-        sinks="sinks" in spec.present and (op == "forward" or (family == "sm90" and spec.logits_soft_cap is not None)),
+        exact_cap="sinks" in spec.present,
+        sinks="sinks" in spec.present and op == "forward",
         dlse=dlse,
         family=family,
     )
@@ -88,5 +93,6 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
     if op == "forward" or not key.config.adds_dq:
         return key
     # Of the portable kernel it is not known where one order is faster.
-    ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, uneven=key.uneven)
+    uneven = key.bounds_kind.uneven
+    ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, uneven=uneven)
     return replace(key, ordered=ordered)

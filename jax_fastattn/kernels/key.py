@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax_fastattn.kernels.plan import BoundsKind
+
 
 @dataclass(frozen=True)
 class KernelSpec:
@@ -29,8 +31,9 @@ class KernelSpec:
         query_seq_lengths, key_value_seq_lengths, dlse: whether that operand is passed.
         query_offset: whether there are offsets: an operand, or where sequences are packed in their records.
         packed: whether rows are those of packed sequences, see `tile_records.py`.
-        sinks: whether the forward pass has that operand. In the backward pass it decides about `exact_cap` alone.
+        sinks: whether the forward pass has that operand.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
+        exact_cap: whether that tanh is exact, see `features/softcap.py`; the same in both passes.
         ordered: `adds_in_order`: CTAs that take keys of a head add to sums of dq in one order, so that dq has the same
             bits in every run.
         programs: score functions compiled into the kernel, in the order in which they apply; see kernels/features.
@@ -53,6 +56,7 @@ class KernelSpec:
     query_offset: bool = False
     packed: bool = False
     logits_soft_cap: bool = False
+    exact_cap: bool = False
     sinks: bool = False
     dlse: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
@@ -76,37 +80,19 @@ class KernelSpec:
         return self.op == "forward" and self.packed and self.config.walks
 
     @property
-    def hides_first_keys(self) -> bool:
-        """Whether there may be keys before those that some query sees; see `plan.Bounds`."""
-        return self.window_left and self.query_offset
+    def is_affine(self) -> bool:
+        """Whether a logit is a factor times the product q . k, so that a log-sum-exp may be part of that product."""
+        return not (self.programs or self.logits_soft_cap)
 
     @property
-    def hides_last_keys(self) -> bool:
-        """Whether there may be keys after those that some query sees."""
-        return self.window_right or self.key_value_seq_lengths or self.packed
-
-    @property
-    def hides_first_queries(self) -> bool:
-        """Whether there may be queries before those that see some key; see `plan.Bounds`."""
-        return self.window_right and self.query_offset
-
-    @property
-    def hides_last_queries(self) -> bool:
-        """Whether there may be queries after those that see some key."""
-        return self.window_left or self.query_seq_lengths or self.packed
-
-    @property
-    def divides_lse(self) -> bool:
-        """Whether that kernel takes log-sum-exps, over the scale, off products; with a soft cap off capped logits."""
-        adds_dq = self.op == "backward" and self.config.adds_dq
-        return self.family == "sm90" and adds_dq and not self.logits_soft_cap
-
-    @property
-    def exact_cap(self) -> bool:
-        """Whether the tanh of a soft cap has to be exact, see `softmax.cap_score_roughly`."""
-        return self.sinks or self.family == "sm80"
-
-    @property
-    def uneven(self) -> bool:
-        """Whether some tiles see much more than others: the window has one bound."""
-        return self.window_left != self.window_right
+    def bounds_kind(self) -> BoundsKind:
+        """Which bounds there are."""
+        return BoundsKind(
+            left=self.window_left,
+            right=self.window_right,
+            query_end=self.query_seq_lengths,
+            key_end=self.key_value_seq_lengths,
+            offset=self.query_offset,
+            packed=self.packed,
+            rules=any(program.has_rule for program in self.programs),
+        )

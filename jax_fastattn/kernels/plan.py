@@ -43,10 +43,17 @@ class Order(enum.Enum):
 
 
 class LiveRange(NamedTuple):
-    """A half-open range of rows, [begin, end) with begin <= end; empty where they are equal."""
+    """A half-open range of rows, [begin, end) with begin <= end; empty where they are equal.
+
+    Attributes:
+        begin: the first row.
+        end: after the last one.
+        hides_first: whether there may be rows before the first one; known when a kernel is compiled.
+    """
 
     begin: Int
     end: Int
+    hides_first: bool = False
 
 
 class Limits(NamedTuple):
@@ -69,10 +76,66 @@ def _tiles(first: Int, last: Int, full_first: Int, full_last: Int, tile: int) ->
     return TileRange(begin, end, full_begin, full_end)
 
 
-def _live(first: Int, last: Int, end: Int, others: Int) -> LiveRange:
+def _live(first: Int, last: Int, end: Int, others: Int, hides_first: bool) -> LiveRange:
     """Elements [first, last) of [0, end), none where there are no `others` to see or be seen by."""
     begin = _clamp(first, 0, end)
-    return LiveRange(begin, begin + (_clamp(last, begin, end) - begin) * _clamp(others, 0, 1))
+    return LiveRange(begin, begin + (_clamp(last, begin, end) - begin) * _clamp(others, 0, 1), hides_first)
+
+
+@dataclass(frozen=True)
+class BoundsKind:
+    """Which bounds there are, as far as a kernel knows when it is compiled.
+
+    Attributes:
+        left, right: whether the window has that bound; causal is a right bound of 0.
+        query_end, key_end: whether sequences may be shorter than the arrays.
+        offset: whether there are offsets.
+        packed: whether rows are those of packed sequences.
+        rules: whether a feature hides scores one by one, so that no tile is full.
+    """
+
+    left: bool = False
+    right: bool = False
+    query_end: bool = False
+    key_end: bool = False
+    offset: bool = False
+    packed: bool = False
+    rules: bool = False
+
+    @property
+    def hides_first_keys(self) -> bool:
+        """Whether there may be keys before those that some query sees."""
+        return self.left and self.offset
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether there may be keys that no query sees."""
+        return self.hides_first_keys or self.hides_last_keys
+
+    @property
+    def hides_last_keys(self) -> bool:
+        """Whether there may be keys after those that some query sees."""
+        return self.right or self.key_end or self.packed
+
+    @property
+    def hides_first_queries(self) -> bool:
+        """Whether there may be queries before those that see some key."""
+        return self.right and self.offset
+
+    @property
+    def hides_last_queries(self) -> bool:
+        """Whether there may be queries after those that see some key."""
+        return self.left or self.query_end or self.packed
+
+    @property
+    def hides_queries(self) -> bool:
+        """Whether there may be queries that see no key."""
+        return self.hides_first_queries or self.hides_last_queries
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some tiles see much more than others: the window has one bound."""
+        return self.left != self.right
 
 
 @dataclass(frozen=True)
@@ -85,6 +148,7 @@ class Bounds:
         offset: of the diagonal: query i is at the position of key i + offset.
         left: how many keys before its position a query sees.
         right: how many keys after its position a query sees.
+        kind: what a kernel knows of them when it is compiled.
     """
 
     query_end: Int
@@ -92,6 +156,7 @@ class Bounds:
     offset: Int
     left: Int
     right: Int
+    kind: BoundsKind = BoundsKind()
 
     def key_tiles(self, row: Int, rows: int, tile: int) -> TileRange:
         """Returns the key tiles of size `tile` that the query rows [row, row + rows) visit.
@@ -105,7 +170,7 @@ class Bounds:
         last = first + (last - first) * _clamp(self.query_end - row, 0, 1)
         full_first = _clamp(last_row + self.offset - self.left, 0, self.key_end)
         full_last = _clamp(row + self.offset + self.right + 1, 0, self.key_end)
-        return _tiles(first, last, full_first, full_last, tile)
+        return self._classified(_tiles(first, last, full_first, full_last, tile))
 
     def query_tiles(self, column: Int, columns: int, tile: int) -> TileRange:
         """Returns the query tiles of size `tile` that see the keys [column, column + columns).
@@ -119,17 +184,17 @@ class Bounds:
         last = first + (last - first) * _clamp(self.key_end - column, 0, 1)
         full_first = _clamp(last_column - self.offset - self.right, 0, self.query_end)
         full_last = _clamp(column - self.offset + self.left + 1, 0, self.query_end)
-        return _tiles(first, last, full_first, full_last, tile)
+        return self._classified(_tiles(first, last, full_first, full_last, tile))
 
     def live_keys(self) -> LiveRange:
         """Returns the keys that some query sees. A kernel multiplies no other row of K and V by anything."""
         first, last = self.offset - self.left, self.query_end + self.offset + self.right
-        return _live(first, last, self.key_end, self.query_end)
+        return _live(first, last, self.key_end, self.query_end, self.kind.hides_first_keys)
 
     def live_queries(self) -> LiveRange:
         """Returns the queries that see some key: the transpose of `live_keys`."""
         first, last = -self.offset - self.right, self.key_end - self.offset + self.left
-        return _live(first, last, self.query_end, self.key_end)
+        return _live(first, last, self.query_end, self.key_end, self.kind.hides_first_queries)
 
     def key_limits(self, row: Int) -> Limits:
         """Returns the keys that query `row` sees."""
@@ -143,7 +208,12 @@ class Bounds:
 
     def map(self, change: Callable[[Int], Int]) -> Bounds:
         """Returns the bounds with every number changed."""
-        return type(self)(*(change(getattr(self, field.name)) for field in fields(self)))
+        numbers = [change(getattr(self, field.name)) for field in fields(self) if field.name != "kind"]
+        return type(self)(*numbers, self.kind)
+
+    def _classified(self, tiles: TileRange) -> TileRange:
+        """Returns tiles of which none is full if a feature hides scores one by one."""
+        return tiles._replace(full_begin=tiles.begin, full_end=tiles.begin) if self.kind.rules else tiles
 
 
 def section(multiprocessors: Int, count: Int, heads: Int, uneven: int) -> Int:

@@ -64,17 +64,16 @@ class Rows(NamedTuple):
     end: Int32
 
     @classmethod
-    def live(cls, live: plan.LiveRange, first: Int32, *, hides_first: bool, length: Int32 | None = None) -> "Rows":
+    def live(cls, live: plan.LiveRange, first: Int32, *, length: Int32 | None = None) -> "Rows":
         """Returns the live rows of a tile; they may lie in part or altogether outside of it.
 
         Args:
             live: from `Bounds.live_keys` or `Bounds.live_queries`.
             first: first row of the tile.
-            hides_first: whether rows before the live ones may exist.
             length: rows of the array, if TMA loads the tile. Rows past the end are zeros then, and count as live.
         """
         end = live.end if length is None else ptx.where(live.end < length, live.end, first + UNBOUNDED)
-        return cls(live.begin - first if hides_first else None, end - first)
+        return cls(live.begin - first if live.hides_first else None, end - first)
 
     def contain(self, row: Int32) -> Boolean:
         """Returns whether a row of the tile may be read."""
@@ -191,18 +190,21 @@ def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scal
     queries, keys = scalars.query_length, scalars.key_length
     query_end = load_entry(buffers.query_seq_lengths, batch, queries, 0, queries)
     key_end = load_entry(buffers.key_value_seq_lengths, batch, keys, 0, keys)
-    return bounds(spec, query_end, key_end, offset, scalars)
+    return bounds(spec.bounds_kind, query_end, key_end, offset, scalars)
 
 
-def bounds(spec: KernelSpec, query_end: Int32, key_end: Int32, offset: Int32, scalars: Scalars | Sizes) -> plan.Bounds:
+def bounds(
+    kind: plan.BoundsKind, query_end: Int32, key_end: Int32, offset: Int32, scalars: Scalars | Sizes
+) -> plan.Bounds:
     """What the rows of a sequence may see, given its ends and its offset."""
     return _Bounds(
         query_end=query_end,
         key_end=key_end,
         offset=offset,
         # An absent bound makes up for the offset: next to the largest one, UNBOUNDED alone would hide keys.
-        left=scalars.window_left if spec.window_left else offset + UNBOUNDED,
-        right=scalars.window_right if spec.window_right else UNBOUNDED - offset,
+        left=scalars.window_left if kind.left else offset + UNBOUNDED,
+        right=scalars.window_right if kind.right else UNBOUNDED - offset,
+        kind=kind,
     )
 
 

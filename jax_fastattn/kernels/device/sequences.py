@@ -265,7 +265,8 @@ class Sequence:
         span = PackedSpan(batch, record.rows, record.first, own, record.first_slot, scalars.batch)
         others = PackedSpan(batch, record.others, record.first_other, other, record.first_slot, scalars.batch)
         queries, keys = (others, span) if of_keys else (span, others)
-        offset = record.offset if spec.query_offset else Int32(0)
+        kind = spec.bounds_kind
+        offset = record.offset if kind.offset else Int32(0)
         query_end, key_end = (record.others, live) if of_keys else (live, record.others)
-        bounds = functools.partial(copies.bounds, spec, query_end, key_end, offset, scalars)
+        bounds = functools.partial(copies.bounds, kind, query_end, key_end, offset, scalars)
         return cls(queries, keys, bounds)

@@ -27,13 +27,14 @@ from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.features.feature import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.config import ForwardConfig
 from jax_fastattn.kernels.sm80.forward_state import ForwardState, Operand, Operands, Place, QueryTile, RowState
 from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.visits import Edges, Visit
-from jax_fastattn.spec import UNBOUNDED
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
 # bfloat16, float16 (65504) and the float32 sums.
@@ -92,10 +93,7 @@ class ForwardKernel:
             for step in cutlass.range(phase.steps, unroll=1):
                 self._visit(state, phase.position(step), masked=phase.masked)
 
-        sink = None
-        if cutlass.const_expr(self.spec.sinks):
-            sink = _load(buffers.sinks, tile.at.sequence.queries.batch * scalars.sinks_stride + tile.at.head)
-        weights = self._finish_rows(state, buffers, scalars, sink)
+        weights = self._finish_rows(state, buffers, scalars)
         self._store(state, buffers, scalars, weights)
 
     # Set-up.
@@ -108,16 +106,16 @@ class ForwardKernel:
         at = Place.of(self.schedule.longest_first(block, buffers, scalars), config.rows, thread)
         bounds = at.sequence.bounds()
         visit = bounds.key_tiles(at.row, config.rows, config.keys)
-        scaling = softmax.scaling(scalars.scale, scalars.logits_soft_cap if spec.logits_soft_cap else None)
+        score = Score.forward(spec, buffers, scalars).start(at.score_head)
         operands = Operands.of(spec, at, buffers, scalars)
         row, column = accumulator_lane(at.lane)
         first_row = at.row + at.warp * config.rows_per_warp + row
         return QueryTile(
             at=at,
             operands=operands,
-            visit=Visit.of_range(visit, Edges(spec.window_left, True)),
+            visit=Visit.of_range(visit, Edges(bounds.kind.left, True)),
             query_end=bounds.query_end,
-            scaling=scaling,
+            score=score,
             first_row=first_row,
             column=column,
             limits=[bounds.key_limits(first_row + 8 * i) for i in range(2 * self.m_blocks)],
@@ -157,8 +155,8 @@ class ForwardKernel:
         *,
         partial: bool,
     ) -> None:
-        first, hides_first = tile.visit.tile(index) * self.config.keys, self.spec.hides_first_keys
-        live = copies.Rows.live(tile.live_keys, first, hides_first=hides_first)
+        first = tile.visit.tile(index) * self.config.keys
+        live = copies.Rows.live(tile.live_keys, first)
         copies.load_tile(
             shape,
             self.config.threads,
@@ -166,7 +164,7 @@ class ForwardKernel:
             tile.at.shared + start + stage * shape.nbytes,
             source.address + Int64(first) * source.stride,
             source.stride,
-            live if partial or hides_first else None,
+            live if partial or tile.live_keys.hides_first else None,
         )
 
     def _start(self, tile: QueryTile, last: Int32) -> list[list[mma.Fragment]] | None:
@@ -187,8 +185,8 @@ class ForwardKernel:
 
         cutlass.if_generate(tile.visit.begin < tile.visit.end, load)
         cute.arch.cp_async_commit_group()
-        if not self.spec.logits_soft_cap:
-            cutlass.if_generate(tile.scaling.negative, negate)
+        if tile.score.negative is not None:
+            cutlass.if_generate(tile.score.negative, negate)
         if not self.config.query_in_registers:
             return None
         cute.arch.cp_async_wait_group(0)
@@ -245,20 +243,20 @@ class ForwardKernel:
 
     def _softmax(self, state: ForwardState, scores: list[Float32], index: Int32, masked: bool) -> None:
         """Turns scores into probabilities relative to the running maxima, in place."""
-        tile, rows, scaling = state.tile, state.rows, state.tile.scaling
+        tile, rows, score = state.tile, state.rows, state.tile.score
         blocks = (self.m_blocks, self.score_blocks)
-        if scaling.inner is not None:
-            scores[:] = [softmax.cap_score(x, scaling.inner) for x in scores]
+        at = ScoreTile(tile.first_row, tile.visit.tile(index), self.config.keys, tile.column, self.score_blocks)
         if masked:
-            column = tile.visit.tile(index) * self.config.keys + tile.column
-            softmax.mask_columns(scores, *blocks, column, tile.limits, check_low=self.spec.window_left)
-        self._raise_maxima(rows, softmax.row_maxima(scores, *blocks), scaling.factor)
+            score.edge(scores, at, tile.limits, check_low=tile.visit.edges.low)
+        else:
+            score.full(scores, at)
+        self._raise_maxima(rows, softmax.row_maxima(scores, *blocks), score.unit)
         maxima = [rows.maxima[i] for i in range(2 * self.m_blocks)]
         if masked:
             # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
             maxima = [ptx.where(x == Float32(_NEVER), Float32(0.0), x) for x in maxima]
-        shifts = [x * scaling.factor for x in maxima]
-        sums = softmax.exponentials(scores, *blocks, scaling.factor, shifts)
+        shifts = [x * score.unit for x in maxima]
+        sums = softmax.exponentials(scores, *blocks, score.unit, shifts)
         for i, total in enumerate(sums):
             rows.sums[i] = rows.sums[i] + total
 
@@ -300,25 +298,16 @@ class ForwardKernel:
 
     # Results.
 
-    def _finish_rows(
-        self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars, sink: Any
-    ) -> list[tuple[Float32, Any]]:
+    def _finish_rows(self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars) -> list[tuple[Float32, Any]]:
         """Stores the log-sum-exp and returns (weight, whether the row has an output) of each row of the lane."""
         tile, rows, weights = state.tile, state.rows, []
-        queries = tile.at.sequence.queries
+        queries, score = tile.at.sequence.queries, tile.score.finish(tile.at.score_head)
         lse_row = queries.row()
         for i in range(2 * self.m_blocks):
             row = tile.first_row + 8 * i
             total = softmax.quad_sum(rows.sums[i])
             live = cutlass.Boolean((total != Float32(0.0)) & (row < tile.query_end))
-            log_max, weight = rows.maxima[i] * tile.scaling.factor, Float32(1.0)
-            if sink is not None:
-                scaled = sink * softmax.LOG2_E
-                top = ptx.maximum(log_max, scaled)
-                shift = ptx.where(top == Float32(_NEVER), Float32(0.0), top)
-                weight = ptx.exp2(log_max - shift)
-                total = total * weight + ptx.exp2(scaled - shift)
-                log_max = top
+            log_max, total, weight = score.finish_row(rows.maxima[i] * score.unit, total)
             value = (log_max + ptx.log2(total)) * softmax.LN_2
             value = ptx.where(row < tile.query_end, value, Float32(_NEVER))
             address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + tile.at.head) * 4
@@ -349,7 +338,3 @@ class ForwardKernel:
         queries = at.sequence.queries
         target = buffers.out.toint() + queries.row(first) * stride + Int64(at.head) * (2 * self.spec.v_head_dim)
         copies.store_rows(shape, rows, at.lane, shared, target, stride, queries.length - first)
-
-
-def _load(pointer: cute.Pointer, index: Int32) -> Any:
-    return cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[index]

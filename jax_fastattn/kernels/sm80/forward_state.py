@@ -13,9 +13,11 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
-from jax_fastattn.kernels.device import mma, softmax
+from jax_fastattn.kernels.device import mma
 from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.features.feature import Head
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.schedule import Work
 from jax_fastattn.kernels.visits import Visit
 
@@ -43,6 +45,11 @@ class Place:
     head: Int32
     kv_head: Int32
     sequence: Sequence
+
+    @property
+    def score_head(self) -> Head:
+        """Which scores its rows have."""
+        return Head(self.sequence.queries.batch, self.head)
 
     @classmethod
     def of(cls, work: Work, rows: int, thread: Int32) -> "Place":
@@ -111,7 +118,7 @@ class QueryTile:
         visit: the key tiles that some query of the tile sees.
         live_keys: the keys that some query of the sequence sees; others may hold anything.
         query_end: queries of the sequence; rows of the tile from there on are padding.
-        scaling: from products to logits.
+        score: from products to logits.
         first_row: the first of the lane's accumulator rows, counted as `at.row`; the others follow 8 apart.
         column: the lane's first accumulator column.
         limits: the keys that each of the lane's accumulator rows sees, in order.
@@ -122,7 +129,7 @@ class QueryTile:
     visit: Visit
     live_keys: plan.LiveRange
     query_end: Int32
-    scaling: softmax.Scaling
+    score: Score
     first_row: Int32
     column: Int32
     limits: list[plan.Limits]

@@ -14,9 +14,10 @@ from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
-from jax_fastattn.kernels.device import ptx, softmax
+from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
@@ -122,20 +123,21 @@ class DkdvDqKernel:
             full_begin=ptx.where(partial, visit.begin, visit.full_begin),
             full_end=ptx.where(partial, visit.begin, visit.full_end),
         )
-        return Visit.of_range(visit, Edges(self.spec.window_right, True))
+        return Visit.of_range(visit, Edges(bounds.kind.right, True))
 
     def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> DkdvDqState:
         """Returns the device values that all roles share."""
         spec, heads, tile, counts = self.spec, scalars.num_heads, self.reduce.tile, buffers.dq_semaphore
         queries, keys, bounds = at.sequence.queries, at.sequence.keys, at.sequence.bounds()
         visit = self._visit(at, bounds)
-        hides = spec.hides_first_queries or spec.hides_last_queries
         kv_heads, first_head = heads // spec.group, at.kv_head * spec.group
         key_row = keys.row_head(at.row, kv_heads, at.kv_head)
         query_row = queries.row_head(Int32(0), heads, first_head)
         first_tile = self.query_tiles.index(at.sequence, scalars, first_head, Int32(0))
         live_keys = bounds.live_keys()
-        live_queries = bounds.live_queries() if hides else plan.LiveRange(Int32(0), bounds.query_end)
+        live_queries = bounds.live_queries()
+        if not bounds.kind.hides_queries:
+            live_queries = plan.LiveRange(Int32(0), bounds.query_end)
         operands = Operands(
             key=buffers.key.toint() + key_row * (2 * spec.head_dim),
             value=buffers.value.toint() + key_row * (2 * spec.v_head_dim),
@@ -150,7 +152,7 @@ class DkdvDqKernel:
         )
         accum, tile_count = buffers.dq_accum.toint() + first_tile * tile.nbytes, self.query_tiles.pitch(scalars)
         valid_rows, stored_rows = bounds.key_end - at.row, keys.length - at.row
-        transform = softmax.Transform.of(spec, scalars.scale, scalars.logits_soft_cap)
+        score = Score.backward(spec, buffers, scalars, scalars.scale)
         semaphore = None if counts is None else counts.toint() + first_tile * (4 * tile.warps)
         return DkdvDqState(
             at=at,
@@ -161,7 +163,7 @@ class DkdvDqKernel:
             operands=operands,
             valid_rows=valid_rows,
             stored_rows=stored_rows,
-            transform=transform,
+            score=score,
             sums=DqSums(accum, tile_count, semaphore),
         )
 

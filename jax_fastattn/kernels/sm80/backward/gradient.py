@@ -1,20 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of the backward kernels: P and dS of a score in registers, and the store of a gradient.
-
-With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a query row, lse2 in base 2:
-
-    P = 2^(log2(e) s - lse2)        dS = P (dP - delta) [(1 - tanh^2)]        dP = dout . v
-
-dS is the gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row that
-sees no key has lse2 = +inf and delta = 0, so that its P and dS vanish without a mask.
-"""
+"""Pieces of the backward kernels: a factor on P, and the store of a gradient."""
 
 from cutlass import Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane
-from jax_fastattn.kernels.device.softmax import Transform, cap_score
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 
@@ -26,19 +17,6 @@ def log2_probability_factor(spec: KernelSpec, config: DkdvDqConfig) -> int:
     of 2^14 it is a normal number down to 2^-28. Gradients of float16 operands are float16 themselves and get no factor.
     """
     return 14 if config.roles == 2 and spec.dtype == "bfloat16" else 0
-
-
-def differentiate(
-    score: Float32, dprobability: Float32, stats: list[Float32], transform: Transform
-) -> tuple[Float32, Float32]:
-    """P and dS of one score q . k, given dP and the (lse2, delta) of its query row."""
-    lse2, delta = stats
-    if transform.inner is None:
-        probability = ptx.exp2(ptx.fma(score, transform.factor, -lse2))
-        return probability, probability * (dprobability - delta)
-    capped = cap_score(score, transform.inner)
-    probability = ptx.exp2(ptx.fma(capped, transform.factor, -lse2))
-    return probability, probability * (dprobability - delta) * ptx.fma(-capped, capped, Float32(1.0))
 
 
 def row_stride(heads: Int32, head_dim: int) -> Int64:

@@ -54,4 +54,4 @@ class BackwardKernel:
             copies.count(scalars.key_length, self.config.keys),
             scalars.multiprocessors * self.config.blocks,
         )
-        return HeadOrder(Int32(copies.section(running, key_tiles, heads, int(spec.uneven))))
+        return HeadOrder(Int32(copies.section(running, key_tiles, heads, int(spec.bounds_kind.uneven))))

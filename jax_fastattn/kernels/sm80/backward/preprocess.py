@@ -78,7 +78,7 @@ class PreprocessKernel:
         row_head = queries.row_head(first, heads, head)
         rows = QueryRows(
             heads=heads,
-            live=copies.Rows.live(work.sequence.bounds().live_queries(), first, hides_first=spec.hides_first_queries),
+            live=copies.Rows.live(work.sequence.bounds().live_queries(), first),
             out=buffers.out.toint() + row_head * (2 * spec.v_head_dim),
             dout=buffers.dout.toint() + row_head * (2 * spec.v_head_dim),
             lse=buffers.lse.toint() + row_head * 4,

@@ -53,7 +53,7 @@ class Products:
 
     def load_keys(self, state: DkdvDqState) -> None:
         """Starts the copy of K and V, by all threads of the CTA."""
-        rows = copies.Rows.live(state.live_keys, state.at.row, hides_first=self.spec.hides_first_keys)
+        rows = copies.Rows.live(state.live_keys, state.at.row)
         for which, source in ((QUERY, state.operands.key), (DOUT, state.operands.value)):
             tile, start, _, _ = self._operands(which)
             stride = gradient.row_stride(state.operands.kv_heads, tile.columns)
@@ -66,7 +66,7 @@ class Products:
         """Starts the copy of rows of Q or dO from row `first` of head `member` on, by so many threads."""
         _, _, tile, start = self._operands(which)
         thread = state.at.thread if threads == self.config.threads else state.at.role_thread
-        rows = copies.Rows.live(state.live_queries, first, hides_first=self.spec.hides_first_queries)
+        rows = copies.Rows.live(state.live_queries, first)
         stride = gradient.row_stride(state.operands.heads, tile.columns)
         source = state.operands.query if which == QUERY else state.operands.dout
         first_row = source + Int64(member) * (2 * tile.columns) + Int64(first) * stride

@@ -32,8 +32,9 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.device import mma, ptx, softmax
+from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.features.feature import ScoreTile
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier
@@ -165,7 +166,7 @@ class Role:
 
     def _differentiated(self, stage: Any, first: Int32, *, masked: bool) -> tuple[mma.Accumulator, mma.Accumulator]:
         """Returns P^T and dS^T of the part from query `first` on."""
-        products, state = self.products, self.state
+        products, state, tile = self.products, self.state, self._score_tile(first)
         score, dscore = (products.scores(state, which, stage) for which in (QUERY, DOUT))
         m_blocks, n_blocks = products.score_blocks
         stats = products.statistics(state, stage, 0) + accumulator_lane(state.at.lane)[1] * 8
@@ -174,11 +175,12 @@ class Role:
             for m in range(m_blocks):
                 for e in range(4):
                     i = (m * n_blocks + n) * 4 + e
-                    pair = pairs[:2] if e % 2 == 0 else pairs[2:]
-                    score[i], dscore[i] = gradient.differentiate(score[i], dscore[i], pair, state.transform)
+                    lse2, delta = pairs[:2] if e % 2 == 0 else pairs[2:]
+                    score[i], weight = state.score.gradient(score[i], lse2, tile.at(i))
+                    dscore[i] = weight * (dscore[i] - delta)
         if masked:
-            self.mask(score, first)
-            self.mask(dscore, first)
+            self.mask(score, tile)
+            self.mask(dscore, tile)
         return score, dscore
 
     def add_dq(self, member: Int32, index: Int32) -> None:
@@ -203,25 +205,28 @@ class Role:
         group = self.products.spec.group
         return index < self.state.visit.end if group == 1 else member < group
 
-    def mask(self, acc: mma.Accumulator, column: Int32) -> None:
+    def _score_tile(self, first: Int32) -> ScoreTile:
+        """Returns where the lane's scores lie, given the warp's first query."""
+        state, n_blocks = self.state, self.products.score_blocks[1]
+        lane_row, lane_column = accumulator_lane(state.at.lane)
+        row = state.at.row + state.at.warp_row + lane_row
+        return ScoreTile(row, first, 1, lane_column, n_blocks, transposed=True)
+
+    def mask(self, acc: mma.Accumulator, tile: ScoreTile) -> None:
         """Zeroes what belongs to queries that do not see a key, or to keys past the end.
 
         Keys past the end have no gradients, but an infinite P of theirs times a K of zero would get into dQ.
 
         Args:
-            acc: scores, changed in place.
-            column: the warp's first query.
+            acc: P or weights, changed in place.
+            tile: where they lie.
         """
-        products, state = self.products, self.state
-        lane_row, lane_column = accumulator_lane(state.at.lane)
-        first_row = state.at.row + state.at.warp_row + lane_row
-        limits = []
+        products, state, limits = self.products, self.state, []
         for i in range(2 * products.row_blocks):
-            row = first_row + 8 * i
+            row = tile.row + 8 * i
             limit = state.bounds.query_limits(row)
             limits.append(plan.Limits(limit.low, ptx.where(row < state.bounds.key_end, limit.high, Int32(0))))
-        low = products.spec.window_right
-        softmax.mask_columns(acc, *products.score_blocks, column + lane_column, limits, check_low=low, hidden=0.0)
+        state.score.hide(acc, tile, limits, Float32(0.0), check_low=state.visit.edges.low)
 
     # What both of two roles do.
 
@@ -293,36 +298,33 @@ class ProbabilityRole(Role):
         """Returns pairs of P^T, and of what dP - delta has to be multiplied by in float16."""
         products = self.products
         score = products.scores(self.state, QUERY, stage)
-        slopes = self._exponentials(score, stage)
-        first = first + self._first_query()
+        tile = self._score_tile(first + self._first_query())
+        weights = self._weigh(score, tile, stage)
         if masked:
-            self.mask(score, first)
+            self.mask(score, tile)
         packed = products.pack(score)
-        if slopes is None:
+        if weights is None:
             return packed, packed if products.mma_dtype == "f16" else products.pack(score, "f16")
         if masked:
-            self.mask(slopes, first)
-        return packed, products.pack(slopes, "f16")
+            self.mask(weights, tile)
+        return packed, products.pack(weights, "f16")
 
-    def _exponentials(self, score: mma.Accumulator, stage: Any) -> mma.Accumulator | None:
-        """Turns S^T into P^T in place; with a soft cap returns P (1 - tanh^2), else None."""
-        products, transform = self.products, self.state.transform
+    def _weigh(self, score: mma.Accumulator, tile: ScoreTile, stage: Any) -> mma.Accumulator | None:
+        """Turns S^T into P^T in place; returns weights, see `score.py`, or None where they are P."""
+        products = self.products
         m_blocks, n_blocks = products.score_blocks
-        slopes = None if transform.inner is None else list(score)
+        weights = None if self.state.score.is_affine else list(score)
         _, lane_column = accumulator_lane(self.state.at.lane)
         stats = products.statistics(self.state, stage, 0) + (self._first_query() + lane_column) * 8
         for n in range(n_blocks):
             pairs = ptx.load_shared_pairs(stats + 64 * n)
             for m in range(m_blocks):
                 for e in range(4):
-                    i, lse_scaled = (m * n_blocks + n) * 4 + e, pairs[0 if e % 2 == 0 else 2]
-                    if slopes is None:
-                        score[i] = ptx.exp2(ptx.fma(score[i], transform.factor, -lse_scaled))
-                        continue
-                    capped = softmax.cap_score(score[i], transform.inner)
-                    score[i] = ptx.exp2(ptx.fma(capped, transform.factor, -lse_scaled))
-                    slopes[i] = score[i] * ptx.fma(-capped, capped, Float32(1.0))
-        return slopes
+                    i, lse2 = (m * n_blocks + n) * 4 + e, pairs[0 if e % 2 == 0 else 2]
+                    score[i], weight = self.state.score.gradient(score[i], lse2, tile.at(i))
+                    if weights is not None:
+                        weights[i] = weight
+        return weights
 
 
 class GradientRole(Role):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from cutlass import Int32, Int64
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.device import softmax
 from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.visits import Visit
 
 
@@ -116,7 +116,7 @@ class DkdvDqState:
         operands: rows of keys and queries, and of the gradients of keys.
         valid_rows: rows of the tile up to the last key that counts; later rows of dk and dv are zero.
         stored_rows: rows of the tile that dk and dv have.
-        transform: from products to logits.
+        score: from products to probabilities.
         sums: where dQ is added.
     """
 
@@ -128,5 +128,5 @@ class DkdvDqState:
     operands: Operands
     valid_rows: Int32
     stored_rows: Int32
-    transform: softmax.Transform
+    score: Score
     sums: DqSums

@@ -380,10 +380,10 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
         config = BackwardConfig(64, 3, wide=True, held=6)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72
-    if largest <= 64 and not spec.logits_soft_cap:
+    if largest <= 64 and spec.is_affine:
         return BackwardConfig(128, 3, dq_registers)
     # A soft cap's slopes wait in registers; with those of ones over head dim 96 some would spill.
-    return BackwardConfig(64, 3, dq_registers, shared_ones=spec.logits_soft_cap and largest > 96)
+    return BackwardConfig(64, 3, dq_registers, shared_ones=not spec.is_affine and largest > 96)
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:

@@ -22,9 +22,10 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.arguments import BackwardBuffers
-from jax_fastattn.kernels.device import copies, ptx, softmax, wgmma
+from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_dq import FusedKernel
@@ -40,11 +41,9 @@ from jax_fastattn.kernels.visits import Edges, Phase
 class WideKernel(FusedKernel):
     """Writes dk and dv."""
 
-    def _consumer(
-        self, shared: BackwardShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
-    ) -> "DkdvConsumer":
+    def _consumer(self, shared: BackwardShared, score: Score, thread: Int32, warp_index: Int32) -> "DkdvConsumer":
         """Returns a consumer warpgroup with its registers."""
-        return DkdvConsumer.start(self.spec, shared, transform, thread, warp_index)
+        return DkdvConsumer.start(self.spec, shared, score, thread, warp_index)
 
 
 class _Stages(NamedTuple):
@@ -121,7 +120,7 @@ class DkdvConsumer:
 
     @classmethod
     def start(
-        cls, spec: KernelSpec, shared: BackwardShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
+        cls, spec: KernelSpec, shared: BackwardShared, score: Score, thread: Int32, warp_index: Int32
     ) -> "DkdvConsumer":
         """Returns the role with its registers."""
         config = shared.memory.config
@@ -130,7 +129,7 @@ class DkdvConsumer:
         mma = wgmma.product(shared.query.element_type, config.queries, a_in_registers=False, b_transposed=False)
         group, stage = warp_index // 4, wgmma.Uniform(Int32(0), Int32(0))
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
-        mask = QueryMask(spec, config, row, lane_column)
+        mask = QueryMask(spec, config, score, row, lane_column)
         return cls(
             spec=spec,
             shared=shared,
@@ -141,7 +140,7 @@ class DkdvConsumer:
             stage=stage,
             mma=mma,
             product=product,
-            weights=WeightExchange(spec, shared, transform, thread, lane_column, mask, stage, product),
+            weights=WeightExchange(spec, shared, score, thread, lane_column, mask, stage, product),
         )
 
     @property
@@ -182,9 +181,9 @@ class DkdvConsumer:
         """Stores dk or dv from registers. Rows of keys that no query sees may hold NaN there, of their K or V."""
         spec = self.spec
         live = copies.Rows(None, work.bounds.key_end - work.row)
-        if spec.hides_first_keys or spec.hides_last_keys:
+        if work.bounds.kind.hides_keys:
             live = copies.moved(work.bounds).live_keys()
-            live = copies.Rows.live(live, work.row, hides_first=spec.hides_first_keys)
+            live = copies.Rows.live(live, work.row)
         first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
         gradient.store_rows(
             acc,
@@ -306,7 +305,7 @@ class _Role:
         shared, spec, stage, phase = consumer.shared, consumer.spec, consumer.stage[0], consumer.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
         wgmma.wait(shared.dout_full + stage, phase)
-        if edges is not None and (spec.hides_first_queries or spec.hides_last_queries):
+        if edges is not None and self.work.bounds.kind.hides_queries:
             consumer.rows.zero_hidden_queries(self.work, index, stage)
         right = self.right[None, None, None, stage]
         wgmma.gemm_steps(consumer.product, (step.times(right) for step in self.left), accumulate=False)

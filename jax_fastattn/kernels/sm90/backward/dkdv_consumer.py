@@ -13,9 +13,10 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.arguments import BackwardBuffers
-from jax_fastattn.kernels.device import copies, ptx, softmax, warp_scores, wgmma
+from jax_fastattn.kernels.device import copies, ptx, warp_scores, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_products import FusedProducts
@@ -56,7 +57,7 @@ class FusedConsumer:
 
     @classmethod
     def start(
-        cls, spec: KernelSpec, shared: BackwardShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
+        cls, spec: KernelSpec, shared: BackwardShared, score: Score, thread: Int32, warp_index: Int32
     ) -> "FusedConsumer":
         """Returns the role with its registers."""
         group = warp_index // 4
@@ -67,11 +68,11 @@ class FusedConsumer:
             thread=thread,
             group=group,
             warp=warp_index % 4,
-            mask=QueryMask(spec, shared.memory.config, warp_index * 16 + row, column),
+            mask=QueryMask(spec, shared.memory.config, score, warp_index * 16 + row, column),
             stage=wgmma.Uniform(Int32(0), Int32(0)),
             buffer=wgmma.Uniform(Int32(0), Int32(0)),
             rows=SharedRows(spec, shared.memory, shared),
-            products=FusedProducts.start(spec, shared, transform, thread, group),
+            products=FusedProducts.start(spec, shared, score, thread, group),
         )
 
     @property
@@ -85,7 +86,7 @@ class FusedConsumer:
         self.products.clear()
         wgmma.wait(self.shared.key_full, phase)
         wgmma.wait(self.shared.value_full, phase)
-        if spec.hides_first_keys or spec.hides_last_keys:
+        if work.bounds.kind.hides_keys:
             self.rows.zero_keys(work, self.group)
 
         def visit_head(_: Int32) -> None:
@@ -119,9 +120,10 @@ class FusedConsumer:
         """Computes what a tile of queries adds to dV and dK, and its dS."""
         products, stage, phase = self.products, self.stage[0], self.stage[1]
         wgmma.wait(self.shared.query_full + stage, phase)
-        slopes = products.scores(stage)
-        visibilities = self.mask.visibilities(work, index, edges) if edges is not None else [None, None]
-        weights = products.probabilities(slopes, visibilities)
+        at = self.mask.tile(work, index)
+        slopes = products.compute_scores(stage, at)
+        edge = self.mask.edge(work, index, edges) if edges is not None else None
+        weights = products.probabilities(slopes, at, edge)
         wgmma.wait(self.shared.dout_full + stage, phase)
         if edges is not None:
             self.rows.zero_queries(work, index, stage)

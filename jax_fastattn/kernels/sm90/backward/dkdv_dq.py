@@ -21,10 +21,11 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
-from jax_fastattn.kernels.device import ptx, softmax, wgmma
+from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.dkdv_consumer import FusedConsumer
@@ -141,15 +142,14 @@ class FusedKernel:
         """Emits the consumers."""
         buffers, scale = call.buffers, call.sizes.scale
         cute.arch.setmaxregister_increase(self.config.registers.consumer)
-        factor = gradient.nonzero(scale) if self.spec.divides_lse else scale
-        transform = softmax.Transform.of(self.spec, factor, call.sizes.logits_soft_cap)
-        consumer = self._consumer(shared, transform, thread, warp_index)
+        folds_lse = self.config.adds_dq and self.spec.is_affine
+        factor = gradient.nonzero(scale) if folds_lse else scale
+        score = Score.backward(self.spec, buffers, call.sizes, factor)
+        consumer = self._consumer(shared, score, thread, warp_index)
         self.key_tiles.each(shared, call, lambda work, phase: consumer.run(work, phase, buffers, scale))
 
     # What `dkdv.py` replaces.
 
-    def _consumer(
-        self, shared: BackwardShared, transform: softmax.Transform, thread: Int32, warp_index: Int32
-    ) -> Consumer:
+    def _consumer(self, shared: BackwardShared, score: Score, thread: Int32, warp_index: Int32) -> Consumer:
         """Returns a consumer warpgroup with its registers."""
-        return FusedConsumer.start(self.spec, shared, transform, thread, warp_index)
+        return FusedConsumer.start(self.spec, shared, score, thread, warp_index)

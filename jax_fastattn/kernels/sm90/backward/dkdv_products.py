@@ -8,18 +8,18 @@ P^T and dS^T go from accumulator to A operand inside registers. Scores and dP pa
 enough.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import ptx, softmax, wgmma
+from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.features.feature import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.score import Edge, Score, packed_weights, weighed
 from jax_fastattn.kernels.sm90.backward.shared import ONE, STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
@@ -33,7 +33,7 @@ class FusedProducts:
 
     Attributes:
         spec: the compile key.
-        transform: from products to logits.
+        score: from products to probabilities.
         score_mma: S^T and dP^T, both factors from shared memory.
         dk_mma: dK, dS^T from registers.
         dv_mma: dV, P^T from registers.
@@ -46,7 +46,7 @@ class FusedProducts:
         dout_t: descriptors of the ring of dO as right factor of dV.
         stats: descriptors of the ring of statistics.
         ones: left factor of the step that adds statistics.
-        score: accumulator `[64, queries]` of S^T, then of dP^T.
+        scores: accumulator `[64, queries]` of S^T, then of dP^T.
         p_fragment: P^T in 16 bits.
         ds_fragment: dS^T in 16 bits.
         dk: accumulator `[64, columns of K]`.
@@ -54,7 +54,7 @@ class FusedProducts:
     """
 
     spec: KernelSpec
-    transform: softmax.Transform
+    score: Score
     score_mma: cute.TiledMma
     dk_mma: cute.TiledMma
     dv_mma: cute.TiledMma
@@ -67,7 +67,7 @@ class FusedProducts:
     dout_t: cute.Tensor
     stats: cute.Tensor
     ones: Any
-    score: Accumulator
+    scores: Accumulator
     p_fragment: cute.Tensor
     ds_fragment: cute.Tensor
     dk: Accumulator
@@ -75,14 +75,14 @@ class FusedProducts:
 
     @classmethod
     def start(
-        cls, spec: KernelSpec, shared: BackwardShared, transform: softmax.Transform, thread: Int32, group: Int32
+        cls, spec: KernelSpec, shared: BackwardShared, score: Score, thread: Int32, group: Int32
     ) -> "FusedProducts":
         """Returns the products with their registers.
 
         Args:
             spec: the compile key.
             shared: tiles and barriers.
-            transform: from products to logits.
+            score: from products to probabilities.
             thread: index of this thread in the CTA.
             group: the warpgroup.
         """
@@ -93,10 +93,10 @@ class FusedProducts:
         stats_mma = wgmma.product(
             cutlass.BFloat16, config.queries, a_in_registers=not config.shared_ones, b_transposed=False
         )
-        scores = (WARPGROUP_ROWS, config.queries)
+        shape = (WARPGROUP_ROWS, config.queries)
         return cls(
             spec=spec,
-            transform=transform,
+            score=score,
             score_mma=score_mma,
             dk_mma=dk_mma,
             dv_mma=dv_mma,
@@ -108,9 +108,9 @@ class FusedProducts:
             dout=wgmma.operand_b(score_mma, shared.dout),
             query_t=wgmma.operand_b(dk_mma, wgmma.transposed(shared.query)),
             dout_t=wgmma.operand_b(dv_mma, wgmma.transposed(shared.dout)),
-            score=wgmma.accumulator(score_mma, scores),
-            p_fragment=wgmma.fragment_a(dv_mma, scores, dtype),
-            ds_fragment=wgmma.fragment_a(dk_mma, scores, dtype),
+            scores=wgmma.accumulator(score_mma, shape),
+            p_fragment=wgmma.fragment_a(dv_mma, shape, dtype),
+            ds_fragment=wgmma.fragment_a(dk_mma, shape, dtype),
             dk=wgmma.accumulator(dk_mma, (WARPGROUP_ROWS, memory.head_dim)),
             dv=wgmma.accumulator(dv_mma, (WARPGROUP_ROWS, memory.v_head_dim)),
             ones=_ones(stats_mma, shared.ones, thread),
@@ -123,36 +123,46 @@ class FusedProducts:
 
     # The products of a tile of queries, in order.
 
-    def scores(self, stage: Int32) -> list[Int32]:
-        """Computes S minus log-sum-exps, capped; returns pairs of the cap's slopes in 16 bits, if there is one."""
+    def compute_scores(self, stage: Int32, tile: ScoreTile) -> list[Int32]:
+        """Computes logits less log-sum-exps; returns pairs of their slopes in 16 bits, empty where slopes are 1.
+
+        Logits are over `score.factor` where they are products times a factor: their log-sum-exps are then part of the
+        product. Else they are in base 2, and the product with the log-sum-exps comes after.
+        """
         query = self.query[None, None, None, stage]
         steps, minus, slopes = wgmma.steps_of(self.score_mma, self.key, query), self._minus(stage, 0), []
-        if self.spec.logits_soft_cap:
-            # Capped scores are what the product starts from that takes the log-sum-exps off.
-            wgmma.gemm_steps(self.score, steps, accumulate=False)
-            warpgroup.wait_group(0)
-            slopes = self._cap()
-            wgmma.gemm_steps(self.score, [minus], accumulate=True)
+        if self.score.is_affine:
+            wgmma.gemm_steps(self.scores, [minus, *steps], accumulate=False)
         else:
-            wgmma.gemm_steps(self.score, [minus, *steps], accumulate=False)
+            wgmma.gemm_steps(self.scores, steps, accumulate=False)
+            warpgroup.wait_group(0)
+            slopes = self._change_logits(tile)
+            wgmma.gemm_steps(self.scores, [minus], accumulate=True)
         warpgroup.wait_group(0)
         return slopes
 
-    def probabilities(self, slopes: list[Int32], visibilities: Sequence[gradient.Visibility | None]) -> list[Int32]:
-        """Turns S into P in 16 bits; returns weights, see `gradient.weigh_pairs`."""
-        probabilities, weights = gradient.weigh_pairs(
-            self.score, [], slopes, self.transform, visibilities, self._mma_dtype
-        )
+    def probabilities(self, slopes: list[Int32], tile: ScoreTile, edge: Edge | None) -> list[Int32]:
+        """Turns S into P in 16 bits; returns pairs of weights, see `score.py`."""
+        weighed = (self._weighed(i, slopes, tile.at(i), edge) for i in range(cute.size(self.scores)))
+        probabilities, weights = packed_weights(weighed, self._mma_dtype)
         pairs = cute.recast_tensor(self.p_fragment, Int32)
         for i, pair in enumerate(probabilities):
             pairs[i] = pair
-        # Without a cap weights are P. No register that a product in flight reads may be read by others.
-        return weights if self.spec.logits_soft_cap else _copied(self.p_fragment)
+        # Where slopes are 1 weights are P. No register that a product in flight reads may be read by others.
+        return weights if slopes else _copied(self.p_fragment)
+
+    def _weighed(self, i: int, slopes: list[Int32], at: Element, edge: Edge | None) -> tuple[Float32, Float32]:
+        """Returns P and weight of an element of S."""
+        logit = self.scores[i] * self.score.factor if self.score.is_affine else self.scores[i]
+        weight = probability = ptx.exp2(logit)
+        if slopes:
+            weight = probability * ptx.unpack(slopes[i // 2], dtype=self._mma_dtype)[i % 2]
+        return weighed(probability, weight, at, edge)
 
     def start_dp(self, stage: Int32) -> None:
         """Starts dP - delta, in the registers of the scores."""
         steps = wgmma.steps_of(self.score_mma, self.value, self.dout[None, None, None, stage])
-        wgmma.gemm_steps(self.score, [self._minus(stage, 1), *steps], accumulate=False)
+        wgmma.gemm_steps(self.scores, [self._minus(stage, 1), *steps], accumulate=False)
 
     def add_dv(self, stage: Int32) -> None:
         """Starts dV += P^T dO."""
@@ -166,7 +176,7 @@ class FusedProducts:
         pairs = cute.recast_tensor(self.ds_fragment, Int32)
         for i, pair in enumerate(weights):
             factors = ptx.unpack(pair, dtype=self._mma_dtype)
-            values = [factors[e] * self.score[2 * i + e] for e in range(2)]
+            values = [factors[e] * self.scores[2 * i + e] for e in range(2)]
             pairs[i] = ptx.pack(*values, dtype=self._mma_dtype)
         return _copied(self.ds_fragment)
 
@@ -184,13 +194,14 @@ class FusedProducts:
         """Returns a step of a product that adds minus the log-sum-exps (0) or delta (1) of its queries."""
         return self.stats_mma, self.ones, self.stats[None, None, 0, 2 * stage + which]
 
-    def _cap(self) -> list[Int32]:
-        """Turns S into capped scores in base 2; returns pairs of slopes in 16 bits."""
+    def _change_logits(self, tile: ScoreTile) -> list[Int32]:
+        """Turns S into logits in base 2; returns pairs of slopes in 16 bits, none where they are 1."""
         slopes = []
-        for i in range(cute.size(self.score)):
-            capped, slope = self.transform.cap(self.score[i])
-            self.score[i] = capped * self.transform.factor
-            slopes.append(slope)
+        for i in range(cute.size(self.scores)):
+            logit = self.score.logit(self.scores[i], tile.at(i))
+            self.scores[i] = logit.value if logit.factor is None else logit.value * logit.factor
+            if logit.slopes:
+                slopes.append(logit.slope())
         return [ptx.pack(*slopes[i : i + 2], dtype=self._mma_dtype) for i in range(0, len(slopes), 2)]
 
 

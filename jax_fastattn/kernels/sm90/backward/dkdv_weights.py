@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """P and dS of the warpgroups of `dkdv.py`, and the weights that pass from one warpgroup to the other.
 
-Weights are the factors of dP - delta in dS, see `gradient.weigh`. They lie in shared memory in 16 bits, in the order of
-the registers.
+Weights are the factors of dP - delta in dS, see `score.py`. They lie in shared memory in 16 bits, in the
+order of the registers.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import ptx, softmax, wgmma
+from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.features.feature import Element
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.score import Edge, Score, packed_weights
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
@@ -33,7 +34,7 @@ class WeightExchange:
     Attributes:
         spec: the compile key.
         shared: tiles and barriers.
-        transform: from products to logits.
+        score: from products to probabilities.
         thread: index of this thread in the CTA.
         lane_column: the lane's first column of the product.
         mask: what the lane's rows see.
@@ -43,7 +44,7 @@ class WeightExchange:
 
     spec: KernelSpec
     shared: BackwardShared
-    transform: softmax.Transform
+    score: Score
     thread: Int32
     lane_column: Int32
     mask: QueryMask
@@ -55,8 +56,10 @@ class WeightExchange:
         stage, config = self.stage[0], self.shared.memory.config
         lse2 = self._stats(stage, 0)
         warpgroup.wait_group(flying)
-        visibilities = self.mask.visibilities(work, index, edges) if edges is not None else [None, None]
-        pairs, weights = gradient.weigh_pairs(self.product, lse2, [], self.transform, visibilities, self._mma_dtype)
+        edge = self.mask.edge(work, index, edges) if edges is not None else None
+        at = self.mask.tile(work, index)
+        weighed = (self._weighed(lse2, at.at(i), i, edge) for i in range(cute.size(self.product)))
+        pairs, weights = packed_weights(weighed, self._mma_dtype)
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
         cute.arch.barrier_arrive(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
@@ -76,6 +79,10 @@ class WeightExchange:
                 values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
                 pairs.append(ptx.pack(*values, dtype=self._mma_dtype))
         return pairs
+
+    def _weighed(self, lse2: list[Float32], at: Element, i: int, edge: Edge | None) -> tuple[Float32, Float32]:
+        """Returns P and weight of an element of S. Of each 8 queries the lane has two columns."""
+        return self.score.gradient(self.product[i], lse2[at.column // 8 * 2 + at.column % 8], at, edge)
 
     @property
     def _mma_dtype(self) -> str:

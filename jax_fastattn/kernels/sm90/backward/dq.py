@@ -19,11 +19,12 @@ import cutlass
 from cutlass import Int32, cute
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
-from jax_fastattn.kernels.device import softmax, wgmma
+from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import DqConfig, DqMemory
 from jax_fastattn.kernels.sm90.backward.dq_consumer import DqConsumer
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
@@ -78,8 +79,8 @@ class DqKernel:
 
         def consume() -> None:
             cute.arch.setmaxregister_increase(config.registers.consumer)
-            transform = softmax.Transform.of(self.spec, sizes.scale, sizes.logits_soft_cap)
-            consumer = DqConsumer.start(self.spec, shared, work, transform, buffers.stats, thread, warp_index)
+            score = Score.backward(self.spec, buffers, sizes, sizes.scale).start(work.score_head)
+            consumer = DqConsumer.start(self.spec, shared, work, score, buffers.stats, thread, warp_index)
             consumer.run()
             consumer.store(buffers.dq, sizes.scale)
 

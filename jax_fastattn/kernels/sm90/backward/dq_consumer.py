@@ -12,10 +12,13 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import copies, ptx, softmax, wgmma
+from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.features.bounds import Visibility
+from jax_fastattn.kernels.features.feature import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
+from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, DqBarrier, DqConfig
 from jax_fastattn.kernels.sm90.backward.dq_products import DqProducts
@@ -46,7 +49,7 @@ class DqConsumer:
         spec: the compile key.
         shared: tiles and barriers.
         work: the CTA's tile of queries.
-        transform: from products to logits.
+        score: from products to probabilities.
         ring: the warpgroup's position in the ring.
         key_slot: register `[1]` with the slot of K whose dS is in the fragment.
         group: the warpgroup.
@@ -60,7 +63,7 @@ class DqConsumer:
     spec: KernelSpec
     shared: DqShared
     work: DqTile
-    transform: softmax.Transform
+    score: Score
     ring: wgmma.Ring
     key_slot: cute.Tensor
     group: Int32
@@ -76,7 +79,7 @@ class DqConsumer:
         spec: KernelSpec,
         shared: DqShared,
         work: DqTile,
-        transform: softmax.Transform,
+        score: Score,
         stats: cute.Pointer,
         thread: Int32,
         warp_index: Int32,
@@ -87,7 +90,7 @@ class DqConsumer:
             spec: the compile key.
             shared: tiles and barriers.
             work: the CTA's tile of queries.
-            transform: from products to logits.
+            score: from products to probabilities.
             stats: statistics of all rows.
             thread: index of this thread in the CTA.
             warp_index: index of its warp in the CTA.
@@ -99,7 +102,7 @@ class DqConsumer:
             spec=spec,
             shared=shared,
             work=work,
-            transform=transform,
+            score=score,
             ring=wgmma.Ring(shared.full, shared.empty, shared.memory.config.slots),
             key_slot=cute.make_rmem_tensor((1,), Int32),
             group=group,
@@ -161,15 +164,17 @@ class DqConsumer:
             self._await_dout()
         products.start_dp(value_slot)
         warpgroup.wait_group(2 if adds_previous else 1)
-        self._probabilities()
+        at = self._score_tile(self.work.visit.tile(index))
+        self._probabilities(at)
         if adds_previous:
             self._finish_dq()
         else:
             warpgroup.wait_group(0)
         self.ring.release(value_slot)
-        self._dscores(index, masked)
+        self._dscores(at, masked)
         self.key_slot[0] = key_slot
-        if (first and self.spec.hides_last_keys) or (masked and self.spec.hides_first_keys):
+        kind = self.work.bounds.kind
+        if (first and kind.hides_last_keys) or (masked and kind.hides_first_keys):
             self._zero_keys(index, key_slot)
         if not overlap:
             self._start_dq()
@@ -179,31 +184,36 @@ class DqConsumer:
         """Waits for this warpgroup's dO, once: no copy may outlive its CTA."""
         wgmma.wait(self.shared.dout_full + self.group, Int32(0))
 
-    def _probabilities(self) -> None:
-        """Turns S into P, times the slope of a soft cap if there is one."""
-        score = self.products.score
-        for i in range(cute.size(score)):
-            _, score[i] = gradient.exponentiate(score[i], self.stats[i // 2 % 2].lse2, self.transform)
+    def _score_tile(self, tile: Int32) -> ScoreTile:
+        """Returns where the lane's scores of a tile of keys lie."""
+        keys = self.config.keys
+        return ScoreTile(self.work.row + self.row, tile, keys, self.lane_column, n_blocks=keys // 8)
 
-    def _dscores(self, index: Int32, masked: bool) -> None:
+    def _probabilities(self, tile: ScoreTile) -> None:
+        """Turns S into weights, see `score.py`."""
+        weights = self.products.score
+        for i in range(cute.size(weights)):
+            at = tile.at(i)
+            _, weights[i] = self.score.gradient(weights[i], self.stats[at.i].lse2, at)
+
+    def _dscores(self, tile: ScoreTile, masked: bool) -> None:
         """Turns dP into dS in 16 bits, 0 where a query does not see the key: what is there may be no number."""
-        visibilities = self._visibilities(index) if masked else None
+        edge = self._edge(tile) if masked else None
         score, dscore = self.products.score, self.products.dscore
         pairs = cute.recast_tensor(self.products.fragment, Int32)
         for pair in range(cute.size(score) // 2):
-            block, i = pair // 2, pair % 2
             values = []
-            for e in range(2):
-                value = score[2 * pair + e] * (dscore[2 * pair + e] - self.stats[i].delta)
-                values.append(value if visibilities is None else visibilities[i].select(value, 8 * block + e))
+            for i in (2 * pair, 2 * pair + 1):
+                at = tile.at(i)
+                value = score[i] * (dscore[i] - self.stats[at.i].delta)
+                values.append(value if edge is None else edge.select(value, at))
             pairs[pair] = ptx.pack(*values, dtype=ptx.MMA_DTYPE[self.spec.dtype])
 
-    def _visibilities(self, index: Int32) -> list[gradient.Visibility]:
-        """Returns what the lane's two rows see of one tile."""
-        work = self.work
-        column = work.visit.tile(index) * self.config.keys + self.lane_column
-        limits = [work.bounds.key_limits(work.row + self.row + 8 * i) for i in range(2)]
-        return [gradient.Visibility.of(limit, column, self.spec.window_left) for limit in limits]
+    def _edge(self, tile: ScoreTile) -> Edge:
+        """Returns what is hidden in a tile."""
+        column = tile.column
+        limits = [self.work.bounds.key_limits(tile.row + 8 * i) for i in range(2)]
+        return self.score.edges([Visibility.of(limit, column, self.work.visit.edges.low) for limit in limits])
 
     def _start_dq(self) -> None:
         """Starts dQ += dS K of the last tile whose dS is there."""
@@ -221,7 +231,7 @@ class DqConsumer:
         wgmma.zero_hidden_rows(
             config.keys,
             lambda: [(self.shared.slot_address(slot), self.shared.memory.head_dim)],
-            copies.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.zeros_from()),
+            copies.Rows.live(live, first, length=work.keys.zeros_from()),
             threads=128,
             barrier=DqBarrier.WARPGROUP,
         )

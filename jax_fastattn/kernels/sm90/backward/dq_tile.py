@@ -8,6 +8,7 @@ from cutlass import Int32
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device.sequences import Span
+from jax_fastattn.kernels.features.feature import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import DqConfig
 from jax_fastattn.kernels.sm90.work import Work
@@ -49,9 +50,9 @@ class DqTile:
         """Returns a tile of the schedule with what its rows see."""
         row = work.tile * config.rows
         bounds = work.sequence.bounds()
-        tiles = bounds.key_tiles(row, config.rows, config.keys)
+        tiles, kind = bounds.key_tiles(row, config.rows, config.keys), bounds.kind
         # The last keys are in the tile that is visited first, apart from the loops.
-        visit = Visit.of_range(tiles, Edges(spec.window_left, True), masks_high=spec.window_right).uniform()
+        visit = Visit.of_range(tiles, Edges(kind.left, True), masks_high=kind.right or kind.rules).uniform()
         return cls(
             config=config,
             index=work.tile,
@@ -65,3 +66,8 @@ class DqTile:
             bounds=bounds,
             visit=visit,
         )
+
+    @property
+    def score_head(self) -> Head:
+        """Which scores its rows have."""
+        return Head(self.queries.batch, self.head)

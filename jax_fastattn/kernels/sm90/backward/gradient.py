@@ -22,14 +22,10 @@ zeros. A product of [1, 1, 1, 0, ...] with them is as exact as float32, and no t
 let it wait, behind the additions to dq.
 """
 
-from typing import NamedTuple
-
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import copies, ptx
-from jax_fastattn.kernels.device.softmax import Transform
 
 
 def nonzero(scale: Float32) -> Float32:
@@ -47,97 +43,6 @@ def thirds(x: Float32) -> list[Int32]:
         x = ptx.where(cutlass.max(part, -part) < Float32(float("inf")), x - part, Float32(0.0))
         parts.append(part)
     return [ptx.pack(parts[0], parts[1]), ptx.pack(parts[2], Float32(0.0)), Int32(0), Int32(0)]
-
-
-class Visibility(NamedTuple):
-    """What one accumulator row sees, counted from the lane's first column of a tile.
-
-    Attributes:
-        limits: the columns seen.
-        check_low: whether their lower end can lie inside of a tile.
-        check_high: whether their upper end can.
-    """
-
-    limits: plan.Limits
-    check_low: bool
-    check_high: bool
-
-    @classmethod
-    def of(cls, limits: plan.Limits, column: Int32, check_low: bool, check_high: bool = True) -> "Visibility":
-        """`column` is the number of the lane's first column in the whole matrix."""
-        return cls(plan.Limits(limits.low - column, limits.high - column), check_low, check_high)
-
-    def select(self, x: Float32, at: int) -> Float32:
-        """x where column `at` is seen, else 0. A select, not a product: what is hidden may be no number."""
-        if self.check_high:
-            x = ptx.where(Int32(at) < self.limits.high, x, Float32(0.0))
-        return ptx.where(Int32(at) >= self.limits.low, x, Float32(0.0)) if self.check_low else x
-
-
-def exponentiate(
-    score: Float32, lse2: Float32 | None, transform: Transform, visibility: Visibility | None = None, at: int = 0
-) -> tuple[Float32, Float32]:
-    """P of a score q . k, and its weight, see `weigh`.
-
-    Args:
-        score: q . k, or q . k - lse / scale without a soft cap.
-        lse2: of its query row; None where the score has it.
-        transform: the factors of the launch.
-        visibility: of the accumulator row; None where the whole tile is seen.
-        at: column of the score, counted as `visibility` does.
-    """
-    slope = None
-    if transform.inner is not None:
-        score, slope = transform.cap(score)
-    logit = score * transform.factor if lse2 is None else ptx.fma(score, transform.factor, -lse2)
-    return weigh(logit, slope, visibility, at)
-
-
-def weigh(
-    logit: Float32, slope: Float32 | None, visibility: Visibility | None = None, at: int = 0
-) -> tuple[Float32, Float32]:
-    """P of a logit less the log-sum-exp, in base 2; and its weight, the factor of dP - delta in dS.
-
-    That is P, times the slope of a soft cap where there is one.
-    """
-    probability = ptx.exp2(logit)
-    weight = probability if slope is None else probability * slope
-    if visibility is None:
-        return probability, weight
-    seen = visibility.select(probability, at)
-    return seen, seen if slope is None else visibility.select(weight, at)
-
-
-def weigh_pairs(
-    scores: cute.Tensor,
-    lse2: list[Float32],
-    slopes: list[Int32],
-    transform: Transform,
-    visibilities: list[Visibility | None],
-    mma_dtype: str,
-) -> tuple[list[Int32], list[Int32]]:
-    """P and weights of an accumulator of scores, rows of keys, in 16 bits: two neighbouring queries in a register.
-
-    Args:
-        scores: as `exponentiate` takes them, or with `slopes` as `weigh` does.
-        lse2: of the lane's two queries in each block of 8; empty where the scores have it.
-        slopes: pairs of them in 16 bits; empty where scores are not capped yet, or there is no cap.
-        transform: the factors of the launch.
-        visibilities: of the lane's two rows.
-        mma_dtype: "bf16" or "f16".
-    """
-    rounded = []
-    for pair in range(cute.size(scores) // 2):
-        (block, i), both = divmod(pair, 2), []
-        for e in range(2):
-            score, seen = scores[2 * pair + e], (visibilities[i], 8 * block + e)
-            if slopes:
-                both.append(weigh(score, ptx.unpack(slopes[pair], dtype=mma_dtype)[e], *seen))
-            else:
-                both.append(exponentiate(score, lse2[2 * block + e] if lse2 else None, transform, *seen))
-        rounded.append([ptx.pack(*values, dtype=mma_dtype) for values in zip(*both, strict=True)])
-    probabilities, weights = zip(*rounded, strict=True)
-    return list(probabilities), list(weights)
 
 
 def store_rows(

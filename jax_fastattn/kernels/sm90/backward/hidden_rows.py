@@ -47,7 +47,7 @@ class SharedRows:
         wgmma.zero_hidden_rows(
             WARPGROUP_ROWS,
             operands,
-            copies.Rows.live(live, first, hides_first=spec.hides_first_keys, length=work.keys.zeros_from()),
+            copies.Rows.live(live, first, length=work.keys.zeros_from()),
             threads=128,
             barrier=DkdvDqBarrier.WARPGROUP,
         )
@@ -55,7 +55,8 @@ class SharedRows:
     def zero_queries(self, work: KeyTile, index: Int32, stage: Int32) -> None:
         """Zeroes the rows of Q and dO of a masked tile that see no key, for both warpgroups."""
         spec = self.spec
-        if spec.hides_first_queries or (spec.hides_last_queries and not spec.packed):
+        kind = work.bounds.kind
+        if kind.hides_first_queries or (kind.hides_last_queries and not kind.packed):
             self.zero_hidden_queries(work, index, stage)
 
     def zero_last_queries(self, work: KeyTile, at: wgmma.Uniform) -> None:
@@ -90,7 +91,7 @@ class SharedRows:
                 (self.shared.regions.stage(name, stage), columns)
                 for name, columns in (("query", memory.head_dim), ("dout", memory.v_head_dim))
             ],
-            copies.Rows.live(live, first, hides_first=spec.hides_first_queries, length=work.queries.zeros_from()),
+            copies.Rows.live(live, first, length=work.queries.zeros_from()),
             threads=config.consumer_threads,
             barrier=memory.both_barrier,
             together=not config.wide,

@@ -141,10 +141,10 @@ class EntryKeyTiles:
         key_tiles, spec = self.count(scalars), self.spec
         if spec.ordered:
             row_nbytes = 2 * (self.memory.head_dim + self.memory.v_head_dim) + 4 * self.memory.head_dim
-            most_rows = SECTION_NBYTES[spec.uneven] // row_nbytes // spec.group
+            most_rows = SECTION_NBYTES[spec.bounds_kind.uneven] // row_nbytes // spec.group
             section = Int32(copies.alike_section(most_rows, scalars.query_length, heads))
         else:
-            section = Int32(copies.section(multiprocessors, key_tiles, heads, int(spec.uneven)))
+            section = Int32(copies.section(multiprocessors, key_tiles, heads, int(spec.bounds_kind.uneven)))
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
         return HeadOrder(heads, section, Int32(cutlass.max(section, filling)))
 
@@ -194,7 +194,7 @@ class PackedKeyTiles:
         tile, sequence = Sequence.of_record(self.spec, call.buffers.key_tiles, slot, call.sizes, of_keys=True)
         count = Int32(cutlass.max(copies.count(sequence.keys.length, self.keys), 1))
         # Of tiles that differ in length, two heads or more: the longest should start first.
-        section = cutlass.max(call.order.section // count, 1 + int(self.spec.uneven))
+        section = cutlass.max(call.order.section // count, 1 + int(self.spec.bounds_kind.uneven))
         section = Int32(cutlass.min(section, kv_heads))
         first_index = (slot - tile) * kv_heads
         tile, head = copies.place_in_sections(index - first_index, section, count, kv_heads)
@@ -297,7 +297,7 @@ class KeySchedule:
 
     def _visit(self, row: Int32, bounds: plan.Bounds) -> Visit:
         """Returns the query tiles that see some key of the tile that begins at `row`."""
-        spec, config = self.spec, self.config
+        config = self.config
         tiles = bounds.query_tiles(row, config.keys, config.queries)
         if config.adds_dq:
             # Keys past the end would add to dq: where there are some, every tile is masked.
@@ -305,9 +305,10 @@ class KeySchedule:
             tiles = tiles._replace(full_begin=full_begin, full_end=Int32(cutlass.max(tiles.full_end, full_begin)))
         # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array, and past that of a
         # packed sequence, whose rows are zeroed, P is 0 by the statistics. The wide kernel zeroes them in masked tiles.
-        checks_high = spec.window_left or spec.query_seq_lengths
-        masks_high = checks_high or (spec.packed and config.wide)
-        edges = Edges(spec.window_right or config.adds_dq, checks_high)
+        kind = bounds.kind
+        checks_high = kind.left or kind.query_end or kind.rules
+        masks_high = checks_high or (kind.packed and config.wide)
+        edges = Edges(kind.right or config.adds_dq, checks_high)
         visit = Visit.of_range(tiles, edges, masks_high=masks_high).uniform()
         return visit if masks_high else replace(visit, full_end=visit.end)
 

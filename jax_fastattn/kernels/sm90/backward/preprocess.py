@@ -214,16 +214,17 @@ class StatisticsKernel:
 
     def _live(self, bounds: plan.Bounds, row: Int32) -> Boolean:
         """Returns whether a row sees some key. If a sink makes its log-sum-exp finite, only this tells."""
-        spec = self.spec
-        if not (spec.hides_first_queries or spec.hides_last_queries or spec.key_value_seq_lengths):
+        if not (bounds.kind.hides_queries or bounds.kind.key_end):
             return Boolean(row < bounds.query_end)
         rows = bounds.live_queries()
         live = row < rows.end
-        return Boolean(live & (row >= rows.begin)) if spec.hides_first_queries else Boolean(live)
+        return Boolean(live & (row >= rows.begin)) if rows.hides_first else Boolean(live)
 
     def _factor(self, scale: Float32) -> Float32:
         """On log-sum-exps, see `gradient.py`."""
-        return Float32(1.0) / gradient.nonzero(scale) if self.spec.divides_lse else Float32(LOG2_E)
+        return (
+            Float32(1.0) / gradient.nonzero(scale) if self.spec.is_affine and self.config.adds_dq else Float32(LOG2_E)
+        )
 
     def _statistics(
         self,

@@ -69,7 +69,9 @@ class SectionedTiles:
     def order(self, scalars: Scalars) -> HeadOrder:
         """Returns the order of the heads of a launch."""
         heads, count = scalars.batch * scalars.num_heads, self._count(scalars)
-        return HeadOrder(heads, Int32(copies.section(scalars.multiprocessors, count, heads, int(self.spec.uneven))))
+        return HeadOrder(
+            heads, Int32(copies.section(scalars.multiprocessors, count, heads, int(self.spec.bounds_kind.uneven)))
+        )
 
     def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
         """Returns how many CTAs a launch has: one for each tile."""

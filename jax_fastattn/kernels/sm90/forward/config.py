@@ -177,7 +177,7 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
             return (ForwardConfig(2, 128, 7, ping_pong=True, walks=True, held=6, waits_late=True),)
         return (ForwardConfig(3, 96, 8, ping_pong=True, walks=True),)
     if columns <= 128:
-        held = 6 if spec.logits_soft_cap else 8  # the cap takes registers, above all next to other features
+        held = 6 if not spec.is_affine else 8  # a cap takes registers, above all next to other features
         return (ForwardConfig(2, 128, 6, ping_pong=True, walks=True, held=held, waits_late=True),)
     if columns <= 192:
         return (ForwardConfig(2, 80, 5, ping_pong=True, walks=True, held=8, waits_late=True),)

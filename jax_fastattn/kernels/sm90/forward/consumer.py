@@ -19,7 +19,6 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, ForwardConfig
@@ -27,7 +26,7 @@ from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
 from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
-from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax
+from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax, ScoreRows
 from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.visits import Phase, Visit
@@ -74,13 +73,13 @@ class _OwnTile:
     Attributes:
         tile: the CTA's.
         visit: the key tiles that the warpgroup's rows see.
-        limits: columns that the lane's two rows see.
+        rows: what becomes of the scores of the lane's two rows.
         held: the fragments of Q in registers.
     """
 
     tile: QueryTile
     visit: Visit
-    limits: list[plan.Limits]
+    rows: ScoreRows
     held: cute.Tensor
 
 
@@ -140,22 +139,23 @@ class ForwardConsumer:
 
     def attend(self, tile: QueryTile) -> None:
         """Computes one tile of queries, from Q to the stored output."""
-        spec, scaling, group = self.call.spec, self.call.scaling, self.lane.group
+        spec, score, group = self.call.spec, self.call.score.start(tile.score_head), self.lane.group
         visit = tile.visit
         if self.call.config.warpgroups > 1:
             own_row = tile.row + group * WARPGROUP_ROWS
             visit = visit.own(tile.bounds, own_row, WARPGROUP_ROWS, self.call.config.keys)
         first_row = tile.row + self.lane.row
         limits = [tile.bounds.key_limits(first_row + 8 * i) for i in range(2)]
+        rows = ScoreRows(score, first_row, limits, tile.visit.edges.low)
         self.products.out.fill(0.0)
         self.softmax.clear()
         wgmma.wait(self.shared.query_full + group, self.query_phase[0])
         self.query_phase[0] = self.query_phase[0] ^ 1
-        if spec.query_seq_lengths or spec.packed:
+        if tile.bounds.kind.query_end or tile.bounds.kind.packed:
             self.operands.zero_padding(tile)
-        if not spec.logits_soft_cap:
-            cutlass.if_generate(scaling.negative, self.operands.negate_query)
-        own = _OwnTile(tile, visit, limits, self.products.hold_query())
+        if score.negative is not None:
+            cutlass.if_generate(score.negative, self.operands.negate_query)
+        own = _OwnTile(tile, visit, rows, self.products.hold_query())
 
         def pass_by() -> None:
             self._release_query()
@@ -232,8 +232,8 @@ class ForwardConsumer:
             self._skip_slot(ahead)
         warpgroup.wait_group(0)
         self.ring.release(slot)
-        self.softmax.first_tile(own.visit.tile(index), own.limits)
-        if self.call.spec.hides_last_keys:
+        self.softmax.first_tile(own.visit.tile(index), own.rows)
+        if own.tile.bounds.kind.hides_last_keys:
             # With overlap V of this tile follows K of the next one, which exists unless this tile is the only one.
             next_keys = ptx.where(index > own.tile.visit.begin, Int32(1), Int32(0)) if config.overlap else Int32(0)
             self.operands.zero_values(own.tile, index, lambda: self.ring.peek(next_keys))
@@ -265,14 +265,14 @@ class ForwardConsumer:
     def _probabilities(self, own: _OwnTile, index: Int32, slot: Int32, *, masked: bool) -> None:
         """Computes P of a tile with K in a slot, which is released; awaits products in flight, and rescales O."""
         if masked:
-            self.softmax.masked_tile(own.visit.tile(index), slot, own.limits)
+            self.softmax.masked_tile(own.visit.tile(index), slot, own.rows)
         else:
-            self.softmax.full_tile(slot)
+            self.softmax.full_tile(own.visit.tile(index), slot, own.rows)
 
     def _last_values(self, own: _OwnTile, index: Int32) -> None:
         """Adds the values of a tile with nothing else to do meanwhile."""
         slot = self.ring.wait()
-        if self.call.spec.hides_first_keys:
+        if own.tile.bounds.kind.hides_first_keys:
             self.operands.zero_values(own.tile, index, lambda: slot)
         self.products.add_values(slot)
         warpgroup.wait_group(0)

@@ -3,16 +3,15 @@
 """What a consumer warpgroup of the forward kernel stores: log-sum-exps and the output, from registers."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.sm90.forward.softmax import NEVER, OnlineSoftmax
 from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
-from jax_fastattn.spec import UNBOUNDED
 
 
 class _Row(NamedTuple):
@@ -45,28 +44,17 @@ class ForwardOutput:
 
     def store(self, tile: QueryTile, first_row: Int32) -> None:
         """Stores the results of a tile of queries, of which `first_row` is the lane's first row."""
-        sink = None
-        if self.call.spec.sinks:
-            index = tile.queries.batch * self.call.scalars.sinks_stride + tile.head
-            sink = cute.make_tensor(self.call.buffers.sinks, cute.make_layout((UNBOUNDED,)))[index]
-        self._store_out(tile, self._store_lse(tile, sink, first_row), first_row)
+        self._store_out(tile, self._store_lse(tile, first_row), first_row)
 
-    def _store_lse(self, tile: QueryTile, sink: Any, first_row: Int32) -> list[_Row]:
+    def _store_lse(self, tile: QueryTile, first_row: Int32) -> list[_Row]:
         """Stores the log-sum-exp, of which a sink is part, and returns the lane's rows."""
-        call, rows = self.call, []
+        call, rows, score = self.call, [], self.call.score.finish(tile.score_head)
         lse_row = tile.queries.row()
         for i in range(2):
             row = first_row + 8 * i
             total = softmax.quad_sum(self.softmax.sums[i])
             live = Boolean((total != Float32(0.0)) & (row < tile.bounds.query_end))
-            log_max, weight = self.softmax.maxima[i] * call.scaling.factor, Float32(1.0)
-            if sink is not None:
-                scaled = sink * softmax.LOG2_E
-                top = ptx.maximum(log_max, scaled)
-                shift = ptx.where(top == Float32(NEVER), Float32(0.0), top)
-                weight = ptx.exp2(log_max - shift)
-                total = total * weight + ptx.exp2(scaled - shift)
-                log_max = top
+            log_max, total, weight = score.finish_row(self.softmax.maxima[i] * score.unit, total)
             value = (log_max + ptx.log2(total)) * softmax.LN_2
             value = ptx.where(row < tile.bounds.query_end, value, Float32(NEVER))
             address = call.buffers.lse.toint() + ((lse_row + row) * call.scalars.num_heads + tile.head) * 4

@@ -61,7 +61,7 @@ class SharedOperands:
         wgmma.zero_hidden_rows(
             WARPGROUP_ROWS,
             own_query,
-            copies.Rows.live(inside, first, hides_first=False, length=tile.queries.zeros_from()),
+            copies.Rows.live(inside, first, length=tile.queries.zeros_from()),
             threads=128,
             barrier=ForwardBarrier.WARPGROUP,
         )
@@ -76,9 +76,7 @@ class SharedOperands:
         """
         spec, config = self.call.spec, self.call.config
         live = copies.moved(tile.bounds).live_keys()
-        rows = copies.Rows.live(
-            live, tile.visit.tile(index) * config.keys, hides_first=spec.hides_first_keys, length=tile.keys.zeros_from()
-        )
+        rows = copies.Rows.live(live, tile.visit.tile(index) * config.keys, length=tile.keys.zeros_from())
         wgmma.zero_hidden_rows(
             config.keys,
             lambda: [(self.shared.slot_address(slot()), self.call.memory.v_head_dim)],

@@ -14,11 +14,11 @@ import cutlass
 from cutlass import cute
 
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
-from jax_fastattn.kernels.device import softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.tile_counter import ResetKernel
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
 from jax_fastattn.kernels.sm90.forward.consumer import ForwardConsumer
 from jax_fastattn.kernels.sm90.forward.loader import ForwardProducer
@@ -91,6 +91,5 @@ class ForwardKernel:
         schedule = self.schedule
         if isinstance(schedule, PersistentPackedTiles):
             schedule = dataclasses.replace(schedule, tile_counter=shared.taken)
-        cap = scalars.logits_soft_cap if self.spec.logits_soft_cap else None
-        scaling = softmax.scaling(scalars.scale, cap)
-        return Call(self.spec, self.memory, schedule, tma, buffers, scalars, scaling)
+        score = Score.forward(self.spec, buffers, scalars)
+        return Call(self.spec, self.memory, schedule, tma, buffers, scalars, score)

@@ -350,4 +350,4 @@ def forward_schedule(spec: KernelSpec, config: ForwardConfig) -> ForwardSchedule
     tiles = HeadTiles(spec, config.rows)
     if not config.walks:
         return SingleTiles(tiles)
-    return (PersistentSections if spec.window_left else PersistentPairs)(tiles, config.blocks)
+    return (PersistentSections if spec.bounds_kind.left else PersistentPairs)(tiles, config.blocks)

@@ -16,6 +16,8 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, softmax, warp_scores, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.features.feature import ScoreTile
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.work import Call, Lane
@@ -25,6 +27,23 @@ from jax_fastattn.kernels.sm90.forward.work import Call, Lane
 _SUM_LIMITS = {"bfloat16": 2.0**24, "float16": 2.0**14}
 # The running maximum of a row that has seen no key.
 NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class ScoreRows:
+    """What becomes of the scores of a lane's two rows.
+
+    Attributes:
+        score: from products to logits.
+        first: the first of the rows; the other one is 8 further.
+        limits: the keys that each of them sees.
+        check_low: whether their lower end can lie inside of a tile.
+    """
+
+    score: Score
+    first: Int32
+    limits: list[plan.Limits]
+    check_low: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,39 +83,42 @@ class OnlineSoftmax:
         self.maxima.fill(NEVER)
         self.sums.fill(0.0)
 
-    def first_tile(self, index: Int32, limits: list[plan.Limits]) -> None:
+    def first_tile(self, index: Int32, rows: ScoreRows) -> None:
         """Turns the scores of the first key tile, which counts as masked, into P. There is no output to rescale.
 
         Args:
             index: of the key tile.
-            limits: columns that the lane's two rows see.
+            rows: what becomes of the scores of the lane's two rows.
         """
-        self._mask(index, limits)
+        self._hide(index, rows)
         self._raise_maxima()
         self.products.round_probabilities()
 
-    def masked_tile(self, index: Int32, slot: Int32, limits: list[plan.Limits]) -> None:
+    def masked_tile(self, index: Int32, slot: Int32, rows: ScoreRows) -> None:
         """Turns the scores of a masked tile into P, with products in flight that it then awaits; rescales O.
 
         Args:
             index: of the key tile.
             slot: of K, which is released.
-            limits: columns that the lane's two rows see.
+            rows: what becomes of the scores of the lane's two rows.
         """
         self.ring.release(slot)
-        self._mask(index, limits)
+        self._hide(index, rows)
         grown = self._raise_maxima()
         warpgroup.wait_group(0)
         self.products.round_probabilities()
         self.products.rescale_out(self.factors, grown)
 
-    def full_tile(self, slot: Int32) -> None:
+    def full_tile(self, index: Int32, slot: Int32, rows: ScoreRows) -> None:
         """Turns the scores of a tile without a mask into P, with products in flight that it then awaits; rescales O.
 
         Args:
+            index: of the key tile.
             slot: of K, which is released.
+            rows: what becomes of the scores of the lane's two rows.
         """
-        sums, failed = self._attempt()
+        tile = self._tile(index, rows)
+        sums, failed = self._attempt(rows.score, tile)
         late = self.call.config.waits_late
 
         def wait() -> None:
@@ -105,7 +127,7 @@ class OnlineSoftmax:
             self.products.round_probabilities()
 
         def recompute() -> None:
-            self._recompute(slot)
+            self._recompute(slot, rows.score, tile)
             if not late:
                 self.products.round_probabilities()
 
@@ -118,12 +140,14 @@ class OnlineSoftmax:
 
     # The usual softmax.
 
-    def _mask(self, index: Int32, limits: list[plan.Limits]) -> None:
-        """Caps the scores of a key tile, and hides those of keys outside of the limits."""
-        scores = self.products.scores
-        self._cap()
-        column = index * self.call.config.keys + self.lane.column
-        softmax.mask_columns(scores, *self._blocks, column, limits, check_low=self.call.spec.window_left)
+    def _tile(self, index: Int32, rows: ScoreRows) -> ScoreTile:
+        """Returns where the lane's scores of a key tile lie."""
+        return ScoreTile(rows.first, index, self.call.config.keys, self.lane.column, self._blocks[1])
+
+    def _hide(self, index: Int32, rows: ScoreRows) -> None:
+        """Turns the scores of a key tile into logits, and hides those that do not count."""
+        tile = self._tile(index, rows)
+        rows.score.edge(self.products.scores, tile, rows.limits, check_low=rows.check_low)
 
     def _raise_maxima(self) -> Boolean:
         """Turns scores into probabilities relative to the running maxima, which it raises first, in place.
@@ -131,7 +155,7 @@ class OnlineSoftmax:
         Returns:
             whether the warp has to rescale its output by `factors`.
         """
-        factor, scores = self.call.scaling.factor, self.products.scores
+        factor, scores = self.call.score.unit, self.products.scores
         shifts, grown = [], Boolean(False)
         for i, x in enumerate(softmax.row_maxima(scores, *self._blocks)):
             old = self.maxima[i]
@@ -148,7 +172,7 @@ class OnlineSoftmax:
 
     # The optimistic one.
 
-    def _attempt(self) -> tuple[list[Float32], Boolean]:
+    def _attempt(self, score: Score, tile: ScoreTile) -> tuple[list[Float32], Boolean]:
         """Turns the scores of a full tile into probabilities, assuming that they lie not far above the maxima.
 
         No maximum, no exchange between lanes: the probabilities may exceed 1, which costs nothing in floating point.
@@ -158,8 +182,8 @@ class OnlineSoftmax:
         Returns:
             sums of the lane's two rows, and whether the assumption is wrong for a row of the warp.
         """
-        factor, scores = self.call.scaling.factor, self.products.scores
-        self._cap()
+        factor, scores = score.unit, self.products.scores
+        score.full(scores, tile)
         sums = softmax.exponentials(scores, *self._blocks, factor, [self.maxima[i] * factor for i in range(2)])
         limit = Float32(_SUM_LIMITS[self.call.spec.dtype])
         holds = Boolean((sums[0] < limit) & (sums[1] < limit))
@@ -171,7 +195,7 @@ class OnlineSoftmax:
         for i, total in enumerate(sums):
             self.sums[i] = self.sums[i] + total
 
-    def _recompute(self, slot: Int32) -> None:
+    def _recompute(self, slot: Int32, score: Score, tile: ScoreTile) -> None:
         """Repeats the softmax of a full tile as usual: the scores are gone, the tiles still in shared memory."""
         memory = self.call.memory
         warp_scores.warp_scores(
@@ -185,19 +209,10 @@ class OnlineSoftmax:
             mma_dtype=self.call.mma_dtype,
         )
         self.ring.release(slot)
-        self._cap()
+        score.full(self.products.scores, tile)
         self._raise_maxima()
 
     @property
     def _blocks(self) -> tuple[int, int]:
         """Block rows and block columns of the scores."""
         return 1, cute.size(self.products.scores) // 4
-
-    def _cap(self) -> None:
-        """Applies the soft cap, except for the factor."""
-        if not self.call.spec.logits_soft_cap:
-            return
-        scores = self.products.scores
-        cap = softmax.cap_score if self.call.spec.exact_cap else softmax.cap_score_roughly
-        for i in range(cute.size(scores)):
-            scores[i] = cap(scores[i], self.call.scaling.inner)

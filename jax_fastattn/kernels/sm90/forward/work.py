@@ -9,11 +9,13 @@ from cutlass import Int32
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
-from jax_fastattn.kernels.device import ptx, softmax
+from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.features.feature import Head
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
 from jax_fastattn.kernels.sm90.forward.schedule import ForwardSchedule, PersistentPackedTiles
 from jax_fastattn.kernels.sm90.work import Work
@@ -52,9 +54,14 @@ class QueryTile:
         row = work.tile * config.rows
         bounds = work.sequence.bounds()
         tiles = bounds.key_tiles(row, config.rows, config.keys)
-        visit = Visit.of_range(tiles, Edges(spec.window_left, True)).uniform()
+        visit = Visit.of_range(tiles, Edges(bounds.kind.left, True)).uniform()
         queries, keys = work.sequence.queries, work.sequence.keys
         return cls(config, work.tile, row, queries, keys, work.head, work.kv_head, bounds, visit)
+
+    @property
+    def score_head(self) -> Head:
+        """Which scores its rows have."""
+        return Head(self.queries.batch, self.head)
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Call:
         tma: the operands that TMA loads.
         buffers: of the launch.
         scalars: of the launch.
-        scaling: from products to logits.
+        score: from products to logits.
     """
 
     spec: KernelSpec
@@ -77,7 +84,7 @@ class Call:
     tma: Tma
     buffers: ForwardBuffers
     scalars: Scalars
-    scaling: softmax.Scaling
+    score: Score
 
     @property
     def config(self) -> ForwardConfig:

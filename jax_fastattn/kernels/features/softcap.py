@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The soft cap: logits pass through cap * tanh(x / cap)."""
+
+from dataclasses import dataclass
+
+from cutlass import Float32
+
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
+from jax_fastattn.kernels.features.feature import Element, Feature, Logit
+
+
+@dataclass(frozen=True)
+class SoftCap(Feature):
+    """Caps logits. Both passes use one tanh, so that a row of probabilities adds up to 1 at most.
+
+    Attributes:
+        factor: of the tanh in what enters the softmax, which is in base 2.
+        inner: twice the factor inside of the tanh, in base 2.
+        exact: whether the tanh is that of `_tanh`, else that of `_rough_tanh`.
+    """
+
+    factor: Float32
+    inner: Float32
+    exact: bool
+
+    @classmethod
+    def of(cls, cap: Float32, scale: Float32, *, exact: bool) -> "SoftCap":
+        """Returns the cap of a launch, given the factor from what enters it to logits, of any sign."""
+        return cls(cap * LOG2_E, scale / cap * (2 * LOG2_E), exact)
+
+    def logit(self, x: Logit, at: Element) -> Logit:
+        """Returns the capped logit."""
+        del at
+        capped = (_tanh if self.exact else _rough_tanh)(x.value, self.inner)
+        return x.then(capped, self.factor, lambda: ptx.fma(-capped, capped, Float32(1.0)))
+
+
+def _tanh(score: Float32, inner: Float32) -> Float32:
+    """tanh(score * inner / (2 log2(e))) as 1 - 2 / (2^(inner * score) + 1): absolute error 2e-7, two MUFU."""
+    return ptx.fma(Float32(-2.0), ptx.reciprocal(ptx.exp2(score * inner) + Float32(1.0)), Float32(1.0))
+
+
+def _rough_tanh(score: Float32, inner: Float32) -> Float32:
+    """As `_tanh`, by one MUFU: relative error 2^-11, so that at a logit of 8 that of P is 2^-8, as of bfloat16.
+
+    1 - tanh^2 has an absolute error of 2^-10. Not for sinks: their gradient, a sum over all rows, would show that the
+    error is not even.
+    """
+    return ptx.tanh(score * (inner * (0.5 * LN_2)))

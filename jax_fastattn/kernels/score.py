@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The composition of a launch's features: what a kernel calls to get from products to probabilities.
+
+With s the logit of a score, in base 2, and the statistics (lse2, delta) of its query row, lse2 in base 2:
+
+    P = 2^(s - lse2)        weight = P ds/d(scale q . k)        dS = weight (dP - delta)        dP = dout . v
+
+dS is the gradient of scale q . k; the factor `scale` is applied to dq and dk when they are stored. A row that sees no
+key has lse2 = +inf and delta = 0, so that its P and dS vanish without a predicate if its scores are numbers.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cutlass import Boolean, Float32, Int32, cute
+
+from jax_fastattn.kernels.arguments import Buffers, ForwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
+from jax_fastattn.kernels.features.bounds import Visibility, hide
+from jax_fastattn.kernels.features.feature import Element, Feature, Head, Logit, ScoreTile
+from jax_fastattn.kernels.features.sinks import Sinks
+from jax_fastattn.kernels.features.softcap import SoftCap
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.plan import Limits
+
+# Stands for a scale of 0: small enough to make every finite product vanish, yet -inf times it is still -inf.
+_TINY_SCALE = 2.0**-120
+
+
+class Edge(NamedTuple):
+    """What is hidden in an edge tile.
+
+    Attributes:
+        rows: what each of the lane's accumulator rows sees by its limits.
+        rules: features that hide scores.
+    """
+
+    rows: Sequence[Visibility]
+    rules: tuple[Feature, ...]
+
+    def select(self, x: Float32, at: Element) -> Float32:
+        """Returns x where the score counts, else 0. A select, not a product: what is hidden may be no number."""
+        x = self.rows[at.i].select(x, at.column)
+        for rule in self.rules:
+            x = ptx.where(rule.sees(at), x, Float32(0.0))
+        return x
+
+
+@dataclass(frozen=True)
+class Score:
+    """What happens to the scores of a launch.
+
+    Attributes:
+        factor: from products to logits in base 2.
+        unit: from what `logits` leaves to logits in base 2, greater than 0 in the forward pass.
+        features: in the order in which they change logits.
+        negative: whether the forward kernel has to negate Q, since the scale is negative; None where it never has to.
+    """
+
+    factor: Float32
+    unit: Float32
+    features: tuple[Feature, ...] = ()
+    negative: Boolean | None = None
+
+    @classmethod
+    def forward(cls, spec: KernelSpec, buffers: ForwardBuffers, scalars: Scalars) -> "Score":
+        """Returns that of a forward launch."""
+        if not spec.is_affine:
+            score = cls.backward(spec, buffers, scalars, scalars.scale)
+        else:
+            negative = scalars.scale < Float32(0.0)
+            magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
+            factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
+            score = cls(factor, factor, _bound(spec, buffers), negative)
+        if spec.sinks:
+            score = replace(score, features=(*score.features, Sinks.of(buffers, scalars)))
+        return score
+
+    @classmethod
+    def backward(cls, spec: KernelSpec, buffers: Buffers, scalars: Scalars | Sizes, scale: Float32) -> "Score":
+        """Returns that of a backward launch, with a scale of any sign."""
+        features = _bound(spec, buffers)
+        factor, is_scaled = scale * LOG2_E, bool(_with(features, "logit"))
+        unit = Float32(1.0) if is_scaled else factor
+        if spec.logits_soft_cap:
+            cap = SoftCap.of(scalars.logits_soft_cap, Float32(LN_2) if is_scaled else scale, exact=spec.exact_cap)
+            features, unit = (*features, cap), cap.factor
+        return cls(factor, unit, features)
+
+    @property
+    def steps(self) -> tuple[Feature, ...]:
+        """Those that change logits, in order."""
+        return _with(self.features, "logit")
+
+    @property
+    def rules(self) -> tuple[Feature, ...]:
+        """Those that hide scores."""
+        return _with(self.features, "sees")
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether a logit is a factor times the product q . k, see `KernelSpec.is_affine`."""
+        return not self.steps
+
+    def start(self, head: Head) -> "Score":
+        """Returns the composition with what features read for a query head."""
+        return replace(self, features=tuple(feature.start(head) or feature for feature in self.features))
+
+    # Forward.
+
+    def full(self, acc: Accumulator, tile: ScoreTile) -> None:
+        """Turns products into logits over `unit`, in place."""
+        for i in range(_size(acc)) if self.steps else ():
+            acc[i] = self.logit(acc[i], tile.at(i)).value
+
+    def edge(self, acc: Accumulator, tile: ScoreTile, limits: Sequence[Limits], *, check_low: bool) -> None:
+        """As `full`, and puts -inf where a score does not count.
+
+        Args:
+            acc: the accumulator.
+            tile: where it lies.
+            limits: the columns that each of the lane's accumulator rows sees.
+            check_low: whether their lower end can lie above the first column of a tile.
+        """
+        self.full(acc, tile)
+        self.hide(acc, tile, limits, Float32(float("-inf")), check_low=check_low)
+
+    def hide(
+        self, acc: Accumulator, tile: ScoreTile, limits: Sequence[Limits], hidden: Float32, *, check_low: bool
+    ) -> None:
+        """Puts `hidden` where a score does not count, in place; see `edge`."""
+        hide(acc, tile, limits, hidden, check_low=check_low)
+        for rule in self.rules:
+            for i in range(_size(acc)):
+                acc[i] = ptx.where(rule.sees(tile.at(i)), acc[i], hidden)
+
+    def finish(self, head: Head) -> "Score":
+        """Returns the composition with what `finish_row` needs."""
+        return replace(self, features=tuple(feature.end(head) or feature for feature in self.features))
+
+    def finish_row(self, maximum: Float32, total: Float32) -> tuple[Float32, Float32, Float32]:
+        """Returns a row's maximum logit in base 2, its denominator relative to that, and a factor on its output."""
+        weight = Float32(1.0)
+        for feature in _with(self.features, "finish_row"):
+            maximum, total, change = feature.finish_row(maximum, total)
+            weight = weight * change
+        return maximum, total, weight
+
+    # Backward.
+
+    def logit(self, x: Float32, at: Element) -> Logit:
+        """Returns the logit of a product."""
+        logit = Logit(x, self.factor)
+        for step in self.steps:
+            logit = step.logit(logit, at)
+        return logit
+
+    def gradient(self, x: Float32, lse2: Float32, at: Element, edge: Edge | None = None) -> tuple[Float32, Float32]:
+        """Returns P of a product, and its weight; 0 where an edge tile hides them."""
+        logit = self.logit(x, at)
+        shifted = logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2)
+        probability = ptx.exp2(shifted)
+        weight = probability * logit.slope() if logit.slopes else probability
+        return weighed(probability, weight, at, edge)
+
+    def edges(self, rows: Sequence[Visibility]) -> Edge:
+        """Returns what is hidden in an edge tile, given what rows see by their limits."""
+        return Edge(rows, self.rules)
+
+
+def weighed(probability: Float32, weight: Float32, at: Element, edge: Edge | None) -> tuple[Float32, Float32]:
+    """Returns P and weight, or 0 where an edge tile hides them."""
+    if edge is None:
+        return probability, weight
+    seen = edge.select(probability, at)
+    return seen, seen if weight is probability else edge.select(weight, at)
+
+
+def packed_weights(weighed: Iterable[tuple[Float32, Float32]], mma_dtype: str) -> tuple[list[Int32], list[Int32]]:
+    """Rounds P and weights of the elements of an accumulator, in its order, to pairs of 16 bits."""
+    probabilities, weights, elements = [], [], iter(weighed)
+    for first in elements:
+        for pairs, values in zip((probabilities, weights), zip(first, next(elements), strict=True), strict=True):
+            pairs.append(ptx.pack(*values, dtype=mma_dtype))
+    return probabilities, weights
+
+
+def _bound(spec: KernelSpec, buffers: Buffers) -> tuple[Feature, ...]:
+    return tuple(program.bind(buffers) or program for program in spec.programs)
+
+
+def _with(features: tuple[Feature, ...], hook: str) -> tuple[Feature, ...]:
+    """Returns the features that define a hook."""
+    return tuple(feature for feature in features if getattr(type(feature), hook) is not getattr(Feature, hook))
+
+
+def _size(acc: Accumulator) -> int:
+    return len(acc) if isinstance(acc, list) else cute.size(acc)
