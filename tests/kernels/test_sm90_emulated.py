@@ -212,14 +212,14 @@ def test_a_count_releases_what_it_counts(ordered: bool) -> None:
     assert {name: _orders(ptx) for name, ptx in texts.items()} == {
         "StatisticsKernel.kernel": [],
         "StatisticsKernel.later": [("bar.sync", "atom.release")],
-        "FusedKernel.kernel": COUNTS[ordered],
+        "DkdvDqKernel.kernel": COUNTS[ordered],
     }
 
 
 @pytest.mark.parametrize("ordered", COUNTS, ids=["atomic", "ordered"])
 def test_sums_of_other_ctas_are_not_read_from_l1(ordered: bool) -> None:
     """A plain load may find sums there that are older than the additions of other CTAs."""
-    ptx = emulated_hopper.backward_texts(_fused(ordered))["FusedKernel.kernel"]
+    ptx = emulated_hopper.backward_texts(_fused(ordered))["DkdvDqKernel.kernel"]
     assert set(re.findall(r"ld\.\S*global\S*\.v4\.f32", ptx)) == {"ld.relaxed.gpu.global.v4.f32"}
 
 

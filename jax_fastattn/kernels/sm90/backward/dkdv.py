@@ -21,29 +21,60 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
-from jax_fastattn.kernels.sm90.backward.dkdv_dq import FusedKernel
 from jax_fastattn.kernels.sm90.backward.dkdv_weights import Differentiate, WeightExchange
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
-from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
+from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile
+from jax_fastattn.kernels.sm90.backward.key_stationary import KeyStationary
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
+from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.visits import Edges, Phase
 
 
-class WideKernel(FusedKernel):
-    """Writes dk and dv."""
+class DkdvKernel:
+    """Writes dk and dv.
 
-    def _consumer(self, shared: BackwardShared, score: Score, thread: Int32, warp_index: Int32) -> "DkdvConsumer":
-        """Returns a consumer warpgroup with its registers."""
-        return DkdvConsumer.start(self.spec, shared, score, thread, warp_index)
+    Args:
+        spec: the compile key.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        self.common = KeyStationary.of(spec)
+        self.config = self.common.config
+
+    def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+        """Returns the launch of the kernel."""
+        return self.common.launch(self.kernel, buffers, scalars, order)
+
+    @cute.kernel
+    def kernel(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder):
+        thread = wgmma.thread_index()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        shared = BackwardShared.of(self.common.memory, self.common.dtype)
+        shared.initialize(thread, warp_index, tma)
+        call = Call(tma, buffers, sizes, order)
+        # Warpgroups: two consumers, and the producer's.
+        if warp_index >= self.config.consumer_threads // 32:
+            self._produce(shared, call, warp_index)
+        else:
+            self.common.compute(DkdvConsumer.start, shared, call, thread, warp_index)
+        # For the kernel before it, beside which it runs: what is launched next relies on both.
+        cute.arch.griddepcontrol_wait()
+
+    def _produce(self, shared: BackwardShared, call: Call, warp_index: Int32) -> None:
+        """Emits the producer's warpgroup, of which one warp loads."""
+        load_all = self.common.loader(shared, call)
+        cutlass.if_generate(warp_index == self.common.first_producer, load_all)
 
 
 class _Stages(NamedTuple):
@@ -154,7 +185,7 @@ class DkdvConsumer:
         return self.shared.query.element_type
 
     def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
-        """Does everything for a tile of keys, see `dkdv_dq.Consumer`."""
+        """Does everything for a tile of keys, see `key_stationary.Consumer`."""
         shared = self.shared
         wgmma.wait(shared.key_full, phase)
         wgmma.wait(shared.value_full, phase)

@@ -81,7 +81,7 @@ class FusedConsumer:
         return self.shared.memory.config
 
     def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
-        """Does everything for a tile of keys, see `dkdv_dq.Consumer`."""
+        """Does everything for a tile of keys, see `key_stationary.Consumer`."""
         config, spec, visit = self.config, self.spec, work.visit
         self.products.clear()
         wgmma.wait(self.shared.key_full, phase)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""`DqSum` where CTAs add in semaphore order: sums have one order, and dq has the same bits in every run.
+"""`DqReduce` in semaphore order: sums have one order, and dq has the same bits in every run.
 
 The counter of a tile of dq says how many tiles of keys have added to it. The first one that the tile sees stores sums,
 others add to them, and the last one loads them into the product's accumulator, and stores dq from there. So there are
@@ -16,6 +16,9 @@ waits. A section of long heads is one head: its CTAs begin together, each waits 
 first tile of dq, and then they stay one tile apart.
 """
 
+from dataclasses import dataclass
+from typing import final
+
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
@@ -24,24 +27,38 @@ from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, SLOTS
-from jax_fastattn.kernels.sm90.backward.dq_atomic import DqSum
+from jax_fastattn.kernels.sm90.backward.dq_reduce import DqCounters
 from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import slots_counter
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
-class DqOrdered(DqSum):
-    """Emits the warpgroup's code; see `DqSum`."""
+@final
+@dataclass(frozen=True)
+class DqSemaphore:
+    """Adds to a tile of dq in the order of the key tiles; see `DqReduce` for what each method answers.
 
-    def prepare(self, work: KeyTile, arrivals: cute.Pointer) -> None:
+    Attributes:
+        counters: how many CTAs have added to a tile.
+        keys: keys of a tile.
+    """
+
+    counters: DqCounters
+    keys: int
+
+    def prepare(self, work: KeyTile, buffers: BackwardBuffers, slot: Int32) -> None:
+        """Does nothing: the first CTA to add to a tile stores its sums."""
+        del work, buffers, slot
+
+    def wait(self, work: KeyTile, arrivals: cute.Pointer) -> None:
         """Waits for the statistics of a head, or of all slots of a packed sequence."""
-        if not self.spec.packed:
-            super().prepare(work, arrivals)
+        if not self.counters.spec.packed:
+            self.counters.wait_for_head(work, arrivals, zeroing_warps=0)
             return
         slots = copies.count(work.queries.length, ROW_ALIGNMENT)
         left = copies.clamp(work.queries.padded(slots, 1) - work.prepared, 0, slots)
-        counter = arrivals.toint() + slots_counter(work.queries, work.num_heads, self.config.queries) * 4
+        counter = arrivals.toint() + slots_counter(work.queries, work.num_heads, self.counters.queries) * 4
 
         def wait() -> None:
             ptx.wait_global(counter, left)
@@ -50,53 +67,36 @@ class DqOrdered(DqSum):
 
         cutlass.if_generate(left > 0, wait)
 
-    def _zeroing_warps(self, work: KeyTile) -> Int32:
-        """Returns 0: no warp does."""
-        del work
-        return Int32(0)
-
-    def zero(self, work: KeyTile, buffers: BackwardBuffers, slot: Int32) -> None:
-        """Does nothing: the first CTA to add to a tile stores its sums."""
-        del work, buffers, slot
-
-    def run(self, state: DqWarpgroup, work: KeyTile, phase: Int32) -> None:
-        """Does everything that the third warpgroup does for a tile of keys."""
+    def accumulate(self, state: DqWarpgroup, work: KeyTile, phase: Int32) -> None:
+        """Adds dQ of all query tiles, each in the CTA's turn."""
         state.added.move_to_first(work)
-        # As in `DqSum.run`.
+        # As in `DqAtomic.accumulate`.
         wgmma.wait(state.shared.key_full, phase)
         for uniform in (state.added.position, state.slot, state.turn):
             uniform.settle()
         wgmma.loop(work.steps, lambda _: self._add(state, work))
         wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
 
-    def _seen(self, work: KeyTile, tile: Int32) -> plan.TileRange:
-        """Returns the tiles of keys that a query tile sees."""
-        queries = self.config.queries
-        return work.bounds.key_tiles(tile * queries, queries, self.config.keys)
-
     def _add(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Adds dQ of the next tile to its sums in the CTA's turn; the last CTA stores dq instead."""
         shared, turn, at = state.shared, state.turn[0], state.added
-        buffer, chunks, seen = turn % 2, self._chunks(), self._seen(work, at.tile(work))
+        buffer, chunks, seen = turn % 2, state.chunks(), self._seen(work, at.tile(work))
         is_first, is_last = Boolean(seen.begin == work.tile), Boolean(seen.end == work.tile + 1)
         wgmma.wait(shared.counted + state.slot[0], state.slot[1])
         for index, chunk in enumerate(chunks):
-            address = self._sums(state, work, at, index) + state.thread % 32 * 16
-            places = [address + 512 * n for n in range(self.memory.dq_columns // 8)]
+            places = state.places(state.lane_address(work, at, index))
             state.dq.fill(0.0)
-            cutlass.if_generate(
-                Boolean(is_last & (seen.begin < work.tile)), lambda places=places: self._load(state, places)
-            )
+            cutlass.if_generate(Boolean(is_last & (seen.begin < work.tile)), lambda places=places: state.load(places))
             if index == 0:
                 wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
-            self._start(state, buffer, chunk, accumulate=True)
+            state.multiply(buffer, chunk, accumulate=True)
             warpgroup.wait_group(0)
             if index == len(chunks) - 1:
                 wgmma.release(shared.dscore_empty + buffer)
 
             cutlass.if_generate(
                 is_last,
-                lambda chunk=chunk: self._store_part(state, work, self._rows(work, at), chunk),
+                lambda chunk=chunk: state.store(work, state.rows(work, at), chunk),
                 lambda places=places: self._keep(state, places, is_first),
             )
         wgmma.release(shared.added + state.slot[0], state.thread % 32 == 31)
@@ -117,16 +117,29 @@ class DqOrdered(DqSum):
 
         cutlass.if_generate(is_first, store, add)
 
-    def _count(self, shared: BackwardShared, work: KeyTile, counter: Int64, tile: Int32, warp: CountingWarp) -> None:
-        """Waits for the CTA's turn, tells the third warpgroup, and counts its additions."""
-        seen = self._seen(work, tile)
-        before = work.tile - seen.begin
-        cutlass.if_generate(before > 0, lambda: ptx.wait_global(counter, before))
-        wgmma.release(shared.counted + warp.slot)
-        warp.wait_for_sums(shared)
+    def count(self, shared: BackwardShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
+        """Waits for each of the CTA's turns in one slot, tells the third warpgroup, and counts its additions."""
 
-        def count() -> None:
-            with cute.arch.elect_one():
-                ptx.fetch_add_global(counter, Int32(1), "release")
+        def visit(tile: Int32, counter: Int64) -> None:
+            seen = self._seen(work, tile)
+            before = work.tile - seen.begin
+            cutlass.if_generate(before > 0, lambda: ptx.wait_global(counter, before))
+            wgmma.release(shared.counted + warp.slot)
+            warp.wait_for_sums(shared)
 
-        cutlass.if_generate(work.tile + 1 < seen.end, count)
+            def add() -> None:
+                with cute.arch.elect_one():
+                    ptx.fetch_add_global(counter, Int32(1), "release")
+
+            cutlass.if_generate(work.tile + 1 < seen.end, add)
+
+        self.counters.each_of_slot(work, arrivals, warp, visit)
+
+    def finish(self, state: DqWarpgroup, work: KeyTile) -> None:
+        """Does nothing: `accumulate` has stored dq."""
+        del state, work
+
+    def _seen(self, work: KeyTile, tile: Int32) -> plan.TileRange:
+        """Returns the tiles of keys that a query tile sees."""
+        queries = self.counters.queries
+        return work.bounds.key_tiles(tile * queries, queries, self.keys)

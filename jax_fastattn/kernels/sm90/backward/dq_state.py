@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import BLOCK, ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class Chunk(NamedTuple):
@@ -98,9 +105,13 @@ class CountingWarp:
 
 @dataclass(frozen=True, eq=False)
 class DqWarpgroup:
-    """What the third warpgroup keeps from one tile of keys to the next.
+    """What the third warpgroup keeps from one tile of keys to the next, and its product dQ = dS K.
+
+    dq_accum is float32 in the order of wgmma's accumulators: every lane adds 16 bytes at a time next to those of its
+    neighbors.
 
     Attributes:
+        spec: the compile key.
         shared: tiles and barriers.
         mma: the product dS K.
         dq: accumulator `[64, columns]` of a part of a tile.
@@ -110,7 +121,7 @@ class DqWarpgroup:
         warp: index of its warp.
         row: the lane's first row of the accumulator; the other one is 8 further.
         dq_address: address of dq.
-        sums: address of the sums.
+        dq_accum: address of the sums.
         scale: factor on the sums.
         added: the next tile to add to.
         counted: the next tile to finish.
@@ -119,6 +130,7 @@ class DqWarpgroup:
         turn: tiles added to so far; says which buffer of dS is next, and its phase.
     """
 
+    spec: KernelSpec
     shared: BackwardShared
     mma: cute.TiledMma
     dq: cute.Tensor
@@ -128,10 +140,111 @@ class DqWarpgroup:
     warp: Int32
     row: Int32
     dq_address: Int64
-    sums: Int64
+    dq_accum: Int64
     scale: Float32
     added: TileCursor
     counted: TileCursor
     slot: wgmma.Uniform
     done: wgmma.Uniform
     turn: wgmma.Uniform
+
+    @classmethod
+    def start(
+        cls, spec: KernelSpec, shared: BackwardShared, buffers: BackwardBuffers, thread: Int32, scale: Float32
+    ) -> "DqWarpgroup":
+        """Returns the warpgroup with its registers, before its first tile of keys.
+
+        Args:
+            spec: the compile key.
+            shared: tiles and barriers.
+            buffers: of the launch: dq and its sums.
+            thread: index in the warpgroup.
+            scale: factor on the sums.
+        """
+        columns = shared.memory.dq_columns
+        mma = wgmma.product(shared.key.element_type, columns, a_in_registers=False, b_transposed=True)
+        lane_row, _ = accumulator_lane(thread % 32)
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        return cls(
+            spec=spec,
+            shared=shared,
+            mma=mma,
+            dq=wgmma.accumulator(mma, (WARPGROUP_ROWS, columns)),
+            dscore=wgmma.operand_a(mma, shared.dscore),
+            key=wgmma.operand_b(mma, wgmma.transposed(shared.key_columns)),
+            thread=thread,
+            warp=warp,
+            row=warp * 16 + lane_row,
+            dq_address=buffers.dq.toint(),
+            dq_accum=buffers.dq_sum.toint(),
+            scale=scale,
+            added=TileCursor.start(),
+            counted=TileCursor.start(),
+            slot=wgmma.Uniform(Int32(0), Int32(0)),
+            done=wgmma.Uniform(Int32(0), Int32(0)),
+            turn=wgmma.Uniform(Int32(0)),
+        )
+
+    @property
+    def queries(self) -> int:
+        """Rows of a tile of dq."""
+        return self.shared.memory.config.queries
+
+    def chunks(self) -> list[Chunk]:
+        """Returns the parts of a tile that are computed one after the other."""
+        rows, columns, step = self.queries // BLOCK, self.shared.memory.head_dim, self.shared.memory.dq_columns
+        return [Chunk(row, column) for row in range(rows) for column in range(0, columns, step)]
+
+    def multiply(self, buffer: Int32, chunk: Chunk, accumulate: bool = False) -> None:
+        """Starts dS K of a part of a tile, given the buffer of dS."""
+        memory = self.shared.memory
+        tall, wide = self.queries // BLOCK, memory.head_dim // memory.dq_columns
+        warpgroup.fence()
+        for half in range(2):
+            for k in range(BLOCK // 16):
+                mma = cute.make_mma_atom(self.mma.op)
+                mma.set(warpgroup.Field.ACCUMULATE, accumulate or half + k > 0)
+                a = self.dscore[None, None, k, (buffer * 2 + half) * tall + chunk.row_block]
+                b = self.key[None, None, k, half * wide + chunk.column // memory.dq_columns]
+                cute.gemm(mma, self.dq, a, b, self.dq)
+        warpgroup.commit_group()
+
+    def lane_address(self, work: KeyTile, at: TileCursor, index: int) -> Int64:
+        """Returns the address of the lane's first sums of a part of a tile; the next ones are 512 bytes apart each."""
+        memory = self.shared.memory
+        rows = work.queries.padded_row(work.queries.head(work.num_heads, at.head), ROW_ALIGNMENT)
+        rows = rows + work.queries.padded(at.tile(work) * self.queries, ROW_ALIGNMENT)
+        part_nbytes = 4 * BLOCK * memory.dq_columns
+        first = self.dq_accum + rows * (4 * memory.head_dim) + (index * part_nbytes + self.warp * (part_nbytes // 4))
+        return first + self.thread % 32 * 16
+
+    def places(self, address: Int64) -> list[Int64]:
+        """Returns the addresses of all of a lane's sums of a part of a tile, given that of `lane_address`."""
+        return [address + 512 * n for n in range(self.shared.memory.dq_columns // 8)]
+
+    def load(self, places: list[Int64]) -> None:
+        """Loads sums of a part of a tile into the accumulator."""
+        for n, place in enumerate(places):
+            for k, x in enumerate(ptx.load_global_ordered(place)):
+                self.dq[4 * n + k] = x
+
+    def rows(self, work: KeyTile, at: TileCursor) -> TileRows:
+        """Returns where the rows of a tile of dq are."""
+        row = at.tile(work) * self.queries
+        return TileRows(row, work.queries.row_head(row, work.num_heads, at.head))
+
+    def store(self, work: KeyTile, rows: TileRows, chunk: Chunk) -> None:
+        """Stores dq of a part of a tile, whose `rows` these are, from the accumulator."""
+        spec = self.spec
+        gradient.store_rows(
+            self.dq,
+            min(self.shared.memory.dq_columns, spec.head_dim - chunk.column),
+            self.dq_address + rows.place * (2 * spec.head_dim) + 2 * chunk.column,
+            Int64(work.num_heads) * (2 * spec.head_dim),
+            row=self.row + chunk.row_block * BLOCK,
+            quad_lane=self.thread % 4,
+            live=copies.Rows(None, work.bounds.query_end - rows.first),
+            stored_rows=work.queries.length - rows.first,
+            mma_dtype=ptx.MMA_DTYPE[spec.dtype],
+            factor=self.scale,
+        )

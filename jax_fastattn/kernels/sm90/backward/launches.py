@@ -21,8 +21,8 @@ from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs
-from jax_fastattn.kernels.sm90.backward.dkdv import WideKernel
-from jax_fastattn.kernels.sm90.backward.dkdv_dq import FusedKernel
+from jax_fastattn.kernels.sm90.backward.dkdv import DkdvKernel
+from jax_fastattn.kernels.sm90.backward.dkdv_dq import DkdvDqKernel
 from jax_fastattn.kernels.sm90.backward.dq import DqKernel
 from jax_fastattn.kernels.sm90.backward.preprocess import StatisticsKernel
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
@@ -45,7 +45,7 @@ class BackwardKernel:
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         config: BackwardConfigs = spec.config
-        self.main = (WideKernel if config.main.wide else FusedKernel)(spec)
+        self.main = (DkdvKernel if config.main.wide else DkdvDqKernel)(spec)
         self.statistics = StatisticsKernel(spec)
         if not config.adds_dq:
             self.dq = DqKernel(spec)
@@ -57,7 +57,7 @@ class BackwardKernel:
 
     def orders(self, scalars: Scalars) -> HeadOrders:
         """In which orders the kernels work on heads."""
-        keys = self.statistics.order(scalars, self.main.key_tiles.order(scalars))
+        keys = self.statistics.order(scalars, self.main.common.key_tiles.order(scalars))
         return HeadOrders(keys, None if self.spec.config.adds_dq else self.dq.schedule.order(scalars))
 
     def launches(self, buffers: BackwardBuffers, scalars: Scalars, orders: HeadOrders) -> list[Launch]:

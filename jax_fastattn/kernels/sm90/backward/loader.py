@@ -30,7 +30,7 @@ class Producer:
         shared: BackwardShared,
         tma: Tma,
         stats: cute.Pointer,
-        prepare: Callable[[KeyTile], None],
+        begin: Callable[[KeyTile, Int32], None] | None,
     ) -> Callable[[KeyTile, Int32], None]:
         """A function that loads everything for a tile of keys.
 
@@ -38,7 +38,8 @@ class Producer:
             shared: tiles and barriers.
             tma: Q, K, V, dO.
             stats: see `gradient.py`.
-            prepare: where dq is computed comes before all, see `DqSum.prepare`.
+            begin: called before a tile of keys is loaded, with the tile and the phase of its barriers; None if its K
+                and V may be loaded at once.
         """
         config, memory, table = self.config, self.memory, self.memory.table
         queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
@@ -81,9 +82,8 @@ class Producer:
             wgmma.loop(walk.steps, load)
 
         def load_all(work: KeyTile, phase: Int32) -> None:
-            if config.adds_dq:
-                prepare(work)
-                wgmma.wait(shared.keys_empty, phase ^ 1)
+            if begin is not None:
+                begin(work, phase)
             load_keys(work, tma.key, shared.key, shared.key_full, memory.head_dim)
             load_keys(work, tma.value, shared.value, shared.value_full, memory.v_head_dim)
             wgmma.loop(Int32(self.group), lambda member: load_head(work, member))

@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""How dQ of many CTAs becomes one sum, and the sum dq: the protocol, and the counters that both of its classes use.
+
+`dq_atomic.py` adds in any order, `dq_semaphore.py` in the order of the key tiles. `sm80/backward/dq_reduce.py` has the
+same words for the portable family.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward.config import SLOTS
+from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
+from jax_fastattn.kernels.sm90.backward.row_schedule import tile_counter
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+
+
+class DqReduce(Protocol):
+    """What the warps of a CTA do for dq, for one tile of keys after the other.
+
+    For a tile of keys the loader waits, the third warpgroup accumulates and finishes, and the counting warps prepare
+    and count. All of them run at the same time.
+    """
+
+    def prepare(self, work: KeyTile, buffers: BackwardBuffers, slot: Int32) -> None:
+        """Makes a share of the sums ready to be added to: those of a later head, never of this tile's.
+
+        Runs in the counting warp of `slot`. The portable family prepares all sums in its preprocess kernel.
+        """
+        ...
+
+    def wait(self, work: KeyTile, arrivals: cute.Pointer) -> None:
+        """Waits until the sums of the tile's head are prepared and its statistics written. Runs in the loader."""
+        ...
+
+    def accumulate(self, state: DqWarpgroup, work: KeyTile, phase: Int32) -> None:
+        """Adds dQ of all query tiles that see the tile of keys, and gives K back. Runs in the third warpgroup.
+
+        Args:
+            state: what the warpgroup keeps.
+            work: the tile of keys.
+            phase: of the barrier of K.
+        """
+        ...
+
+    def count(self, shared: BackwardShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
+        """Counts the tiles of dq of one slot, each once its additions are visible. Runs in a counting warp."""
+        ...
+
+    def finish(self, state: DqWarpgroup, work: KeyTile) -> None:
+        """Stores dq where this CTA was the last one to add, unless `accumulate` has. Runs in the third warpgroup."""
+        ...
+
+
+@dataclass(frozen=True)
+class DqCounters:
+    """The counters of a launch, one for each tile of dq and one for each head, and the walk over those of a slot.
+
+    Attributes:
+        spec: the compile key.
+        queries: rows of a tile of dq.
+    """
+
+    spec: KernelSpec
+    queries: int
+
+    def of_tile(self, work: KeyTile, arrivals: cute.Pointer, head: Int64, tile: Int32) -> Int64:
+        """Returns the address of the counter of a tile of a query head."""
+        return arrivals.toint() + tile_counter(work.queries, head, tile, self.queries) * 4
+
+    def of_head(self, work: KeyTile, arrivals: cute.Pointer, head_index: Int32) -> Int64:
+        """Returns the address of the counter of what is prepared for a key/value head.
+
+        It comes before those of the tiles of its first query head. `StatisticsKernel.later` adds 1 once it has written
+        statistics; each warp that zeroes sums adds 1.
+        """
+        return self.of_tile(work, arrivals, Int64(head_index) * self.spec.group, Int32(-1))
+
+    def wait_for_head(self, work: KeyTile, arrivals: cute.Pointer, zeroing_warps: int) -> None:
+        """Waits for the statistics of a head, and for so many zeroing warps of each tile of keys. Runs in one warp."""
+        counter = self.of_head(work, arrivals, work.head_index)
+
+        def wait() -> None:
+            ptx.wait_global(counter, work.key_tiles * zeroing_warps + 1)
+            # Bulk copies load statistics.
+            cute.arch.fence_proxy("async.global")
+
+        cutlass.if_generate(work.head_index >= work.ahead, wait)
+
+    def each_of_slot(
+        self, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp, visit: Callable[[Int32, Int64], None]
+    ) -> None:
+        """Calls `visit(tile, counter)` for the tiles of dq of a warp's slot."""
+        visited, at = work.visit.end - work.visit.begin, warp.position
+        first = (warp.slot - at[0] + SLOTS) % SLOTS
+
+        def step(lap: Int32) -> None:
+            i = first + SLOTS * lap
+            head = work.queries.head(work.num_heads, work.first_head) + i // visited
+            tile = work.visit.tile(work.visit.end - 1 - i % visited)
+            visit(tile, self.of_tile(work, arrivals, head, tile))
+
+        wgmma.loop((work.steps - first + (SLOTS - 1)) // SLOTS, step)
+        at[0] = (at[0] + work.steps) % SLOTS

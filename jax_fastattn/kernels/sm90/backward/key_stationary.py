@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What both key-stationary kernels have: the launch, the warp that loads, and the frame of the consumers.
+
+`dkdv_dq.py` and `dkdv.py` each hold a `KeyStationary` and say which warps take which role.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
+from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeySchedule, KeyTile, key_schedule
+from jax_fastattn.kernels.sm90.backward.loader import Producer
+from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+
+
+class Consumer(Protocol):
+    """A consumer warpgroup, with what it keeps from one tile of keys to the next."""
+
+    def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
+        """Does everything for a tile of keys.
+
+        Args:
+            work: the tile.
+            phase: of the barriers of K and V.
+            buffers: dk and dv, to which it stores.
+            scale: factor on dk.
+        """
+
+
+# Returns a consumer warpgroup with its registers, from the key, the CTA's tiles and barriers, the map from products to
+# weights, and the thread's and the warp's index in the CTA.
+StartConsumer = Callable[[KernelSpec, BackwardShared, Score, Int32, Int32], Consumer]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyStationary:
+    """The part of a kernel that does not depend on whether it computes dq.
+
+    Attributes:
+        spec: the compile key.
+        memory: of the kernel, with its config.
+        key_tiles: which tiles of keys a CTA works on.
+        dtype: of the operands.
+    """
+
+    spec: KernelSpec
+    memory: BackwardMemory
+    key_tiles: KeySchedule
+    dtype: type
+
+    @classmethod
+    def of(cls, spec: KernelSpec) -> "KeyStationary":
+        """Returns the part of the kernel of a compile key."""
+        memory = BackwardMemory.of(spec, spec.config.main)
+        dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
+        return cls(spec, memory, key_schedule(spec, memory), dtype)
+
+    @property
+    def config(self) -> BackwardConfig:
+        """The variant."""
+        return self.memory.config
+
+    @property
+    def first_producer(self) -> int:
+        """Index of the first warp of the last warpgroup; it loads."""
+        return self.config.threads // 32 - 4
+
+    def launch(self, kernel: Any, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+        """Returns the launch of a kernel.
+
+        The statistics of the first `order.prepared` heads are written before it begins, and those of others once their
+        counter says so.
+        """
+        config, memory = self.config, self.memory
+        return Launch(
+            kernel,
+            (buffers, Sizes.of(scalars), order),
+            grid=self.key_tiles.blocks(scalars, order),
+            block=config.threads,
+            shared_bytes=memory.nbytes,
+            tma=Tma.boxes(self.spec, memory, buffers, scalars, query_rows=config.queries, key_rows=WARPGROUP_ROWS),
+            begins_early=True,
+        )
+
+    def loader(
+        self, shared: BackwardShared, call: Call, begin: Callable[[KeyTile, Int32], None] | None = None
+    ) -> Callable[[], None]:
+        """Gives the producer's warpgroup its registers; returns a function that loads all tiles of keys in one warp.
+
+        Args:
+            shared: tiles and barriers.
+            call: what the kernel computes with.
+            begin: called before a tile of keys is loaded, with the tile and the phase of its barriers.
+        """
+        cute.arch.setmaxregister_decrease(self.config.registers.producer)
+        load = Producer(self.spec.group, self.memory).start(shared, call.tma, call.buffers.stats, begin)
+        return lambda: self.key_tiles.each(shared, call, load, takes=True)
+
+    def compute(
+        self, start: StartConsumer, shared: BackwardShared, call: Call, thread: Int32, warp_index: Int32
+    ) -> None:
+        """Emits the consumers, which `start` makes."""
+        buffers, scale = call.buffers, call.sizes.scale
+        cute.arch.setmaxregister_increase(self.config.registers.consumer)
+        folds_lse = self.config.adds_dq and self.spec.is_affine
+        factor = gradient.nonzero(scale) if folds_lse else scale
+        score = Score.backward(self.spec, buffers, call.sizes, factor)
+        consumer = start(self.spec, shared, score, thread, warp_index)
+        self.key_tiles.each(shared, call, lambda work, phase: consumer.run(work, phase, buffers, scale))
