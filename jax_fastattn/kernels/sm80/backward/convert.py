@@ -47,7 +47,7 @@ class ConvertKernel:
 
     @cute.kernel
     def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
-        spec, rows, part = self.spec, self.config.queries, self.reduce.tile
+        spec, rows = self.spec, self.config.queries
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
@@ -56,10 +56,7 @@ class ConvertKernel:
         head, heads, first, queries = work.head, scalars.num_heads, work.tile * rows, work.sequence.queries
         end = work.sequence.bounds().query_end - first
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
-        is_empty = self.reduce.is_empty(buffers, index, warp)
-        if cutlass.const_expr(is_empty is not None):
-            end = ptx.where(is_empty, Int32(0), end)
-        acc = part.load(part.lane_address(buffers.dq_accum.toint() + index * part.nbytes, warp, lane))
+        acc, end = self.reduce.finish(buffers, index, warp, lane, end)
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
         self._scatter(acc, shared, warp, lane, end, scalars.scale)
         cute.arch.sync_threads()

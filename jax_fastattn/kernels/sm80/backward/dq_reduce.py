@@ -1,13 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""How dQ of many CTAs becomes one sum: atomic additions in any order, or additions in semaphore order.
+"""How dQ of many CTAs becomes one sum, and the sum dq: atomic additions in any order, or in semaphore order.
+
+`sm90/backward/dq_reduce.py` has the same words for Hopper.
 
 dq_accum holds float32 fragments, not rows. Each warp of a CTA owns a part of every tile, and what the warp adds with
-one instruction is contiguous: 512 bytes where an instruction adds four elements of a lane, else 128 bytes. Only
-convert.py reads it, with the same layout.
+one instruction is contiguous: 512 bytes where an instruction adds four elements of a lane, else 128 bytes. Only the
+conversion reads it, by `DqReduce.finish`.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol, final
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -54,7 +57,7 @@ class DqTile:
         return address + Int64(warp * self.warp_nbytes + lane * (16 if self.chunks else 4))
 
     def add(self, address: Int64, acc: mma.Accumulator) -> None:
-        """Adds a warp's fragments atomically; `address` is that of `lane_address`, as in the next two methods."""
+        """Adds a warp's fragments atomically; `address` is that of `lane_address`, as in `store` and `load`."""
         for i in range(0, self.count, 4):
             if self.chunks:
                 ptx.add_global_chunk(address + 128 * i, [acc[i + e] for e in range(4)])
@@ -78,22 +81,81 @@ class DqTile:
             return [ptx.from_bits(x) for chunk in chunks for x in chunk]
         return [ptx.load_global(address + 128 * i) for i in range(self.count)]
 
+    def sums(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32) -> list[Float32]:
+        """Loads a warp's fragments of tile `index` of dq_accum."""
+        return self.load(self.lane_address(buffers.dq_accum.toint() + index * self.nbytes, warp, lane))
 
-class AtomicReduce:
-    """Adds to sums that start at zero. The last bits of dq depend on the order of the additions, which varies.
+    def member_address(self, state: DkdvDqState, member: Int32, index: Int32) -> Int64:
+        """Returns the address of a lane's first element in query tile `index` of head `member` of the group."""
+        address = state.sums.accum + Int64(member * state.sums.tile_count + index) * self.nbytes
+        return self.lane_address(address, state.at.dq_warp, state.at.lane)
 
-    Args:
-        spec: the compile key.
-        config: the tiling.
+
+class DqReduce(Protocol):
+    """What the kernels of a backward pass do for dq, in this order.
+
+    The preprocess kernel prepares. A CTA of `dkdv_dq.py` takes a ticket; each of its warps that compute dQ starts, and
+    for each query tile waits, accumulates, and counts. The conversion finishes.
     """
 
-    def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
-        self.spec, self.config, self.tile = spec, config, DqTile(spec, config)
+    @property
+    def tile(self) -> DqTile:
+        """Where the fragments of a tile lie."""
+        ...
 
-    def clear(
+    def prepare(
         self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
     ) -> None:
-        """Zeroes the sums of tile `index`, by all threads of a CTA of the preprocess kernel."""
+        """Makes tile `index` ready to be added to, by all threads of a CTA."""
+        ...
+
+    def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
+        """Returns the CTA's place in the order of key tiles. May use shared memory at `shared`, and leaves it free."""
+        ...
+
+    def start(self) -> cute.Tensor | None:
+        """Returns the register in which a warp keeps the index of the count that is due; None if it counts nothing."""
+        ...
+
+    def wait(self, state: DkdvDqState, due: cute.Tensor | None, member: Int32, index: Int32) -> Boolean | None:
+        """Waits until the warp may add to query tile `index` of head `member`.
+
+        Returns whether the warp is the first one to add there, so that sums hold anything; None if they hold zeros.
+        """
+        ...
+
+    def accumulate(
+        self, state: DkdvDqState, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Boolean | None
+    ) -> None:
+        """Adds a warp's part of dQ of a tile to its sums; `is_first` is what `wait` has returned."""
+        ...
+
+    def count(self, state: DkdvDqState, due: cute.Tensor | None) -> None:
+        """Counts what the warp has added last, if it is due. `wait` does that too; once more after the last tile."""
+        ...
+
+    def finish(
+        self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32, end: Int32
+    ) -> tuple[list[Float32], Int32]:
+        """Returns a warp's sums of tile `index`, to be scaled and rounded, and the rows that hold sums: `end` or 0."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class DqAtomic:
+    """Adds to sums that start at zero. The last bits of dq depend on the order of the additions, which varies.
+
+    Attributes:
+        tile: where the fragments of a tile lie.
+    """
+
+    tile: DqTile
+
+    def prepare(
+        self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
+    ) -> None:
+        """Zeroes the sums of a tile."""
         del scalars
         address = buffers.dq_accum.toint() + index * self.tile.nbytes + Int64(thread * 16)
         zero = [Int32(0)] * 4
@@ -101,38 +163,39 @@ class AtomicReduce:
             ptx.store_global_chunk(address + i, zero)
 
     def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
-        """Returns the CTA's place in the order of key tiles."""
+        """Returns the CTA's index: tiles may be taken in any order."""
         del buffers, scalars, thread, shared
         return cute.arch.block_idx()[0]
 
-    def start(self) -> Any:
-        """Returns what a warp keeps from tile to tile."""
+    def start(self) -> None:
+        """Returns None: nothing is counted."""
         return None
 
-    def wait(self, state: DkdvDqState, turn: Any, member: Int32, index: Int32) -> Any:
-        """Waits until the warp may add to query tile `index` of head `member`; returns what `add` needs to know."""
-        del state, turn, member, index
+    def wait(self, state: DkdvDqState, due: cute.Tensor | None, member: Int32, index: Int32) -> None:
+        """Does nothing."""
+        del state, due, member, index
 
-    def add(self, state: DkdvDqState, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
+    def accumulate(
+        self, state: DkdvDqState, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Boolean | None
+    ) -> None:
         """Adds a warp's part of the tile."""
         del is_first
-        self.tile.add(self._lane_address(state, member, index), acc)
+        self.tile.add(self.tile.member_address(state, member, index), acc)
 
-    def finish(self, state: DkdvDqState, turn: Any) -> None:
-        """Ends a warp's additions."""
-        del state, turn
+    def count(self, state: DkdvDqState, due: cute.Tensor | None) -> None:
+        """Does nothing."""
+        del state, due
 
-    def is_empty(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32) -> Any:
-        """Returns whether no CTA has added to a tile, whose sums hold anything then; None if they hold zeros."""
-        del buffers, index, warp
-        return None
-
-    def _lane_address(self, state: DkdvDqState, member: Int32, index: Int32) -> Int64:
-        address = state.sums.accum + Int64(member * state.sums.tile_count + index) * self.tile.nbytes
-        return self.tile.lane_address(address, state.at.dq_warp, state.at.lane)
+    def finish(
+        self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32, end: Int32
+    ) -> tuple[list[Float32], Int32]:
+        """Returns a warp's sums, of all rows: those of tiles that nothing was added to are zeros."""
+        return self.tile.sums(buffers, index, warp, lane), end
 
 
-class SemaphoreReduce(AtomicReduce):
+@final
+@dataclass(frozen=True)
+class DqSemaphore:
     """Adds to a tile in the order of the key tiles, so that dq has the same bits in every run.
 
     Each warp has a count of its own for each tile: how many key tiles have added to that part. The first one stores the
@@ -141,9 +204,18 @@ class SemaphoreReduce(AtomicReduce):
 
     No CTA waits forever. It waits for earlier key tiles of the same head, CTAs take key tiles in that order by tickets,
     and a CTA that has a ticket runs until it is done.
+
+    Attributes:
+        spec: the compile key.
+        config: the tiling.
+        tile: where the fragments of a tile lie.
     """
 
-    def clear(
+    spec: KernelSpec
+    config: DkdvDqConfig
+    tile: DqTile
+
+    def prepare(
         self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
     ) -> None:
         """Zeroes the counts of tile `index`, and the tickets."""
@@ -181,45 +253,53 @@ class SemaphoreReduce(AtomicReduce):
         )
         return self._counts(buffers) + tiles_of_all * (4 * self.tile.warps)
 
-    def start(self) -> Any:
+    def start(self) -> cute.Tensor:
         """Returns the index of the count that is due, from the group's first; -1 if none is."""
         due = cute.make_rmem_tensor((1,), Int32)
         due.fill(Int32(-1))
         return due
 
-    def wait(self, state: DkdvDqState, turn: Any, member: Int32, index: Int32) -> Any:
+    def wait(self, state: DkdvDqState, due: cute.Tensor | None, member: Int32, index: Int32) -> Boolean:
         """Counts the last tile, and waits for the earlier key tiles of this one; returns whether there are none."""
-        self.finish(state, turn)
+        self.count(state, due)
         config, at = self.config, state.at
         first = index * config.queries
         before = at.tile - state.bounds.key_tiles(first, config.queries, config.keys).begin
         count = (member * state.sums.tile_count + index) * self.tile.warps + at.dq_warp
-        turn[0] = count
+        assert due is not None
+        due[0] = count
         address = self._count_address(state, count)
         cutlass.if_generate(before > 0, lambda: ptx.wait_global(address, before))
         return before <= 0
 
-    def add(self, state: DkdvDqState, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Any) -> None:
+    def accumulate(
+        self, state: DkdvDqState, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Boolean | None
+    ) -> None:
         """Stores a warp's part of the tile if it is the first one, else adds it."""
-        address = self._lane_address(state, member, index)
+        address = self.tile.member_address(state, member, index)
         cutlass.if_generate(is_first, lambda: self.tile.store(address, acc), lambda: self.tile.add(address, acc))
 
-    def finish(self, state: DkdvDqState, turn: Any) -> None:
+    def count(self, state: DkdvDqState, due: cute.Tensor | None) -> None:
         """Counts what the warp has added last."""
-        due = turn[0]
+        assert due is not None
+        index = Int32(due[0])
 
         def count() -> None:
-            ptx.fetch_add_global(self._count_address(state, due), Int32(1), "release")
+            ptx.fetch_add_global(self._count_address(state, index), Int32(1), "release")
 
         cute.arch.sync_warp()
-        cutlass.if_generate(Boolean((due >= 0) & (state.at.lane == 0)), count)
+        cutlass.if_generate(Boolean((index >= 0) & (state.at.lane == 0)), count)
 
-    def is_empty(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32) -> Any:
-        """Returns whether no CTA has added to a tile."""
+    def finish(
+        self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32, end: Int32
+    ) -> tuple[list[Float32], Int32]:
+        """Returns a warp's sums, of no rows if nothing was added: they hold anything then."""
         count = self._counts(buffers) + (index * self.tile.warps + warp) * 4
-        return ptx.bits(ptx.load_global(count)) == 0
+        end = ptx.where(ptx.bits(ptx.load_global(count)) == 0, Int32(0), end)
+        return self.tile.sums(buffers, index, warp, lane), end
 
 
-def dq_reduce(spec: KernelSpec, config: DkdvDqConfig) -> AtomicReduce:
+def dq_reduce(spec: KernelSpec, config: DkdvDqConfig) -> DqReduce:
     """Returns the reduction of a compile key."""
-    return (SemaphoreReduce if spec.ordered else AtomicReduce)(spec, config)
+    tile = DqTile(spec, config)
+    return DqSemaphore(spec, config, tile) if spec.ordered else DqAtomic(tile)

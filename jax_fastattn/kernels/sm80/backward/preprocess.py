@@ -86,7 +86,7 @@ class PreprocessKernel:
             stats=buffers.stats.toint() + queries.head_row(heads, head, first) * 8,
         )
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
-        self.reduce.clear(buffers, scalars, index, thread, self.threads)
+        self.reduce.prepare(buffers, scalars, index, thread, self.threads)
         self._write(rows, thread, queries.length - first)
 
     def _write(self, rows: QueryRows, thread: Int32, stored_rows: Int32) -> None:

@@ -38,7 +38,7 @@ from jax_fastattn.kernels.features.feature import ScoreTile
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier
-from jax_fastattn.kernels.sm80.backward.dq_reduce import AtomicReduce
+from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.visits import Phase
@@ -63,17 +63,17 @@ class Role:
         reduce: what dQ is added by.
         state: device values of the kernel.
         grads: registers of dK and dV, those of the role.
-        turn: what `reduce` keeps from tile to tile.
+        due: what `reduce` keeps from tile to tile.
     """
 
     products: Products
-    reduce: AtomicReduce
+    reduce: DqReduce
     state: DkdvDqState
     grads: dict[str, cute.Tensor]
-    turn: Any
+    due: cute.Tensor | None
 
     @classmethod
-    def start(cls, products: Products, reduce: AtomicReduce, state: DkdvDqState) -> "Role":
+    def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState) -> "Role":
         """Returns the role with its registers."""
         grads = {which: products.zeros(which) for which in cls.computed()}
         return cls(products, reduce, state, grads, reduce.start())
@@ -108,7 +108,7 @@ class Role:
 
     def finish(self, scale: Float32) -> None:
         """Stores the role's gradients to shared memory, when no warp of the CTA reads K and V anymore."""
-        self.reduce.finish(self.state, self.turn)
+        self.reduce.count(self.state, self.due)
         back = 2.0 ** -gradient.log2_probability_factor(self.products.spec, self.products.config)
         cute.arch.cp_async_wait_group(0)
         if self.products.config.roles == 1:
@@ -186,8 +186,8 @@ class Role:
     def add_dq(self, member: Int32, index: Int32) -> None:
         """Computes the warp's part of dQ of a tile and adds it up."""
         tile = self.state.visit.tile(index)
-        is_first = self.reduce.wait(self.state, self.turn, member, tile)
-        self.reduce.add(self.state, member, tile, self.products.dq(self.state), is_first)
+        is_first = self.reduce.wait(self.state, self.due, member, tile)
+        self.reduce.accumulate(self.state, member, tile, self.products.dq(self.state), is_first)
 
     def _first_row(self, index: Int32) -> Int32:
         """Returns the first query of the tile at a position."""
