@@ -21,7 +21,8 @@ from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
-from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRole, Role
+from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRole, QueryLoop, Role
+from jax_fastattn.kernels.sm80.backward.single_role import SingleRole
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqSums, Operands, Place
 from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.visits import Edges, Visit
@@ -70,7 +71,7 @@ class DkdvDqKernel:
         state = self._state(buffers, scalars, at)
         self._load_first(state)
         if cutlass.const_expr(self.config.roles == 1):
-            self._run(Role, state, scalars.scale)
+            self._run(SingleRole, state, scalars.scale)
         else:
             if at.role == 0:
                 self._run(ProbabilityRole, state, scalars.scale)
@@ -81,8 +82,8 @@ class DkdvDqKernel:
 
     def _run(self, kind: type[Role], state: DkdvDqState, scale: Float32) -> None:
         role = kind.start(self.products, self.reduce, state)
-        role.run()
-        role.finish(scale)
+        QueryLoop(role).run()
+        role.warp.finish(scale)
 
     def _locate(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> Place:
         """Returns which thread this is, and the CTA's keys. Heads are visited in groups, whose sums of dq fit L2."""

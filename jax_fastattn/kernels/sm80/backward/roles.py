@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the warps of `dkdv_dq.py` do for each query tile.
 
-With one role, every warp computes everything. With two, `ProbabilityRole` computes S^T, P^T and dV and `GradientRole`
-dP^T, dS^T and dK. P crosses over in shared memory, in place of the dS that the second role stores there: each lane of
-the second role reads the very words that a lane of the first has stored, and overwrites them.
+With one role (`single_role.py`), every warp computes everything. With two, `ProbabilityRole` computes S^T, P^T and dV,
+and `GradientRole` dP^T, dS^T and dK. P crosses over in shared memory, in place of the dS that the second role stores
+there: each lane of the second role reads the very words that a lane of the first has stored, and overwrites them.
 
 Barriers of a tile, if the second role runs half a tile after the first one (`lagged`). Each waits for what it names:
 
@@ -26,7 +26,7 @@ its own, which an aligned barrier (`cute.arch.sync_threads`) forbids: `ptx.sync_
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, final
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -55,14 +55,14 @@ def arrive(barrier: RoleBarrier, threads: int, index: Any = 0) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Role:
-    """Emits the code of a warp that computes everything.
+class Warp:
+    """What a warp of any role has, and does.
 
     Attributes:
         products: copies and products.
         reduce: what dQ is added by.
         state: device values of the kernel.
-        grads: registers of dK and dV, those of the role.
+        grads: registers of the gradients that the role sums up: dV (`DOUT`), dK (`QUERY`).
         due: what `reduce` keeps from tile to tile.
     """
 
@@ -73,38 +73,10 @@ class Role:
     due: cute.Tensor | None
 
     @classmethod
-    def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState) -> "Role":
-        """Returns the role with its registers."""
-        grads = {which: products.zeros(which) for which in cls.computed()}
+    def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState, *computed: str) -> "Warp":
+        """Returns the warp with its registers, given the gradients that its role sums up."""
+        grads = {which: products.zeros(which) for which in computed}
         return cls(products, reduce, state, grads, reduce.start())
-
-    @classmethod
-    def computed(cls) -> tuple[str, ...]:
-        """Returns the gradients that the role sums up: dV (`DOUT`), dK (`QUERY`)."""
-        return DOUT, QUERY
-
-    @cute.jit
-    def run(self):
-        """Visits all query tiles of all heads of the group."""
-        step = Int32(0)
-        if cutlass.const_expr(self.products.spec.group == 1):
-            self.run_head(step, Int32(0))
-        else:
-            for member in cutlass.range(self.products.spec.group, unroll=1):
-                step = self.run_head(step, member)
-
-    @cute.jit
-    def run_head(self, step: Int32, member: Int32):
-        """Visits the query tiles of one head; returns the tiles visited so far."""
-        for phase in self.phases():
-            for index in cutlass.range(phase.begin, phase.end, unroll=1):
-                self.visit(step, member, index, masked=phase.masked)
-                step = step + 1
-        return step
-
-    def phases(self) -> list[Phase]:
-        """Returns the loops over the query tiles of a head."""
-        return self.state.visit.phases(Order.UP)
 
     def finish(self, scale: Float32) -> None:
         """Stores the role's gradients to shared memory, when no warp of the CTA reads K and V anymore."""
@@ -119,77 +91,13 @@ class Role:
             factor = Float32(back) if which == DOUT else scale * back
             self.products.finish(self.state, acc, which, factor)
 
-    # One query tile.
-
-    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
-        """Computes dV, dK and dQ of one query tile, with the copies of the next part in flight.
-
-        Args:
-            step: how many tiles were visited before.
-            member: query head of the group.
-            index: position of the query tile.
-            masked: whether some of its queries do not see some of the keys.
-        """
-        products, state, config = self.products, self.state, self.products.config
-        for part in range(config.parts):
-            stage: Any = part if config.parts == 2 else step % config.stages
-            first = self._first_row(index) + part * config.part
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            self._load_next_part(stage, part, member, index)
-            packed = [products.pack(x) for x in self._differentiated(stage, first, masked=masked)]
-            products.store_scores(state, products.memory.table.offset("dscore"), packed[1], part * config.part)
-            for pairs, which in zip(packed, (DOUT, QUERY), strict=True):
-                products.accumulate(state, self.grads[which], products.packed_loader(pairs), which, stage)
-        cute.arch.sync_threads()
-        self.add_dq(member, index)
-
-    def _load_next_part(self, stage: Any, part: int, member: Int32, index: Int32) -> None:
-        """Starts the copies of the part after this one, which may belong to the next tile."""
-        products, config = self.products, self.products.config
-        is_last = part + 1 == config.parts
-        target = 1 - stage
-        if is_last:
-            member, index = self.after(member, index)
-        first = self._first_row(index) + (0 if is_last else config.part)
-
-        def load() -> None:
-            for which in (QUERY, DOUT):
-                products.load_queries(self.state, which, config.threads, member, first, target)
-            products.load_statistics(self.state, self.state.at.thread, member, first, target, 0)
-
-        if is_last:
-            cutlass.if_generate(self.exists(member, index), load)
-        else:
-            load()
-        cute.arch.cp_async_commit_group()
-
-    def _differentiated(self, stage: Any, first: Int32, *, masked: bool) -> tuple[mma.Accumulator, mma.Accumulator]:
-        """Returns P^T and dS^T of the part from query `first` on."""
-        products, state, tile = self.products, self.state, self._score_tile(first)
-        score, dscore = (products.scores(state, which, stage) for which in (QUERY, DOUT))
-        m_blocks, n_blocks = products.score_blocks
-        stats = products.statistics(state, stage, 0) + accumulator_lane(state.at.lane)[1] * 8
-        for n in range(n_blocks):
-            pairs = ptx.load_shared_pairs(stats + 64 * n)
-            for m in range(m_blocks):
-                for e in range(4):
-                    i = (m * n_blocks + n) * 4 + e
-                    lse2, delta = pairs[:2] if e % 2 == 0 else pairs[2:]
-                    score[i], weight = state.score.gradient(score[i], lse2, tile.at(i))
-                    dscore[i] = weight * (dscore[i] - delta)
-        if masked:
-            self.mask(score, tile)
-            self.mask(dscore, tile)
-        return score, dscore
-
     def add_dq(self, member: Int32, index: Int32) -> None:
         """Computes the warp's part of dQ of a tile and adds it up."""
         tile = self.state.visit.tile(index)
         is_first = self.reduce.wait(self.state, self.due, member, tile)
         self.reduce.accumulate(self.state, member, tile, self.products.dq(self.state), is_first)
 
-    def _first_row(self, index: Int32) -> Int32:
+    def first_row(self, index: Int32) -> Int32:
         """Returns the first query of the tile at a position."""
         return self.state.visit.tile(index) * self.products.config.queries
 
@@ -205,7 +113,7 @@ class Role:
         group = self.products.spec.group
         return index < self.state.visit.end if group == 1 else member < group
 
-    def _score_tile(self, first: Int32) -> ScoreTile:
+    def score_tile(self, first: Int32) -> ScoreTile:
         """Returns where the lane's scores lie, given the warp's first query."""
         state, n_blocks = self.state, self.products.score_blocks[1]
         lane_row, lane_column = accumulator_lane(state.at.lane)
@@ -230,11 +138,11 @@ class Role:
 
     # What both of two roles do.
 
-    def _first_query(self) -> Int32:
+    def first_query(self) -> Int32:
         """Returns the warp's first query in the tile."""
         return self.state.at.column_warp * self.products.score_columns
 
-    def _begin(self, step: Int32, barrier: RoleBarrier) -> Any:
+    def begin(self, step: Int32, barrier: RoleBarrier) -> Any:
         """Waits for a tile's copies, and for the role to have left the tile before; returns the stage."""
         config = self.products.config
         cute.arch.cp_async_wait_group(0)
@@ -246,13 +154,13 @@ class Role:
         ptx.sync_apart()
         return 0
 
-    def _load_next(self, which: str, role: int, stage: Any, member: Int32, index: Int32) -> None:
+    def load_next(self, which: str, role: int, stage: Any, member: Int32, index: Int32) -> None:
         """Starts the copies of Q or dO, and of the role's statistics, of the tile after this one."""
         products, config, state = self.products, self.products.config, self.state
         member, index = self.after(member, index)
 
         def load() -> None:
-            target, first = (1 - stage if config.stages == 2 else 0), self._first_row(index)
+            target, first = (1 - stage if config.stages == 2 else 0), self.first_row(index)
             products.load_queries(state, which, 32 * config.role_warps, member, first, target)
             products.load_statistics(state, state.at.role_thread, member, first, target, role)
 
@@ -260,90 +168,172 @@ class Role:
         cute.arch.cp_async_commit_group()
 
 
-class ProbabilityRole(Role):
-    """Emits the code of the first role: S^T, P^T, dV, and its part of dQ."""
+class Role(Protocol):
+    """What a warp computes of each query tile."""
+
+    @property
+    def warp(self) -> Warp:
+        """The warp that has the role."""
+        ...
 
     @classmethod
-    def computed(cls) -> tuple[str, ...]:
-        """Returns that the role sums up dV."""
-        return (DOUT,)
+    def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState) -> "Role":
+        """Returns the role with its registers."""
+        ...
+
+    def phases(self) -> list[Phase]:
+        """Returns the loops over the query tiles of a head."""
+        ...
+
+    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+        """Computes the role's share of a query tile.
+
+        Args:
+            step: how many tiles were visited before.
+            member: query head of the group.
+            index: position of the query tile.
+            masked: whether some of its queries do not see some of the keys.
+        """
+        ...
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class QueryLoop:
+    """Visits the query tiles of a CTA's keys.
+
+    Attributes:
+        role: what is done for each.
+    """
+
+    role: Role
+
+    @cute.jit
+    def run(self):
+        """Visits all query tiles of all heads of the group."""
+        step = Int32(0)
+        if cutlass.const_expr(self.role.warp.products.spec.group == 1):
+            self.run_head(step, Int32(0))
+        else:
+            for member in cutlass.range(self.role.warp.products.spec.group, unroll=1):
+                step = self.run_head(step, member)
+
+    @cute.jit
+    def run_head(self, step: Int32, member: Int32):
+        """Visits the query tiles of one head; returns the tiles visited so far."""
+        for phase in self.role.phases():
+            for index in cutlass.range(phase.begin, phase.end, unroll=1):
+                self.role.visit(step, member, index, masked=phase.masked)
+                step = step + 1
+        return step
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ProbabilityRole:
+    """Emits the code of the first role: S^T, P^T, dV, and its part of dQ.
+
+    Attributes:
+        warp: its registers, and what any role does with them.
+    """
+
+    warp: Warp
+
+    @classmethod
+    def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState) -> "ProbabilityRole":
+        """Returns the role with its registers, those of dV."""
+        return cls(Warp.start(products, reduce, state, DOUT))
+
+    def phases(self) -> list[Phase]:
+        """Returns the loops over the query tiles of a head."""
+        return self.warp.state.visit.phases(Order.UP)
 
     def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
         """Computes the role's share of a tile."""
-        products, state, config, memory = self.products, self.state, self.products.config, self.products.memory
-        stage = self._begin(step, RoleBarrier.FIRST)
-        packed, crossing = self._probabilities(stage, self._first_row(index), masked=masked)
+        warp, products, state = self.warp, self.warp.products, self.warp.state
+        config, memory = products.config, products.memory
+        stage = warp.begin(step, RoleBarrier.FIRST)
+        packed, crossing = self._probabilities(stage, warp.first_row(index), masked=masked)
         if config.lagged:
             wait(RoleBarrier.READY, config.threads)
-        products.store_scores(state, memory.table.offset("dscore"), crossing, self._first_query())
+        products.store_scores(state, memory.table.offset("dscore"), crossing, warp.first_query())
         if config.exchanges:
-            products.store_scores(state, memory.table.offset("exchange"), packed, self._first_query())
+            products.store_scores(state, memory.table.offset("exchange"), packed, warp.first_query())
         arrive(RoleBarrier.PAIR, 64, state.at.role_warp)
         if config.lagged:
-            self._load_next(QUERY, 0, stage, member, index)
+            warp.load_next(QUERY, 0, stage, member, index)
         load_p = products.packed_loader(packed)
         if config.exchanges:
             wait(RoleBarrier.EXCHANGE_P, 32 * config.column_warps, state.at.key_warp)
             load_p = products.exchanged_loader(state, memory.table.offset("exchange"))
-        products.accumulate(state, self.grads[DOUT], load_p, DOUT, stage)
+        products.accumulate(state, warp.grads[DOUT], load_p, DOUT, stage)
         if config.dq_roles == 2 or not config.lagged:
             wait(RoleBarrier.DONE, config.threads)
         if not config.lagged:
             # DONE: the second role has left dP, and all of this one dV.
-            self._load_next(DOUT, 0, stage, member, index)
+            warp.load_next(DOUT, 0, stage, member, index)
         if config.dq_roles == 2:
-            self.add_dq(member, index)
+            warp.add_dq(member, index)
 
     def _probabilities(self, stage: Any, first: Int32, *, masked: bool) -> tuple[list[Int32], list[Int32]]:
         """Returns pairs of P^T, and of what dP - delta has to be multiplied by in float16."""
-        products = self.products
-        score = products.scores(self.state, QUERY, stage)
-        tile = self._score_tile(first + self._first_query())
+        products = self.warp.products
+        score = products.scores(self.warp.state, QUERY, stage)
+        tile = self.warp.score_tile(first + self.warp.first_query())
         weights = self._weigh(score, tile, stage)
         if masked:
-            self.mask(score, tile)
+            self.warp.mask(score, tile)
         packed = products.pack(score)
         if weights is None:
             return packed, packed if products.mma_dtype == "f16" else products.pack(score, "f16")
         if masked:
-            self.mask(weights, tile)
+            self.warp.mask(weights, tile)
         return packed, products.pack(weights, "f16")
 
     def _weigh(self, score: mma.Accumulator, tile: ScoreTile, stage: Any) -> mma.Accumulator | None:
         """Turns S^T into P^T in place; returns weights, see `score.py`, or None where they are P."""
-        products = self.products
+        products = self.warp.products
         m_blocks, n_blocks = products.score_blocks
-        weights = None if self.state.score.is_affine else list(score)
-        _, lane_column = accumulator_lane(self.state.at.lane)
-        stats = products.statistics(self.state, stage, 0) + (self._first_query() + lane_column) * 8
+        weights = None if self.warp.state.score.is_affine else list(score)
+        _, lane_column = accumulator_lane(self.warp.state.at.lane)
+        stats = products.statistics(self.warp.state, stage, 0) + (self.warp.first_query() + lane_column) * 8
         for n in range(n_blocks):
             pairs = ptx.load_shared_pairs(stats + 64 * n)
             for m in range(m_blocks):
                 for e in range(4):
                     i, lse2 = (m * n_blocks + n) * 4 + e, pairs[0 if e % 2 == 0 else 2]
-                    score[i], weight = self.state.score.gradient(score[i], lse2, tile.at(i))
+                    score[i], weight = self.warp.state.score.gradient(score[i], lse2, tile.at(i))
                     if weights is not None:
                         weights[i] = weight
         return weights
 
 
-class GradientRole(Role):
-    """Emits the code of the second role: dP^T, dS^T, dK, and its part of dQ. P that it gets is masked already."""
+@final
+@dataclass(frozen=True, eq=False)
+class GradientRole:
+    """Emits the code of the second role: dP^T, dS^T, dK, and its part of dQ. P that it gets is masked already.
+
+    Attributes:
+        warp: its registers, and what any role does with them.
+    """
+
+    warp: Warp
 
     @classmethod
-    def computed(cls) -> tuple[str, ...]:
-        """Returns that the role sums up dK."""
-        return (QUERY,)
+    def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState) -> "GradientRole":
+        """Returns the role with its registers, those of dK."""
+        return cls(Warp.start(products, reduce, state, QUERY))
 
     def phases(self) -> list[Phase]:
         """Returns one loop over all query tiles of a head: there is nothing to mask."""
-        return [self.state.visit.whole(Order.UP)]
+        return [self.warp.state.visit.whole(Order.UP)]
 
     def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
         """Computes the role's share of a tile."""
         del masked
-        products, state, config, memory = self.products, self.state, self.products.config, self.products.memory
-        stage = self._begin(step, RoleBarrier.SECOND)
+        warp, products, state = self.warp, self.warp.products, self.warp.state
+        config, memory = products.config, products.memory
+        stage = warp.begin(step, RoleBarrier.SECOND)
         if config.lagged:
             arrive(RoleBarrier.READY, config.threads)
         dscore = products.scores(state, DOUT, stage)
@@ -352,24 +342,25 @@ class GradientRole(Role):
         if config.dq_roles == 2 or not config.lagged:
             arrive(RoleBarrier.DONE, config.threads)
         if config.lagged:
-            self._load_next(DOUT, 1, stage, member, index)
+            warp.load_next(DOUT, 1, stage, member, index)
         load_ds = products.packed_loader(packed)
         if config.exchanges:
             wait(RoleBarrier.EXCHANGE_DS, 32 * config.column_warps, state.at.key_warp)
             load_ds = products.exchanged_loader(state, memory.table.offset("dscore"))
-        products.accumulate(state, self.grads[QUERY], load_ds, QUERY, stage)
+        products.accumulate(state, warp.grads[QUERY], load_ds, QUERY, stage)
         wait(RoleBarrier.SECOND, 32 * config.role_warps)
         if not config.lagged:
             # DONE and SECOND: the first role has left S, and all of this one dK.
-            self._load_next(QUERY, 1, stage, member, index)
-        self.add_dq(member, index)
+            warp.load_next(QUERY, 1, stage, member, index)
+        warp.add_dq(member, index)
 
     def _gradients(self, dscore: mma.Accumulator, stage: Any) -> list[Int32]:
         """Returns pairs of dS^T, and stores them in place of P, which the first role has left there."""
-        products, n_blocks = self.products, self.products.score_blocks[1]
-        _, lane_column = accumulator_lane(self.state.at.lane)
-        stats = products.statistics(self.state, stage, 1) + (self._first_query() + lane_column) * 8
-        address = products.score_address(self.state, products.memory.table.offset("dscore"), self._first_query())
+        products, n_blocks = self.warp.products, self.warp.products.score_blocks[1]
+        _, lane_column = accumulator_lane(self.warp.state.at.lane)
+        stats = products.statistics(self.warp.state, stage, 1) + (self.warp.first_query() + lane_column) * 8
+        start = products.memory.table.offset("dscore")
+        address = products.score_address(self.warp.state, start, self.warp.first_query())
         packed: list[Any] = [None] * (len(dscore) // 2)
         pairs: dict[int, list[Float32]] = {}
         for i, offset in products.pair_offsets():

@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a warp of `dkdv_dq.py` does for each query tile if there is one role: everything. `roles.py` has two."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import cutlass
+from cutlass import Int32, cute
+
+from jax_fastattn.kernels.device import mma, ptx
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.plan import Order
+from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
+from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
+from jax_fastattn.kernels.sm80.backward.roles import Warp
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
+from jax_fastattn.kernels.visits import Phase
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SingleRole:
+    """Emits the code of a warp that computes everything.
+
+    Attributes:
+        warp: its registers, and what any role does with them.
+    """
+
+    warp: Warp
+
+    @classmethod
+    def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState) -> "SingleRole":
+        """Returns the role with its registers, those of dV and dK."""
+        return cls(Warp.start(products, reduce, state, DOUT, QUERY))
+
+    def phases(self) -> list[Phase]:
+        """Returns the loops over the query tiles of a head."""
+        return self.warp.state.visit.phases(Order.UP)
+
+    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+        """Computes dV, dK and dQ of one query tile, with the copies of the next part in flight; see `Role.visit`."""
+        warp, products, state, config = self.warp, self.warp.products, self.warp.state, self.warp.products.config
+        for part in range(config.parts):
+            stage: Any = part if config.parts == 2 else step % config.stages
+            first = warp.first_row(index) + part * config.part
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            self._load_next_part(stage, part, member, index)
+            packed = [products.pack(x) for x in self._differentiated(stage, first, masked=masked)]
+            products.store_scores(state, products.memory.table.offset("dscore"), packed[1], part * config.part)
+            for pairs, which in zip(packed, (DOUT, QUERY), strict=True):
+                products.accumulate(state, warp.grads[which], products.packed_loader(pairs), which, stage)
+        cute.arch.sync_threads()
+        warp.add_dq(member, index)
+
+    def _load_next_part(self, stage: Any, part: int, member: Int32, index: Int32) -> None:
+        """Starts the copies of the part after this one, which may belong to the next tile."""
+        products, config = self.warp.products, self.warp.products.config
+        is_last = part + 1 == config.parts
+        target = 1 - stage
+        if is_last:
+            member, index = self.warp.after(member, index)
+        first = self.warp.first_row(index) + (0 if is_last else config.part)
+
+        def load() -> None:
+            for which in (QUERY, DOUT):
+                products.load_queries(self.warp.state, which, config.threads, member, first, target)
+            products.load_statistics(self.warp.state, self.warp.state.at.thread, member, first, target, 0)
+
+        if is_last:
+            cutlass.if_generate(self.warp.exists(member, index), load)
+        else:
+            load()
+        cute.arch.cp_async_commit_group()
+
+    def _differentiated(self, stage: Any, first: Int32, *, masked: bool) -> tuple[mma.Accumulator, mma.Accumulator]:
+        """Returns P^T and dS^T of the part from query `first` on."""
+        products, state, tile = self.warp.products, self.warp.state, self.warp.score_tile(first)
+        score, dscore = (products.scores(state, which, stage) for which in (QUERY, DOUT))
+        m_blocks, n_blocks = products.score_blocks
+        stats = products.statistics(state, stage, 0) + accumulator_lane(state.at.lane)[1] * 8
+        for n in range(n_blocks):
+            pairs = ptx.load_shared_pairs(stats + 64 * n)
+            for m in range(m_blocks):
+                for e in range(4):
+                    i = (m * n_blocks + n) * 4 + e
+                    lse2, delta = pairs[:2] if e % 2 == 0 else pairs[2:]
+                    score[i], weight = state.score.gradient(score[i], lse2, tile.at(i))
+                    dscore[i] = weight * (dscore[i] - delta)
+        if masked:
+            self.warp.mask(score, tile)
+            self.warp.mask(dscore, tile)
+        return score, dscore
