@@ -20,7 +20,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from jax_fastattn.ffi import registry
 from jax_fastattn.ffi.resources import KernelResources, kernel_resources
-from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, buffers_type, launch_buffers
+from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, launch_buffers, named_buffers
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
 from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
@@ -97,7 +97,8 @@ def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> by
 
 def fake_arguments(spec: KernelSpec) -> list[Any]:
     """Returns what a host function is traced with."""
-    buffers = buffers_type(spec)(*[_fake_pointer(dtype) for dtype in launch_buffers(spec).values()])
+    pointers = {name: _fake_pointer(dtype) for name, dtype in launch_buffers(spec).items()}
+    buffers = named_buffers(spec, pointers)
     scalars = Scalars(**{name: _DTYPES[dtype](0) for name, dtype in SCALAR_DTYPES.items()})
     return [buffers, scalars, make_fake_stream()]
 

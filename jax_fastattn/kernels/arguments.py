@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
@@ -48,6 +49,7 @@ class ForwardBuffers(NamedTuple):
         query_offset: `[B]`.
         query_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
         sinks: `[b, N]`.
+        added: a named tuple with the operands that programs add; None if there are none.
         out: `[B, T, N, D]`.
         lse: `[B, T, N]`.
         taken: `[1]`, how many tiles have been taken.
@@ -61,6 +63,7 @@ class ForwardBuffers(NamedTuple):
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
     query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
+    added: Any
     out: Annotated[Any, Buffer("result")]
     lse: Annotated[Any, Buffer("result", "float32")]
     taken: Annotated[Any, Buffer("scratch", "int32", needs="takes_tiles")]
@@ -82,6 +85,7 @@ class BackwardBuffers(NamedTuple):
         lse: `[B, T, N]`, from the forward pass.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`.
+        added: see `ForwardBuffers`.
         dq: `[B, T, N, H]`.
         dk: `[B, S, K, H]`.
         dv: `[B, S, K, D]`.
@@ -105,6 +109,7 @@ class BackwardBuffers(NamedTuple):
     lse: Annotated[Any, Buffer("operand", "float32")]
     dout: Annotated[Any, Buffer("operand")]
     dlse: Annotated[Any, Buffer("operand", "float32", needs="dlse")]
+    added: Any
     dq: Annotated[Any, Buffer("result")]
     dk: Annotated[Any, Buffer("result")]
     dv: Annotated[Any, Buffer("result")]
@@ -119,7 +124,7 @@ class PortableBackwardBuffers(NamedTuple):
     Attributes:
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
-        out, lse, dout, dlse, dq, dk, dv: see `BackwardBuffers`.
+        out, lse, dout, dlse, added, dq, dk, dv: see `BackwardBuffers`.
         stats, dq_accum, dq_semaphore: see `sm80/backward_config.backward_scratch`.
     """
 
@@ -135,6 +140,7 @@ class PortableBackwardBuffers(NamedTuple):
     lse: Annotated[Any, Buffer("operand", "float32")]
     dout: Annotated[Any, Buffer("operand")]
     dlse: Annotated[Any, Buffer("operand", "float32", needs="dlse")]
+    added: Any
     dq: Annotated[Any, Buffer("result")]
     dk: Annotated[Any, Buffer("result")]
     dv: Annotated[Any, Buffer("result")]
@@ -218,12 +224,30 @@ def buffers_type(spec: KernelSpec) -> type[Buffers]:
 
 def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
     """Buffers of a launch by name, in order, each with its dtype; None if the compile key lacks it."""
-    return {
-        name: replace(buffer, dtype=buffer.dtype or spec.dtype)
-        if buffer.needs is None or operator.attrgetter(buffer.needs)(spec)
-        else None
-        for name, buffer in _definition(buffers_type(spec)).items()
-    }
+    found: dict[str, Buffer | None] = {}
+    for name, buffer in _definition(buffers_type(spec)).items():
+        if buffer is None:
+            found |= added_buffers(spec)
+        elif buffer.needs is None or operator.attrgetter(buffer.needs)(spec):
+            found[name] = replace(buffer, dtype=buffer.dtype or spec.dtype)
+        else:
+            found[name] = None
+    return found
+
+
+def added_buffers(spec: KernelSpec) -> dict[str, Buffer]:
+    """The operands that programs add to a launch, by name."""
+    programs = [program for program in spec.programs if program.defines("buffers")]
+    return {name: buffer for program in programs for name, buffer in program.buffers().items()}
+
+
+def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> Buffers:
+    """Returns the buffers of a launch, given what `present_buffers` names; an absent one may be left out or None."""
+    names, added = buffers_type(spec), tuple(added_buffers(spec))
+    members = {name: values.get(name) for name in names._fields}
+    if added:
+        members["added"] = namedtuple("Added", added)(**{name: values[name] for name in added})
+    return names(**members)
 
 
 def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
@@ -254,5 +278,7 @@ def launch_scalars(problem: Problem, multiprocessors: int) -> Scalars:
 
 
 @functools.cache
-def _definition(buffers: type[Buffers]) -> Mapping[str, Buffer]:
-    return {name: hint.__metadata__[0] for name, hint in get_type_hints(buffers, include_extras=True).items()}
+def _definition(buffers: type[Buffers]) -> Mapping[str, Buffer | None]:
+    """The members of a launch's buffers; None for those that programs add."""
+    hints = get_type_hints(buffers, include_extras=True)
+    return {name: None if name == "added" else hint.__metadata__[0] for name, hint in hints.items()}

@@ -12,7 +12,7 @@ key has lse2 = +inf and delta = 0, so that its P and dS vanish without a predica
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cutlass import Boolean, Float32, Int32, cute
 
@@ -75,7 +75,7 @@ class Score:
             negative = scalars.scale < Float32(0.0)
             magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
             factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
-            score = cls(factor, factor, _bound(spec, buffers), negative)
+            score = cls(factor, factor, _each(spec.programs, "bind", buffers), negative)
         if spec.sinks:
             score = replace(score, features=(*score.features, Sinks.of(buffers, scalars)))
         return score
@@ -83,7 +83,7 @@ class Score:
     @classmethod
     def backward(cls, spec: KernelSpec, buffers: Buffers, scalars: Scalars | Sizes, scale: Float32) -> "Score":
         """Returns that of a backward launch, with a scale of any sign."""
-        features = _bound(spec, buffers)
+        features = _each(spec.programs, "bind", buffers)
         factor, is_scaled = scale * LOG2_E, bool(_with(features, "logit"))
         unit = Float32(1.0) if is_scaled else factor
         if spec.logits_soft_cap:
@@ -108,7 +108,7 @@ class Score:
 
     def start(self, head: Head) -> "Score":
         """Returns the composition with what features read for a query head."""
-        return replace(self, features=tuple(feature.start(head) or feature for feature in self.features))
+        return replace(self, features=_each(self.features, "start", head))
 
     # Forward.
 
@@ -140,7 +140,7 @@ class Score:
 
     def finish(self, head: Head) -> "Score":
         """Returns the composition with what `finish_row` needs."""
-        return replace(self, features=tuple(feature.end(head) or feature for feature in self.features))
+        return replace(self, features=_each(self.features, "end", head))
 
     def finish_row(self, maximum: Float32, total: Float32) -> tuple[Float32, Float32, Float32]:
         """Returns a row's maximum logit in base 2, its denominator relative to that, and a factor on its output."""
@@ -189,13 +189,14 @@ def packed_weights(weighed: Iterable[tuple[Float32, Float32]], mma_dtype: str) -
     return probabilities, weights
 
 
-def _bound(spec: KernelSpec, buffers: Buffers) -> tuple[Feature, ...]:
-    return tuple(program.bind(buffers) or program for program in spec.programs)
-
-
 def _with(features: tuple[Feature, ...], hook: str) -> tuple[Feature, ...]:
     """Returns the features that define a hook."""
-    return tuple(feature for feature in features if getattr(type(feature), hook) is not getattr(Feature, hook))
+    return tuple(feature for feature in features if feature.defines(hook))
+
+
+def _each(features: tuple[Feature, ...], hook: str, argument: Any) -> tuple[Feature, ...]:
+    """Returns what a hook makes of the features that define it, and the others as they are."""
+    return tuple(getattr(feature, hook)(argument) if feature.defines(hook) else feature for feature in features)
 
 
 def _size(acc: Accumulator) -> int:

@@ -64,6 +64,8 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
     for b, n in np.ndindex(batch, heads):
         seen, kv = pairs[b], n // spec.group
         logits, slope = sizes.scale * query[b, :, n] @ key[b, :, kv].T, 1.0
+        for program in spec.programs:
+            logits, seen = program.reference(logits, seen, n, arrays)
         if spec.logits_soft_cap:
             tanh = np.tanh(logits / sizes.cap)
             logits, slope = sizes.cap * tanh, 1 - tanh**2
@@ -130,11 +132,13 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
     shifts = {"query": sizes.shift, "key": -sizes.shift}
     drawn = {name: random.standard_normal(shape) + shifts.get(name, 0.0) for name, shape in shapes.items()}
     arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
+    for program in spec.programs:
+        arrays |= program.draw(random, heads, sizes.queries, sizes.keys)
     wanted = reference(spec, sizes, arrays)
     arrays |= {"out": wanted["out"].astype(dtypes["dout"]), "lse": wanted["lse"].astype(np.float32)}
     sees, seen, _ = visibility(spec, sizes)
     rows = dict.fromkeys(("query", "dout", "dlse", "out", "lse"), sees) | dict.fromkeys(("key", "value"), seen)
-    arrays = {name: fill(x, ~rows[name]) for name, x in arrays.items()}
+    arrays |= {name: fill(arrays[name], ~hidden) for name, hidden in rows.items()}
     arrays |= {
         "query_seq_lengths": np.array(sizes.query_lengths, np.int32),
         "key_value_seq_lengths": np.array(sizes.key_lengths, np.int32),

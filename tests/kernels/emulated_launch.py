@@ -15,7 +15,7 @@ from emulated_backward import Sizes
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import fake_arguments
-from jax_fastattn.kernels.arguments import Scalars, buffers_type, launch_buffers
+from jax_fastattn.kernels.arguments import Scalars, launch_buffers, named_buffers
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec
 
@@ -54,7 +54,7 @@ def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, Any]
     """A memory with the buffers of a launch, and their addresses."""
     memory = Memory()
     addresses = {name: dtype and memory.add(arrays[name]) for name, dtype in launch_buffers(spec).items()}
-    return memory, buffers_type(spec)(**addresses)
+    return memory, named_buffers(spec, addresses)
 
 
 def text(launch: Launch, texts: dict[str, str]) -> str:
@@ -65,7 +65,12 @@ def text(launch: Launch, texts: dict[str, str]) -> str:
 
 def arguments(launch: Launch) -> list[Any]:
     """The parameters of a kernel, one by one; TMA's come before them."""
-    return [number(x) for members in launch.arguments for x in members if x is not None]
+    return [number(x) for members in launch.arguments for x in _flat(members) if x is not None]
+
+
+def _flat(members: tuple[Any, ...]) -> list[Any]:
+    """The members of a tuple and of those in it."""
+    return [y for x in members for y in (_flat(x) if isinstance(x, tuple) else [x])]
 
 
 def number(x: Any) -> Any:

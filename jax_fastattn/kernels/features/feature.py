@@ -125,26 +125,43 @@ class Feature:
     """What a kernel may be told about scores. A hook that a feature does not define emits nothing.
 
     An instance in `KernelSpec.programs` is hashable, has a `repr` that says what it computes, and holds no device
-    value. `bind`, `start` and `load` return a copy that holds some.
+    value. `bind`, `start` and `end` return a copy that holds some.
     """
+
+    @classmethod
+    def defines(cls, hook: str) -> bool:
+        """Returns whether a feature defines a hook."""
+        return getattr(cls, hook) is not getattr(Feature, hook)
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether it hides scores one by one."""
+        return self.defines("sees")
 
     def buffers(self) -> Mapping[str, Buffer]:
         """Returns the operands that it adds to a launch, by name."""
+        raise NotImplementedError
 
     def bind(self, buffers: Any) -> "Feature":
         """Returns the feature with the addresses of a launch."""
+        raise NotImplementedError
 
     def start(self, head: Head) -> "Feature":
         """Returns the feature with what it reads once for each query head that a warp comes to."""
+        raise NotImplementedError
 
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns what becomes of a logit. A program leaves no factor, since others follow (`Logit.plus`)."""
+        raise NotImplementedError
 
     def sees(self, at: Element) -> Boolean:
         """Returns whether a score counts. A feature with this hook has no full tiles: each is an edge."""
+        raise NotImplementedError
 
     def end(self, head: Head) -> "Feature":
         """Returns the feature with what it reads once the scores of a head's rows are all in, for `finish_row`."""
+        raise NotImplementedError
 
     def finish_row(self, maximum: Float32, total: Float32) -> tuple[Float32, Float32, Float32]:
         """Returns a row's maximum logit in base 2, its denominator relative to that, and a factor on its output."""
+        raise NotImplementedError
