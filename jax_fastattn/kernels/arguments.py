@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
@@ -246,7 +245,7 @@ def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> Buffers:
     names, added = buffers_type(spec), tuple(added_buffers(spec))
     members = {name: values.get(name) for name in names._fields}
     if added:
-        members["added"] = namedtuple("Added", added)(**{name: values[name] for name in added})
+        members["added"] = NamedTuple("Added", [(name, Any) for name in added])(*[values[name] for name in added])
     return names(**members)
 
 

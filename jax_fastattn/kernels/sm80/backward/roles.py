@@ -34,8 +34,9 @@ from cutlass import Boolean, Float32, Int32, cute
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.features.feature import ScoreTile
+from jax_fastattn.kernels.features.feature import Head, ScoreTile
 from jax_fastattn.kernels.plan import Order
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
@@ -120,12 +121,13 @@ class Warp:
         row = state.at.row + state.at.warp_row + lane_row
         return ScoreTile(row, first, 1, lane_column, n_blocks, transposed=True)
 
-    def mask(self, acc: mma.Accumulator, tile: ScoreTile) -> None:
+    def mask(self, score: Score, acc: mma.Accumulator, tile: ScoreTile) -> None:
         """Zeroes what belongs to queries that do not see a key, or to keys past the end.
 
         Keys past the end have no gradients, but an infinite P of theirs times a K of zero would get into dQ.
 
         Args:
+            score: that of the head.
             acc: P or weights, changed in place.
             tile: where they lie.
         """
@@ -134,7 +136,13 @@ class Warp:
             row = tile.row + 8 * i
             limit = state.bounds.query_limits(row)
             limits.append(plan.Limits(limit.low, ptx.where(row < state.bounds.key_end, limit.high, Int32(0))))
-        state.score.hide(acc, tile, limits, Float32(0.0), check_low=state.visit.edges.low)
+        score.hide(acc, tile, limits, Float32(0.0), check_low=state.visit.edges.low)
+
+    def head(self, member: Int32) -> "QueryHead":
+        """Returns a query head of the group."""
+        at, group = self.state.at, self.products.spec.group
+        head = Head(at.sequence.queries.batch, at.kv_head * group + member)
+        return QueryHead(member, self.state.score.start(head))
 
     # What both of two roles do.
 
@@ -168,6 +176,19 @@ class Warp:
         cute.arch.cp_async_commit_group()
 
 
+@dataclass(frozen=True)
+class QueryHead:
+    """A query head whose tiles of queries visit the tile of keys.
+
+    Attributes:
+        member: which head of the group it is.
+        score: from products to probabilities of the head.
+    """
+
+    member: Int32
+    score: Score
+
+
 class Role(Protocol):
     """What a warp computes of each query tile."""
 
@@ -185,12 +206,12 @@ class Role(Protocol):
         """Returns the loops over the query tiles of a head."""
         ...
 
-    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+    def visit(self, step: Int32, head: QueryHead, index: Int32, *, masked: bool) -> None:
         """Computes the role's share of a query tile.
 
         Args:
             step: how many tiles were visited before.
-            member: query head of the group.
+            head: the query head.
             index: position of the query tile.
             masked: whether some of its queries do not see some of the keys.
         """
@@ -221,9 +242,10 @@ class QueryLoop:
     @cute.jit
     def run_head(self, step: Int32, member: Int32):
         """Visits the query tiles of one head; returns the tiles visited so far."""
+        head = self.role.warp.head(member)
         for phase in self.role.phases():
             for index in cutlass.range(phase.begin, phase.end, unroll=1):
-                self.role.visit(step, member, index, masked=phase.masked)
+                self.role.visit(step, head, index, masked=phase.masked)
                 step = step + 1
         return step
 
@@ -248,12 +270,12 @@ class ProbabilityRole:
         """Returns the loops over the query tiles of a head."""
         return self.warp.state.visit.phases(Order.UP)
 
-    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+    def visit(self, step: Int32, head: QueryHead, index: Int32, *, masked: bool) -> None:
         """Computes the role's share of a tile."""
         warp, products, state = self.warp, self.warp.products, self.warp.state
         config, memory = products.config, products.memory
         stage = warp.begin(step, RoleBarrier.FIRST)
-        packed, crossing = self._probabilities(stage, warp.first_row(index), masked=masked)
+        packed, crossing = self._probabilities(head.score, stage, warp.first_row(index), masked=masked)
         if config.lagged:
             wait(RoleBarrier.READY, config.threads)
         products.store_scores(state, memory.table.offset("dscore"), crossing, warp.first_query())
@@ -261,7 +283,7 @@ class ProbabilityRole:
             products.store_scores(state, memory.table.offset("exchange"), packed, warp.first_query())
         arrive(RoleBarrier.PAIR, 64, state.at.role_warp)
         if config.lagged:
-            warp.load_next(QUERY, 0, stage, member, index)
+            warp.load_next(QUERY, 0, stage, head.member, index)
         load_p = products.packed_loader(packed)
         if config.exchanges:
             wait(RoleBarrier.EXCHANGE_P, 32 * config.column_warps, state.at.key_warp)
@@ -271,30 +293,32 @@ class ProbabilityRole:
             wait(RoleBarrier.DONE, config.threads)
         if not config.lagged:
             # DONE: the second role has left dP, and all of this one dV.
-            warp.load_next(DOUT, 0, stage, member, index)
+            warp.load_next(DOUT, 0, stage, head.member, index)
         if config.dq_roles == 2:
-            warp.add_dq(member, index)
+            warp.add_dq(head.member, index)
 
-    def _probabilities(self, stage: Any, first: Int32, *, masked: bool) -> tuple[list[Int32], list[Int32]]:
+    def _probabilities(
+        self, score: Score, stage: Any, first: Int32, *, masked: bool
+    ) -> tuple[list[Int32], list[Int32]]:
         """Returns pairs of P^T, and of what dP - delta has to be multiplied by in float16."""
         products = self.warp.products
-        score = products.scores(self.warp.state, QUERY, stage)
+        scores = products.scores(self.warp.state, QUERY, stage)
         tile = self.warp.score_tile(first + self.warp.first_query())
-        weights = self._weigh(score, tile, stage)
+        weights = self._weigh(score, scores, tile, stage)
         if masked:
-            self.warp.mask(score, tile)
-        packed = products.pack(score)
+            self.warp.mask(score, scores, tile)
+        packed = products.pack(scores)
         if weights is None:
-            return packed, packed if products.mma_dtype == "f16" else products.pack(score, "f16")
+            return packed, packed if products.mma_dtype == "f16" else products.pack(scores, "f16")
         if masked:
-            self.warp.mask(weights, tile)
+            self.warp.mask(score, weights, tile)
         return packed, products.pack(weights, "f16")
 
-    def _weigh(self, score: mma.Accumulator, tile: ScoreTile, stage: Any) -> mma.Accumulator | None:
+    def _weigh(self, score: Score, scores: mma.Accumulator, tile: ScoreTile, stage: Any) -> mma.Accumulator | None:
         """Turns S^T into P^T in place; returns weights, see `score.py`, or None where they are P."""
         products = self.warp.products
         m_blocks, n_blocks = products.score_blocks
-        weights = None if self.warp.state.score.is_affine else list(score)
+        weights = None if score.is_affine else list(scores)
         _, lane_column = accumulator_lane(self.warp.state.at.lane)
         stats = products.statistics(self.warp.state, stage, 0) + (self.warp.first_query() + lane_column) * 8
         for n in range(n_blocks):
@@ -302,7 +326,7 @@ class ProbabilityRole:
             for m in range(m_blocks):
                 for e in range(4):
                     i, lse2 = (m * n_blocks + n) * 4 + e, pairs[0 if e % 2 == 0 else 2]
-                    score[i], weight = self.warp.state.score.gradient(score[i], lse2, tile.at(i))
+                    scores[i], weight = score.gradient(scores[i], lse2, tile.at(i))
                     if weights is not None:
                         weights[i] = weight
         return weights
@@ -328,7 +352,7 @@ class GradientRole:
         """Returns one loop over all query tiles of a head: there is nothing to mask."""
         return [self.warp.state.visit.whole(Order.UP)]
 
-    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+    def visit(self, step: Int32, head: QueryHead, index: Int32, *, masked: bool) -> None:
         """Computes the role's share of a tile."""
         del masked
         warp, products, state = self.warp, self.warp.products, self.warp.state
@@ -342,7 +366,7 @@ class GradientRole:
         if config.dq_roles == 2 or not config.lagged:
             arrive(RoleBarrier.DONE, config.threads)
         if config.lagged:
-            warp.load_next(DOUT, 1, stage, member, index)
+            warp.load_next(DOUT, 1, stage, head.member, index)
         load_ds = products.packed_loader(packed)
         if config.exchanges:
             wait(RoleBarrier.EXCHANGE_DS, 32 * config.column_warps, state.at.key_warp)
@@ -351,8 +375,8 @@ class GradientRole:
         wait(RoleBarrier.SECOND, 32 * config.role_warps)
         if not config.lagged:
             # DONE and SECOND: the first role has left S, and all of this one dK.
-            warp.load_next(QUERY, 1, stage, member, index)
-        warp.add_dq(member, index)
+            warp.load_next(QUERY, 1, stage, head.member, index)
+        warp.add_dq(head.member, index)
 
     def _gradients(self, dscore: mma.Accumulator, stage: Any) -> list[Int32]:
         """Returns pairs of dS^T, and stores them in place of P, which the first role has left there."""

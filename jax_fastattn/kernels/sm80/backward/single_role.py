@@ -11,9 +11,10 @@ from cutlass import Int32, cute
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.plan import Order
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
-from jax_fastattn.kernels.sm80.backward.roles import Warp
+from jax_fastattn.kernels.sm80.backward.roles import QueryHead, Warp
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.visits import Phase
 
@@ -38,7 +39,7 @@ class SingleRole:
         """Returns the loops over the query tiles of a head."""
         return self.warp.state.visit.phases(Order.UP)
 
-    def visit(self, step: Int32, member: Int32, index: Int32, *, masked: bool) -> None:
+    def visit(self, step: Int32, head: QueryHead, index: Int32, *, masked: bool) -> None:
         """Computes dV, dK and dQ of one query tile, with the copies of the next part in flight; see `Role.visit`."""
         warp, products, state, config = self.warp, self.warp.products, self.warp.state, self.warp.products.config
         for part in range(config.parts):
@@ -46,13 +47,13 @@ class SingleRole:
             first = warp.first_row(index) + part * config.part
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            self._load_next_part(stage, part, member, index)
-            packed = [products.pack(x) for x in self._differentiated(stage, first, masked=masked)]
+            self._load_next_part(stage, part, head.member, index)
+            packed = [products.pack(x) for x in self._differentiated(head.score, stage, first, masked=masked)]
             products.store_scores(state, products.memory.table.offset("dscore"), packed[1], part * config.part)
             for pairs, which in zip(packed, (DOUT, QUERY), strict=True):
                 products.accumulate(state, warp.grads[which], products.packed_loader(pairs), which, stage)
         cute.arch.sync_threads()
-        warp.add_dq(member, index)
+        warp.add_dq(head.member, index)
 
     def _load_next_part(self, stage: Any, part: int, member: Int32, index: Int32) -> None:
         """Starts the copies of the part after this one, which may belong to the next tile."""
@@ -74,10 +75,12 @@ class SingleRole:
             load()
         cute.arch.cp_async_commit_group()
 
-    def _differentiated(self, stage: Any, first: Int32, *, masked: bool) -> tuple[mma.Accumulator, mma.Accumulator]:
+    def _differentiated(
+        self, score: Score, stage: Any, first: Int32, *, masked: bool
+    ) -> tuple[mma.Accumulator, mma.Accumulator]:
         """Returns P^T and dS^T of the part from query `first` on."""
         products, state, tile = self.warp.products, self.warp.state, self.warp.score_tile(first)
-        score, dscore = (products.scores(state, which, stage) for which in (QUERY, DOUT))
+        scores, dscores = (products.scores(state, which, stage) for which in (QUERY, DOUT))
         m_blocks, n_blocks = products.score_blocks
         stats = products.statistics(state, stage, 0) + accumulator_lane(state.at.lane)[1] * 8
         for n in range(n_blocks):
@@ -86,9 +89,9 @@ class SingleRole:
                 for e in range(4):
                     i = (m * n_blocks + n) * 4 + e
                     lse2, delta = pairs[:2] if e % 2 == 0 else pairs[2:]
-                    score[i], weight = state.score.gradient(score[i], lse2, tile.at(i))
-                    dscore[i] = weight * (dscore[i] - delta)
+                    scores[i], weight = score.gradient(scores[i], lse2, tile.at(i))
+                    dscores[i] = weight * (dscores[i] - delta)
         if masked:
-            self.warp.mask(score, tile)
-            self.warp.mask(dscore, tile)
-        return score, dscore
+            self.warp.mask(score, scores, tile)
+            self.warp.mask(score, dscores, tile)
+        return scores, dscores

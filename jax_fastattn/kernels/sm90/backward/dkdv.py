@@ -32,7 +32,7 @@ from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_weights import Differentiate, WeightExchange
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
-from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile
+from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.key_stationary import KeyStationary
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
@@ -130,6 +130,7 @@ class DkdvConsumer:
         shared: tiles and barriers.
         thread: index of this thread in the CTA.
         group: the warpgroup: 0 computes dv, 1 computes dk.
+        score: from products to probabilities.
         row: the lane's first row of an accumulator, counted from the CTA's first key; the other one is 8 further.
         rows: what it zeroes in shared memory.
         stage: stage of the rings of Q and dO, which move alike, and the parity of its lap.
@@ -142,6 +143,7 @@ class DkdvConsumer:
     shared: BackwardShared
     thread: Int32
     group: Int32
+    score: Score
     row: Int32
     rows: SharedRows
     stage: wgmma.Uniform
@@ -160,18 +162,19 @@ class DkdvConsumer:
         mma = wgmma.product(shared.query.element_type, config.queries, a_in_registers=False, b_transposed=False)
         group, stage = warp_index // 4, wgmma.Uniform(Int32(0), Int32(0))
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
-        mask = QueryMask(spec, config, score, row, lane_column)
+        mask = QueryMask(spec, config, row, lane_column)
         return cls(
             spec=spec,
             shared=shared,
             thread=thread,
             group=group,
+            score=score,
             row=row,
             rows=SharedRows(spec, shared.memory, shared),
             stage=stage,
             mma=mma,
             product=product,
-            weights=WeightExchange(spec, shared, score, thread, lane_column, mask, stage, product),
+            weights=WeightExchange(spec, shared, thread, lane_column, mask, stage, product),
         )
 
     @property
@@ -315,22 +318,23 @@ class _Role:
         spec, config = consumer.spec, consumer.config
         phases = visit.rest(config.order).phases(config.order)
 
-        def run(phase: Phase) -> None:
+        def run(head: QueryHead, phase: Phase) -> None:
             consumer.stage.settle()
             self.previous.settle()
-            wgmma.loop(phase.steps, lambda i: self._step(phase.position(i), phase.edges))
+            wgmma.loop(phase.steps, lambda i: self._step(head, phase.position(i), phase.edges))
 
-        def visit_head(_: Int32) -> None:
-            self._step(visit.begin, visit.edges, first=True)
+        def visit_head(member: Int32) -> None:
+            head = QueryHead(self.work, consumer.score.start(self.work.score_head(member)))
+            self._step(head, visit.begin, visit.edges, first=True)
             for phase in phases:
-                run(phase)
+                run(head, phase)
             if config.overlap:
                 self._start_sum()
                 self._finish_sum()
 
         wgmma.loop(ptx.where(visit.begin < visit.end, Int32(spec.group), Int32(0)), visit_head)
 
-    def _step(self, index: Int32, edges: Edges | None, first: bool = False) -> None:
+    def _step(self, head: QueryHead, index: Int32, edges: Edges | None, first: bool = False) -> None:
         """Computes the product of one tile and its sum, or with overlap that of the one before."""
         consumer, overlap = self.consumer, self.consumer.config.overlap
         shared, spec, stage, phase = consumer.shared, consumer.spec, consumer.stage[0], consumer.stage[1]
@@ -343,7 +347,7 @@ class _Role:
         adds_previous = overlap and not first
         if adds_previous:
             self._start_sum()
-        pairs = self.differentiate(self.work, index, edges, 1 if adds_previous else 0)
+        pairs = self.differentiate(head, index, edges, 1 if adds_previous else 0)
         wgmma.release(self.right_empty + stage)
         if adds_previous:
             self._finish_sum()

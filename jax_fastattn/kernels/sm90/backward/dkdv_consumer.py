@@ -21,7 +21,7 @@ from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_products import FusedProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
-from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges, Phase
@@ -37,6 +37,7 @@ class FusedConsumer:
         thread: index of this thread in the CTA.
         group: the warpgroup.
         warp: index of this warp in the warpgroup.
+        score: from products to probabilities.
         stage: stage and phase of the rings of Q and dO, which move alike.
         buffer: buffer and phase of dS.
         rows: what it zeroes in shared memory.
@@ -49,6 +50,7 @@ class FusedConsumer:
     thread: Int32
     group: Int32
     warp: Int32
+    score: Score
     stage: wgmma.Uniform
     buffer: wgmma.Uniform
     rows: SharedRows
@@ -68,11 +70,12 @@ class FusedConsumer:
             thread=thread,
             group=group,
             warp=warp_index % 4,
-            mask=QueryMask(spec, shared.memory.config, score, warp_index * 16 + row, column),
+            score=score,
+            mask=QueryMask(spec, shared.memory.config, warp_index * 16 + row, column),
             stage=wgmma.Uniform(Int32(0), Int32(0)),
             buffer=wgmma.Uniform(Int32(0), Int32(0)),
             rows=SharedRows(spec, shared.memory, shared),
-            products=FusedProducts.start(spec, shared, score, thread, group),
+            products=FusedProducts.start(spec, shared, thread, group),
         )
 
     @property
@@ -89,44 +92,45 @@ class FusedConsumer:
         if work.bounds.kind.hides_keys:
             self.rows.zero_keys(work, self.group)
 
-        def visit_head(_: Int32) -> None:
+        def visit_head(member: Int32) -> None:
+            head = QueryHead(work, self.score.start(work.score_head(member)))
             if spec.packed:
                 self.rows.zero_last_queries(work, self.stage)
             if visit.masks_high:
                 # One loop for both ends, after that of full tiles: these need fewer uniform instructions in the first
                 # loop.
-                wgmma.loop(Int32(2), lambda i: self._run(work, visit.half(i)))
+                wgmma.loop(Int32(2), lambda i: self._run(head, visit.half(i)))
             else:
-                self._run(work, visit.phases(config.order))
+                self._run(head, visit.phases(config.order))
 
         wgmma.loop(Int32(spec.group), visit_head)
         wgmma.release(self.shared.keys_empty)
         self._store(work, buffers, scale)
 
-    def _run(self, work: KeyTile, phases: Iterable[Phase]) -> None:
+    def _run(self, head: QueryHead, phases: Iterable[Phase]) -> None:
         """Visits the query tiles of phases, one after the other."""
 
         def run(phase: Phase) -> None:
             self.stage.settle()
             self.buffer.settle()
-            wgmma.loop(phase.steps, lambda i: self._tile(work, phase.position(i), phase.edges))
+            wgmma.loop(phase.steps, lambda i: self._tile(head, phase.position(i), phase.edges))
 
         for phase in phases:
             run(phase)
 
     # One tile of queries.
 
-    def _tile(self, work: KeyTile, index: Int32, edges: Edges | None) -> None:
+    def _tile(self, head: QueryHead, index: Int32, edges: Edges | None) -> None:
         """Computes what a tile of queries adds to dV and dK, and its dS."""
         products, stage, phase = self.products, self.stage[0], self.stage[1]
         wgmma.wait(self.shared.query_full + stage, phase)
-        at = self.mask.tile(work, index)
-        slopes = products.compute_scores(stage, at)
-        edge = self.mask.edge(work, index, edges) if edges is not None else None
-        weights = products.probabilities(slopes, at, edge)
+        at = self.mask.tile(head.work, index)
+        slopes = products.compute_scores(head.score, stage, at)
+        edge = self.mask.edge(head, index, edges) if edges is not None else None
+        weights = products.probabilities(head.score, slopes, at, edge)
         wgmma.wait(self.shared.dout_full + stage, phase)
         if edges is not None:
-            self.rows.zero_queries(work, index, stage)
+            self.rows.zero_queries(head.work, index, stage)
         products.start_dp(stage)
         products.add_dv(stage)
         warpgroup.wait_group(1)

@@ -33,7 +33,6 @@ class FusedProducts:
 
     Attributes:
         spec: the compile key.
-        score: from products to probabilities.
         score_mma: S^T and dP^T, both factors from shared memory.
         dk_mma: dK, dS^T from registers.
         dv_mma: dV, P^T from registers.
@@ -54,7 +53,6 @@ class FusedProducts:
     """
 
     spec: KernelSpec
-    score: Score
     score_mma: cute.TiledMma
     dk_mma: cute.TiledMma
     dv_mma: cute.TiledMma
@@ -74,15 +72,12 @@ class FusedProducts:
     dv: Accumulator
 
     @classmethod
-    def start(
-        cls, spec: KernelSpec, shared: BackwardShared, score: Score, thread: Int32, group: Int32
-    ) -> "FusedProducts":
+    def start(cls, spec: KernelSpec, shared: BackwardShared, thread: Int32, group: Int32) -> "FusedProducts":
         """Returns the products with their registers.
 
         Args:
             spec: the compile key.
             shared: tiles and barriers.
-            score: from products to probabilities.
             thread: index of this thread in the CTA.
             group: the warpgroup.
         """
@@ -96,7 +91,6 @@ class FusedProducts:
         shape = (WARPGROUP_ROWS, config.queries)
         return cls(
             spec=spec,
-            score=score,
             score_mma=score_mma,
             dk_mma=dk_mma,
             dv_mma=dv_mma,
@@ -123,7 +117,7 @@ class FusedProducts:
 
     # The products of a tile of queries, in order.
 
-    def compute_scores(self, stage: Int32, tile: ScoreTile) -> list[Int32]:
+    def compute_scores(self, score: Score, stage: Int32, tile: ScoreTile) -> list[Int32]:
         """Computes logits less log-sum-exps; returns pairs of their slopes in 16 bits, empty where slopes are 1.
 
         Logits are over `score.factor` where they are products times a factor: their log-sum-exps are then part of the
@@ -131,19 +125,19 @@ class FusedProducts:
         """
         query = self.query[None, None, None, stage]
         steps, minus, slopes = wgmma.steps_of(self.score_mma, self.key, query), self._minus(stage, 0), []
-        if self.score.is_affine:
+        if score.is_affine:
             wgmma.gemm_steps(self.scores, [minus, *steps], accumulate=False)
         else:
             wgmma.gemm_steps(self.scores, steps, accumulate=False)
             warpgroup.wait_group(0)
-            slopes = self._change_logits(tile)
+            slopes = self._change_logits(score, tile)
             wgmma.gemm_steps(self.scores, [minus], accumulate=True)
         warpgroup.wait_group(0)
         return slopes
 
-    def probabilities(self, slopes: list[Int32], tile: ScoreTile, edge: Edge | None) -> list[Int32]:
+    def probabilities(self, score: Score, slopes: list[Int32], tile: ScoreTile, edge: Edge | None) -> list[Int32]:
         """Turns S into P in 16 bits; returns pairs of weights, see `score.py`."""
-        weighed = (self._weighed(i, slopes, tile.at(i), edge) for i in range(cute.size(self.scores)))
+        weighed = (self._weighed(score, i, slopes, tile.at(i), edge) for i in range(cute.size(self.scores)))
         probabilities, weights = packed_weights(weighed, self._mma_dtype)
         pairs = cute.recast_tensor(self.p_fragment, Int32)
         for i, pair in enumerate(probabilities):
@@ -151,9 +145,11 @@ class FusedProducts:
         # Where slopes are 1 weights are P. No register that a product in flight reads may be read by others.
         return weights if slopes else _copied(self.p_fragment)
 
-    def _weighed(self, i: int, slopes: list[Int32], at: Element, edge: Edge | None) -> tuple[Float32, Float32]:
+    def _weighed(
+        self, score: Score, i: int, slopes: list[Int32], at: Element, edge: Edge | None
+    ) -> tuple[Float32, Float32]:
         """Returns P and weight of an element of S."""
-        logit = self.scores[i] * self.score.factor if self.score.is_affine else self.scores[i]
+        logit = self.scores[i] * score.factor if score.is_affine else self.scores[i]
         weight = probability = ptx.exp2(logit)
         if slopes:
             weight = probability * ptx.unpack(slopes[i // 2], dtype=self._mma_dtype)[i % 2]
@@ -194,11 +190,11 @@ class FusedProducts:
         """Returns a step of a product that adds minus the log-sum-exps (0) or delta (1) of its queries."""
         return self.stats_mma, self.ones, self.stats[None, None, 0, 2 * stage + which]
 
-    def _change_logits(self, tile: ScoreTile) -> list[Int32]:
+    def _change_logits(self, score: Score, tile: ScoreTile) -> list[Int32]:
         """Turns S into logits in base 2; returns pairs of slopes in 16 bits, none where they are 1."""
         slopes = []
         for i in range(cute.size(self.scores)):
-            logit = self.score.logit(self.scores[i], tile.at(i))
+            logit = score.logit(self.scores[i], tile.at(i))
             self.scores[i] = logit.value if logit.factor is None else logit.value * logit.factor
             if logit.slopes:
                 slopes.append(logit.slope())

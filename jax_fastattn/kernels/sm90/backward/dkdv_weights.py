@@ -13,18 +13,17 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.features.feature import Element
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, Score, packed_weights
+from jax_fastattn.kernels.score import packed_weights
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
-from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
+from jax_fastattn.kernels.sm90.backward.key_schedule import QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges
 
 # Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the position of the tile of
 # queries, its edges or None if it is full, and how many products may stay in flight.
-Differentiate = Callable[[KeyTile, Int32, Edges | None, int], list[Int32]]
+Differentiate = Callable[[QueryHead, Int32, Edges | None, int], list[Int32]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +33,6 @@ class WeightExchange:
     Attributes:
         spec: the compile key.
         shared: tiles and barriers.
-        score: from products to probabilities.
         thread: index of this thread in the CTA.
         lane_column: the lane's first column of the product.
         mask: what the lane's rows see.
@@ -44,30 +42,31 @@ class WeightExchange:
 
     spec: KernelSpec
     shared: BackwardShared
-    score: Score
     thread: Int32
     lane_column: Int32
     mask: QueryMask
     stage: wgmma.Uniform
     product: cute.Tensor
 
-    def give(self, work: KeyTile, index: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+    def give(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int) -> list[Int32]:
         """Returns P of S, and gives the weights to the other warpgroup; see `Differentiate`."""
         stage, config = self.stage[0], self.shared.memory.config
         lse2 = self._stats(stage, 0)
         warpgroup.wait_group(flying)
-        edge = self.mask.edge(work, index, edges) if edges is not None else None
-        at = self.mask.tile(work, index)
-        weighed = (self._weighed(lse2, at.at(i), i, edge) for i in range(cute.size(self.product)))
+        edge = self.mask.edge(head, index, edges) if edges is not None else None
+        at = self.mask.tile(head.work, index)
+        # Of each 8 queries the lane has two columns.
+        lses = [lse2[i // 4 * 2 + i % 2] for i in range(cute.size(self.product))]
+        weighed = (head.score.gradient(self.product[i], x, at.at(i), edge) for i, x in enumerate(lses))
         pairs, weights = packed_weights(weighed, self._mma_dtype)
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
         cute.arch.barrier_arrive(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
         return pairs
 
-    def take(self, work: KeyTile, index: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+    def take(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int) -> list[Int32]:
         """Returns dS of dP with the weights of the other warpgroup, 0 where hidden; see `Differentiate`."""
-        del work, index, edges
+        del head, index, edges
         stage, config = self.stage[0], self.shared.memory.config
         delta = self._stats(stage, 1)
         warpgroup.wait_group(flying)
@@ -79,10 +78,6 @@ class WeightExchange:
                 values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
                 pairs.append(ptx.pack(*values, dtype=self._mma_dtype))
         return pairs
-
-    def _weighed(self, lse2: list[Float32], at: Element, i: int, edge: Edge | None) -> tuple[Float32, Float32]:
-        """Returns P and weight of an element of S. Of each 8 queries the lane has two columns."""
-        return self.score.gradient(self.product[i], lse2[at.column // 8 * 2 + at.column % 8], at, edge)
 
     @property
     def _mma_dtype(self) -> str:

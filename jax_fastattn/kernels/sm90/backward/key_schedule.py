@@ -16,7 +16,9 @@ from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span
 from jax_fastattn.kernels.device.tile_counter import take_one
 from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.features.feature import Head
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
@@ -84,6 +86,23 @@ class KeyTile:
     bounds: plan.Bounds
     visit: Visit
     steps: Int32
+
+    def score_head(self, member: Int32) -> Head:
+        """Returns which scores a query head of the group has."""
+        return Head(self.queries.batch, self.first_head + member)
+
+
+@dataclass(frozen=True)
+class QueryHead:
+    """A query head whose tiles of queries visit a tile of keys.
+
+    Attributes:
+        work: the tile of keys.
+        score: from products to probabilities of the head.
+    """
+
+    work: KeyTile
+    score: Score
 
 
 class KeyPlace(NamedTuple):

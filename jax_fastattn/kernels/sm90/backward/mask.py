@@ -14,9 +14,9 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.feature import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, Score
+from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
-from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.visits import Edges
 from jax_fastattn.spec import UNBOUNDED
 
@@ -49,14 +49,12 @@ class QueryMask:
     Attributes:
         spec: the compile key.
         config: the variant.
-        score: from products to probabilities.
         row: the lane's first row, counted from the CTA's first key.
         column: the lane's first column.
     """
 
     spec: KernelSpec
     config: BackwardConfig
-    score: Score
     row: Int32
     column: Int32
 
@@ -65,17 +63,18 @@ class QueryMask:
         queries, tile = self.config.queries, work.visit.tile(index)
         return ScoreTile(work.row + self.row, tile, queries, self.column, n_blocks=queries // 8, transposed=True)
 
-    def edge(self, work: KeyTile, index: Int32, edges: Edges) -> Edge:
+    def edge(self, head: QueryHead, index: Int32, edges: Edges) -> Edge:
         """Returns what is hidden in the tile of queries at a position.
 
         What depends on the lane is added last: one register lives through the loops instead of four limits.
         """
-        bounds, tile = work.bounds, work.visit.tile(index)
+        work, bounds = head.work, head.work.bounds
+        tile = work.visit.tile(index)
         end = bounds.query_end - tile * self.config.queries if bounds.kind.query_end else Int32(UNBOUNDED)
         window = replace(bounds, query_end=Int32(UNBOUNDED))
         first = window.query_limits(work.row - tile * self.config.queries)
         row, column = self.row, self.column
-        if not self.score.is_affine or self.config.adds_dq:
+        if not head.score.is_affine or self.config.adds_dq:
             # Registers that would spill: a masked tile reads the thread's index anew.
             lane = read_lane(self.config)
             row, column = lane.row, lane.column
@@ -89,4 +88,4 @@ class QueryMask:
                 # No query sees a key past the end.
                 low = ptx.where(row + 8 * i < bounds.key_end - work.row, low, Int32(UNBOUNDED))
             result.append(Visibility(plan.Limits(low, high), edges.low, edges.high))
-        return self.score.edges(result)
+        return head.score.edges(result)
