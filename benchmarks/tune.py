@@ -69,7 +69,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.arch:
         borrow(options.arch)
-    keys = {name: kernel_spec(CASES[name].problem(), options.mode, ffi.arch()) for name in options.cases}
+    keys = {name: compile_key(CASES[name], options.mode) for name in options.cases}
     variants = {name: [variant(key, text) for text in options.configs] for name, key in keys.items()}
     compile_all({key: None for found in variants.values() for key in found})
     context = {"flop_formula": FLOP_FORMULA, "arch": options.arch} | describe_run(options.commit)
@@ -79,6 +79,11 @@ def main() -> None:
             print(line, record["error"] or "", flush=True)
             with options.output.open("a") as file:
                 file.write(json.dumps(record | context) + "\n")
+
+
+def compile_key(case: Case, mode: Any) -> KernelSpec:
+    """Returns the compile key of a case; the backward pass computes the gradient of all operands."""
+    return kernel_spec(case.problem(), mode, ffi.arch(), dsinks=mode == "backward" and case.sinks is not None)
 
 
 def variant(key: KernelSpec, text: str) -> KernelSpec:

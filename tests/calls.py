@@ -18,7 +18,6 @@ import stand_in
 
 from jax_fastattn import attention
 from jax_fastattn.ffi import registry
-from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
@@ -168,21 +167,3 @@ def count_launches(text: str, function: str = "main") -> int:
     bodies = dict(re.findall(r"func\.func (?:public |private )?@(\w+)(.*?)(?=func\.func|\Z)", text, re.DOTALL))
     called = re.findall(r"[ .]call @(\w+)", bodies[function])
     return sum(name.startswith("jax_fastattn_launch") or count_launches(text, name) for name in called)
-
-
-def stored_stats(kernel: KernelSpec, lse: jax.Array, delta: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Statistics `[B, N, T]` as the kernels leave them; rows past the end are NaN."""
-    if kernel.family == "sm80":
-        return jnp.stack([lse, delta], axis=-1)
-    both = jnp.stack([lse, delta], axis=2)
-    rows = shape[3] // (4 if kernel.config.adds_dq else 1)
-    both = jnp.pad(both, [(0, 0)] * 3 + [(0, rows - both.shape[3])], constant_values=jnp.nan)
-    if not kernel.config.adds_dq:
-        return both
-    parts, rest = [], -both
-    for _ in range(3):
-        parts.append(rest.astype(jnp.bfloat16))
-        rest = jnp.where(jnp.isinf(rest), 0.0, rest - parts[-1].astype(jnp.float32))
-    parts += [jnp.zeros_like(parts[0])] * 5
-    words = jnp.stack(parts, axis=-1).reshape(*both.shape, 4, 2)
-    return jax.lax.bitcast_convert_type(words, jnp.float32).reshape(shape)

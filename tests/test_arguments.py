@@ -46,9 +46,12 @@ def test_operands_come_before_results_and_results_before_scratch(spec: KernelSpe
 def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     plain = configured(KernelSpec("backward", "sm_90a", "float16", 64, 64, family="sm90"))
     absent = {"query_seq_lengths", "key_value_seq_lengths", "query_offset", "dlse"}
-    tiles = {"query_tiles", "key_tiles"}
-    assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles
-    full = dataclasses.replace(plain, **dict.fromkeys(absent, True))
+    tiles, sinks = {"query_tiles", "key_tiles"}, {"sinks", "dsinks_terms"}
+    assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks
+    # Backward, sinks alone do not say that their gradient is asked for.
+    full = dataclasses.replace(plain, sinks=True, **dict.fromkeys(absent, True))
+    assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | sinks
+    full = dataclasses.replace(full, dsinks=True)
     assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles
     packed = launch_buffers(dataclasses.replace(plain, packed=True, query_offset=True))
     assert packed["query_tiles"] == packed["key_tiles"] == "int32" and packed["query_offset"] is None

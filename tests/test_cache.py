@@ -377,6 +377,7 @@ CHANGES = {
     "logits_soft_cap": True,
     "sinks": True,
     "dlse": True,
+    "dsinks": True,
     "family": "sm90",
     "ordered": True,
     "programs": ("slope per head",),

@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed in JAX around the backward kernels, from statistics in the layout of each of them. No GPU needed."""
+"""What is computed in JAX around the backward kernels. No GPU needed."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,45 +16,67 @@ from jax_fastattn import ffi
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
 from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import QKV
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import evaluate
-from jax_fastattn.testing.poison import poison, visible_rows
+from jax_fastattn.testing.poison import visible_rows
+
+CASE = Case(
+    num_kv_heads=2,
+    group=2,
+    query_length=13,
+    key_length=11,
+    head_dim=64,
+    is_causal=True,
+    query_offset=(-5, 2),
+    query_seq_lengths=(11, 13),
+    sinks="n",
+    dlse=True,
+)
 
 
-@pytest.mark.parametrize("sinks", ["n", "bn"])
-@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 64), ("sm_90a", 64), ("sm_90a", 192)])
-def test_dlse_of_rows_that_see_nothing_reaches_the_gradient_of_sinks(
-    arch: str, head_dim: int, sinks: str, monkeypatch: pytest.MonkeyPatch, key: jax.Array
+@pytest.fixture(params=["n", "bn"])
+def call(request: pytest.FixtureRequest, key: jax.Array) -> tuple[Any, ...]:
+    """A call, with its results in the reference: specification, operands, cotangents, results, and which rows see."""
+    case = dataclasses.replace(CASE, sinks=request.param)
+    spec, operands, cotangents = case.spec(), case.operands(key), case.cotangents(key)
+    found = evaluate(attention_reference, spec, operands, *cotangents)
+    half = [x.astype(jnp.bfloat16) for x in operands[:3]]
+    return spec, operands._replace(query=half[0], key=half[1], value=half[2]), cotangents, found
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_terms_of_rows_are_added_up_to_the_gradient_of_sinks(
+    arch: str, call: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row statistics are 0 there. Cotangents of padding rows, and `dout` of rows that see nothing, are NaN."""
-    case = Case(
-        num_kv_heads=2,
-        group=2,
-        query_length=13,
-        key_length=11,
-        head_dim=head_dim,
-        is_causal=True,
-        query_offset=(-5, 2),
-        query_seq_lengths=(11, 13),
-        sinks=sinks,
-        dlse=True,
-    )
-    spec, operands, (dout, dlse) = case.spec(), case.operands(key), case.cotangents(key)
+    """Those of rows that see nothing count as well: their log-sum-exp is the sink."""
+    spec, operands, (dout, dlse), found = call
     sees, _, _ = visible_rows(spec, operands)
-    found = evaluate(attention_reference, spec, operands, dout, dlse)
 
     def launch(kernel: KernelSpec, problem: Any, given: Any, shapes: Any) -> dict[str, jax.Array]:
-        del problem, given
-        delta = jnp.where(sees, (found.out * dout).sum(-1) - dlse, 0.0).swapaxes(1, 2)
-        lse = jnp.where(sees, found.lse, jnp.inf).swapaxes(1, 2)
-        gradients = {name: jnp.zeros(shapes[name]) for name in ("dq", "dk", "dv")}
-        return gradients | {"stats": calls.stored_stats(kernel, lse, delta, shapes["stats"])}
+        assert kernel.dsinks and problem.sinks_per_batch == (len(operands.sinks) > 1)
+        delta = jnp.where(sees, (found.out * dout).sum(-1), 0.0) - dlse
+        weight = jnp.exp(given["sinks"][:, None] - jnp.where(found.lse == -jnp.inf, jnp.inf, found.lse))
+        terms = -(weight * delta).swapaxes(1, 2)
+        assert terms.shape == shapes["dsinks_terms"]
+        return {name: jnp.zeros(shapes[name]) for name in ("dq", "dk", "dv")} | {"dsinks_terms": terms}
 
     monkeypatch.setattr(ffi, "arch", lambda: arch)
     monkeypatch.setattr(cuda, "_launch", launch)
-    low = dataclasses.replace(case, dtype="bfloat16")
-    poisoned, dout_in, dlse_in = poison(spec, operands, dout, dlse)
-    half = (x.astype(jnp.bfloat16) for x in poisoned[:3])
-    poisoned = poisoned._replace(**dict(zip(("query", "key", "value"), half, strict=True)))
-    gradients = cuda.backward(low.spec(), poisoned, found.out, found.lse, dout_in, dlse_in)
+    gradients = cuda.backward(spec, operands, found.out, found.lse, dout, dlse)
     np.testing.assert_allclose(gradients.sinks, found.dsinks, rtol=1e-5, atol=1e-5)
+
+
+def test_no_gradient_of_sinks_is_computed_unless_it_is_wanted(
+    call: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is that of a call whose sinks are constant, and takes no sinks."""
+    spec, operands, (dout, dlse), found = call
+
+    def launch(kernel: KernelSpec, problem: Any, given: Any, shapes: Any) -> dict[str, jax.Array]:
+        assert not kernel.dsinks and given["sinks"] is None and "dsinks_terms" not in shapes
+        return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+    monkeypatch.setattr(ffi, "arch", lambda: "sm_90a")
+    monkeypatch.setattr(cuda, "_launch", launch)
+    assert cuda.backward(spec, operands, found.out, found.lse, dout, dlse, QKV).sinks is None

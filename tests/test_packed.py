@@ -50,23 +50,14 @@ def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any) -> dict[str, ja
         return {"out": out, "lse": jnp.where(rows[..., None], lse, -jnp.inf)}
     out, lse, dout, dlse = (arrays[name] for name in ("out", "lse", "dout", "dlse"))
     found = portable.backward(problem.spec, operands, out, lse, dout, dlse)
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - (0.0 if dlse is None else dlse)
-    rows = (jnp.where(lse == -jnp.inf, jnp.inf, lse).swapaxes(1, 2), delta.swapaxes(1, 2))
-    if kernel.family == "sm90":
-        rows = [_in_slots(x, arrays["query_tiles"], kernel.config.slot_rows[0]) for x in rows]
-    stats = calls.stored_stats(kernel, *rows, shapes["stats"])
+    terms = {}
+    if kernel.dsinks:
+        delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - (0.0 if dlse is None else dlse)
+        sinks = arrays["sinks"][entry if arrays["sinks"].shape[0] > 1 else entry * 0]
+        terms["dsinks_terms"] = jnp.where(lse == -jnp.inf, 0.0, -jnp.exp(sinks - lse) * delta).swapaxes(1, 2)
+        assert terms["dsinks_terms"].shape == shapes["dsinks_terms"]
     scratch = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    return scratch | {"dq": found.query, "dk": found.key, "dv": found.value, "stats": stats}
-
-
-def _in_slots(x: jax.Array, query_tiles: Any, slot_rows: int) -> jax.Array:
-    """Moves rows `[1, N, T]` to where the records have them."""
-    found = np.full((*x.shape[:2], len(query_tiles) * slot_rows), np.nan, np.float32)
-    for slot, words in enumerate(np.asarray(query_tiles)):
-        record = Record(*map(int, words))
-        tile = x[:, :, record.first + record.tile * slot_rows : record.first + record.rows][:, :, :slot_rows]
-        found[:, :, slot * slot_rows :][:, :, : tile.shape[2]] = tile
-    return jnp.asarray(found)
+    return scratch | {"dq": found.query, "dk": found.key, "dv": found.value} | terms
 
 
 BOUNDARIES = ([2, 7, 7, 40, 41], [0, 9, 30, 30, 47])

@@ -24,8 +24,7 @@ class Buffer:
     """One array of a launch.
 
     Attributes:
-        role: "operand" is read only; a "result" is written in full; "scratch" is written and read, and then dropped or
-            read by `ops/cuda.py`.
+        role: "operand" is read only; a "result" is written in full; "scratch" is written and read, and then dropped.
         dtype: its name; None is that of query.
         needs: the attribute of `KernelSpec`, or of what it holds, that says whether the launch has the buffer, such as
             "config.adds_dq"; None if it always has.
@@ -80,6 +79,7 @@ class BackwardBuffers(NamedTuple):
         query_offset: `[B]`.
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`. A slot of
             queries has `ROW_ALIGNMENT` rows. The padded rows of a head are the rows of its slots.
+        sinks: `[b, N]`.
         out: `[B, T, N, D]`, from the forward pass.
         lse: `[B, T, N]`, from the forward pass.
         dout: `[B, T, N, D]`.
@@ -88,6 +88,7 @@ class BackwardBuffers(NamedTuple):
         dq: `[B, T, N, H]`.
         dk: `[B, S, K, H]`.
         dv: `[B, S, K, D]`.
+        dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
         dq_sum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
         arrivals: `[B, N, 1 + padded_rows(T) / queries of a tile]`: counters of a query head. The first one is that of
@@ -104,6 +105,7 @@ class BackwardBuffers(NamedTuple):
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
     query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
     key_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
+    sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
     dout: Annotated[Any, Buffer("operand")]
@@ -112,6 +114,7 @@ class BackwardBuffers(NamedTuple):
     dq: Annotated[Any, Buffer("result")]
     dk: Annotated[Any, Buffer("result")]
     dv: Annotated[Any, Buffer("result")]
+    dsinks_terms: Annotated[Any, Buffer("result", "float32", needs="dsinks")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
     dq_sum: Annotated[Any, Buffer("scratch", "float32", needs="config.adds_dq")]
     arrivals: Annotated[Any, Buffer("scratch", "int32", needs="config.adds_dq")]
@@ -123,7 +126,7 @@ class PortableBackwardBuffers(NamedTuple):
     Attributes:
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
-        out, lse, dout, dlse, added, dq, dk, dv: see `BackwardBuffers`.
+        sinks, out, lse, dout, dlse, added, dq, dk, dv, dsinks_terms: see `BackwardBuffers`.
         stats, dq_accum, dq_semaphore: see `sm80/backward_config.backward_scratch`.
     """
 
@@ -135,6 +138,7 @@ class PortableBackwardBuffers(NamedTuple):
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
     query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
     key_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
+    sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
     dout: Annotated[Any, Buffer("operand")]
@@ -143,6 +147,7 @@ class PortableBackwardBuffers(NamedTuple):
     dq: Annotated[Any, Buffer("result")]
     dk: Annotated[Any, Buffer("result")]
     dv: Annotated[Any, Buffer("result")]
+    dsinks_terms: Annotated[Any, Buffer("result", "float32", needs="dsinks")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
     dq_accum: Annotated[Any, Buffer("scratch", "float32")]
     dq_semaphore: Annotated[Any, Buffer("scratch", "int32", needs="ordered")]
@@ -162,7 +167,7 @@ class Scalars(NamedTuple):
         window_left: keys to the left of its own position that a query sees; UNBOUNDED, and not read, if the compile key
             lacks the bound.
         window_right: the same to the right.
-        sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one. Forward only.
+        sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
         multiprocessors: of the GPU; decides about speed alone.
         scale: factor on q . k, of any sign.
         logits_soft_cap: the cap; 0, and not read, if the compile key has none.

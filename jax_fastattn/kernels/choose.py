@@ -64,8 +64,10 @@ def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
     return replace(spec, config=config, exact_cap=exact_cap)
 
 
-def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False) -> KernelSpec:
-    """The compile key for a problem that `unsupported_reasons` lets through."""
+def kernel_spec(
+    problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False, dsinks: bool = False
+) -> KernelSpec:
+    """The compile key for a problem that `unsupported_reasons` lets through; see `KernelSpec` for dlse and dsinks."""
     spec = problem.spec
     left, right = spec.bounds
     packed = problem.num_sequences > 0
@@ -87,6 +89,7 @@ def kernel_spec(problem: Problem, op: Literal["forward", "backward"], arch: str,
         exact_cap="sinks" in spec.present,
         sinks="sinks" in spec.present and op == "forward",
         dlse=dlse,
+        dsinks=dsinks,
         family=family,
     )
     key = configured(key, short=max(problem.query_length, problem.key_length) <= SHORT_LENGTH)

@@ -29,6 +29,7 @@ class KernelSpec:
         group: query heads per key/value head.
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
         query_seq_lengths, key_value_seq_lengths, dlse: whether that operand is passed.
+        dsinks: whether the backward pass computes the gradient of sinks, for which it takes them.
         query_offset: whether there are offsets: an operand, or where sequences are packed in their records.
         packed: whether rows are those of packed sequences, see `tile_records.py`.
         sinks: whether the forward pass has that operand.
@@ -59,6 +60,7 @@ class KernelSpec:
     exact_cap: bool = False
     sinks: bool = False
     dlse: bool = False
+    dsinks: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
     ordered: bool = False
     programs: tuple[Any, ...] = ()

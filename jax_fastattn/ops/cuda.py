@@ -14,13 +14,14 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
+from jax_fastattn.blocks import reduce_to
 from jax_fastattn.kernels.arguments import launch_scalars, present_buffers
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
-from jax_fastattn.ops.records import padded_rows, tile_records
+from jax_fastattn.ops.records import tile_records
 from jax_fastattn.portable import scale_gradient
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Gradients, Operands, Problem
 
@@ -92,30 +93,26 @@ def backward(
 
     See `portable.backward` for `wanted`, and `forward` for `kernel`.
     """
-    padded = _for_kernels(operands)._replace(sinks=None)
+    sinks = operands.sinks if "sinks" in wanted else None
+    padded = _for_kernels(operands)._replace(sinks=sinks)
     problem, arrays = _launched(spec, padded)
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
     residuals = {name: x if x is None else _joined(x, padded) for name, x in residuals.items()}
-    kernel = kernel or kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None)
+    kernel = kernel or kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None, dsinks=sinks is not None)
     backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
     scratch = backward_scratch(kernel, problem.num_sequences or problem.batch, problem.query_length, problem.num_heads)
     gradients = {"dq": padded.query.shape, "dk": padded.key.shape, "dv": padded.value.shape}
     launched = {name: _joined_shape(shape, padded) for name, shape in gradients.items()}
+    if sinks is not None:
+        launched["dsinks_terms"] = (problem.batch, problem.num_heads, problem.query_length)
     found = _launch(kernel, problem, arrays | _records(kernel, padded) | residuals, launched | scratch)
     dq, dk, dv = (found[name].reshape(shape) for name, shape in gradients.items())
-    dsinks = None
-    if operands.sinks is not None and "sinks" in wanted:
-        stats = stats_by_row(kernel, found["stats"], padded.sequences, operands.query.shape[1])
-        delta = row_delta(kernel, stats, problem.query_length, residuals["dlse"])
-        delta = delta.reshape(delta.shape[0], delta.shape[1], -1, lse.shape[1])  # entries that were joined come third
-        delta = jnp.moveaxis(delta, 2, 1).reshape(lse.shape[0], lse.shape[2], lse.shape[1])
-        dsinks = sinks_gradient(operands.sinks, lse, delta)
     dscaled = cut_head_dim(dq, operands.query.shape[3])
     return Gradients(
         query=_scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
-        sinks=dsinks,
+        sinks=None if sinks is None else sinks_gradient(sinks, found["dsinks_terms"], operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
 
@@ -154,48 +151,18 @@ def _records(kernel: KernelSpec, operands: Operands) -> dict[str, jax.Array]:
     return {name: tile_records(operands.sequences, lengths, rows, of_keys=side) for name, side in sides.items()}
 
 
-def stats_by_row(kernel: KernelSpec, stats: jax.Array, sequences: jax.Array | None, query_length: int) -> jax.Array:
-    """Statistics in the order of rows. Hopper's kernels leave those of packed sequences in slots, see `padded_rows`."""
-    if sequences is None or kernel.family == "sm80":
-        return stats
-    rows = padded_rows(sequences, query_length, kernel.config.slot_rows[0])
-    by_row = stats.reshape(*stats.shape[:3], -1, sm90.stats_row_nbytes(kernel.config.adds_dq) // 4)
-    return by_row[:, :, :, rows].reshape(*stats.shape[:3], -1)
+def sinks_gradient(sinks: jax.Array, terms: jax.Array, batch: int) -> jax.Array:
+    """Adds up what rows add to the gradient of sinks `[1 or B, N]`.
 
-
-def row_delta(kernel: KernelSpec, stats: jax.Array, query_length: int, dlse: jax.Array | None) -> jax.Array:
-    """rowsum(out * dout) - dlse, `[B, N, T]`, from the statistics that backward kernels leave behind.
-
-    The statistics of a row that sees no key are an infinity and 0, so that no gradient of the kernels depends on its
-    cotangents. Its log-sum-exp still depends on its sink, so its delta is -dlse here.
+    Args:
+        sinks: the operand.
+        terms: `[B, N, T]`; where a launch has joined batch entries `[1, N, B T]`.
+        batch: B.
     """
-    delta = _statistic(kernel, stats, 1)[:, :, :query_length]
-    if dlse is None:
-        return delta
-    sees_none = jnp.isinf(_statistic(kernel, stats, 0)[:, :, :query_length])
-    return jnp.where(sees_none, -dlse.transpose(0, 2, 1), delta)
-
-
-def _statistic(kernel: KernelSpec, stats: jax.Array, which: int) -> jax.Array:
-    """The scaled log-sum-exp (0) or delta (1) of each row, `[B, N, T or more]`."""
-    if kernel.family == "sm80":
-        return stats[..., which]
-    values = stats[:, :, which]
-    if kernel.config.adds_dq:  # minus its parts in bfloat16, eight per row, see `kernels/sm90/backward/gradient.py`
-        parts = jax.lax.bitcast_convert_type(values.reshape(*values.shape[:2], -1, 4), jnp.bfloat16)
-        values = -parts.astype(jnp.float32).sum((-2, -1))
-    return values
-
-
-def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """`-sum(exp(sink - lse) * delta)` over the rows of a head; delta `[B, N, T]` is that of `row_delta`.
-
-    Rows with a log-sum-exp of -inf, such as padding, do not count: their cotangents may be NaN.
-    """
-    seen = lse != -jnp.inf
-    weight = jnp.exp(sinks[:, None, :] - jnp.where(seen, lse, 0.0))
-    per_batch = -jnp.sum(jnp.where(seen, weight * delta.transpose(0, 2, 1), 0.0), axis=1)
-    return per_batch if sinks.shape[0] == per_batch.shape[0] else per_batch.sum(axis=0, keepdims=True)
+    launched, heads, rows = terms.shape
+    joined = batch // launched
+    by_entry = jnp.moveaxis(terms.reshape(launched, heads, joined, rows // joined), 2, 1)
+    return reduce_to((*sinks.shape, 1), by_entry.reshape(batch, heads, rows // joined))[..., 0]
 
 
 def _launch(

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records of tiles of packed sequences, which kernels read, and the rows of their slots.
+"""Records of tiles of packed sequences, which kernels read.
 
 `kernels/tile_records.py` says what a record holds.
 """
@@ -11,21 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.kernels.tile_records import Record, slot_count
-
-
-def padded_rows(sequences: jax.Array, query_length: int, slot_rows: int) -> jax.Array:
-    """Returns the index of each query among the rows of all slots of queries, int32 `[B T]`.
-
-    Args:
-        sequences: `[B, M, 4 or 5]`; their batch entries lie one after the other.
-        query_length: T.
-        slot_rows: rows of a slot.
-    """
-    batch, count, _ = sequences.shape
-    first = (sequences[:, :, 0] + jnp.arange(batch, dtype=jnp.int32)[:, None] * query_length).reshape(-1)
-    padding = (first // slot_rows + jnp.arange(batch * count, dtype=jnp.int32)) * slot_rows - first
-    row = jnp.arange(batch * query_length, dtype=jnp.int32)
-    return row + padding[jnp.searchsorted(first, row, side="right", method="scan_unrolled") - 1]
 
 
 def tile_records(sequences: jax.Array, lengths: tuple[int, int], rows: tuple[int, int], *, of_keys: bool) -> jax.Array:

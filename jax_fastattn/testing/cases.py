@@ -253,11 +253,11 @@ def _int32(x: Any) -> jax.Array | None:
 
 def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     """The distinct kernels that the cases need, forward and backward: what has to be compiled."""
-    found = {
-        kernel_spec(case.problem(), op, arch, dlse=op == "backward" and case.dlse): None
-        for case in cases
-        for op in ("forward", "backward")
-    }
+    found: dict[KernelSpec, None] = {}
+    for case in cases:
+        problem = case.problem()
+        found[kernel_spec(problem, "forward", arch)] = None
+        found[kernel_spec(problem, "backward", arch, dlse=case.dlse, dsinks=case.sinks is not None)] = None
     return list(found)
 
 

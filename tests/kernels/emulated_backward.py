@@ -49,7 +49,7 @@ class Sizes:
 
 
 def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Computes out, lse, delta and the gradients in float64."""
+    """Computes out, lse, delta and the gradients in float64; with `spec.dsinks` what rows add to that of their sink."""
     query, key, value, dout = (arrays[name].astype(np.float64) for name in ("query", "key", "value", "dout"))
     batch, queries, heads, _ = query.shape
     result = {
@@ -60,7 +60,9 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
         "dk": np.zeros(key.shape),
         "dv": np.zeros(value.shape),
     }
-    _, _, pairs = visibility(spec, sizes)
+    if spec.dsinks:
+        result["dsinks_terms"] = np.zeros((batch, queries, heads))
+    inside, (_, _, pairs) = stored_queries(spec, sizes), visibility(spec, sizes)
     for b, n in np.ndindex(batch, heads):
         seen, kv = pairs[b], n // spec.group
         logits, slope = sizes.scale * query[b, :, n] @ key[b, :, kv].T, 1.0
@@ -71,10 +73,16 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
             logits, slope = sizes.cap * tanh, 1 - tanh**2
         lse = np.logaddexp.reduce(np.where(seen, logits, -np.inf), axis=1)
         some = np.isfinite(lse)
+        if spec.dsinks:
+            lse = np.logaddexp(lse, np.where(inside[b], arrays["sinks"][b, n], -np.inf))
         p = np.where(seen, np.exp(logits - np.where(some, lse, 0)[:, None]), 0)
         out = p @ value[b, :, kv]
         dlse = arrays["dlse"][b, :, n] if spec.dlse else 0.0
-        delta = np.where(some, (out * dout[b, :, n]).sum(1) - dlse, 0)
+        product = (out * dout[b, :, n]).sum(1)
+        delta = np.where(some, product - dlse, 0)
+        if spec.dsinks:
+            weight = np.exp(arrays["sinks"][b, n] - np.where(np.isneginf(lse), np.inf, lse))
+            result["dsinks_terms"][b, :, n] = weight * (dlse - product)
         ds = p * (dout[b, :, n] @ value[b, :, kv].T - delta[:, None]) * slope * sizes.scale
         result["out"][b, :, n], result["lse"][b, :, n], result["delta"][b, :, n] = out, lse, delta
         result["dq"][b, :, n] = ds @ key[b, :, kv]
@@ -109,6 +117,18 @@ def visibility(spec: KernelSpec, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, 
     )
 
 
+def stored_queries(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
+    """Returns which queries are no padding, bool `[batch, queries]`."""
+    lengths = np.array(sizes.query_lengths)[: sizes.batch, None] if spec.query_seq_lengths else sizes.queries
+    return np.broadcast_to(np.arange(sizes.queries) < lengths, (sizes.batch, sizes.queries))
+
+
+def draw_sinks(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
+    """Draws sinks, float32 `[batch, heads]`."""
+    shape = sizes.batch, sizes.kv_heads * spec.group
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
 def fill(x: np.ndarray, hidden: np.ndarray) -> np.ndarray:
     """As `poison.fill`, which JAX compiles for each shape."""
     x = x.copy()
@@ -134,10 +154,15 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
     arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
     for program in spec.programs:
         arrays |= program.draw(random, heads, sizes.queries, sizes.keys)
+    if spec.dsinks:
+        arrays["sinks"] = draw_sinks(spec, sizes)
+        arrays["sinks"][0, 1:2] = -np.inf
     wanted = reference(spec, sizes, arrays)
     arrays |= {"out": wanted["out"].astype(dtypes["dout"]), "lse": wanted["lse"].astype(np.float32)}
     sees, seen, _ = visibility(spec, sizes)
     rows = dict.fromkeys(("query", "dout", "dlse", "out", "lse"), sees) | dict.fromkeys(("key", "value"), seen)
+    if spec.dsinks:  # a log-sum-exp that is a sink alone has a cotangent; that of padding is -inf
+        rows |= {"lse": np.ones_like(sees), "dlse": stored_queries(spec, sizes)}
     arrays |= {name: fill(arrays[name], ~hidden) for name, hidden in rows.items()}
     arrays |= {
         "query_seq_lengths": np.array(sizes.query_lengths, np.int32),
@@ -147,12 +172,24 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
     return arrays, wanted
 
 
+def dsinks_buffer(spec: KernelSpec, sizes: Sizes) -> dict[str, np.ndarray]:
+    """Returns a buffer of NaN, `[batch, heads, queries]`, for what rows add to the gradient of their sink, by name."""
+    if not spec.dsinks:
+        return {}
+    return {"dsinks_terms": np.full((sizes.batch, sizes.kv_heads * spec.group, sizes.queries), np.nan, np.float32)}
+
+
+def compare_dsinks_terms(found: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
+    """Raises an `AssertionError` if what rows `[batch, heads, queries]` add is not `[batch, queries, heads]`."""
+    assert np.abs(wanted).max() > 0
+    atol = tolerance * np.abs(wanted).max()
+    np.testing.assert_allclose(found.swapaxes(1, 2), wanted, atol=atol, rtol=0, err_msg="dsinks_terms")
+    assert not found.swapaxes(1, 2)[wanted == 0].any(), "padding adds to the gradient of sinks"
+
+
 def with_sinks(spec: KernelSpec, sizes: Sizes, wanted: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Draws sinks, float32 `[batch, heads]`, and returns them with the output and the log-sum-exp that they give."""
-    heads = sizes.kv_heads * spec.group
-    sinks = np.random.default_rng(1).standard_normal((sizes.batch, heads)).astype(np.float32)
-    lengths = np.array(sizes.query_lengths)[:, None] if spec.query_seq_lengths else sizes.queries
-    inside = np.broadcast_to(np.arange(sizes.queries) < lengths, (sizes.batch, sizes.queries))
+    """Returns sinks of `draw_sinks`, and the output and the log-sum-exp that they give."""
+    sinks, inside = draw_sinks(spec, sizes), stored_queries(spec, sizes)
     lse = np.logaddexp(wanted["lse"], np.where(inside[..., None], sinks[:, None], -np.inf))
     share = np.exp(wanted["lse"] - np.where(np.isneginf(lse), 0, lse))
     return sinks, wanted["out"] * share[..., None], lse

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import warp_emulator
-from emulated_backward import Sizes, draw_operands
+from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks_buffer, visibility
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
 from jax_fastattn.kernels.arguments import launch_buffers
@@ -26,13 +26,14 @@ class Run:
     """The kernels of one compile key, the memory of one launch of them, and what they should write."""
 
     def __init__(self, spec: KernelSpec, sizes: Sizes):
-        self.spec, self.kernel = spec, BackwardKernel(spec)
+        self.spec, self.sizes, self.kernel = spec, sizes, BackwardKernel(spec)
         self.texts = compile_kernel(self.kernel, spec)
         self.arrays, self.wanted = draw_operands(spec, sizes)
         operands = {"dq": "query", "dk": "key", "dv": "value"}
         self.arrays |= {
             name: np.full(self.arrays[x].shape, np.nan, self.arrays[x].dtype) for name, x in operands.items()
         }
+        self.arrays |= dsinks_buffer(spec, sizes)
         scratch = backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group)
         for name, shape in scratch.items():
             dtype = launch_buffers(spec)[name]
@@ -58,9 +59,11 @@ class Run:
             wanted = self.wanted[name]
             atol = tolerance * np.abs(wanted).max() + 1e-5
             np.testing.assert_allclose(self.read(name).astype(np.float64), wanted, atol=atol, rtol=0, err_msg=name)
+        if self.spec.dsinks:
+            compare_dsinks_terms(self.read("dsinks_terms"), self.wanted["dsinks_terms"], tolerance)
         stats, lse, delta = self.read("stats").swapaxes(1, 2), self.wanted["lse"], self.wanted["delta"]
-        factor = log2_probability_factor(self.spec, self.kernel.config)
-        lse_scaled = np.where(np.isneginf(lse), np.inf, lse * math.log2(math.e) - factor)
+        factor, (sees, _, _) = log2_probability_factor(self.spec, self.kernel.config), visibility(self.spec, self.sizes)
+        lse_scaled = np.where(np.isneginf(lse) | ~sees[..., None], np.inf, lse * math.log2(math.e) - factor)
         np.testing.assert_allclose(stats[..., 0], lse_scaled, atol=1e-4)
         np.testing.assert_allclose(stats[..., 1], delta, atol=tolerance * np.abs(delta).max() + 1e-6)
 

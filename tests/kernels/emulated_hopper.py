@@ -8,9 +8,8 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
-import jax
 import numpy as np
-from emulated_backward import Sizes, draw_operands, with_sinks
+from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks_buffer, with_sinks
 from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, launch_scalars, number, place, text
 from hopper_emulator import Operand
 from hopper_emulator import launch as emulate
@@ -24,9 +23,6 @@ from jax_fastattn.kernels.sm90.backward.config import backward_scratch
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel, HeadOrders
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
-from jax_fastattn.ops.cuda import row_delta
-
-_row_delta = jax.jit(row_delta, static_argnums=(0, 2))
 
 
 def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
@@ -103,15 +99,15 @@ def check_backward(spec: KernelSpec, sizes: Sizes | None = None) -> tuple[np.nda
     for name in ("dq", "dk", "dv"):
         largest = np.abs(wanted[name]).max()
         np.testing.assert_allclose(found[name], wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
-    delta = np.asarray(_row_delta(spec, found["stats"], sizes.queries, None)).swapaxes(1, 2)
-    np.testing.assert_allclose(delta, wanted["delta"], atol=tolerance * np.abs(wanted["delta"]).max() + 1e-6)
+    if spec.dsinks:
+        compare_dsinks_terms(found["dsinks_terms"], wanted["dsinks_terms"], tolerance)
     return found["dq"], wanted["dq"]
 
 
 def run_backward(
     spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray], left_out: Collection[str] = ()
 ) -> dict[str, np.ndarray]:
-    """Returns what the kernels make of operands: the gradients in float64, and the statistics.
+    """Returns what the kernels make of operands, in float64: the gradients, and what rows add to that of their sink.
 
     Args:
         spec: the compile key.
@@ -122,6 +118,8 @@ def run_backward(
     kernel = BackwardKernel(spec)
     operands = {"dq": "query", "dk": "key", "dv": "value"}
     arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
+    results = dsinks_buffer(spec, sizes)
+    arrays |= results
     for name, shape in backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group).items():
         dtype = launch_buffers(spec)[name]
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
@@ -131,5 +129,5 @@ def run_backward(
     for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
         if launch.kernel.__name__ not in left_out:
             start(launch, texts, memory)
-    found = {x: memory.read(getattr(buffers, x), arrays[x].shape, arrays[x].dtype) for x in (*operands, "stats")}
-    return {x: found[x].astype(np.float64) for x in operands} | {"stats": found["stats"]}
+    found = {x: memory.read(getattr(buffers, x), arrays[x].shape, arrays[x].dtype) for x in (*operands, *results)}
+    return {name: x.astype(np.float64) for name, x in found.items()}

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 import ptx_emulator
 import warp_emulator
-from emulated_backward import Sizes, draw_operands, with_sinks
+from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks_buffer, with_sinks
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
 from jax_fastattn import packed
@@ -29,7 +28,6 @@ from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel as Hopper
 from jax_fastattn.kernels.sm90.backward.launches import HeadOrders
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel as HopperForwardKernel
-from jax_fastattn.ops.cuda import row_delta, stats_by_row
 from jax_fastattn.ops.records import tile_records
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.draws import moved
@@ -38,7 +36,7 @@ from jax_fastattn.testing.draws import moved
 _sequences = jax.jit(packed.sequences, static_argnums=2)
 _tile_records = jax.jit(tile_records, static_argnums=(1, 2), static_argnames="of_keys")
 
-QUERY_SIDE = ("query", "out", "lse", "dout", "dlse", "dq", "delta")
+QUERY_SIDE = ("query", "out", "lse", "dout", "dlse", "dq", "delta", "dsinks_terms")
 
 
 @dataclass(frozen=True)
@@ -128,10 +126,10 @@ def draw(spec: KernelSpec, pack: Pack) -> tuple[dict[str, np.ndarray], dict[str,
         parts.append(arrays)
         results.append(wanted)
     names = ("query", "key", "value", "out", "lse", "dout", "dlse")
-    arrays = {name: _join(pack, name, parts, np.nan) for name in names}
     fill = {"lse": -np.inf}
+    arrays = {name: _join(pack, name, parts, fill.get(name, np.nan) if spec.dsinks else np.nan) for name in names}
     wanted = {name: _join(pack, name, results, fill.get(name, 0.0)) for name in results[0]}
-    if spec.sinks:
+    if spec.sinks or spec.dsinks:
         arrays["sinks"] = parts[0]["sinks"]
     return arrays, wanted
 
@@ -177,18 +175,13 @@ def check_backward(spec: KernelSpec, pack: Pack) -> None:
         got, expected = found[name].astype(np.float64)[:, whole], wanted[name][:, whole]
         atol = tolerance * np.abs(wanted[name]).max() + 1e-5
         np.testing.assert_allclose(got, expected, atol=atol, rtol=0, err_msg=name)
-    delta = np.asarray(_delta(spec, found["stats"], pack.sequences(), pack.total(0))).swapaxes(1, 2)
-    got, expected, atol = delta[:, pack.whole(0)], wanted["delta"][:, pack.whole(0)], np.abs(wanted["delta"]).max()
-    np.testing.assert_allclose(got, expected, atol=tolerance * atol + 1e-6)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _delta(spec: KernelSpec, stats: jax.Array, sequences: jax.Array, rows: int) -> jax.Array:
-    return row_delta(spec, stats_by_row(spec, stats, sequences, rows), rows, None)
+    if spec.dsinks:
+        whole = pack.whole(0)
+        compare_dsinks_terms(found["dsinks_terms"][:, :, whole], wanted["dsinks_terms"][:, whole], tolerance)
 
 
 def run_backward(spec: KernelSpec, pack: Pack, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the kernels make of operands: the gradients, and the statistics."""
+    """Returns what the kernels make of operands: the gradients, and what rows add to that of their sink."""
     on_hopper = spec.family == "sm90"
     kernel = (HopperBackwardKernel if on_hopper else BackwardKernel)(spec)
     texts = compile_kernel(kernel, spec)
@@ -196,6 +189,8 @@ def run_backward(spec: KernelSpec, pack: Pack, arrays: dict[str, np.ndarray]) ->
     arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
     arrays |= {f"{name}_tiles": pack.records(spec.config.slot_rows, of_keys=name == "key") for name in ("query", "key")}
     sizes = pack.launch_sizes()
+    results = dsinks_buffer(spec, dataclasses.replace(sizes, batch=1))
+    arrays |= results
     scratch = hopper_scratch if on_hopper else backward_scratch
     for name, shape in scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group).items():
         dtype = launch_buffers(spec)[name]
@@ -209,7 +204,7 @@ def run_backward(spec: KernelSpec, pack: Pack, arrays: dict[str, np.ndarray]) ->
         for launch in kernel.launches(buffers, scalars, HeadOrder(group=2)):
             nbytes = max(launch.shared_bytes, 16)
             warp_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), nbytes)
-    names = (*operands, "stats")
+    names = (*operands, *results)
     return {name: memory.read(getattr(buffers, name), arrays[name].shape, arrays[name].dtype) for name in names}
 
 

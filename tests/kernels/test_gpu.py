@@ -104,9 +104,9 @@ def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
     return jax.tree.map(np.asarray, compare.expected(*_inputs(case)))
 
 
-def _portable_kernel(problem: Problem, op: Any, arch: str, *, dlse: bool = False) -> KernelSpec:
+def _portable_kernel(problem: Problem, op: Any, arch: str, **options: bool) -> KernelSpec:
     """Returns the compile key of the portable kernel, which any GPU can run."""
-    return configured(dataclasses.replace(kernel_spec(problem, op, "sm_80", dlse=dlse), arch=arch))
+    return configured(dataclasses.replace(kernel_spec(problem, op, "sm_80", **options), arch=arch))
 
 
 @pytest.fixture(scope="module")

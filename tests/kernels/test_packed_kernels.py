@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn import packed
-from jax_fastattn.kernels.choose import configured, kernel_spec
+from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tile_records import Record, slot_count
 from jax_fastattn.ops.records import tile_records
@@ -96,7 +96,7 @@ def test_portable_kernels(name: str, op: str) -> None:
     if op == "forward":
         emulated_packed.check_forward(configured(dataclasses.replace(spec, sinks=everything)), pack)
     else:
-        spec = dataclasses.replace(spec, op="backward", dlse=everything, ordered=op == "ordered")
+        spec = dataclasses.replace(spec, op="backward", dlse=everything, dsinks=everything, ordered=op == "ordered")
         emulated_packed.check_backward(configured(spec), pack)
 
 
@@ -132,7 +132,7 @@ WILD = wild_draws(35, 60, 12, **DRAWN)[57]
 )
 def test_random_packed_calls(case: Case, op: Literal["forward", "backward"]) -> None:
     """A sample of what `test_gpu.py` draws."""
-    spec = kernel_spec(case.problem(), op, "sm_90a", dlse=op == "backward" and case.dlse)
+    (spec,) = (x for x in kernel_specs([case], "sm_90a") if x.op == op)
     check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
     check(spec, Pack.of(case))
 
@@ -172,7 +172,7 @@ HOPPER_BACKWARD = {
     "causal-d64": ((64, 64), {"window_right": True, "group": 2}, Pack(STEPS, STEPS, sizes=SQUARE)),
     "causal-d128": ((128, 128), {"window_right": True}, Pack(STEPS, STEPS, sizes=SQUARE)),
     "full-d128": ((128, 128), {}, UNPADDED),
-    "all-d128": ((128, 128), {**ALL, "dlse": True}, OTHERS),
+    "all-d128": ((128, 128), {**ALL, "dlse": True, "dsinks": True}, OTHERS),
     "left-d64": (
         (64, 64),
         {"window_left": True},
@@ -185,7 +185,7 @@ WIDE_BACKWARD = {
     "causal-d192-128": ((192, 128), {"window_right": True, "group": 2}, Pack(STEPS, STEPS, sizes=SQUARE)),
     "full-d160": ((160, 160), {}, UNPADDED),
     "causal-d256": ((256, 256), {"window_right": True}, Pack((1, 0, 200), (1, 0, 200), sizes=SQUARE)),
-    "all-d192-128": ((192, 128), {**ALL, "dlse": True}, OTHERS),
+    "all-d192-128": ((192, 128), {**ALL, "dlse": True, "dsinks": True}, OTHERS),
     "left-d192-128": (
         (192, 128),
         {"window_left": True},

@@ -54,7 +54,7 @@ def emulated(spec: KernelSpec, sizes: Any) -> Case:
         query_seq_lengths=entries("query_seq_lengths", sizes.query_lengths),
         key_value_seq_lengths=entries("key_value_seq_lengths", sizes.key_lengths),
         query_offset=entries("query_offset", sizes.offsets),
-        sinks="bn" if spec.sinks else None,
+        sinks="bn" if spec.sinks or spec.dsinks else None,
         dlse=spec.dlse,
         deterministic=spec.ordered,
     )

@@ -39,7 +39,14 @@ EVERYTHING = {
     "query_offset": True,
     "logits_soft_cap": True,
 }
-FEATURES = {"full": {}, "causal": CAUSAL, "soft-cap": {**CAUSAL, "logits_soft_cap": True}, "everything": EVERYTHING}
+SINKS = {**CAUSAL, "dlse": True, "dsinks": True}
+FEATURES = {
+    "full": {},
+    "causal": CAUSAL,
+    "soft-cap": {**CAUSAL, "logits_soft_cap": True},
+    "everything": EVERYTHING,
+    "sinks": SINKS,
+}
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
 # GPUs whose calls run the portable family: those that every run compiles all rows for, and those that it compiles one
@@ -79,8 +86,8 @@ def _local_bytes(arch: str, op: str, dims: tuple[int, int], features: str) -> in
 
 def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict[str, object]) -> KernelSpec:
     spec = KernelSpec(op, arch, "bfloat16", *dims, family=family, **features)  # pyright: ignore[reportArgumentType]
-    everything = features is EVERYTHING
-    spec = dataclasses.replace(spec, sinks=everything and op == "forward", dlse=everything and op == "backward")
+    if features is EVERYTHING:
+        spec = dataclasses.replace(spec, sinks=op == "forward", dlse=op == "backward")
     return configured(spec)
 
 
@@ -238,6 +245,24 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
     return specs
 
 
+def _sinks_specs() -> list[KernelSpec]:
+    """Each kernel that computes the gradient of sinks."""
+    specs = [_spec("sm90", "backward", "sm_90a", dims, SINKS) for dims in ((64, 64), (192, 128))]
+    specs.append(_spec("sm80", "backward", "sm_80", (64, 64), SINKS))
+    return [*specs, dataclasses.replace(specs[0], packed=True, ordered=True)]
+
+
+@pytest.mark.parametrize("spec", _sinks_specs(), ids=lambda spec: _row_name("sinks", spec))
+def test_gradient_of_sinks_spills_nothing(spec: KernelSpec) -> None:
+    """Other kernels of the launch have the local memory that they have without it."""
+    from jax_fastattn.ffi.compiler import inspect_kernel
+
+    kernels = inspect_kernel(spec)
+    _assert_fits(spec, kernels, _local_bytes(spec.arch, spec.op, (spec.head_dim, spec.v_head_dim), "causal"))
+    found = [kernel.local_bytes for kernel in kernels if "preprocess" in kernel.name]
+    assert found == [0] * (2 if spec.family == "sm90" and spec.config.adds_dq else 1), kernels
+
+
 def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
     """What is compiled in every run, by name: what `benchmarks/machine_code.py` compares between commits.
 
@@ -253,6 +278,7 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
     ]
     named += [("causal", _spec("sm80", op, arch, dims, CAUSAL)) for arch, op, dims in _other_tilings(architectures)]
     if not every_arch:
+        named += [("sinks", spec) for spec in _sinks_specs()]
         named += [
             (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
         ]

@@ -91,6 +91,14 @@ _CASES = {
     "all-d128-ordered": (_spec(128, 128, ordered=True, **_ALL), Sizes()),
     "cap-d128-negative-scale": (_spec(128, 128, arch="sm_86", logits_soft_cap=True, **_ALL), Sizes(scale=-0.3)),
     "cap-d64-small": (_spec(64, 64, arch="sm_86", logits_soft_cap=True, window_right=True), _SMALL),
+    "sinks-d40-72": (
+        _spec(40, 72, dsinks=True, **_ALL),
+        Sizes(2, 70, 40, 2, offsets=(-30, 5), query_lengths=(70, 50), key_lengths=(40, 40)),
+    ),
+    "sinks-without-dlse": (
+        _spec(8, 8, dsinks=True, window_right=True, query_offset=True),
+        Sizes(1, 70, 40, 3, right=0, offsets=(-30,)),
+    ),
     "all-d96-f16": (_spec(96, 96, "float16", **_ALL), Sizes()),
     "d96-small": (_spec(96, 96, arch="sm_86", window_right=True), _CAUSAL),
     "causal-d256": (_spec(256, 256, window_right=True, query_offset=True), Sizes(queries=70, keys=101, right=0)),

@@ -15,15 +15,13 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_hopper
 import emulated_packed
 import hopper_emulator
-import jax.numpy as jnp
 import numpy as np
-from emulated_backward import Sizes, draw_operands, visibility, with_sinks
+from emulated_backward import Sizes, draw_operands, stored_queries, visibility
 
 from jax_fastattn.ffi.compiler import _open_runtime
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
-from jax_fastattn.ops.cuda import row_delta, sinks_gradient
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +64,7 @@ BACKWARD = {
         128,
         128,
         "bfloat16",
-        {**ALL, "group": 2, "logits_soft_cap": True, "sinks": True, "dlse": True},
+        {**ALL, "group": 2, "logits_soft_cap": True, "sinks": True, "dlse": True, "dsinks": True},
         None,
     ),
     "d128-two-heads-of-odd-lengths": (128, 128, "bfloat16", {**ALL, "group": 2, "dlse": True}, None),
@@ -142,26 +140,15 @@ def test_rows_that_see_nothing_or_that_nothing_sees(name: str, head_dims: tuple[
     emulated_hopper.check_backward(_spec("backward", *head_dims, "bfloat16", {**features, "ordered": ordered}), sizes)
 
 
-@pytest.mark.parametrize("v_head_dim", [8, 136])
-def test_sinks_gradient_of_rows_that_see_nothing(v_head_dim: int) -> None:
+@pytest.mark.parametrize(("v_head_dim", "dlse"), [(8, True), (8, False), (136, True)])
+def test_sinks_gradient_of_rows_that_see_nothing(v_head_dim: int, dlse: bool) -> None:
     """Their log-sum-exp is the sink: its cotangent counts, unless the row is padding; that of their output never."""
     sizes = Sizes(2, 70, 40, 2, right=0, offsets=(-30, 5), query_lengths=(70, 50))
-    spec = _spec("backward", 8, v_head_dim, "bfloat16", {**OFFSET, "query_seq_lengths": True, "dlse": True})
-    arrays, wanted = draw_operands(spec, sizes)
-    sinks, out, lse = with_sinks(spec, sizes, wanted)
-    inside = np.isfinite(lse)
-    arrays["dlse"] = np.where(inside, np.random.default_rng(2).standard_normal(lse.shape), np.nan).astype(np.float32)
-    arrays |= {"out": out.astype(arrays["dout"].dtype), "lse": lse.astype(np.float32)}
-    stats = emulated_hopper.run_backward(spec, sizes, arrays)["stats"]
-    delta = row_delta(spec, jnp.asarray(stats), sizes.queries, jnp.asarray(arrays["dlse"]))
-    found = sinks_gradient(jnp.asarray(sinks), jnp.asarray(arrays["lse"]), delta)
-
-    sees = visibility(spec, sizes)[0][..., None]
-    terms = arrays["dlse"].astype(np.float64)
-    terms = terms - np.where(sees, (out * np.where(sees[..., None], arrays["dout"].astype(np.float64), 0)).sum(-1), 0)
-    terms = np.where(inside, np.exp(sinks[:, None] - np.where(inside, lse, 0)) * terms, 0)
+    features = {**OFFSET, "query_seq_lengths": True, "dsinks": True, "dlse": dlse}
+    spec = _spec("backward", 8, v_head_dim, "bfloat16", features)
+    sees, inside = visibility(spec, sizes)[0], stored_queries(spec, sizes)
     assert (~sees & inside).any() and not inside.all()
-    np.testing.assert_allclose(found, terms.sum(1), atol=2**-7 * np.abs(terms).sum(1).max())
+    emulated_hopper.check_backward(spec, sizes)
 
 
 @pytest.mark.parametrize("name", BACKWARD)

@@ -1,14 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks: one more logit of each row, which joins the denominator and has no value."""
+"""Sinks: one more logit of each row, which joins the denominator and has no value.
+
+The preprocess kernels of the backward pass compute the gradient row by row. The sum over the rows is left to XLA, whose
+order is the same in every run.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Float32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.features.feature import Feature, Head
 from jax_fastattn.spec import UNBOUNDED
@@ -53,3 +58,24 @@ class Sinks(Feature):
         shift = ptx.where(top == Float32(_NEVER), Float32(0.0), top)
         weight = ptx.exp2(maximum - shift)
         return top, total * weight + ptx.exp2(scaled - shift), weight
+
+
+def load_sink(sinks: cute.Pointer, scalars: Scalars, queries: Span, head: Int32) -> Float32:
+    """Loads the sink of a query head."""
+    return ptx.load_global(sinks.toint() + Int64(queries.batch * scalars.sinks_stride + head) * 4)
+
+
+def gradient_term(sink: Float32, lse: Float32, delta: Float32, exists: Boolean) -> Float32:
+    """Returns what a row adds to the gradient of its sink: `-exp(sink - lse) * delta`.
+
+    A row with a log-sum-exp of -inf, such as padding, adds 0: its cotangents may be NaN.
+
+    Args:
+        sink: the sink of the head.
+        lse: the log-sum-exp of the row, of which the sink is part.
+        delta: rowsum(out * dout) - dlse. If the row sees no key, the first is 0, whatever `dout` holds.
+        exists: whether lse and delta are those of the row.
+    """
+    counts = Boolean(exists & (lse != Float32(float("-inf"))))
+    weight = ptx.exp2((sink - lse) * LOG2_E)
+    return ptx.where(counts, -(weight * delta), Float32(0.0))

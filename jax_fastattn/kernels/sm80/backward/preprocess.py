@@ -4,6 +4,7 @@
 
 For each query row it stores (lse_scaled, delta): log2(e) * lse, less the binary logarithm of a factor that P gets, and
 rowsum(out * dout) - dlse. A row that sees no key gets infinity and 0, so that its P and dS vanish.
+If the gradient of sinks is computed, it also stores what each row adds to it.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
+from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
@@ -34,6 +36,8 @@ class QueryRows:
         lse: address of the log-sum-exp, rows `[heads]` of float32.
         dlse: address of the cotangent of the log-sum-exp, laid out as it; None if there is none.
         stats: address of (lse_scaled, delta), 8 bytes for each row; the rows of a head are contiguous.
+        sink: the sink of the head; None if its gradient is not computed.
+        dsinks_terms: address of what rows add to that gradient, 4 bytes for each row, contiguous; or None.
     """
 
     heads: Int32
@@ -43,6 +47,8 @@ class QueryRows:
     lse: Int64
     dlse: Int64 | None
     stats: Int64
+    sink: Float32 | None
+    dsinks_terms: Int64 | None
 
 
 class PreprocessKernel:
@@ -75,6 +81,7 @@ class PreprocessKernel:
         work = self.schedule.last_entry_first(block, buffers, scalars)
         head, heads, queries = work.head, scalars.num_heads, work.sequence.queries
         first = work.tile * self.config.queries
+        sink = sinks.load_sink(buffers.sinks, scalars, queries, head) if spec.dsinks else None
         row_head = queries.row_head(first, heads, head)
         rows = QueryRows(
             heads=heads,
@@ -84,6 +91,10 @@ class PreprocessKernel:
             lse=buffers.lse.toint() + row_head * 4,
             dlse=None if buffers.dlse is None else buffers.dlse.toint() + row_head * 4,
             stats=buffers.stats.toint() + queries.head_row(heads, head, first) * 8,
+            sink=sink,
+            dsinks_terms=None
+            if buffers.dsinks_terms is None
+            else buffers.dsinks_terms.toint() + queries.head_row(heads, head, first) * 4,
         )
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
         self.reduce.prepare(buffers, scalars, index, thread, self.threads)
@@ -96,20 +107,32 @@ class PreprocessKernel:
         for first in range(0, tile.rows, shape.rows_per_pass):
             index = row + first
             live = Boolean((index < tile.rows) & rows.live.contain(index))
-            lse_scaled, delta = self._statistics(rows, shape, index, chunk, live)
+            product = self._row_product(rows, shape, index, chunk, live)
+            # The log-sum-exp of a row that sees no key may still depend on a sink.
+            exists = live if rows.sink is None else Boolean((index < tile.rows) & (index < stored_rows))
+            lse, row_delta = self._lse_and_delta(rows, index, product, exists)
+            lse_scaled, delta = self._statistics(lse, row_delta, live)
             writes = Boolean((index < tile.rows) & (chunk == 0) & (index < stored_rows))
             address = rows.stats + Int64(index) * 8
             cutlass.if_generate(writes, lambda a=address, x=lse_scaled, y=delta: ptx.store_global_pair(a, x, y))
+            if rows.sink is not None and rows.dsinks_terms is not None:
+                term = sinks.gradient_term(rows.sink, lse, row_delta, exists)
+                address = rows.dsinks_terms + Int64(index) * 4
+                cutlass.if_generate(writes, lambda a=address, x=term: ptx.store_global(a, x))
 
-    def _statistics(
-        self, rows: QueryRows, shape: CopyShape, index: Int32, chunk: Int32, live: Boolean
+    def _lse_and_delta(
+        self, rows: QueryRows, index: Int32, product: Float32, exists: Boolean
     ) -> tuple[Float32, Float32]:
-        """Returns (lse_scaled, delta) of one row, whose chunks `shape.lanes` neighboring lanes share."""
-        delta = self._row_product(rows, shape, index, chunk, live)
-        offset = ptx.where(live, Int64(index) * (Int64(rows.heads) * 4), Int64(0))
+        """Returns the log-sum-exp and rowsum(out * dout) - dlse of one row, or of the first one if it does not exist.
+
+        `product` is that sum, and 0 if the row sees no key.
+        """
+        offset = ptx.where(exists, Int64(index) * (Int64(rows.heads) * 4), Int64(0))
         lse = ptx.load_global(rows.lse + offset)
-        if rows.dlse is not None:
-            delta = delta - ptx.load_global(rows.dlse + offset)
+        return lse, product if rows.dlse is None else product - ptx.load_global(rows.dlse + offset)
+
+    def _statistics(self, lse: Float32, delta: Float32, live: Boolean) -> tuple[Float32, Float32]:
+        """Returns (lse_scaled, delta) of one row."""
         live = Boolean(live & (lse != Float32(float("-inf"))))
         lse_scaled = ptx.where(live, lse * softmax.LOG2_E - self.log2_factor, Float32(float("inf")))
         return lse_scaled, ptx.where(live, delta, Float32(0.0))

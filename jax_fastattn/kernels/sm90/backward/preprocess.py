@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs before the other backward kernels: statistics of the rows; for sums of dq, zeros and counters.
 
+If the gradient of sinks is computed, what each row adds to it is stored too.
+
 Memory is its limit if enough is on its way, and little is computed: lanes that share rows load all of them, 16 bytes at
 a time, and each does for one row what there is to do once for a row. The fused kernel does not wait for all rows:
 `kernel` prepares the first heads; `later` runs beside the fused kernel, on a few SMs, and counts each of the other
 heads, for which who works on it waits.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -19,6 +22,7 @@ from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.device.softmax import LOG2_E
+from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
@@ -52,6 +56,27 @@ class _Rows(NamedTuple):
     num_heads: Int32
     first: Int32
     last: Int32
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The row that a lane does the rest for.
+
+    Attributes:
+        index: the row among those of its sequence.
+        end: rows from this one on are padding, and lse and dlse are those of another row.
+        live: whether it sees some key.
+        product: rowsum(out * dout); anything if it sees no key.
+        lse: its log-sum-exp.
+        dlse: the cotangent of that; None if there is none.
+    """
+
+    index: Int32
+    end: Int32
+    live: Boolean
+    product: Float32
+    lse: Float32
+    dlse: Float32 | None
 
 
 class StatisticsKernel:
@@ -182,16 +207,13 @@ class StatisticsKernel:
         last = Int32(cutlass.max(bounds.query_end - 1, 0))
         before = queries.row() * scalars.num_heads + work.head
         rows = _Rows(before, scalars.num_heads, first, last)
-        delta = self._row_delta(buffers, rows, lane)
-        row = first + lane % _ROWS
-        live = self._live(bounds, row)
-        source = before + Int64(cutlass.min(row, last)) * scalars.num_heads
-        row_lse, delta = self._statistics(buffers, source * 4, delta, live, scalars.scale)
+        own = self._own_row(buffers, bounds, rows, lane)
+        row_lse, delta = self._statistics(own, scalars.scale)
 
         def write() -> None:
             nbytes = stats_row_nbytes(self.config.adds_dq)
             first_row = queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT)
-            address = buffers.stats.toint() + (2 * first_row + queries.padded(row, ROW_ALIGNMENT)) * nbytes
+            address = buffers.stats.toint() + (2 * first_row + queries.padded(own.index, ROW_ALIGNMENT)) * nbytes
             for which, value in enumerate((row_lse, delta)):
                 target = address + Int64(queries.padded_rows(ROW_ALIGNMENT)) * (which * nbytes)
                 if self.config.adds_dq:
@@ -200,6 +222,8 @@ class StatisticsKernel:
                     ptx.store_global(target, value)
 
         cutlass.if_generate(lane < _ROWS, write)
+        if self.spec.dsinks:
+            self._write_dsinks_term(buffers, scalars, work, own, lane)
         if not self.config.adds_dq:
             return
         rows_of_tile, nbytes = self.config.queries, 2 * self.spec.head_dim
@@ -211,6 +235,30 @@ class StatisticsKernel:
 
         hidden = ptx.where(Boolean(visit.end == visit.begin), queries.length - first, Int32(0))
         wgmma.loop(copies.clamp(hidden, 0, _ROWS), clear)
+
+    def _own_row(self, buffers: BackwardBuffers, bounds: plan.Bounds, rows: _Rows, lane: Int32) -> _Row:
+        """Loads the lane's own row."""
+        product = self._row_product(buffers, rows, lane)
+        index = rows.first + lane % _ROWS
+        live = self._live(bounds, index)
+        offset = (rows.before + Int64(cutlass.min(index, rows.last)) * rows.num_heads) * 4
+        lse = ptx.load_global(buffers.lse.toint() + offset)
+        dlse = None if buffers.dlse is None else ptx.load_global(buffers.dlse.toint() + offset)
+        return _Row(index, bounds.query_end, live, product, lse, dlse)
+
+    def _write_dsinks_term(
+        self, buffers: BackwardBuffers, scalars: Scalars, work: Work, own: _Row, lane: Int32
+    ) -> None:
+        """Stores what the lane's own row adds to the gradient of its sink; 0 of padding that the arrays have."""
+        queries = work.sequence.queries
+        delta = ptx.where(own.live, own.product, Float32(0.0))
+        if own.dlse is not None:
+            delta = delta - own.dlse
+        sink = sinks.load_sink(buffers.sinks, scalars, queries, work.head)
+        term = sinks.gradient_term(sink, own.lse, delta, Boolean(own.index < own.end))
+        address = buffers.dsinks_terms.toint() + queries.head_row(scalars.num_heads, work.head, own.index) * 4
+        stored = Boolean((lane < _ROWS) & (own.index < queries.length))
+        cutlass.if_generate(stored, lambda: ptx.store_global(address, term))
 
     def _live(self, bounds: plan.Bounds, row: Int32) -> Boolean:
         """Returns whether a row sees some key. If a sink makes its log-sum-exp finite, only this tells."""
@@ -226,25 +274,15 @@ class StatisticsKernel:
             Float32(1.0) / gradient.nonzero(scale) if self.spec.is_affine and self.config.adds_dq else Float32(LOG2_E)
         )
 
-    def _statistics(
-        self,
-        buffers: BackwardBuffers,
-        offset: Int64,
-        delta: Float32,
-        live: Boolean,
-        scale: Float32,
-    ) -> tuple[Float32, Float32]:
-        """Returns (lse times a factor, delta - dlse), given `_row_delta` and the byte offset of a float32."""
-        row_lse = ptx.load_global(buffers.lse.toint() + offset)
-        row_dlse = None if buffers.dlse is None else ptx.load_global(buffers.dlse.toint() + offset)
-        live = Boolean(live & (row_lse != Float32(float("-inf"))))
-        if row_dlse is not None:
-            delta = delta - row_dlse
+    def _statistics(self, own: _Row, scale: Float32) -> tuple[Float32, Float32]:
+        """Returns (lse times a factor, rowsum(out * dout) - dlse)."""
+        live = Boolean(own.live & (own.lse != Float32(float("-inf"))))
+        delta = own.product if own.dlse is None else own.product - own.dlse
         # Rows without keys: +inf, or where that has the sign of the scale, an infinity of this sign.
-        row_lse = ptx.where(live, row_lse, Float32(float("inf"))) * self._factor(scale)
+        row_lse = ptx.where(live, own.lse, Float32(float("inf"))) * self._factor(scale)
         return row_lse, ptx.where(live, delta, Float32(0.0))
 
-    def _row_delta(self, buffers: BackwardBuffers, rows: _Rows, lane: Int32) -> Float32:
+    def _row_product(self, buffers: BackwardBuffers, rows: _Rows, lane: Int32) -> Float32:
         """Returns rowsum(out * dout) of the lane's own row."""
         columns = self.spec.v_head_dim
         deltas = [Float32(0.0)] * _ROWS
