@@ -20,8 +20,9 @@ from jax_fastattn.kernels.arguments import Buffers, ForwardBuffers, Scalars, Siz
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
+from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bounds import Visibility, hide
-from jax_fastattn.kernels.features.feature import Element, Feature, Head, Logit, ScoreTile
+from jax_fastattn.kernels.features.feature import Element, Feature, Head, LoadedTile, Logit, ScoreTile
 from jax_fastattn.kernels.features.sinks import Sinks
 from jax_fastattn.kernels.features.softcap import SoftCap
 from jax_fastattn.kernels.key import KernelSpec
@@ -109,6 +110,22 @@ class Score:
     def start(self, head: Head) -> "Score":
         """Returns the composition with what features read for a query head."""
         return replace(self, features=_each(self.features, "start", head))
+
+    # What features load for a tile, see `features/stages.py`.
+
+    def copy(self, tile: LoadedTile, address: Int32, barrier: cute.Pointer) -> None:
+        """Starts the copies of a stage, at its address in shared memory."""
+        for feature, offset, _ in stages.parts(self.features, tile.queries, tile.keys):
+            feature.copy(tile, address + offset, barrier)
+
+    def load(self, tile: LoadedTile, address: Int32) -> "Score":
+        """Returns the composition with what features have loaded for a tile."""
+        offsets = {id(feature): offset for feature, offset, _ in stages.parts(self.features, tile.queries, tile.keys)}
+        loaded = [
+            feature.load(tile, address + offsets[id(feature)]) if id(feature) in offsets else feature
+            for feature in self.features
+        ]
+        return replace(self, features=tuple(loaded))
 
     # Forward.
 

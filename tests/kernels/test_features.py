@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,14 +16,20 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_dkdv_dq
 import emulated_forward
 import emulated_hopper
-from cutlass import Boolean, Float32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from emulated_backward import Sizes
 
 from jax_fastattn.kernels.arguments import Buffer
 from jax_fastattn.kernels.choose import configured
+from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import LOG2_E
-from jax_fastattn.kernels.features.feature import Element, Feature, Head, Logit
+from jax_fastattn.kernels.features.feature import Element, Feature, Head, LoadedTile, Logit
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel as PortableBackwardKernel
+from jax_fastattn.kernels.sm80.forward import ForwardKernel as PortableForwardKernel
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardConfigs
+from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
+from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +75,62 @@ class Distance(Feature):
         """Returns logits `[T, S]` and what is visible."""
         distance = np.arange(logits.shape[1]) - np.arange(logits.shape[0])[:, None]
         return logits + arrays["slopes"][head] * distance, seen & ((distance + 10_000) % 5 != 0)
+
+
+@dataclass(frozen=True)
+class Plane(Feature):
+    """Adds an operand `[T, S]`, which is loaded tile by tile, to the logits of all heads."""
+
+    operand: Any = None
+    tile: Any = None
+    address: Any = None
+
+    # Elements of a row of the operand in memory; rows and columns past T and S exist.
+    PITCH: ClassVar[int] = 384
+
+    def buffers(self) -> Mapping[str, Buffer]:
+        """Returns the operand."""
+        return {"plane": Buffer("operand", "float32")}
+
+    def bind(self, buffers: Any) -> Plane:
+        """Returns the feature with the operand of a launch."""
+        return replace(self, operand=buffers.added.plane)
+
+    def stage_nbytes(self, queries: int, keys: int) -> int:
+        """Returns the bytes of a tile."""
+        return queries * keys * 4
+
+    def copy(self, tile: LoadedTile, address: Int32, barrier: cute.Pointer) -> None:
+        """Copies a tile row by row."""
+        row_nbytes, first = 4 * tile.keys, self.operand.toint() + Int64(tile.query * self.PITCH + tile.key) * 4
+        with cute.arch.elect_one():
+            for row in range(tile.queries):
+                source = first + row * (4 * self.PITCH)
+                ptx.copy_bulk(address + row * row_nbytes, source, row_nbytes, barrier.toint())
+
+    def load(self, tile: LoadedTile, address: Int32) -> Plane:
+        """Returns the feature with a tile in shared memory."""
+        return replace(self, tile=tile, address=address)
+
+    def logit(self, x: Logit, at: Element) -> Logit:
+        """Returns the logit with the operand's element."""
+        offset = (at.query - self.tile.query) * self.tile.keys + (at.key - self.tile.key)
+        return x.plus(ptx.from_bits(ptx.load_shared(self.address + offset * 4)) * Float32(LOG2_E))
+
+    # What the emulators' reference asks.
+
+    def draw(self, random: np.random.Generator, heads: int, queries: int, keys: int) -> dict[str, np.ndarray]:
+        """Returns the operand. Of every other 64 keys the logits are so large that full tiles are computed twice."""
+        del heads, queries, keys
+        plane = random.standard_normal((self.PITCH, self.PITCH)) + 30.0 * (np.arange(self.PITCH) // 64 % 2 == 0)
+        return {"plane": plane.astype(np.float32)}
+
+    def reference(
+        self, logits: np.ndarray, seen: np.ndarray, head: int, arrays: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns logits `[T, S]` and what is visible."""
+        del head
+        return logits + arrays["plane"][: logits.shape[0], : logits.shape[1]], seen
 
 
 # By name: head dims, features, sizes.
@@ -117,3 +179,38 @@ def test_portable_forward(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_portable_backward(case: str) -> None:
     emulated_dkdv_dq.check(*key(case, "backward", "sm80"))
+
+
+@pytest.mark.parametrize("cap", [False, True])
+def test_forward_loads_tiles_into_stages_of_its_own(cap: bool) -> None:
+    """Of two warpgroups each lets tiles pass by that only the other one sees."""
+    config = ForwardConfig(2, 64, 4)
+    sizes = Sizes(batch=2, queries=300, keys=330, kv_heads=1, right=3, shift=0.0)
+    spec = KernelSpec("forward", "sm_90a", "bfloat16", 64, 64, 2, family="sm90", window_right=True)
+    spec = replace(spec, programs=(Plane(),), logits_soft_cap=cap, config=config)
+    emulated_hopper.check_forward(spec, sizes)
+
+
+KERNELS = {
+    ("sm80", "forward"): PortableForwardKernel,
+    ("sm80", "backward"): PortableBackwardKernel,
+    ("sm90", "backward"): BackwardKernel,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "op", "head_dim"), [("sm80", "forward", 64), ("sm80", "backward", 64), ("sm90", "backward", 192)]
+)
+def test_kernels_without_stages_refuse_what_loads(family: str, op: str, head_dim: int) -> None:
+    arch = {"sm80": "sm_80", "sm90": "sm_90a"}[family]
+    spec = KernelSpec(op, arch, "bfloat16", head_dim, head_dim, family=family, programs=(Plane(),))
+    with pytest.raises(NotImplementedError, match="no stages for what Plane"):
+        KERNELS[family, op](configured(spec))
+
+
+@pytest.mark.parametrize("programs", [(Plane(),), (Distance(), Plane())], ids=["alone", "after-another"])
+def test_dkdv_dq_loads_tiles_with_those_of_q(programs: tuple[Feature, ...]) -> None:
+    config = BackwardConfigs(BackwardConfig(64, 2, 72))
+    sizes = Sizes(batch=2, queries=200, keys=230, kv_heads=1, right=3)
+    spec = KernelSpec("backward", "sm_90a", "bfloat16", 64, 64, 2, family="sm90", window_right=True)
+    emulated_hopper.check_backward(replace(spec, programs=programs, config=config), sizes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.arguments import Buffer
 from jax_fastattn.kernels.device import ptx
@@ -92,6 +92,24 @@ class Element(NamedTuple):
         return self.tile.column + self.column
 
 
+class LoadedTile(NamedTuple):
+    """A tile of scores for which features load.
+
+    Attributes:
+        head: its query head.
+        query: its first query, counted from the first one of the sequence.
+        key: its first key, counted from the first one of the sequence.
+        queries: number of its queries; those past the end of the sequence are part of it.
+        keys: number of its keys, likewise.
+    """
+
+    head: Head
+    query: Int32
+    key: Int32
+    queries: int
+    keys: int
+
+
 class Logit(NamedTuple):
     """A score on its way to the exponential.
 
@@ -148,6 +166,18 @@ class Feature:
 
     def start(self, head: Head) -> "Feature":
         """Returns the feature with what it reads once for each query head that a warp comes to."""
+        raise NotImplementedError
+
+    def stage_nbytes(self, queries: int, keys: int) -> int:
+        """Returns how many bytes it loads for each tile of scores `[queries, keys]`, a multiple of 16."""
+        raise NotImplementedError
+
+    def copy(self, tile: LoadedTile, address: Int32, barrier: cute.Pointer) -> None:
+        """Starts bulk copies of these bytes to an address in shared memory, in one warp, on a barrier."""
+        raise NotImplementedError
+
+    def load(self, tile: LoadedTile, address: Int32) -> "Feature":
+        """Returns the feature with what it has loaded for a tile, which stays there until the tile is done."""
         raise NotImplementedError
 
     def logit(self, x: Logit, at: Element) -> Logit:

@@ -27,6 +27,7 @@ from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.feature import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
@@ -50,6 +51,7 @@ class ForwardKernel:
     """
 
     def __init__(self, spec: KernelSpec):
+        stages.refuse(spec.programs, "the portable forward kernel")
         self.spec = spec
         self.config: ForwardConfig = spec.config
         self.schedule = schedule(spec, self.config.rows)

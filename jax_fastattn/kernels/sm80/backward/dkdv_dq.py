@@ -16,6 +16,7 @@ from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
@@ -46,6 +47,7 @@ class DkdvDqKernel:
     """
 
     def __init__(self, spec: KernelSpec):
+        stages.refuse(spec.programs, "the portable backward kernel")
         config: DkdvDqConfig = spec.config
         self.spec, self.config = spec, config
         self.schedule, self.query_tiles = schedule(spec, config.keys), schedule(spec, config.queries)

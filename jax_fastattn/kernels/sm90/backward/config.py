@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, SharedTable, disjoint
+from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.geometry import (
@@ -156,7 +157,8 @@ class BackwardMemory:
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """The layout of a compile key."""
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+        rows = stages.stage_rows(spec.programs, config.queries, config.keys, config.stages)
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), rows)
 
     @property
     def both_barrier(self) -> NamedBarrier:

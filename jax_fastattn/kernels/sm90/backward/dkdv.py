@@ -324,7 +324,7 @@ class _Role:
             wgmma.loop(phase.steps, lambda i: self._step(head, phase.position(i), phase.edges))
 
         def visit_head(member: Int32) -> None:
-            head = QueryHead(self.work, consumer.score.start(self.work.score_head(member)))
+            head = QueryHead.start(self.work, member, consumer.score)
             self._step(head, visit.begin, visit.edges, first=True)
             for phase in phases:
                 run(head, phase)

@@ -93,7 +93,7 @@ class FusedConsumer:
             self.rows.zero_keys(work, self.group)
 
         def visit_head(member: Int32) -> None:
-            head = QueryHead(work, self.score.start(work.score_head(member)))
+            head = QueryHead.start(work, member, self.score)
             if spec.packed:
                 self.rows.zero_last_queries(work, self.stage)
             if visit.masks_high:
@@ -124,7 +124,7 @@ class FusedConsumer:
         """Computes what a tile of queries adds to dV and dK, and its dS."""
         products, stage, phase = self.products, self.stage[0], self.stage[1]
         wgmma.wait(self.shared.query_full + stage, phase)
-        at = self.mask.tile(head.work, index)
+        head, at = head.load(self.shared, index, stage), self.mask.tile(head.work, index)
         slopes = products.compute_scores(head.score, stage, at)
         edge = self.mask.edge(head, index, edges) if edges is not None else None
         weights = products.probabilities(head.score, slopes, at, edge)

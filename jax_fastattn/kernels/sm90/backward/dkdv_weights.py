@@ -53,6 +53,7 @@ class WeightExchange:
         stage, config = self.stage[0], self.shared.memory.config
         lse2 = self._stats(stage, 0)
         warpgroup.wait_group(flying)
+        head = head.load(self.shared, index, stage)
         edge = self.mask.edge(head, index, edges) if edges is not None else None
         at = self.mask.tile(head.work, index)
         # Of each 8 queries the lane has two columns.

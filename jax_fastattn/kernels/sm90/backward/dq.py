@@ -22,6 +22,7 @@ from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Score
@@ -41,6 +42,7 @@ class DqKernel:
     """
 
     def __init__(self, spec: KernelSpec):
+        stages.refuse(spec.programs, "the dq kernel")
         self.spec = spec
         self.config: DqConfig = spec.config.dq
         self.memory = DqMemory.of(spec, self.config)

@@ -16,7 +16,8 @@ from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span
 from jax_fastattn.kernels.device.tile_counter import take_one
 from jax_fastattn.kernels.device.tma import Tma
-from jax_fastattn.kernels.features.feature import Head
+from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.features.feature import Head, LoadedTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
@@ -87,6 +88,10 @@ class KeyTile:
     visit: Visit
     steps: Int32
 
+    def scores(self, member: Int32, tile: Int32, config: BackwardConfig) -> LoadedTile:
+        """Returns the scores of a tile of queries of a query head of the group."""
+        return LoadedTile(self.score_head(member), tile * config.queries, self.row, config.queries, config.keys)
+
     def score_head(self, member: Int32) -> Head:
         """Returns which scores a query head of the group has."""
         return Head(self.queries.batch, self.first_head + member)
@@ -98,11 +103,25 @@ class QueryHead:
 
     Attributes:
         work: the tile of keys.
+        member: which head of the group it is.
         score: from products to probabilities of the head.
     """
 
     work: KeyTile
+    member: Int32
     score: Score
+
+    @classmethod
+    def start(cls, work: KeyTile, member: Int32, score: Score) -> "QueryHead":
+        """Returns a head of the group, given the composition before it starts."""
+        return cls(work, member, score.start(work.score_head(member)))
+
+    def load(self, shared: BackwardShared, index: Int32, stage: Int32) -> "QueryHead":
+        """Returns the head with what features have loaded for the tile of queries at a position, with a stage of Q."""
+        if stages.NAME not in shared.regions.table:
+            return self
+        tile = self.work.scores(self.member, self.work.visit.tile(index), shared.memory.config)
+        return replace(self, score=self.score.load(tile, shared.regions.stage(stages.NAME, stage)))
 
 
 class KeyPlace(NamedTuple):

@@ -106,7 +106,8 @@ class KeyStationary:
             begin: called before a tile of keys is loaded, with the tile and the phase of its barriers.
         """
         cute.arch.setmaxregister_decrease(self.config.registers.producer)
-        load = Producer(self.spec.group, self.memory).start(shared, call.tma, call.buffers.stats, begin)
+        score = Score.backward(self.spec, call.buffers, call.sizes, call.sizes.scale)
+        load = Producer(self.spec.group, self.memory).start(shared, call.tma, call.buffers.stats, score, begin)
         return lambda: self.key_tiles.each(shared, call, load, takes=True)
 
     def compute(

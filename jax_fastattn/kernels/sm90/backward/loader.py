@@ -8,6 +8,8 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.tma import Tma, TmaOperand
+from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
@@ -30,6 +32,7 @@ class Producer:
         shared: BackwardShared,
         tma: Tma,
         stats: cute.Pointer,
+        score: Score,
         begin: Callable[[KeyTile, Int32], None] | None,
     ) -> Callable[[KeyTile, Int32], None]:
         """A function that loads everything for a tile of keys.
@@ -38,10 +41,12 @@ class Producer:
             shared: tiles and barriers.
             tma: Q, K, V, dO.
             stats: see `gradient.py`.
+            score: what features load.
             begin: called before a tile of keys is loaded, with the tile and the phase of its barriers; None if its K
                 and V may be loaded at once.
         """
         config, memory, table = self.config, self.memory, self.memory.table
+        loaded_nbytes = stages.loaded_nbytes(score.features, config.queries, config.keys)
         queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
         douts = wgmma.Ring(shared.dout_full, shared.dout_empty, config.stages)
         groups = config.keys // WARPGROUP_ROWS
@@ -68,6 +73,8 @@ class Producer:
                 row = work.queries.padded(tile * config.queries, ROW_ALIGNMENT)
                 source = stats.toint() + (2 * head_row + row) * row_nbytes
                 target = shared.address + table.offset("stats") + stage * (2 * table["stats"].pitch)
+                if loaded_nbytes:
+                    score.copy(work.scores(member, tile, config), shared.regions.stage(stages.NAME, stage), barrier)
                 with cute.arch.elect_one():
                     ptx.copy_bulk(target, source, nbytes, barrier.toint())
                     ptx.copy_bulk(
@@ -76,7 +83,7 @@ class Producer:
 
             def load(i: Int32) -> None:
                 tile = work.visit.tile(walk.position(i))
-                queries.fill(copy_both, tile, table["query"].pitch + 2 * memory.stats_nbytes)
+                queries.fill(copy_both, tile, table["query"].pitch + 2 * memory.stats_nbytes + loaded_nbytes)
                 douts.fill(copy_dout, tile, table["dout"].pitch)
 
             wgmma.loop(walk.steps, load)

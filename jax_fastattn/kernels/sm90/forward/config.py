@@ -13,6 +13,7 @@ from functools import cached_property
 
 from jax_fastattn.kernels import tile_records
 from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, SharedTable, disjoint
+from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.geometry import (
     SHARED_MEMORY,
@@ -124,7 +125,8 @@ class SharedMemory:
     def of(cls, spec: KernelSpec, config: ForwardConfig) -> SharedMemory:
         """The layout of a compile key with that config, which may be a candidate."""
         takes_tiles = spec.packed and config.walks
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), takes_tiles)
+        rows = stages.ring_rows(spec.programs, config.rows, config.keys, 4 * config.warpgroups)
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), takes_tiles, rows)
 
     @cached_property
     def table(self) -> SharedTable:

@@ -23,6 +23,7 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, ForwardConfig
 from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
+from jax_fastattn.kernels.sm90.forward.feature_ring import FeatureRing
 from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
@@ -92,6 +93,7 @@ class ForwardConsumer:
         shared: tiles and barriers.
         lane: the thread.
         ring: the warpgroup's position in the ring.
+        features: its position in the ring of what features load.
         query_phase: phase of the barrier that says that Q is there.
         turns: when the warpgroup may issue products.
         operands: what it changes in shared memory.
@@ -104,6 +106,7 @@ class ForwardConsumer:
     shared: ForwardShared
     lane: Lane
     ring: wgmma.Ring
+    features: FeatureRing
     query_phase: wgmma.Uniform
     turns: PingPong
     operands: SharedOperands
@@ -124,6 +127,7 @@ class ForwardConsumer:
             shared=shared,
             lane=lane,
             ring=ring,
+            features=FeatureRing.start(shared),
             query_phase=query_phase,
             turns=PingPong(call.config, lane.group),
             operands=SharedOperands(call, shared, lane),
@@ -177,6 +181,7 @@ class ForwardConsumer:
 
         def run(phase: Phase) -> None:
             self.ring.settle()
+            self.features.settle()
             wgmma.loop(phase.steps, lambda i: step(own, phase.position(i), masked=phase.masked))
 
         for phase in visit.rest(Order.DOWN).phases(Order.DOWN):
@@ -213,6 +218,7 @@ class ForwardConsumer:
             if self.call.config.ping_pong:
                 cutlass.if_generate(i < turns, take_turn)
             wgmma.loop(Int32(cutlass.min(slots - 2 * i, 2)), release)
+            self.features.pass_by()
 
         wgmma.loop(Int32(tiles), skip)
 
@@ -232,7 +238,9 @@ class ForwardConsumer:
             self._skip_slot(ahead)
         warpgroup.wait_group(0)
         self.ring.release(slot)
-        self.softmax.first_tile(own.visit.tile(index), own.rows)
+        taken = self.features.take(own.rows, own.tile, own.visit.tile(index))
+        self.softmax.first_tile(own.visit.tile(index), taken.rows)
+        self.features.release(taken)
         if own.tile.bounds.kind.hides_last_keys:
             # With overlap V of this tile follows K of the next one, which exists unless this tile is the only one.
             next_keys = ptx.where(index > own.tile.visit.begin, Int32(1), Int32(0)) if config.overlap else Int32(0)
@@ -264,10 +272,13 @@ class ForwardConsumer:
 
     def _probabilities(self, own: _OwnTile, index: Int32, slot: Int32, *, masked: bool) -> None:
         """Computes P of a tile with K in a slot, which is released; awaits products in flight, and rescales O."""
+        tile = own.visit.tile(index)
+        taken = self.features.take(own.rows, own.tile, tile)
         if masked:
-            self.softmax.masked_tile(own.visit.tile(index), slot, own.rows)
+            self.softmax.masked_tile(tile, slot, taken.rows)
         else:
-            self.softmax.full_tile(own.visit.tile(index), slot, own.rows)
+            self.softmax.full_tile(tile, slot, taken.rows)
+        self.features.release(taken)
 
     def _last_values(self, own: _OwnTile, index: Int32) -> None:
         """Adds the values of a tile with nothing else to do meanwhile."""

@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Int32
 
 from jax_fastattn.kernels.device import wgmma
+from jax_fastattn.kernels.sm90.forward.feature_ring import FeatureRing
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.work import Call, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
@@ -21,12 +22,14 @@ class ForwardProducer:
         call: what the roles share.
         shared: tiles and barriers.
         ring: the warp's position in the ring of K and V.
+        features: its position in the ring of what features load.
         query_phase: phase of the barriers on which the consumers give Q back.
     """
 
     call: Call
     shared: ForwardShared
     ring: wgmma.Ring
+    features: FeatureRing
     query_phase: wgmma.Uniform
 
     @classmethod
@@ -34,7 +37,7 @@ class ForwardProducer:
         """Returns the role with its registers."""
         ring = wgmma.Ring(shared.full, shared.empty, call.config.slots)
         query_phase = wgmma.Uniform(Int32(1))
-        return cls(call, shared, ring, query_phase)
+        return cls(call, shared, ring, FeatureRing.start(shared), query_phase)
 
     def run(self) -> None:
         """Loads everything for all tiles of queries of the CTA."""
@@ -50,6 +53,7 @@ class ForwardProducer:
 
         def load_key(index: Int32) -> None:
             self.ring.fill(copy_key, visit.tile(index), config.keys * memory.head_dim * 2)
+            self.features.fill(self.call.score, tile, visit.tile(index))
 
         def load_value(index: Int32) -> None:
             self.ring.fill(copy_value, visit.tile(index), config.keys * memory.v_head_dim * 2)
