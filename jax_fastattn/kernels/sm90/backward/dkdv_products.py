@@ -121,12 +121,13 @@ class FusedProducts:
         """Computes logits less log-sum-exps; returns pairs of their slopes in 16 bits, empty where slopes are 1.
 
         Logits are over `score.factor` where they are products times a factor: their log-sum-exps are then part of the
-        product. Else they are in base 2, and the product with the log-sum-exps comes after.
+        product. Else they are in base 2, and the product with the log-sum-exps is one of its own. It always comes last:
+        q . k is then rounded as in the forward pass, and its difference to a log-sum-exp close to it is exact.
         """
         query = self.query[None, None, None, stage]
         steps, minus, slopes = wgmma.steps_of(self.score_mma, self.key, query), self._minus(stage, 0), []
         if score.is_affine:
-            wgmma.gemm_steps(self.scores, [minus, *steps], accumulate=False)
+            wgmma.gemm_steps(self.scores, [*steps, minus], accumulate=False)
         else:
             wgmma.gemm_steps(self.scores, steps, accumulate=False)
             warpgroup.wait_group(0)

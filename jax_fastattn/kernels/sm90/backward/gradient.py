@@ -10,14 +10,14 @@ with the tanh of the forward pass (`KernelSpec.exact_cap`), so that every row of
 gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row that sees no key has
 lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as its scores are numbers.
 
-Where a fused kernel computes dq products start from minus the statistics, and lse / scale takes the place of lse2,
+Where one kernel computes dq too, the products subtract the statistics, and lse / scale takes the place of lse2,
 
     P = 2^(log2(e) scale (q . k - lse / scale))        dS = P (dout . v - delta)
 
 but for soft caps: there the product with minus lse2 is added to capped scores in base 2.
 
-Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes. Where a
-fused kernel computes dq they are bfloat16 `[B, N, 2, padded_rows(T), 8]`: minus the statistic in three parts, then
+Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes. Where
+one kernel computes dq too, they are bfloat16 `[B, N, 2, padded_rows(T), 8]`: minus the statistic in three parts, then
 zeros. A product of [1, 1, 1, 0, ...] with them is as exact as float32, and no thread loads them: shared memory would
 let it wait, behind the additions to dq.
 """
