@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures errors of dv at logits of which a float32 holds few fractions, beside peers; docs/semantics.md has the table.
+"""Measures errors of dv at large logits, of which a float32 holds few fractions, beside those of peers.
 
     python benchmarks/large_logits.py --output benchmarks/results/large-logits.json
 
-Each query gives one key the weight 1: queries are multiples of one key, which have entries of -1 and 1. So dv is a sum of
-cotangents, without any error, and what is measured is how far weights are from 1. Values and cotangents are small
-integers. The output is one record with an error for each implementation and magnitude.
+Each query gives one key the weight 1: queries are multiples of one key, and keys have entries of -1 and 1. So dv is a
+sum of cotangents, without any error, and what is measured is how far weights are from 1. Values and cotangents are
+small integers. The output is one record with an error for each implementation and magnitude; docs/semantics.md has the
+table.
 """
 
 from __future__ import annotations
