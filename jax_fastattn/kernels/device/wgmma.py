@@ -18,6 +18,9 @@ from cutlass.cutlass_dsl import LoopUnroll, for_generate, if_generate, yield_out
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.regions import NamedBarrier
 
+# Of the operands of a compile key.
+OPERAND_DTYPE = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
 # What special registers say
 
 
@@ -115,10 +118,11 @@ class Uniform:
             self._at[i] = cute.arch.make_warp_uniform(self._at[i])
 
 
-def advance(at: Uniform, slots: int) -> None:
+def advance(at: Uniform | cute.Tensor, slots: int) -> None:
     """Takes a position in a ring, (slot, phase), to the next slot; the phase is the parity of the lap."""
-    wraps = at[0] == slots - 1
-    at[0] = ptx.where(wraps, Int32(0), at[0] + 1)
+    slot = Int32(at[0])
+    wraps = slot == slots - 1
+    at[0] = ptx.where(wraps, Int32(0), slot + 1)
     at[1] = at[1] ^ ptx.where(wraps, Int32(1), Int32(0))
 
 
@@ -136,28 +140,22 @@ class Ring:
 
     def __init__(self, full: cute.Pointer, empty: cute.Pointer, slots: int):
         self._full, self._empty, self._slots = full, empty, slots
+        # Filled at once: loops are scheduled differently if each number is stored by itself.
         self._at = cute.make_rmem_tensor((2,), Int32)
         self._at.fill(0)
 
-    def _advance(self) -> Int32:
-        slot = self._at[0]
-        wraps = slot == self._slots - 1
-        self._at[0] = ptx.where(wraps, Int32(0), slot + 1)
-        self._at[1] = self._at[1] ^ ptx.where(wraps, Int32(1), Int32(0))
-        return slot
-
     def fill(self, copy: Callable[..., None], tile: Int32, nbytes: int) -> None:
         """The producer's step: waits until the next slot is free and starts a copy of `nbytes` into it."""
-        phase = self._at[1] ^ 1
-        slot = self._advance()
+        slot, phase = self._at[0], self._at[1] ^ 1
+        advance(self._at, self._slots)
         wait(self._empty + slot, phase)
         expect(self._full + slot, nbytes)
         copy(tile, slot, self._full + slot)
 
     def wait(self) -> Int32:
         """The consumers' step: waits until the next slot is full and returns its index."""
-        phase = self._at[1]
-        slot = self._advance()
+        slot, phase = self._at[0], self._at[1]
+        advance(self._at, self._slots)
         wait(self._full + slot, phase)
         return slot
 
