@@ -12,6 +12,8 @@ from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+# The running maximum of a row that has seen no key.
+NEVER = float("-inf")
 
 
 def row_maxima(acc: Accumulator, m_blocks: int, n_blocks: int) -> list[Float32]:

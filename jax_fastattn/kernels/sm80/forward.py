@@ -27,9 +27,11 @@ from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.feature import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.config import ForwardConfig
@@ -40,7 +42,6 @@ from jax_fastattn.kernels.visits import Edges, Visit
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
 # bfloat16, float16 (65504) and the float32 sums.
 _LAZY_RESCALE = 8.0
-_NEVER = float("-inf")
 
 
 class ForwardKernel:
@@ -95,8 +96,8 @@ class ForwardKernel:
             for step in cutlass.range(phase.steps, unroll=1):
                 self._visit(state, phase.position(step), masked=phase.masked)
 
-        weights = self._finish_rows(state, buffers, scalars)
-        self._store(state, buffers, scalars, weights)
+        results = self._store_lse(state, buffers, scalars)
+        self._store(state, buffers, scalars, results)
 
     # Set-up.
 
@@ -132,7 +133,7 @@ class ForwardKernel:
             sums=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
         )
         rows.out.fill(0.0)
-        rows.maxima.fill(_NEVER)
+        rows.maxima.fill(softmax.NEVER)
         rows.sums.fill(0.0)
         return rows
 
@@ -256,7 +257,7 @@ class ForwardKernel:
         maxima = [rows.maxima[i] for i in range(2 * self.m_blocks)]
         if masked:
             # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
-            maxima = [ptx.where(x == Float32(_NEVER), Float32(0.0), x) for x in maxima]
+            maxima = [ptx.where(x == Float32(softmax.NEVER), Float32(0.0), x) for x in maxima]
         shifts = [x * score.unit for x in maxima]
         sums = softmax.exponentials(scores, *blocks, score.unit, shifts)
         for i, total in enumerate(sums):
@@ -274,7 +275,7 @@ class ForwardKernel:
                 old = rows.maxima[i]
                 new = ptx.maximum(old, x)
                 # Both -inf: no key seen so far, so there is nothing to rescale and any finite factor will do.
-                shift = ptx.where(new == Float32(_NEVER), Float32(0.0), new)
+                shift = ptx.where(new == Float32(softmax.NEVER), Float32(0.0), new)
                 alpha = ptx.exp2((old - shift) * factor)
                 rows.maxima[i] = new
                 rows.sums[i] = rows.sums[i] * alpha
@@ -300,27 +301,15 @@ class ForwardKernel:
 
     # Results.
 
-    def _finish_rows(self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars) -> list[tuple[Float32, Any]]:
-        """Stores the log-sum-exp and returns (weight, whether the row has an output) of each row of the lane."""
-        tile, rows, weights = state.tile, state.rows, []
-        queries, score = tile.at.sequence.queries, tile.score.finish(tile.at.score_head)
-        lse_row = queries.row()
-        for i in range(2 * self.m_blocks):
-            row = tile.first_row + 8 * i
-            total = softmax.quad_sum(rows.sums[i])
-            live = cutlass.Boolean((total != Float32(0.0)) & (row < tile.query_end))
-            log_max, total, weight = score.finish_row(rows.maxima[i] * score.unit, total)
-            value = (log_max + ptx.log2(total)) * softmax.LN_2
-            value = ptx.where(row < tile.query_end, value, Float32(_NEVER))
-            address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + tile.at.head) * 4
-            stores = cutlass.Boolean((row < queries.length) & (tile.column == 0))
-            cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
-            weights.append((weight * ptx.reciprocal(total), live))
-        return weights
+    def _store_lse(self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars) -> list[ResultRow]:
+        """Stores the log-sum-exps, and returns what the output of each row of the lane is stored as."""
+        tile, rows = state.tile, state.rows
+        score = tile.score.finish(tile.at.score_head)
+        sums = LogSumExps(score, tile.at.sequence.queries, tile.query_end, tile.at.head, tile.column)
+        softmaxes = ((rows.maxima[i], rows.sums[i]) for i in range(2 * self.m_blocks))
+        return sums.store(buffers, scalars, tile.first_row, softmaxes)
 
-    def _store(
-        self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars, weights: list[tuple[Float32, Any]]
-    ) -> None:
+    def _store(self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars, results: list[ResultRow]) -> None:
         """Stores the output tile, through shared memory so that global stores are 16 bytes wide."""
         at, shape, rows = state.tile.at, self.out_tile, self.config.rows_per_warp
         warp_row = at.warp * rows
@@ -328,11 +317,10 @@ class ForwardKernel:
         lane_address = shared + shape.offset(*accumulator_lane(at.lane))
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        for i, (weight, live) in enumerate(weights):
+        for i, result in enumerate(results):
             for n in range(self.out_blocks):
                 index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2
-                # A select, not a product: a padding row's sum can be NaN.
-                pair = [ptx.where(live, state.rows.out[index + e] * weight, Float32(0.0)) for e in range(2)]
+                pair = [result.value(state.rows.out[index + e]) for e in range(2)]
                 ptx.store_shared(lane_address + shape.offset(8 * i, 8 * n), ptx.pack(*pair, dtype=self.mma_dtype))
         cute.arch.sync_warp()
         stride = Int64(scalars.num_heads) * (2 * self.spec.v_head_dim)

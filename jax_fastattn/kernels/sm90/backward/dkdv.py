@@ -25,10 +25,10 @@ from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_weights import Differentiate, WeightExchange
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
@@ -213,24 +213,21 @@ class DkdvConsumer:
 
     def _store_sum(self, work: KeyTile, acc: cute.Tensor, result: _Result) -> None:
         """Stores dk or dv from registers. Rows of keys that no query sees may hold NaN there, of their K or V."""
-        spec = self.spec
         live = copies.Rows(None, work.bounds.key_end - work.row)
         if work.bounds.kind.hides_keys:
             live = copies.moved(work.bounds).live_keys()
             live = copies.Rows.live(live, work.row)
         first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
-        gradient.store_rows(
-            acc,
-            result.head_dim,
-            result.target.toint() + first * (2 * result.head_dim),
-            Int64(work.kv_heads) * (2 * result.head_dim),
+        RowStore(
+            address=strided(
+                result.target.toint() + first * (2 * result.head_dim), Int64(work.kv_heads) * (2 * result.head_dim)
+            ),
+            columns=result.head_dim,
             row=self.row,
+            end=work.keys.length - work.row,
             quad_lane=self.thread % 4,
-            live=live,
-            stored_rows=work.keys.length - work.row,
-            mma_dtype=ptx.MMA_DTYPE[spec.dtype],
-            factor=result.factor,
-        )
+            mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
+        ).store_live(acc, live, result.factor)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,9 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, warp_scores, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_products import FusedProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
@@ -180,15 +180,11 @@ class FusedConsumer:
             (self.products.dk, buffers.dk, self.spec.head_dim, scale),
             (self.products.dv, buffers.dv, self.spec.v_head_dim, None),
         ):
-            gradient.store_rows(
-                acc,
-                head_dim,
-                target.toint() + first * (2 * head_dim),
-                Int64(work.kv_heads) * (2 * head_dim),
+            RowStore(
+                address=strided(target.toint() + first * (2 * head_dim), Int64(work.kv_heads) * (2 * head_dim)),
+                columns=head_dim,
                 row=lane.row,
+                end=work.keys.length - work.row,
                 quad_lane=lane.thread % 4,
-                live=copies.Rows(None, work.bounds.key_end - work.row),
-                stored_rows=work.keys.length - work.row,
                 mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
-                factor=factor,
-            )
+            ).store_live(acc, copies.Rows(None, work.bounds.key_end - work.row), factor)

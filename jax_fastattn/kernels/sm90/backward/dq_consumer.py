@@ -14,12 +14,12 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.feature import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Edge, Score
-from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, DqBarrier, DqConfig
 from jax_fastattn.kernels.sm90.backward.dq_products import DqProducts
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
@@ -242,18 +242,14 @@ class DqConsumer:
         """Stores dq from registers, times a factor."""
         work, nbytes = self.work, 2 * self.spec.head_dim
         first = work.queries.row_head(work.row, work.num_heads, work.head)
-        gradient.store_rows(
-            self.products.dq,
-            self.spec.head_dim,
-            dq.toint() + first * nbytes,
-            Int64(work.num_heads) * nbytes,
+        RowStore(
+            address=strided(dq.toint() + first * nbytes, Int64(work.num_heads) * nbytes),
+            columns=self.spec.head_dim,
             row=self.row,
+            end=work.queries.length - work.row,
             quad_lane=self.thread % 4,
-            live=copies.Rows(None, work.bounds.query_end - work.row),
-            stored_rows=work.queries.length - work.row,
             mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
-            factor=scale,
-        )
+        ).store_live(self.products.dq, copies.Rows(None, work.bounds.query_end - work.row), scale)
 
 
 def _load_statistics(stats: cute.Pointer, work: DqTile, row: Int32) -> list[RowStatistics]:

@@ -14,8 +14,8 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
@@ -236,15 +236,14 @@ class DqWarpgroup:
     def store(self, work: KeyTile, rows: TileRows, chunk: Chunk) -> None:
         """Stores dq of a part of a tile, whose `rows` these are, from the accumulator."""
         spec = self.spec
-        gradient.store_rows(
-            self.dq,
-            min(self.shared.memory.dq_columns, spec.head_dim - chunk.column),
-            self.dq_address + rows.place * (2 * spec.head_dim) + 2 * chunk.column,
-            Int64(work.num_heads) * (2 * spec.head_dim),
+        RowStore(
+            address=strided(
+                self.dq_address + rows.place * (2 * spec.head_dim) + 2 * chunk.column,
+                Int64(work.num_heads) * (2 * spec.head_dim),
+            ),
+            columns=min(self.shared.memory.dq_columns, spec.head_dim - chunk.column),
             row=self.row + chunk.row_block * BLOCK,
+            end=work.queries.length - rows.first,
             quad_lane=self.thread % 4,
-            live=copies.Rows(None, work.bounds.query_end - rows.first),
-            stored_rows=work.queries.length - rows.first,
             mma_dtype=ptx.MMA_DTYPE[spec.dtype],
-            factor=self.scale,
-        )
+        ).store_live(self.dq, copies.Rows(None, work.bounds.query_end - rows.first), self.scale)

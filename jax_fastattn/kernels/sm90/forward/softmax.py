@@ -25,8 +25,6 @@ from jax_fastattn.kernels.sm90.forward.work import Call, Lane
 # Upper limit on a lane's sum of unnormalized probabilities in a full tile. P has to fit its 16 bits, O and the sums
 # float32.
 _SUM_LIMITS = {"bfloat16": 2.0**24, "float16": 2.0**14}
-# The running maximum of a row that has seen no key.
-NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class OnlineSoftmax:
 
     def clear(self) -> None:
         """Forgets all keys, before the first key tile of a tile of queries."""
-        self.maxima.fill(NEVER)
+        self.maxima.fill(softmax.NEVER)
         self.sums.fill(0.0)
 
     def first_tile(self, index: Int32, rows: ScoreRows) -> None:
@@ -162,7 +160,7 @@ class OnlineSoftmax:
             grown = Boolean(grown | (x > old))
             self.maxima[i] = ptx.maximum(old, x)
             # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
-            shift = ptx.where(self.maxima[i] == Float32(NEVER), Float32(0.0), self.maxima[i])
+            shift = ptx.where(self.maxima[i] == Float32(softmax.NEVER), Float32(0.0), self.maxima[i])
             self.factors[i] = ptx.exp2((old - shift) * factor)
             shifts.append(shift * factor)
         sums = softmax.exponentials(scores, *self._blocks, factor, shifts)

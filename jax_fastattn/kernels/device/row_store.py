@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Stores of a warpgroup's accumulator to global memory in 16 bits, from registers."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64
+
+from jax_fastattn.kernels.device import copies, ptx
+from jax_fastattn.kernels.device.mma import Accumulator
+
+
+class ResultRow(NamedTuple):
+    """What a row of an accumulator becomes when it is stored.
+
+    Attributes:
+        live: whether the row has a result; otherwise zeros are stored, whatever the accumulator holds.
+        factor: multiplies the result; None for 1.
+    """
+
+    live: Boolean
+    factor: Float32 | None = None
+
+    def value(self, x: Float32) -> Float32:
+        """Returns what an element of the row is stored as."""
+        # A select, not a product: an element of a row without a result can be NaN.
+        return ptx.where(self.live, x if self.factor is None else x * self.factor, Float32(0.0))
+
+
+def strided(first: Int64, stride: Int64) -> Callable[[Int32], Int64]:
+    """Returns the byte addresses of rows, given that of row 0 and the bytes from one row to the next."""
+    return lambda row: first + Int64(row) * stride
+
+
+@dataclass(frozen=True, eq=False)
+class RowStore:
+    """Where a lane stores its two rows of a result: 16 bytes a lane, 64 neighboring bytes of a row the quad.
+
+    Attributes:
+        address: returns the byte address of a row.
+        columns: columns to store, a multiple of 8.
+        row: the lane's first row; the other one is 8 further.
+        end: rows from there on are not stored.
+        quad_lane: index of the lane among the four that share its rows.
+        mma_dtype: "bf16" or "f16".
+    """
+
+    address: Callable[[Int32], Int64]
+    columns: int
+    row: Int32
+    end: Int32
+    quad_lane: Int32
+    mma_dtype: str
+
+    def store(self, acc: Accumulator, rows: Iterable[ResultRow]) -> None:
+        """Stores an accumulator `[64, padded columns]`; all lanes call it.
+
+        Args:
+            acc: the accumulator.
+            rows: what the lane's rows become; each is taken just before its stores.
+        """
+        for i, result in enumerate(rows):
+            row = self.row + 8 * i
+            address = self.address(row) + self.quad_lane * 16
+            for block in range(0, self.columns // 8, 4):
+                pairs = [self._pair(acc, j, i, result) for j in range(block, block + 4)]
+                chunk = ptx.transpose_quad(pairs, self.quad_lane)
+                stores = row < self.end
+                if block + 4 > self.columns // 8:
+                    stores = Boolean(stores & (self.quad_lane < self.columns // 8 - block))
+
+                def store(address: Int64 = address + block * 16, chunk: list = chunk) -> None:
+                    ptx.store_global_chunk(address, chunk)
+
+                cutlass.if_generate(stores, store)
+
+    def store_live(self, acc: Accumulator, live: copies.Rows, factor: Float32 | None = None) -> None:
+        """Stores an accumulator times a factor, and zeros in rows that are not live."""
+        self.store(acc, self._results(live, factor))
+
+    def _results(self, live: copies.Rows, factor: Float32 | None) -> Iterator[ResultRow]:
+        for i in range(2):
+            row = self.row + 8 * i
+            is_live = row < live.end
+            if live.begin is not None:
+                is_live = Boolean(is_live & (row >= live.begin))
+            yield ResultRow(is_live, factor)
+
+    def _pair(self, acc: Accumulator, block: int, i: int, result: ResultRow) -> Int32:
+        """Returns the lane's two elements of a block of 8 columns, in row i of its two."""
+        return ptx.pack(*[result.value(acc[4 * block + 2 * i + e]) for e in range(2)], dtype=self.mma_dtype)

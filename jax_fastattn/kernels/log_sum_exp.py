@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The end of the softmax of query rows: their log-sum-exps, and what becomes of their rows of the output."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Float32, Int32
+
+from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.device import ptx, softmax
+from jax_fastattn.kernels.device.row_store import ResultRow
+from jax_fastattn.kernels.device.sequences import Span
+from jax_fastattn.kernels.score import Score
+
+
+@dataclass(frozen=True, eq=False)
+class LogSumExps:
+    """Stores the log-sum-exps of a lane's rows of a query head.
+
+    Attributes:
+        score: from products to logits of the query head; its features have what `Score.finish_row` needs.
+        queries: the rows of the sequence.
+        query_end: rows from there on are padding: their log-sum-exp is -inf, and they have no output.
+        head: the query head.
+        column: the lane's first accumulator column; of the four lanes that share a row, that of column 0 stores.
+    """
+
+    score: Score
+    queries: Span
+    query_end: Int32
+    head: Int32
+    column: Int32
+
+    def store(
+        self, buffers: ForwardBuffers, scalars: Scalars, first_row: Int32, softmaxes: Iterable[tuple[Float32, Float32]]
+    ) -> list[ResultRow]:
+        """Stores the log-sum-exps, of which sinks are part.
+
+        Args:
+            buffers: of the launch.
+            scalars: of the launch.
+            first_row: the lane's first row; the others follow 8 apart.
+            softmaxes: the maximum product of each row, and the lane's part of its sum of exponentials relative to that.
+
+        Returns:
+            What the output of each row is stored as.
+        """
+        results, lse_row = [], self.queries.row()
+        for i, (maximum, total) in enumerate(softmaxes):
+            row = first_row + 8 * i
+            total = softmax.quad_sum(total)
+            live = Boolean((total != Float32(0.0)) & (row < self.query_end))
+            log_max, total, weight = self.score.finish_row(maximum * self.score.unit, total)
+            value = (log_max + ptx.log2(total)) * softmax.LN_2
+            value = ptx.where(row < self.query_end, value, Float32(softmax.NEVER))
+            address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + self.head) * 4
+            stores = Boolean((row < self.queries.length) & (self.column == 0))
+            cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
+            results.append(ResultRow(live, weight * ptx.reciprocal(total)))
+        return results
