@@ -9,20 +9,14 @@ fast it was measured is in docs/kernels/sm90.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
-from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, SharedTable, disjoint
+from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, disjoint
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
-from jax_fastattn.kernels.sm90.geometry import (
-    SHARED_MEMORY,
-    TILE_ALIGNMENT,
-    WARPGROUP_ROWS,
-    Registers,
-    padded_head_dim,
-)
+from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
+from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, Registers, padded_head_dim
 from jax_fastattn.kernels.tile_records import slot_count
 
 # Query rows to a multiple of which statistics and sums of dq are padded.
@@ -139,20 +133,8 @@ class DkdvBarrier(NamedBarrier):
 
 
 @dataclass(frozen=True)
-class BackwardMemory:
-    """Shared memory of a CTA: K, V, the rings of Q, dO, dS or P, statistics, ones, mbarriers.
-
-    Attributes:
-        config: the variant.
-        head_dim: columns of Q and K in shared memory, padded.
-        v_head_dim: columns of V and dO in shared memory, padded.
-        feature_rows: rows of features, which join those of the kernel.
-    """
-
-    config: BackwardConfig
-    head_dim: int
-    v_head_dim: int
-    feature_rows: tuple[Row, ...] = ()
+class BackwardMemory(OperandMemory[BackwardConfig]):
+    """Shared memory of a CTA: K, V, the rings of Q, dO, dS or P, statistics, ones, mbarriers."""
 
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
@@ -175,15 +157,20 @@ class BackwardMemory:
         """Bytes of a statistic of a tile in global memory."""
         return self.config.queries * stats_row_nbytes(self.config.adds_dq)
 
-    @cached_property
-    def table(self) -> SharedTable:
+    @property
+    def box_rows(self) -> tuple[int, int]:
+        """Rows of a TMA box of Q and of dO, and of one of K and of V."""
+        return self.config.queries, WARPGROUP_ROWS
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
         """Regions and barriers: those of both kernels, and in their places those of one of them."""
         config, operands = self.config, self.config.queries * 2
         keys, warps = config.keys // WARPGROUP_ROWS, config.consumer_threads // 32
         regions, last = self._dkdv_regions, []
         if config.adds_dq:
             regions, last = self._dq_regions, self._dq_barriers
-        rows: list[Row] = [
+        return (
             Region("key", WARPGROUP_ROWS * self.head_dim * 2, keys, TILE_ALIGNMENT),
             Region("value", WARPGROUP_ROWS * self.v_head_dim * 2, keys, TILE_ALIGNMENT),
             Region("query", operands * self.head_dim, config.stages, TILE_ALIGNMENT),
@@ -196,8 +183,7 @@ class BackwardMemory:
             Barriers("dout_full", config.stages, arrivals=1),
             Barriers("dout_empty", config.stages, arrivals=warps),
             *last,
-        ]
-        return SharedTable(tuple(rows)).with_rows(*self.feature_rows)
+        )
 
     @property
     def _dq_regions(self) -> list[Row]:
@@ -234,16 +220,6 @@ class BackwardMemory:
             Region("weights", config.queries * WARPGROUP_ROWS * 2, config.stages, TILE_ALIGNMENT),
             Region("stats", self.stats_nbytes, 2 * config.stages),
         ]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to ask for at launch."""
-        return self.table.nbytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether a CTA fits an SM."""
-        return self.nbytes <= SHARED_MEMORY
 
 
 @dataclass(frozen=True)
@@ -290,31 +266,24 @@ class DqBarrier(NamedBarrier):
 
 
 @dataclass(frozen=True)
-class DqMemory:
-    """Shared memory of a CTA: Q and dO of each warpgroup, the ring of K and V, mbarriers.
-
-    Attributes:
-        config: the variant.
-        head_dim: columns of Q and K in shared memory, padded.
-        v_head_dim: columns of V and dO in shared memory, padded.
-        feature_rows: rows of features, which join those of the kernel.
-    """
-
-    config: DqConfig
-    head_dim: int
-    v_head_dim: int
-    feature_rows: tuple[Row, ...] = ()
+class DqMemory(OperandMemory[DqConfig]):
+    """Shared memory of a CTA: Q and dO of each warpgroup, the ring of K and V, mbarriers."""
 
     @classmethod
     def of(cls, spec: KernelSpec, config: DqConfig) -> DqMemory:
         """The layout of a compile key."""
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
 
-    @cached_property
-    def table(self) -> SharedTable:
+    @property
+    def box_rows(self) -> tuple[int, int]:
+        """Rows of a TMA box of Q and of dO, and of one of K and of V."""
+        return WARPGROUP_ROWS, self.config.keys
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
         """Regions and barriers; a stage of the ring holds a tile of K or of V."""
         config, columns = self.config, max(self.head_dim, self.v_head_dim)
-        rows: tuple[Row, ...] = (
+        return (
             Region("query", WARPGROUP_ROWS * self.head_dim * 2, 2, TILE_ALIGNMENT),
             Region("dout", WARPGROUP_ROWS * self.v_head_dim * 2, 2, TILE_ALIGNMENT),
             Region("ring", config.keys * columns * 2, config.slots, TILE_ALIGNMENT),
@@ -323,17 +292,6 @@ class DqMemory:
             Barriers("query_full", 2, arrivals=1),
             Barriers("dout_full", 2, arrivals=1),
         )
-        return SharedTable(rows).with_rows(*self.feature_rows)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to ask for at launch."""
-        return self.table.nbytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether a CTA fits an SM."""
-        return self.nbytes <= SHARED_MEMORY
 
 
 @dataclass(frozen=True)

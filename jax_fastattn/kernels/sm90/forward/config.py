@@ -128,6 +128,11 @@ class SharedMemory:
         rows = stages.ring_rows(spec.programs, config.rows, config.keys, 4 * config.warpgroups)
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), takes_tiles, rows)
 
+    @property
+    def box_rows(self) -> tuple[int, int]:
+        """Rows of a TMA box of Q, and of one of K and of V."""
+        return WARPGROUP_ROWS, self.config.keys
+
     @cached_property
     def table(self) -> SharedTable:
         """Regions and barriers; a stage of the ring holds a tile of K or of V."""

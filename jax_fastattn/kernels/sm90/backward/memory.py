@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the shared memories of the main backward kernels have in common. Pure Python, no import of the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from jax_fastattn.kernels.device.regions import Row, SharedTable
+from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class OperandMemory(Generic[Config]):
+    """Shared memory of a CTA that holds tiles of Q, K, V and dO.
+
+    Attributes:
+        config: the variant.
+        head_dim: columns of Q and K in shared memory, padded.
+        v_head_dim: columns of V and dO in shared memory, padded.
+        feature_rows: rows of features, which join those of the kernel.
+    """
+
+    config: Config
+    head_dim: int
+    v_head_dim: int
+    feature_rows: tuple[Row, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The kernel's own regions and barriers."""
+        raise NotImplementedError
+
+    @cached_property
+    def table(self) -> SharedTable:
+        """All regions and barriers."""
+        return SharedTable(self.rows).with_rows(*self.feature_rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to ask for at launch."""
+        return self.table.nbytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether a CTA fits an SM."""
+        return self.nbytes <= SHARED_MEMORY
