@@ -12,7 +12,9 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 
-from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.device.tma import Tma, TmaMemory
+from jax_fastattn.kernels.key import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,42 @@ class Launch:
     tma: Tma | None = None
     min_blocks: int = 1
     begins_early: bool = False
+
+    @classmethod
+    def of_tma(
+        cls,
+        kernel: Callable[..., Any],
+        spec: KernelSpec,
+        memory: TmaMemory,
+        arguments: tuple[Any, ...],
+        scalars: Scalars,
+        *,
+        grid: Any,
+        begins_early: bool,
+        min_blocks: int = 1,
+    ) -> "Launch":
+        """Returns the launch of a kernel whose operands TMA loads.
+
+        Args:
+            kernel: a method that is a `cute.kernel`.
+            spec: the compile key.
+            memory: shared memory of a CTA.
+            arguments: see the attribute; the first one is the buffers.
+            scalars: of the call.
+            grid: number of CTAs.
+            begins_early: see the attribute.
+            min_blocks: see the attribute.
+        """
+        return cls(
+            kernel,
+            arguments,
+            grid=grid,
+            block=memory.config.threads,
+            shared_bytes=memory.nbytes,
+            tma=Tma.boxes(spec, memory, arguments[0], scalars),
+            min_blocks=min_blocks,
+            begins_early=begins_early,
+        )
 
     def start(self, stream: cuda.CUstream) -> None:
         """Emits the launch; to be called from a `cute.jit` function."""

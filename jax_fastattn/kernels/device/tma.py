@@ -3,7 +3,7 @@
 """What TMA loads: operands in global memory, and their copies to shared memory."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
@@ -84,6 +84,35 @@ class Box(NamedTuple):
         )
 
 
+class TmaMemory(Protocol):
+    """Shared memory of a CTA whose operands TMA loads."""
+
+    @property
+    def config(self) -> Any:
+        """The variant, which has the `threads` of a CTA."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of Q and K, padded."""
+        ...
+
+    @property
+    def v_head_dim(self) -> int:
+        """Columns of V and dO, padded."""
+        ...
+
+    @property
+    def box_rows(self) -> tuple[int, int]:
+        """Rows of a box of Q and of dO, and of one of K and of V."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to ask for at launch."""
+        ...
+
+
 class Tma(NamedTuple):
     """What a kernel loads by TMA: boxes in a launch, operands with descriptors in the kernel; dout only backwards."""
 
@@ -96,23 +125,19 @@ class Tma(NamedTuple):
     def boxes(
         cls,
         spec: KernelSpec,
-        memory: Any,
+        memory: TmaMemory,
         buffers: ForwardBuffers | BackwardBuffers,
         scalars: Scalars,
-        *,
-        query_rows: int,
-        key_rows: int,
     ) -> "Tma":
         """The boxes of a launch.
 
         Args:
             spec: the compile key.
-            memory: has the padded `head_dim` and `v_head_dim`.
+            memory: of the kernel.
             buffers: of the launch.
             scalars: of the launch.
-            query_rows: rows of a box of Q and of dO.
-            key_rows: rows of a box of K and of V.
         """
+        query_rows, key_rows = memory.box_rows
         batch = Int32(1) if spec.packed else scalars.batch
         queries = (batch, scalars.query_length, scalars.num_heads)
         keys = (batch, scalars.key_length, scalars.num_heads // spec.group)

@@ -31,7 +31,6 @@ from jax_fastattn.kernels.sm90.backward.dq_consumer import DqConsumer
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
 from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, dq_schedule
-from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class DqKernel:
@@ -47,20 +46,12 @@ class DqKernel:
         self.config: DqConfig = spec.config.dq
         self.memory = DqMemory.of(spec, self.config)
         self.schedule = dq_schedule(spec, self.config.rows)
-        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
+        self.dtype = wgmma.OPERAND_DTYPE[spec.dtype]
 
     def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of the kernel."""
-        config, memory = self.config, self.memory
-        return Launch(
-            self.kernel,
-            (buffers, Sizes.of(scalars), order),
-            grid=self.schedule.blocks(scalars, order),
-            block=config.threads,
-            shared_bytes=memory.nbytes,
-            tma=Tma.boxes(self.spec, memory, buffers, scalars, query_rows=WARPGROUP_ROWS, key_rows=config.keys),
-            begins_early=True,
-        )
+        arguments, grid = (buffers, Sizes.of(scalars), order), self.schedule.blocks(scalars, order)
+        return Launch.of_tma(self.kernel, self.spec, self.memory, arguments, scalars, grid=grid, begins_early=True)
 
     @cute.kernel
     def kernel(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder):

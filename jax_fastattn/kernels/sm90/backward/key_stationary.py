@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import cutlass
 from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
-from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
@@ -23,7 +22,6 @@ from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeySchedule, K
 from jax_fastattn.kernels.sm90.backward.loader import Producer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
-from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class Consumer(Protocol):
@@ -65,8 +63,7 @@ class KeyStationary:
     def of(cls, spec: KernelSpec) -> "KeyStationary":
         """Returns the part of the kernel of a compile key."""
         memory = BackwardMemory.of(spec, spec.config.main)
-        dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
-        return cls(spec, memory, key_schedule(spec, memory), dtype)
+        return cls(spec, memory, key_schedule(spec, memory), wgmma.OPERAND_DTYPE[spec.dtype])
 
     @property
     def config(self) -> BackwardConfig:
@@ -84,16 +81,8 @@ class KeyStationary:
         The statistics of the first `order.prepared` heads are written before it begins, and those of others once their
         counter says so.
         """
-        config, memory = self.config, self.memory
-        return Launch(
-            kernel,
-            (buffers, Sizes.of(scalars), order),
-            grid=self.key_tiles.blocks(scalars, order),
-            block=config.threads,
-            shared_bytes=memory.nbytes,
-            tma=Tma.boxes(self.spec, memory, buffers, scalars, query_rows=config.queries, key_rows=WARPGROUP_ROWS),
-            begins_early=True,
-        )
+        arguments, grid = (buffers, Sizes.of(scalars), order), self.key_tiles.blocks(scalars, order)
+        return Launch.of_tma(kernel, self.spec, self.memory, arguments, scalars, grid=grid, begins_early=True)
 
     def loader(
         self, shared: BackwardShared, call: Call, begin: Callable[[KeyTile, Int32], None] | None = None

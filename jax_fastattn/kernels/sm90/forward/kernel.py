@@ -14,6 +14,7 @@ import cutlass
 from cutlass import cute
 
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.tile_counter import ResetKernel
 from jax_fastattn.kernels.device.tma import Tma
@@ -25,7 +26,6 @@ from jax_fastattn.kernels.sm90.forward.loader import ForwardProducer
 from jax_fastattn.kernels.sm90.forward.schedule import PersistentPackedTiles, forward_schedule
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.work import Call
-from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class ForwardKernel:
@@ -40,7 +40,7 @@ class ForwardKernel:
         self.config: ForwardConfig = spec.config
         self.memory = SharedMemory.of(spec, self.config)
         self.schedule = forward_schedule(spec, self.config)
-        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.dtype]
+        self.dtype = wgmma.OPERAND_DTYPE[spec.dtype]
 
     @cute.jit
     def __call__(self, buffers: ForwardBuffers, scalars: Scalars, stream: cuda.CUstream):
@@ -49,16 +49,16 @@ class ForwardKernel:
 
     def launches(self, buffers: ForwardBuffers, scalars: Scalars) -> list[Launch]:
         """Returns the launches of a call, in order."""
-        spec, config, memory = self.spec, self.config, self.memory
-        launch = Launch(
+        spec = self.spec
+        launch = Launch.of_tma(
             self.kernel,
+            spec,
+            self.memory,
             (buffers, scalars),
+            scalars,
             grid=self.schedule.blocks(scalars),
-            block=config.threads,
-            shared_bytes=memory.nbytes,
-            tma=Tma.boxes(spec, memory, buffers, scalars, query_rows=WARPGROUP_ROWS, key_rows=config.keys),
-            min_blocks=config.blocks,
             begins_early=spec.takes_tiles,
+            min_blocks=self.config.blocks,
         )
         return [ResetKernel().launch(buffers), launch] if spec.takes_tiles else [launch]
 
