@@ -251,6 +251,11 @@ def alike_section(most_rows: Int, rows: Int, heads: Int) -> Int:
     return max((heads + sections - 1) // sections, 1)
 
 
+def section_rows(nbytes: int, head_dim: int, v_head_dim: int) -> int:
+    """Returns how many rows of Q, dO and float32 sums of dq have so many bytes."""
+    return nbytes // (2 * (head_dim + v_head_dim) + 4 * head_dim)
+
+
 def place_in_sections(index: Int, section: Int, count: Int, heads: Int) -> tuple[Int, Int]:
     """Returns the tile and the head of an index in the order in which tiles are begun.
 

@@ -156,5 +156,20 @@ class Visit:
         return Visit(*[cute.arch.make_warp_uniform(Int32(end)) for end in ends], self.edges, self.masks_high)
 
 
+def mask_past_end(tiles: TileRange, has_some: Any, *, low: bool) -> TileRange:
+    """Returns the query tiles that see a tile of keys, with no full one if some of the keys are past the end.
+
+    Such keys would add to dq in a tile without a mask.
+
+    Args:
+        tiles: the query tiles.
+        has_some: whether there are keys past the end.
+        low: whether the loop of the low edge visits all tiles then, or that of the high edge.
+    """
+    empty = tiles.end if low else tiles.begin
+    full_begin, full_end = (ptx.where(has_some, empty, x) for x in (tiles.full_begin, tiles.full_end))
+    return tiles._replace(full_begin=full_begin, full_end=full_end)
+
+
 def _clamp(x: Int, low: Int, high: Int) -> Int:
     return cutlass.min(cutlass.max(x, low), high)

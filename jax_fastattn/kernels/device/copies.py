@@ -52,6 +52,22 @@ def count(length: Int32, rows: int) -> Int32:
     return (length + (rows - 1)) // rows
 
 
+def key_section(spec: KernelSpec, scalars: Scalars, key_tiles: Int32, running: Int32, most_rows: int) -> Int32:
+    """Returns how many key/value heads are a section of a launch whose CTAs work on tiles of keys.
+
+    Args:
+        spec: the compile key.
+        scalars: of the launch.
+        key_tiles: tiles of a head.
+        running: CTAs that run at a time.
+        most_rows: rows of queries of a section if CTAs add in semaphore order, see `plan.section_rows`.
+    """
+    heads = scalars.batch * (scalars.num_heads // spec.group)
+    if spec.ordered:
+        return Int32(alike_section(most_rows // spec.group, scalars.query_length, heads))
+    return Int32(section(running, key_tiles, heads, int(spec.bounds_kind.uneven)))
+
+
 def clamp(x: Int32, low: Any, high: Any) -> Int32:
     """x moved into [low, high]."""
     return Int32(cutlass.min(cutlass.max(x, Int32(low)), Int32(high)))

@@ -14,7 +14,6 @@ from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
-from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
@@ -26,7 +25,7 @@ from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRo
 from jax_fastattn.kernels.sm80.backward.single_role import SingleRole
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqSums, Operands, Place
 from jax_fastattn.kernels.sm80.schedule import schedule
-from jax_fastattn.kernels.visits import Edges, Visit
+from jax_fastattn.kernels.visits import Edges, Visit, mask_past_end
 
 
 class HeadOrder(NamedTuple):
@@ -120,12 +119,7 @@ class DkdvDqKernel:
         """Returns the query tiles that see some key of the tile."""
         config = self.config
         visit = bounds.query_tiles(at.row, config.keys, config.queries)
-        # Keys past the end would add to dQ: a tile that has some is masked for all queries.
-        partial = at.row + config.keys > bounds.key_end
-        visit = visit._replace(
-            full_begin=ptx.where(partial, visit.begin, visit.full_begin),
-            full_end=ptx.where(partial, visit.begin, visit.full_end),
-        )
+        visit = mask_past_end(visit, at.row + config.keys > bounds.key_end, low=False)
         return Visit.of_range(visit, Edges(bounds.kind.right, True))
 
     def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> DkdvDqState:

@@ -3,8 +3,9 @@
 """Backward attention with mma.sync and cp.async: preprocess, one kernel for dk, dv and sums of dq, conversion to dq."""
 
 import cuda.bindings.driver as cuda
-from cutlass import Int32, cute
+from cutlass import cute
 
+from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch, start_all
@@ -45,13 +46,7 @@ class BackwardKernel:
 
     def order(self, scalars: Scalars) -> HeadOrder:
         """In which order CTAs take key tiles."""
-        spec, heads = self.spec, scalars.batch * (scalars.num_heads // self.spec.group)
-        if spec.ordered:
-            row_nbytes = 2 * (spec.head_dim + spec.v_head_dim) + 4 * spec.head_dim
-            rows = scalars.query_length * spec.group
-            return HeadOrder(Int32(copies.alike_section(ORDERED_NBYTES // row_nbytes, rows, heads)))
-        key_tiles, running = (
-            copies.count(scalars.key_length, self.config.keys),
-            scalars.multiprocessors * self.config.blocks,
-        )
-        return HeadOrder(Int32(copies.section(running, key_tiles, heads, int(spec.bounds_kind.uneven))))
+        spec, key_tiles = self.spec, copies.count(scalars.key_length, self.config.keys)
+        most_rows = plan.section_rows(ORDERED_NBYTES, spec.head_dim, spec.v_head_dim)
+        running = scalars.multiprocessors * self.config.blocks
+        return HeadOrder(copies.key_section(spec, scalars, key_tiles, running, most_rows))

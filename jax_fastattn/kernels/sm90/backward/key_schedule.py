@@ -12,7 +12,7 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
-from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span
 from jax_fastattn.kernels.device.tile_counter import take_one
 from jax_fastattn.kernels.device.tma import Tma
@@ -24,7 +24,7 @@ from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMe
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.tile_records import slot_count
-from jax_fastattn.kernels.visits import Edges, Visit
+from jax_fastattn.kernels.visits import Edges, Visit, mask_past_end
 
 # Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, for even and uneven tiles.
 # With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the next tile of keys.
@@ -175,14 +175,10 @@ class EntryKeyTiles:
 
         As many heads as are `ahead` are begun before zeros and statistics of others can be there.
         """
-        heads, multiprocessors = scalars.batch * (scalars.num_heads // self.spec.group), scalars.multiprocessors
-        key_tiles, spec = self.count(scalars), self.spec
-        if spec.ordered:
-            row_nbytes = 2 * (self.memory.head_dim + self.memory.v_head_dim) + 4 * self.memory.head_dim
-            most_rows = SECTION_NBYTES[spec.bounds_kind.uneven] // row_nbytes // spec.group
-            section = Int32(copies.alike_section(most_rows, scalars.query_length, heads))
-        else:
-            section = Int32(copies.section(multiprocessors, key_tiles, heads, int(spec.bounds_kind.uneven)))
+        spec, memory, multiprocessors = self.spec, self.memory, scalars.multiprocessors
+        heads, key_tiles = scalars.batch * (scalars.num_heads // spec.group), self.count(scalars)
+        most_rows = plan.section_rows(SECTION_NBYTES[spec.bounds_kind.uneven], memory.head_dim, memory.v_head_dim)
+        section = copies.key_section(spec, scalars, key_tiles, multiprocessors, most_rows)
         filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
         return HeadOrder(heads, section, Int32(cutlass.max(section, filling)))
 
@@ -338,9 +334,7 @@ class KeySchedule:
         config = self.config
         tiles = bounds.query_tiles(row, config.keys, config.queries)
         if config.adds_dq:
-            # Keys past the end would add to dq: where there are some, every tile is masked.
-            full_begin = ptx.where(row + config.keys > bounds.key_end, tiles.end, tiles.full_begin)
-            tiles = tiles._replace(full_begin=full_begin, full_end=Int32(cutlass.max(tiles.full_end, full_begin)))
+            tiles = mask_past_end(tiles, row + config.keys > bounds.key_end, low=True)
         # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array, and past that of a
         # packed sequence, whose rows are zeroed, P is 0 by the statistics. The wide kernel zeroes them in masked tiles.
         kind = bounds.kind
