@@ -19,6 +19,7 @@ from cutlass import Int32, cute
 from jax_fastattn.kernels.arguments import ForwardBuffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.device.shared_regions import SharedRegions
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class TakenTile:
     words: int
     full: cute.Pointer
     empty: cute.Pointer
+
+    @classmethod
+    def of(cls, regions: SharedRegions) -> "TakenTile":
+        """Returns the tile of a table that has the rows `next_tile`, `next_tile_full` and `next_tile_empty`."""
+        full, empty = (regions.barriers[name] for name in ("next_tile_full", "next_tile_empty"))
+        words = regions.table["next_tile"].pitch // 4
+        return cls(regions.address, regions.table.offset("next_tile"), words, full, empty)
 
     def put(self, *words: Int32) -> None:
         """Writes the words of the next tile; one lane calls it, after it has waited for `empty`."""

@@ -156,8 +156,7 @@ class BackwardShared:
     @property
     def taken(self) -> TakenTile:
         """The tile of keys that is taken by a counter."""
-        full, empty = (self.regions.barriers[name] for name in ("next_tile_full", "next_tile_empty"))
-        return TakenTile(self.address, self.memory.table.offset("next_tile"), 1, full, empty)
+        return TakenTile.of(self.regions)
 
 
 def _dq_tiles(memory: BackwardMemory, regions: SharedRegions, dtype: Any) -> dict[str, cute.Tensor]:

@@ -15,7 +15,7 @@ from cutlass import Int32, cute
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.device.tile_counter import TakenTile
 from jax_fastattn.kernels.device.tma import Tma
-from jax_fastattn.kernels.sm90.forward.config import TAKEN_WORDS, SharedMemory
+from jax_fastattn.kernels.sm90.forward.config import SharedMemory
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -50,10 +50,6 @@ class ForwardShared:
         """Returns the tiles, of a dtype, and the barriers of a CTA."""
         config = memory.config
         regions = SharedRegions.of(memory.table, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024))
-        taken = None
-        if memory.takes_tiles:
-            full, empty = (regions.barriers[name] for name in ("next_tile_full", "next_tile_empty"))
-            taken = TakenTile(regions.address, memory.table.offset("next_tile"), TAKEN_WORDS, full, empty)
         return cls(
             regions=regions,
             query=regions.tiles("query", dtype, (WARPGROUP_ROWS, memory.head_dim)),
@@ -63,7 +59,7 @@ class ForwardShared:
             empty=regions.barriers["ring_empty"],
             query_full=regions.barriers["query_full"],
             query_empty=regions.barriers["query_empty"],
-            taken=taken,
+            taken=TakenTile.of(regions) if memory.takes_tiles else None,
         )
 
     def initialize(self, warp_index: Int32, tma: Tma) -> None:
