@@ -84,7 +84,7 @@ class KernelSpec:
     @property
     def is_affine(self) -> bool:
         """Whether a logit is a factor times the product q . k, so that a log-sum-exp may be part of that product."""
-        return not (self.programs or self.logits_soft_cap)
+        return not (self.logits_soft_cap or any(program.changes_logits for program in self.programs))
 
     @property
     def bounds_kind(self) -> BoundsKind:

@@ -22,7 +22,8 @@ from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bounds import Visibility, hide
-from jax_fastattn.kernels.features.feature import Element, Feature, Head, LoadedTile, Logit, ScoreTile
+from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
 from jax_fastattn.kernels.features.sinks import Sinks
 from jax_fastattn.kernels.features.softcap import SoftCap
 from jax_fastattn.kernels.key import KernelSpec
@@ -77,20 +78,17 @@ class Score:
             magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
             factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
             score = cls(factor, factor, _each(spec.programs, "bind", buffers), negative)
-        if spec.sinks:
-            score = replace(score, features=(*score.features, Sinks.of(buffers, scalars)))
-        return score
+        sinks = Sinks.of(spec, buffers, scalars)
+        return score if sinks is None else replace(score, features=(*score.features, sinks))
 
     @classmethod
     def backward(cls, spec: KernelSpec, buffers: Buffers, scalars: Scalars | Sizes, scale: Float32) -> "Score":
         """Returns that of a backward launch, with a scale of any sign."""
         features = _each(spec.programs, "bind", buffers)
         factor, is_scaled = scale * LOG2_E, bool(_with(features, "logit"))
-        unit = Float32(1.0) if is_scaled else factor
-        if spec.logits_soft_cap:
-            cap = SoftCap.of(scalars.logits_soft_cap, Float32(LN_2) if is_scaled else scale, exact=spec.exact_cap)
-            features, unit = (*features, cap), cap.factor
-        return cls(factor, unit, features)
+        if cap := SoftCap.of(spec, scalars, Float32(LN_2) if is_scaled else scale):
+            return cls(factor, cap.factor, (*features, cap))
+        return cls(factor, Float32(1.0) if is_scaled else factor, features)
 
     @property
     def steps(self) -> tuple[Feature, ...]:

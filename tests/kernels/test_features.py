@@ -23,7 +23,8 @@ from jax_fastattn.kernels.arguments import Buffer
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import LOG2_E
-from jax_fastattn.kernels.features.feature import Element, Feature, Head, LoadedTile, Logit
+from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel as PortableBackwardKernel
 from jax_fastattn.kernels.sm80.forward import ForwardKernel as PortableForwardKernel
@@ -75,6 +76,25 @@ class Distance(Feature):
         """Returns logits `[T, S]` and what is visible."""
         distance = np.arange(logits.shape[1]) - np.arange(logits.shape[0])[:, None]
         return logits + arrays["slopes"][head] * distance, seen & ((distance + 10_000) % 5 != 0)
+
+
+@dataclass(frozen=True)
+class Parity(Feature):
+    """Hides the scores of which query + key is even, and changes no logit."""
+
+    def sees(self, at: Element) -> Boolean:
+        """Returns whether a score counts."""
+        return Boolean((at.query + at.key) % 2 != 0)
+
+    # What the emulators' reference asks.
+
+    def draw(self, *_: Any) -> dict[str, np.ndarray]:
+        """Returns no operand."""
+        return {}
+
+    def reference(self, logits: np.ndarray, seen: np.ndarray, *_: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Returns logits `[T, S]` and what is visible."""
+        return logits, seen & (sum(np.indices(logits.shape)) % 2 != 0)
 
 
 @dataclass(frozen=True)
@@ -153,6 +173,14 @@ CASES = {
 }
 
 
+CHECKS = {
+    ("sm80", "forward"): emulated_forward.check,
+    ("sm80", "backward"): emulated_dkdv_dq.check,
+    ("sm90", "forward"): emulated_hopper.check_forward,
+    ("sm90", "backward"): emulated_hopper.check_backward,
+}
+
+
 def key(case: str, op: str, family: str) -> tuple[KernelSpec, Sizes]:
     """Returns a compile key with the feature, and the sizes of its launch."""
     head_dim, v_head_dim, features, sizes = CASES[case]
@@ -189,6 +217,18 @@ def test_forward_loads_tiles_into_stages_of_its_own(cap: bool) -> None:
     spec = KernelSpec("forward", "sm_90a", "bfloat16", 64, 64, 2, family="sm90", window_right=True)
     spec = replace(spec, programs=(Plane(),), logits_soft_cap=cap, config=config)
     emulated_hopper.check_forward(spec, sizes)
+
+
+@pytest.mark.parametrize("scale", [0.2, -0.2])
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_a_rule_alone_leaves_logits_as_they_are(family: str, scale: float) -> None:
+    """A log-sum-exp stays part of the first product, and a negative scale stays a sign of Q."""
+    sizes = Sizes(batch=1, queries=70, keys=140, kv_heads=1, right=3, scale=scale)
+    arch = {"sm80": "sm_80", "sm90": "sm_90a"}[family]
+    for op in ("forward", "backward"):
+        spec = KernelSpec(op, arch, "bfloat16", 64, 64, family=family, window_right=True, programs=(Parity(),))
+        assert spec.is_affine
+        CHECKS[family, op](configured(spec), sizes)
 
 
 KERNELS = {

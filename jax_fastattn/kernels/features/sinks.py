@@ -15,7 +15,9 @@ from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.softmax import LOG2_E
-from jax_fastattn.kernels.features.feature import Feature, Head
+from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.places import Head
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import UNBOUNDED
 
 # The maximum of a row that has seen no key.
@@ -37,9 +39,9 @@ class Sinks(Feature):
     sink: Any = None
 
     @classmethod
-    def of(cls, buffers: ForwardBuffers, scalars: Scalars) -> "Sinks":
-        """Returns the sinks of a launch."""
-        return cls(buffers.sinks, scalars.sinks_stride)
+    def of(cls, spec: KernelSpec, buffers: ForwardBuffers, scalars: Scalars) -> "Sinks | None":
+        """Returns the sinks of a forward launch, if it has some."""
+        return None if not spec.sinks else cls(buffers.sinks, scalars.sinks_stride)
 
     def end(self, head: Head) -> "Sinks":
         """Returns the feature with the sink of a head."""

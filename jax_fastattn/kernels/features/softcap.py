@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 from cutlass import Float32
 
+from jax_fastattn.kernels.arguments import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
-from jax_fastattn.kernels.features.feature import Element, Feature, Logit
+from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.places import Element, Logit
+from jax_fastattn.kernels.key import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,12 @@ class SoftCap(Feature):
     exact: bool
 
     @classmethod
-    def of(cls, cap: Float32, scale: Float32, *, exact: bool) -> "SoftCap":
-        """Returns the cap of a launch, given the factor from what enters it to logits, of any sign."""
-        return cls(cap * LOG2_E, scale / cap * (2 * LOG2_E), exact)
+    def of(cls, spec: KernelSpec, scalars: Scalars | Sizes, scale: Float32) -> "SoftCap | None":
+        """Returns the cap of a launch, if it has one, given the factor from what enters it to logits, of any sign."""
+        if not spec.logits_soft_cap:
+            return None
+        cap = scalars.logits_soft_cap
+        return cls(cap * LOG2_E, scale / cap * (2 * LOG2_E), spec.exact_cap)
 
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the capped logit."""

@@ -29,7 +29,7 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.feature import ScoreTile
+from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.plan import Order

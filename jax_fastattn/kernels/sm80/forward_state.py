@@ -15,7 +15,7 @@ from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import mma
 from jax_fastattn.kernels.device.sequences import Sequence
-from jax_fastattn.kernels.features.feature import Head
+from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.schedule import Work

@@ -34,7 +34,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.features.feature import Head, ScoreTile
+from jax_fastattn.kernels.features.places import Head, ScoreTile
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward import gradient

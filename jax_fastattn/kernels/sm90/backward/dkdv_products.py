@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.features.feature import Element, ScoreTile
+from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score, packed_weights, weighed
 from jax_fastattn.kernels.sm90.backward.shared import ONE, STEP, BackwardShared

@@ -16,7 +16,7 @@ from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.features.bounds import Visibility
-from jax_fastattn.kernels.features.feature import ScoreTile
+from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Edge, Score

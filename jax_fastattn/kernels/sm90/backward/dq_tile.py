@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device.sequences import Span
-from jax_fastattn.kernels.features.feature import Head
+from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import DqConfig
 from jax_fastattn.kernels.sm90.work import Work

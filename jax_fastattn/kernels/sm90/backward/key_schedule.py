@@ -17,7 +17,7 @@ from jax_fastattn.kernels.device.sequences import Sequence, Span
 from jax_fastattn.kernels.device.tile_counter import take_one
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.feature import Head, LoadedTile
+from jax_fastattn.kernels.features.places import Head, LoadedTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory

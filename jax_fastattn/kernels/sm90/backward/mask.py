@@ -12,7 +12,7 @@ from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.bounds import Visibility
-from jax_fastattn.kernels.features.feature import ScoreTile
+from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig

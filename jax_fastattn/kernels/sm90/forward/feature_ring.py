@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.feature import LoadedTile
+from jax_fastattn.kernels.features.places import LoadedTile
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.softmax import ScoreRows

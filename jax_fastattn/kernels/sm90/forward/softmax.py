@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, softmax, warp_scores, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.features.feature import ScoreTile
+from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared

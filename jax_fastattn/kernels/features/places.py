@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What hooks of features are given: a query head, a tile of scores, one score and where it lies, and its logit."""
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cutlass import Float32, Int32
+
+from jax_fastattn.kernels.device import ptx
+
+
+class Head(NamedTuple):
+    """Which scores a warp works on until the next head: those of one query head.
+
+    Attributes:
+        batch: the batch entry.
+        head: the query head.
+    """
+
+    batch: Int32
+    head: Int32
+
+
+@dataclass(frozen=True)
+class ScoreTile:
+    """A lane's part of a tile of scores, in the accumulator layout of `device/mma.py`.
+
+    Rows are queries and columns keys, or the other way around where `transposed`. All are counted from the first one of
+    the sequence. Nothing is computed before it is asked for.
+
+    Attributes:
+        row: the lane's first accumulator row; the others follow 8 apart.
+        index: of the tile, along the columns.
+        columns: from one index to the next.
+        lane_column: the lane's first column, from that of the tile on.
+        n_blocks: blocks of 8 columns.
+        transposed: whether rows are keys.
+    """
+
+    row: Int32
+    index: Int32
+    columns: int
+    lane_column: Int32
+    n_blocks: int
+    transposed: bool = False
+
+    @property
+    def column(self) -> Int32:
+        """The lane's first column."""
+        return self.index * self.columns + self.lane_column
+
+    def at(self, index: int) -> "Element":
+        """Returns where an element of the accumulator lies."""
+        block, element = divmod(index, 4)
+        return Element(self, block // self.n_blocks * 2 + element // 2, block % self.n_blocks * 8 + element % 2)
+
+
+class Element(NamedTuple):
+    """Where one score lies.
+
+    Attributes:
+        tile: the tile.
+        i: which of the lane's accumulator rows.
+        column: counted from the lane's first one.
+    """
+
+    tile: ScoreTile
+    i: int
+    column: int
+
+    @property
+    def query(self) -> Int32:
+        """Its query, counted from the first one of the sequence."""
+        return self._column if self.tile.transposed else self._row
+
+    @property
+    def key(self) -> Int32:
+        """Its key, counted from the first one of the sequence."""
+        return self._row if self.tile.transposed else self._column
+
+    @property
+    def _row(self) -> Int32:
+        return self.tile.row + 8 * self.i
+
+    @property
+    def _column(self) -> Int32:
+        return self.tile.column + self.column
+
+
+class LoadedTile(NamedTuple):
+    """A tile of scores for which features load.
+
+    Attributes:
+        head: its query head.
+        query: its first query, counted from the first one of the sequence.
+        key: its first key, counted from the first one of the sequence.
+        queries: number of its queries; those past the end of the sequence are part of it.
+        keys: number of its keys, likewise.
+    """
+
+    head: Head
+    query: Int32
+    key: Int32
+    queries: int
+    keys: int
+
+
+class Logit(NamedTuple):
+    """A score on its way to the exponential.
+
+    Attributes:
+        value: `factor * value` is the logit times log2(e).
+        factor: it is folded into what comes next; None for 1.
+        slopes: of the steps so far, whose product is the derivative of the logit with respect to the scaled product
+            q . k. They are computed where they are used.
+    """
+
+    value: Float32
+    factor: Float32 | None
+    slopes: tuple[Callable[[], Float32], ...] = ()
+
+    def then(self, value: Float32, factor: Float32 | None, slope: Callable[[], Float32]) -> "Logit":
+        """Returns what a feature makes of it, given the derivative of its own step."""
+        return Logit(value, factor, (*self.slopes, slope))
+
+    def slope(self) -> Float32:
+        """Returns the derivative, which is not 1."""
+        return functools.reduce(operator.mul, [slope() for slope in self.slopes])
+
+    def plus(self, term: Float32) -> "Logit":
+        """Returns the logit plus a term in base 2."""
+        value = self.value + term if self.factor is None else ptx.fma(self.value, self.factor, term)
+        return Logit(value, None, self.slopes)
