@@ -4,10 +4,9 @@
 
     python benchmarks/large_logits.py --output benchmarks/results/large-logits.json
 
-Each query gives one key the weight 1: queries are multiples of one key, and keys have entries of -1 and 1. So dv is a
-sum of cotangents, without any error, and what is measured is how far weights are from 1. Values and cotangents are
-small integers. The output is one record with an error for each implementation and magnitude; docs/semantics.md has the
-table.
+Queries and keys are normal numbers times a factor, so that each query gives one key a weight of exactly 1. dv is then a
+sum of cotangents, without any error, and what is measured is how far weights are from 1. Cotangents are small integers.
+The output is one record with an error for each implementation and magnitude; docs/semantics.md has the table.
 """
 
 from __future__ import annotations
@@ -29,18 +28,22 @@ CASE = Case(batch=2, query_length=1024, key_length=1024, num_kv_heads=4, head_di
 
 
 def draw(magnitude: float, seed: int) -> tuple[dict[str, jax.Array], np.ndarray]:
-    """Returns query, key, value and the cotangent `[B, T, N, H]`, and dv."""
+    """Returns query, key, value and the cotangent `[B, T, N, H]`, and dv. The largest logits are about `magnitude`."""
     rng = np.random.default_rng(seed)
     shape = (CASE.batch, CASE.query_length, CASE.num_kv_heads, CASE.head_dim)
-    key = rng.choice([-1.0, 1.0], size=shape)
-    winner = rng.integers(CASE.key_length, size=(shape[0], shape[1], shape[2]))
-    batch, _, head = np.indices(winner.shape)
-    factor = magnitude / CASE.head_dim**0.5 * rng.uniform(0.5, 1.0, size=(*winner.shape, 1))
+    factor = (magnitude / 5) ** 0.5
+    drawn = {name: jnp.asarray(factor * rng.standard_normal(shape), CASE.dtype) for name in ("query", "key")}
+    query, key = (np.asarray(x, np.float64) for x in drawn.values())
+    logits = np.einsum("btnh,bsnh->bnts", query, key) / CASE.head_dim**0.5
+    winner, best = logits.argmax(3), np.sort(logits, axis=3)[..., -2:]
     value, dout = (rng.integers(-2, 3, size=shape).astype(np.float64) for _ in range(2))
+    # Rows in which another weight than 1 is not 0 have no cotangents; they are few.
+    dout[(best[..., 1] - best[..., 0] < 30).swapaxes(1, 2)] = 0.0
+    drawn |= {"value": jnp.asarray(value, CASE.dtype), "dout": jnp.asarray(dout, CASE.dtype)}
     dvalue = np.zeros(shape)
-    np.add.at(dvalue, (batch, winner, head), dout)
-    arrays = {"query": factor * key[batch, winner, head], "key": key, "value": value, "dout": dout}
-    return {name: jnp.asarray(x, CASE.dtype) for name, x in arrays.items()}, dvalue
+    batch, head, row = np.indices(winner.shape)
+    np.add.at(dvalue, (batch, winner, head), dout[batch, row, head])
+    return drawn, dvalue
 
 
 def errors(name: str) -> dict[str, float | str]:
