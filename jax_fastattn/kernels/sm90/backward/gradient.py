@@ -26,12 +26,27 @@ import cutlass
 from cutlass import Float32, Int32
 
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 
 
 def nonzero(scale: Float32) -> Float32:
     """The scale, or one as good as 0 that a log-sum-exp can be divided by."""
     tiny = Float32(1e-30)
     return ptx.where(cutlass.max(scale, -scale) < tiny, tiny, scale)
+
+
+def in_products(lse: Float32, scale: Float32) -> Float32:
+    """Returns the product q . k of which a finite log-sum-exp is the logit, rounded once.
+
+    The forward pass multiplied a product by log2(e) scale, and then by log(2). What undoes both is a reciprocal in two
+    parts: the rounding of one part alone would shift all logits alike, by 0.01 at logits of 1e5.
+    """
+    factor = nonzero(scale) * LOG2_E
+    high = factor * LN_2
+    low = ptx.fma(factor, Float32(LN_2), -high)
+    reciprocal = Float32(1.0) / high
+    rest = ptx.fma(-reciprocal, low, ptx.fma(-reciprocal, high, Float32(1.0))) * reciprocal
+    return ptx.fma(lse, reciprocal, lse * rest)
 
 
 def thirds(x: Float32) -> list[Int32]:

@@ -268,19 +268,17 @@ class StatisticsKernel:
         live = row < rows.end
         return Boolean(live & (row >= rows.begin)) if rows.hides_first else Boolean(live)
 
-    def _factor(self, scale: Float32) -> Float32:
-        """On log-sum-exps, see `gradient.py`."""
-        return (
-            Float32(1.0) / gradient.nonzero(scale) if self.spec.is_affine and self.config.adds_dq else Float32(LOG2_E)
-        )
-
     def _statistics(self, own: _Row, scale: Float32) -> tuple[Float32, Float32]:
         """Returns (lse times a factor, rowsum(out * dout) - dlse)."""
         live = Boolean(own.live & (own.lse != Float32(float("-inf"))))
         delta = own.product if own.dlse is None else own.product - own.dlse
         # Rows without keys: +inf, or where that has the sign of the scale, an infinity of this sign.
-        row_lse = ptx.where(live, own.lse, Float32(float("inf"))) * self._factor(scale)
-        return row_lse, ptx.where(live, delta, Float32(0.0))
+        lse = ptx.where(live, own.lse, Float32(float("inf")))
+        if self.spec.is_affine and self.config.adds_dq:
+            lse = ptx.where(live, gradient.in_products(own.lse, scale), lse * gradient.nonzero(scale))
+        else:
+            lse = lse * LOG2_E
+        return lse, ptx.where(live, delta, Float32(0.0))
 
     def _row_product(self, buffers: BackwardBuffers, rows: _Rows, lane: Int32) -> Float32:
         """Returns rowsum(out * dout) of the lane's own row."""
