@@ -53,7 +53,8 @@ class LogSumExps:
             total = softmax.quad_sum(total)
             live = Boolean((total != Float32(0.0)) & (row < self.query_end))
             log_max, total, weight = self.score.finish_row(maximum * self.score.unit, total)
-            value = (log_max + ptx.log2(total)) * softmax.LN_2
+            # Rounded once: where one weight is 1, the logarithm is what the rounding of the maximum left of its logit.
+            value = ptx.fma(log_max, Float32(softmax.LN_2), ptx.log2(total) * softmax.LN_2)
             value = ptx.where(row < self.query_end, value, Float32(softmax.NEVER))
             address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + self.head) * 4
             stores = Boolean((row < self.queries.length) & (self.column == 0))
