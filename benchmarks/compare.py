@@ -34,6 +34,8 @@ from peers import IMPLEMENTATIONS
 from run import MODES, compiled, describe_run, timing
 
 from jax_fastattn import ffi
+from jax_fastattn.kernels.architectures import BORROWED
+from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases import Case, kernel_specs
 
 SIDES = ("before", "after")
@@ -42,10 +44,12 @@ SIDES = ("before", "after")
 def main() -> None:
     options = parse_arguments()
     if options.one_side:
+        if options.arch:
+            borrow(options.arch)
         print(json.dumps({"prepare": prepare, "measure": measure}[options.one_side[1]](options)))
         return
     record: dict[str, Any] = {"commits": {side: getattr(options, f"{side}_commit") for side in SIDES}}
-    record |= {"deterministic": options.deterministic}
+    record |= {"deterministic": options.deterministic, "arch": options.arch}
     with tempfile.TemporaryDirectory() as cache:
         for side in SIDES:
             record |= run_side(side, options, cache, "prepare")
@@ -72,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each time (default: 5)")
     parser.add_argument("--measurement-ms", type=float, default=20.0, help="the least length of one (default: 20)")
     parser.add_argument("--warm-up-seconds", type=float, default=0.2, help="of calls before (default: 0.2)")
+    parser.add_argument("--arch", choices=BORROWED, help="the portable kernels, with tiles of which card")
     parser.add_argument("--deterministic", nargs="*", choices=SIDES, default=[], help="who asks for such gradients")
     parser.add_argument("--one-side", nargs=2, metavar=("SIDE", "STEP"), help=argparse.SUPPRESS)
     return parser.parse_args()
