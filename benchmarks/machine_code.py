@@ -48,7 +48,12 @@ CACHE = ROOT / "build" / "machine_code"
 _WAIT = 6
 # Classes and methods of kernels that have other names today: kernels of two commits pair by class and method, wherever
 # their module lies.
-RENAMED: dict[str, str] = {"FusedKernel.kernel": "DkdvDqKernel.kernel", "WideKernel.kernel": "DkdvKernel.kernel"}
+RENAMED: dict[str, str] = {
+    "FusedKernel.kernel": "DkdvDqKernel.kernel",
+    "WideKernel.kernel": "DkdvKernel.kernel",
+    "StatisticsKernel.kernel": "PreprocessKernel.prologue",
+    "StatisticsKernel.later": "PreprocessKernel.background",
+}
 # By how many instructions a kernel may grow, and a loop, where the larger one of a number and of a share of it counts.
 MORE_INSTRUCTIONS, MORE_IN_LOOP, MORE_OF_LOOP = 10, 2, 0.01
 

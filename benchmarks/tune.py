@@ -3,7 +3,7 @@
 """Times variants of a kernel beside each other and beside peers: what the tables in kernels/sm90 and sm80 rest on.
 
     python benchmarks/tune.py --cases d64-causal-4k d64-full-16k --peers dew-flash-attn \\
-        --configs "3, 128, 10, ping_pong=True" "3, 112, 10, ping_pong=True, walks=True"
+        --configs "3, 128, 10, ping_pong=True" "3, 112, 10, ping_pong=True, persistent=True"
     python benchmarks/tune.py --mode backward --cases d64-full-4k --configs table "128, 2, dq_registers=72"
     python benchmarks/tune.py --arch sm_90-rtx --mode backward --cases d256-full-4k \\
         --configs table "3, 1, 16, keys_per_warp=16, dq_row_warps=1"

@@ -56,8 +56,8 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     packed = launch_buffers(dataclasses.replace(plain, packed=True, query_offset=True))
     assert packed["query_tiles"] == packed["key_tiles"] == "int32" and packed["query_offset"] is None
     assert launch_buffers(full)["dq"] == "float16" and launch_buffers(full)["arrivals"] == "int32"
-    wide = launch_buffers(configured(dataclasses.replace(full, head_dim=192)))
-    assert wide["dq_sum"] is wide["arrivals"] is None
+    dkdv = launch_buffers(configured(dataclasses.replace(full, head_dim=192)))
+    assert dkdv["dq_accum"] is dkdv["arrivals"] is None
 
 
 def test_integers_come_before_floats() -> None:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import machine_code
 from machine_code import Kernel, compare, loop_sizes, read_listing
 
-SYMBOL = "kernel_cutlass_later_jax_fastattnkernelssm90statisticsStatisticsKernel_object_at__ptrf32gmem_0"
+SYMBOL = "kernel_cutlass_background_jax_fastattnkernelssm90preprocessPreprocessKernel_object_at__ptrf32gmem_0"
 # As nvdisasm prints it: a loop in a loop, of which a wait and a rare case are out of line; a branch to itself.
 LISTING = f"""
 	.target	sm_90a
@@ -67,7 +67,7 @@ def test_listings_are_read_by_kernel() -> None:
     assert read_listing(LISTING)["other"] == ["EXIT"]
     assert len(INSTRUCTIONS) == 18
     assert INSTRUCTIONS[5] == "@!P1 BRA `(@12)"
-    assert machine_code.kernel_name(SYMBOL) == "StatisticsKernel.later"
+    assert machine_code.kernel_name(SYMBOL) == "PreprocessKernel.background"
 
 
 def test_loops_hold_their_code_that_is_out_of_line() -> None:
@@ -135,7 +135,7 @@ def test_report_fails_beyond_the_limits(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_kernels_pair_wherever_their_module_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that moved to another folder, and one that was renamed too, are neither gone nor new."""
-    moved = SYMBOL.replace("sm90statistics", "sm90backwardpreprocess")
+    moved = SYMBOL.replace("sm90preprocess", "sm90backwardpreprocess")
     assert machine_code.kernel_name(moved) == machine_code.kernel_name(SYMBOL)
     listing = {"StatisticsKernel.later": dataclasses.asdict(KERNEL)}
     path = tmp_path / "row.json.gz"

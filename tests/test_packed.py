@@ -164,11 +164,13 @@ def test_loops_search_nothing() -> None:
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_hopper_forward_takes_tiles_where_its_ctas_walk(short: bool) -> None:
+def test_hopper_forward_counts_tiles_where_its_ctas_are_persistent(short: bool) -> None:
     """CTAs for head dims up to 64 take one tile each; those of the portable kernel do for every head dim."""
     for head_dim in range(8, 257, 8):
         hopper = KernelSpec("forward", "sm_90a", "bfloat16", head_dim, 8, packed=True, family="sm90")
         hopper = configured(hopper, short=short)
-        assert hopper.takes_tiles == SharedMemory.of(hopper, hopper.config).takes_tiles == (head_dim > 64), hopper
-        assert not dataclasses.replace(hopper, packed=False).takes_tiles
-        assert not configured(dataclasses.replace(hopper, family="sm80", arch="sm_80")).takes_tiles
+        assert hopper.has_tile_counter == SharedMemory.of(hopper, hopper.config).has_tile_counter == (head_dim > 64), (
+            hopper
+        )
+        assert not dataclasses.replace(hopper, packed=False).has_tile_counter
+        assert not configured(dataclasses.replace(hopper, family="sm80", arch="sm_80")).has_tile_counter

@@ -15,7 +15,7 @@ from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_m
 from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import (
-    FUSED_HEAD_DIM,
+    DKDV_DQ_HEAD_DIM,
     BackwardConfig,
     BackwardConfigs,
     BackwardMemory,
@@ -138,8 +138,8 @@ def test_tiles_are_described(arch: str, deterministic: bool, head_dims: tuple[in
     family = "sm90" if arch == "sm_90a" else "sm80"
     assert families == f"{family} forward, {family} backward"
     words = tiles.replace(",", "").split()
-    fused = family == "sm80" or max(head_dims) <= FUSED_HEAD_DIM
-    assert words[::2] == (["forward", "backward"] if fused else ["forward", "dq", "dkdv"])
+    one_kernel = family == "sm80" or max(head_dims) <= DKDV_DQ_HEAD_DIM
+    assert words[::2] == (["forward", "backward"] if one_kernel else ["forward", "dq", "dkdv"])
     assert all(int(rows) > 0 and int(keys) > 0 for rows, keys in (tile.split("x") for tile in words[1::2]))
 
 
@@ -149,17 +149,15 @@ def test_hopper_backward_fits_for_every_head_dim(cap: bool) -> None:
         spec = KernelSpec("backward", "sm_90a", "bfloat16", *head_dims, family="sm90", logits_soft_cap=cap)
         config = configured(spec).config
         assert BackwardMemory.of(spec, config.main).fits
-        assert config.adds_dq == (max(head_dims) <= FUSED_HEAD_DIM)
+        assert config.adds_dq == (max(head_dims) <= DKDV_DQ_HEAD_DIM)
         dq = config.dq or dq_config(spec)
         assert DqMemory.of(spec, dq).fits
         # V and K of a tile and the next V; with overlap the last K, both tiles of this step and of the next one.
-        assert dq.slots >= (5 if dq.overlap else 3)
+        assert dq.stages >= (5 if dq.overlap else 3)
 
 
-def test_wide_kernels_compute_no_dq() -> None:
-    with pytest.raises(ValueError, match="a kernel of its own"):
-        BackwardConfig(64, 2, dq_registers=72, wide=True)
-    for main, dq in ((BackwardConfig(64, 2, wide=True), None), (BackwardConfig(64, 3, 72), DqConfig(64, 5, True))):
+def test_one_kernel_computes_dq() -> None:
+    for main, dq in ((BackwardConfig(64, 2), None), (BackwardConfig(64, 3, 72), DqConfig(64, 5, True))):
         with pytest.raises(ValueError, match="exactly one kernel has to compute dq"):
             BackwardConfigs(main, dq)
 

@@ -30,14 +30,14 @@ CASE = Case(dtype="bfloat16", query_length=129, key_length=193, num_kv_heads=3, 
 WIDE = dataclasses.replace(CASE, head_dim=192, v_head_dim=128)
 # Pass, architecture, case, text, config. The kernel for dq keeps its config.
 ROWS = {
-    "sm90-forward": ("forward", "sm_90a", CASE, "2, 64, 5, walks=True", ForwardConfig(2, 64, 5, walks=True)),
+    "sm90-forward": ("forward", "sm_90a", CASE, "2, 64, 5, persistent=True", ForwardConfig(2, 64, 5, persistent=True)),
     "sm90-backward": ("backward", "sm_90a", CASE, "64, 2, 72", BackwardConfigs(BackwardConfig(64, 2, dq_registers=72))),
     "sm90-dkdv": (
         "backward",
         "sm_90a",
         WIDE,
-        "64, 2, wide=True",
-        BackwardConfigs(BackwardConfig(64, 2, wide=True), DqConfig(64, 6, overlap=True)),
+        "64, 2",
+        BackwardConfigs(BackwardConfig(64, 2), DqConfig(64, 6, overlap=True)),
     ),
     "sm80-forward": ("forward", "sm_80", CASE, "16, warps=8, keys=48", PortableForwardConfig(16, 8, 48)),
     "sm80-backward": ("backward", "sm_80", CASE, "4, 1, 32, stages=1", DkdvDqConfig(4, 1, 32, stages=1)),
@@ -71,7 +71,7 @@ def test_the_table_is_a_variant() -> None:
 
 def test_dq_is_not_added_in_order_if_it_has_a_kernel_of_its_own() -> None:
     key = kernel_spec(dataclasses.replace(CASE, deterministic=True).problem(), "backward", "sm_90a")
-    variant = tune.variant(key, "64, 2, wide=True")
+    variant = tune.variant(key, "64, 2")
     assert key.ordered and not variant.ordered and variant.config.dq is not None
 
 

@@ -50,7 +50,7 @@ class ForwardBuffers(NamedTuple):
         added: a named tuple with the operands that programs add; None if there are none.
         out: `[B, T, N, D]`.
         lse: `[B, T, N]`.
-        taken: `[1]`, how many tiles have been taken.
+        tile_counter: `[1]`, how many tiles CTAs have fetched.
     """
 
     query: Annotated[Any, Buffer("operand")]
@@ -64,7 +64,7 @@ class ForwardBuffers(NamedTuple):
     added: Any
     out: Annotated[Any, Buffer("result")]
     lse: Annotated[Any, Buffer("result", "float32")]
-    taken: Annotated[Any, Buffer("scratch", "int32", needs="takes_tiles")]
+    tile_counter: Annotated[Any, Buffer("scratch", "int32", needs="has_tile_counter")]
 
 
 class BackwardBuffers(NamedTuple):
@@ -90,7 +90,7 @@ class BackwardBuffers(NamedTuple):
         dv: `[B, S, K, D]`.
         dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
-        dq_sum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
+        dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
         arrivals: `[B, N, 1 + padded_rows(T) / queries of a tile]`: counters of a query head. The first one is that of
             the zeros and statistics of the head, or in the first head that of tiles taken. The others are how many key
             tiles have still to add to each query tile, or with `spec.ordered` how many have added. Of packed sequences
@@ -116,7 +116,7 @@ class BackwardBuffers(NamedTuple):
     dv: Annotated[Any, Buffer("result")]
     dsinks_terms: Annotated[Any, Buffer("result", "float32", needs="dsinks")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
-    dq_sum: Annotated[Any, Buffer("scratch", "float32", needs="config.adds_dq")]
+    dq_accum: Annotated[Any, Buffer("scratch", "float32", needs="config.adds_dq")]
     arrivals: Annotated[Any, Buffer("scratch", "int32", needs="config.adds_dq")]
 
 

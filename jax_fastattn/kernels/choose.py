@@ -22,7 +22,7 @@ SHORT_LENGTH = 2048
 _ORDERED_MEAN_LENGTH = 1536
 
 
-def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
+def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
     """Whether CTAs add to sums of dq in one order: if gradients are to have the same bits, or if that is faster.
 
     It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
@@ -32,14 +32,14 @@ def adds_in_order(problem: Problem, *, uneven: bool) -> bool:
 
     Args:
         problem: what is computed.
-        uneven: see `BoundsKind.uneven`.
+        one_sided_window: see `BoundsKind.one_sided_window`.
     """
     if problem.spec.deterministic:
         return True
     if problem.num_sequences:
         return max(problem.query_length, problem.key_length) <= _ORDERED_MEAN_LENGTH * problem.num_sequences
     longest = max(problem.query_length, problem.key_length)
-    if uneven:
+    if one_sided_window:
         return longest <= 1024
     key_tiles = problem.batch * problem.num_kv_heads * -(-problem.key_length // 128)
     return longest <= 512 and key_tiles >= 2 * H100_MULTIPROCESSORS
@@ -96,6 +96,6 @@ def kernel_spec(
     if op == "forward" or not key.config.adds_dq:
         return key
     # Of the portable kernel it is not known where one order is faster.
-    uneven = key.bounds_kind.uneven
-    ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, uneven=uneven)
+    one_sided_window = key.bounds_kind.one_sided_window
+    ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, one_sided_window=one_sided_window)
     return replace(key, ordered=ordered)

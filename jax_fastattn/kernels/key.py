@@ -77,9 +77,9 @@ class KernelSpec:
         return self.query_offset and not self.packed
 
     @property
-    def takes_tiles(self) -> bool:
-        """Whether CTAs of the forward kernel take tiles by a counter: if they walk, and tiles differ in length."""
-        return self.op == "forward" and self.packed and self.config.walks
+    def has_tile_counter(self) -> bool:
+        """Whether CTAs of the forward kernel get tiles by a counter: persistent ones, if tiles differ in length."""
+        return self.op == "forward" and self.packed and self.config.persistent
 
     @property
     def is_affine(self) -> bool:

@@ -133,7 +133,7 @@ class BoundsKind:
         return self.hides_first_queries or self.hides_last_queries
 
     @property
-    def uneven(self) -> bool:
+    def one_sided_window(self) -> bool:
         """Whether some tiles see much more than others: the window has one bound."""
         return self.left != self.right
 
@@ -216,26 +216,27 @@ class Bounds:
         return tiles._replace(full_begin=tiles.begin, full_end=tiles.begin) if self.kind.rules else tiles
 
 
-def section(multiprocessors: Int, count: Int, heads: Int, uneven: int) -> Int:
+def section(multiprocessors: Int, count: Int, heads: Int, one_sided_window: int) -> Int:
     """Heads of which the first tile runs first, then the second of all, and so on; then come as many other heads.
 
-    Tiles of equal length run head by head. Of uneven ones (a causal mask) the longest should start first: of two heads
-    or more, as many as fill the GPU. Of a smaller section that is left over the longest tiles would begin when nothing
-    is left to run beside them, and of the last of few sections too; then sections fill the GPU twice, and are alike.
+    Tiles of equal length run head by head. Under a one-sided window (a causal mask) the longest should start first: of
+    two heads or more, as many as fill the GPU. Of a smaller section that is left over the longest tiles would begin
+    when nothing is left to run concurrently, and of the last of few sections too; then sections fill the GPU twice, and
+    are alike.
 
     Args:
         multiprocessors: of the GPU: CTAs that run at a time.
         count: tiles of a head.
         heads: all heads of all batch entries.
-        uneven: 1 if the tiles of a head differ in length, else 0.
+        one_sided_window: 1 if the window has one bound, so that the tiles of a head differ in length, else 0.
     """
     count, heads = max(count, 1), max(heads, 1)
-    filling = min(max(multiprocessors // count, 2), heads)
-    differs = min(heads - heads // filling * filling + max(16 - heads // filling, 0), 1)
+    wave = min(max(multiprocessors // count, 2), heads)
+    differs = min(heads - heads // wave * wave + max(16 - heads // wave, 0), 1)
     most = max(min(2 * multiprocessors // count, heads), 1)
     sections = max(heads // most, 1)
     alike = (heads + sections - 1) // sections
-    return 1 + uneven * (filling + differs * (alike - filling) - 1)
+    return 1 + one_sided_window * (wave + differs * (alike - wave) - 1)
 
 
 def alike_section(most_rows: Int, rows: Int, heads: Int) -> Int:

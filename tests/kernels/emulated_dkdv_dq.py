@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the three kernels of the fused portable backward in `warp_emulator` and compares with a float64 reference."""
+"""Runs the three kernels of the portable backward in `warp_emulator` and compares with a float64 reference."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def few_heads(kernel: BackwardKernel, scalars: Scalars) -> HeadOrders:
 
     keys, queries = kernel.orders(scalars)
     together = few(keys, -(-scalars.key_length // kernel.main.config.keys))
-    prepared = together if kernel.statistics.leaves else keys.heads
-    keys = keys._replace(section=together, ahead=together, prepared=prepared)
+    prologue = together if kernel.preprocess.has_background else keys.heads
+    keys = keys._replace(section=together, prefetch_distance=together, prologue=prologue)
     if queries is not None:
         queries = queries._replace(section=few(queries, -(-scalars.query_length // kernel.dq.config.rows)))
     return HeadOrders(keys, queries)

@@ -19,7 +19,7 @@ from jax_fastattn.kernels.arguments import Scalars, launch_buffers, named_buffer
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec
 
-# So many that every CTA walks through several tiles.
+# So many that every CTA works on several tiles.
 MULTIPROCESSORS = 3
 
 

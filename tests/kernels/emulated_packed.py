@@ -209,11 +209,11 @@ def run_backward(spec: KernelSpec, pack: Pack, arrays: dict[str, np.ndarray]) ->
 
 
 def few_slots(kernel: HopperBackwardKernel, scalars: Scalars) -> HeadOrders:
-    """Returns the orders of a launch, in which all slots except the first one are left to `StatisticsKernel.later`.
+    """Returns the orders of a launch, in which `PreprocessKernel.background` prepares all slots except the first one.
 
     Kernels that add to dq in any order leave none.
     """
     orders = kernel.orders(scalars)
     if not kernel.spec.ordered:
         return orders
-    return orders._replace(keys=orders.keys._replace(prepared=1))
+    return orders._replace(keys=orders.keys._replace(prologue=1))

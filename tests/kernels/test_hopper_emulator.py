@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `hopper_emulator` makes of rings of one slot, and of a count: PTX written by hand, and its mutations.
+"""What `hopper_emulator` makes of rings of one stage, and of a count: PTX written by hand, and its mutations.
 
 A mutation drops the lines with one remark. Each breaks the kernel on a GPU, most of them only now and then.
 """
@@ -136,8 +136,8 @@ def test_accesses_past_the_end() -> None:
         _sum(_SUM.replace("ld.shared.b32 %r14, [%r13]", "ld.shared.b32 %r14, [%r13+512]"))
 
 
-# A warpgroup multiplies ones, then twos, that one thread of another loads into a single slot. The slot is given back by
-# an mbarrier of its own, 2312, and the loader waits for another one, 2320, before that. "Full" is 2304.
+# A warpgroup multiplies ones, then twos, that one thread of another loads into a single stage. The stage is given back
+# by an mbarrier of its own, 2312, and the loader waits for another one, 2320, before that. "Full" is 2304.
 _MULTIPLY = f"""
 .version 8.4
 .target sm_90a
@@ -217,7 +217,7 @@ def test_product() -> None:
     _multiply(_MULTIPLY)
 
 
-def test_a_slot_is_given_back_before_the_product_has_read_it() -> None:
+def test_a_stage_is_given_back_before_the_product_has_read_it() -> None:
     """The product ends before the arrival at the other mbarrier, which orders it and the copy by luck."""
     early = _without(_MULTIPLY, "give back").replace(
         "wgmma.wait_group",

@@ -100,7 +100,7 @@ def test_portable_kernels(name: str, op: str) -> None:
         emulated_packed.check_backward(configured(spec), pack)
 
 
-# Forward tiles of 192, 128, 64 and 128 query rows; a CTA for each, or CTAs that walk.
+# Forward tiles of 192, 128, 64 and 128 query rows; a CTA for each, or persistent CTAs.
 HOPPER_CASES = {
     "causal-d64": ((64, 64), {"window_right": True}, CAUSAL),
     "causal-d64-short": ((64, 64), {"window_right": True, "group": 2}, CAUSAL),
@@ -208,7 +208,7 @@ def test_hopper_backward_over_head_dim_128(name: str) -> None:
 @pytest.mark.parametrize("name", HOPPER_BACKWARD)
 @pytest.mark.parametrize("ordered", [False, True], ids=["atomic", "ordered"])
 def test_hopper_backward(name: str, ordered: bool) -> None:
-    """As `test_portable_kernels`; in semaphore order statistics of most slots are left to `StatisticsKernel.later`."""
+    """As `test_portable_kernels`; in semaphore order `PreprocessKernel.background` prepares most slots."""
     dims, features, pack = HOPPER_BACKWARD[name]
     dtype = "float16" if name.startswith("all") else "bfloat16"
     spec = KernelSpec("backward", "sm_90a", dtype, *dims, family="sm90", packed=True, ordered=ordered, **features)

@@ -18,7 +18,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as portable
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier, dkdv_dq_config
 from jax_fastattn.kernels.sm90.backward.config import (
-    FUSED_HEAD_DIM,
+    DKDV_DQ_HEAD_DIM,
     BackwardMemory,
     DkdvBarrier,
     DkdvDqBarrier,
@@ -164,8 +164,8 @@ def test_there_are_enough_named_barriers() -> None:
         backward = KernelSpec("backward", "sm_90a", "bfloat16", *dims, family="sm90")
         for short in (False, True):
             warpgroups = forward_config(replace(backward, op="forward"), short=short).warpgroups
-            assert warpgroups <= min(ForwardBarrier.WARPGROUP.count, ForwardBarrier.TURN.count)
-        if max(dims) > FUSED_HEAD_DIM:
+            assert warpgroups <= min(ForwardBarrier.WARPGROUP.count, ForwardBarrier.PING_PONG.count)
+        if max(dims) > DKDV_DQ_HEAD_DIM:
             assert backward_config(backward).stages <= DkdvBarrier.WEIGHTS.count
         for arch in ARCHITECTURES:
             config = dkdv_dq_config(replace(backward, family="sm80", arch=arch))

@@ -92,8 +92,8 @@ def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict
 
 
 def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_bytes: int) -> None:
-    # Where CTAs take tiles by a counter, a kernel resets it.
-    forward, backward = 1 + int(spec.takes_tiles), 3
+    # Where CTAs get tiles by a counter, a kernel resets it.
+    forward, backward = 1 + int(spec.has_tile_counter), 3
     assert len(kernels) == (forward if spec.op == "forward" else backward), spec
     for kernel in kernels:
         assert kernel.registers <= 255, (spec, kernel)
@@ -223,7 +223,7 @@ HOPPER_ROWS = [
     *((dims, short) for dims in ((64, 64), (32, 16)) for short in (True, False)),
     *((dims, False) for dims in ((96, 96), (128, 128), (72, 128), (160, 160), (192, 128), (256, 256))),
 ]
-# Those of packed sequences: forward a CTA for each tile, and CTAs that walk; backward one kernel, and two.
+# Those of packed sequences: forward a CTA for each tile, and persistent CTAs; backward one kernel, and two.
 PACKED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Features of those rows, all of which have to do without local memory.
 HOPPER = ("full", "causal", "soft-cap")

@@ -117,7 +117,8 @@ def test_forward(name: str) -> None:
 
 @pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("config", [
-    ForwardConfig(2, 64, 6, ping_pong=True), ForwardConfig(2, 64, 5, overlap=False, walks=True), ForwardConfig(1, 48, 3)
+    ForwardConfig(2, 64, 6, ping_pong=True), ForwardConfig(2, 64, 5, overlap_qk_pv=False, persistent=True),
+    ForwardConfig(1, 48, 3),
 ], ids=str)  # fmt: skip
 def test_values_that_no_query_sees(name: str, config: ForwardConfig) -> None:
     """NaN and Inf there came out of the products."""
@@ -135,7 +136,7 @@ def test_values_that_no_query_sees(name: str, config: ForwardConfig) -> None:
     ],
 )
 def test_rows_that_see_nothing_or_that_nothing_sees(name: str, head_dims: tuple[int, int], ordered: bool) -> None:
-    """NaN and Inf there came out of the products of the fused, the wide and the dq kernel."""
+    """NaN and Inf there came out of the products of `dkdv_dq.py`, `dkdv.py` and `dq.py`."""
     features, sizes = HIDDEN[name]
     emulated_hopper.check_backward(_spec("backward", *head_dims, "bfloat16", {**features, "ordered": ordered}), sizes)
 
@@ -197,8 +198,8 @@ def test_a_count_releases_what_it_counts(ordered: bool) -> None:
     """A relaxed count includes sums that the last CTA may not see yet. Emulated CTAs, which run in turn, see them."""
     texts = emulated_hopper.backward_texts(_fused(ordered))
     assert {name: _orders(ptx) for name, ptx in texts.items()} == {
-        "StatisticsKernel.kernel": [],
-        "StatisticsKernel.later": [("bar.sync", "atom.release")],
+        "PreprocessKernel.prologue": [],
+        "PreprocessKernel.background": [("bar.sync", "atom.release")],
         "DkdvDqKernel.kernel": COUNTS[ordered],
     }
 

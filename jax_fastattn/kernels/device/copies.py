@@ -65,7 +65,7 @@ def key_section(spec: KernelSpec, scalars: Scalars, key_tiles: Int32, running: I
     heads = scalars.batch * (scalars.num_heads // spec.group)
     if spec.ordered:
         return Int32(alike_section(most_rows // spec.group, scalars.query_length, heads))
-    return Int32(section(running, key_tiles, heads, int(spec.bounds_kind.uneven)))
+    return Int32(section(running, key_tiles, heads, int(spec.bounds_kind.one_sided_window)))
 
 
 def clamp(x: Int32, low: Any, high: Any) -> Int32:

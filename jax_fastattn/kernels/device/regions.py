@@ -174,12 +174,12 @@ _Named = TypeVar("_Named", bound=type[NamedBarrier])
 
 def disjoint(barriers: _Named) -> _Named:
     """Returns the named barriers of a kernel, or raises if a number is used twice or does not exist."""
-    taken: dict[int, str] = {}
+    used: dict[int, str] = {}
     for name, barrier in barriers.__members__.items():  # has members of equal value, which iteration leaves out
         for number in barrier.numbers:
             if not 0 < number < _NAMED_BARRIERS:
                 raise ValueError(f"{barriers.__name__}.{name} uses named barrier {number}; 1 to 15 are free")
-            if number in taken:
-                raise ValueError(f"{barriers.__name__}.{name} and .{taken[number]} both use named barrier {number}")
-            taken[number] = name
+            if number in used:
+                raise ValueError(f"{barriers.__name__}.{name} and .{used[number]} both use named barrier {number}")
+            used[number] = name
     return barriers

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""CTAs that walk take tiles by a counter in global memory, so that one with long tiles takes fewer of them.
+"""Persistent CTAs fetch tiles by a counter in global memory, so that one with long tiles gets fewer of them.
 
 one warp                                    all warps that work on tiles
 wait for `empty`
@@ -23,14 +23,14 @@ from jax_fastattn.kernels.device.shared_regions import SharedRegions
 
 
 @dataclass(frozen=True)
-class TakenTile:
-    """Where the warps of a CTA find the tile that one of them has taken.
+class NextTile:
+    """Where the warps of a CTA find the tile that one of them has fetched.
 
     Attributes:
         shared: address of shared memory.
         start: offset of the words in it.
         words: how many there are.
-        full: barrier on which the warp that takes arrives.
+        full: barrier on which the warp that fetches arrives.
         empty: barrier on which every warp arrives that gets the words.
     """
 
@@ -41,7 +41,7 @@ class TakenTile:
     empty: cute.Pointer
 
     @classmethod
-    def of(cls, regions: SharedRegions) -> "TakenTile":
+    def of(cls, regions: SharedRegions) -> "NextTile":
         """Returns the tile of a table that has the rows `next_tile`, `next_tile_full` and `next_tile_empty`."""
         full, empty = (regions.barriers[name] for name in ("next_tile_full", "next_tile_empty"))
         words = regions.table["next_tile"].pitch // 4
@@ -76,9 +76,9 @@ class ResetKernel:
         """Writes the counter."""
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
-        cutlass.if_generate(thread == 0, lambda: ptx.store_global_int(buffers.taken.toint(), Int32(0)))
+        cutlass.if_generate(thread == 0, lambda: ptx.store_global_int(buffers.tile_counter.toint(), Int32(0)))
 
 
-def take_one(counter: Any) -> Int32:
+def fetch_next(counter: Any) -> Int32:
     """The index of the next tile, given the address of the counter."""
     return ptx.fetch_add_global(counter, Int32(1), "relaxed")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""WGMMA vocabulary of the Hopper kernels: swizzled tiles, products of a warpgroup, rings of slots, loops.
+"""WGMMA vocabulary of the Hopper kernels: swizzled tiles, products of a warpgroup, rings of stages, loops.
 
 Layouts, descriptors and fragments come from CuTe's own partitioning. A warpgroup's accumulator, like that of `mma.py`
 with `m_blocks = 1`, holds element e of column block n at flat index `4 n + e`; two neighbouring blocks rounded to 16
@@ -112,71 +112,71 @@ class Uniform:
     def __setitem__(self, i: int, value: Int32) -> None:
         self._at[i] = value
 
-    def settle(self) -> None:
+    def make_uniform(self) -> None:
         """Tells the compiler, before a loop, that all lanes have the same."""
         for i in range(self._count):
             self._at[i] = cute.arch.make_warp_uniform(self._at[i])
 
 
-def advance(at: Uniform | cute.Tensor, slots: int) -> None:
-    """Takes a position in a ring, (slot, phase), to the next slot; the phase is the parity of the lap."""
-    slot = Int32(at[0])
-    wraps = slot == slots - 1
-    at[0] = ptx.where(wraps, Int32(0), slot + 1)
+def advance(at: Uniform | cute.Tensor, stages: int) -> None:
+    """Takes a position in a ring, (stage, phase), to the next stage; the phase is the parity of the lap."""
+    stage = Int32(at[0])
+    wraps = stage == stages - 1
+    at[0] = ptx.where(wraps, Int32(0), stage + 1)
     at[1] = at[1] ^ ptx.where(wraps, Int32(1), Int32(0))
 
 
 class Ring:
-    """One side's position in a ring of slots.
+    """One side's position in a ring of stages.
 
-    The producer fills and the consumers wait and release in the same order, once per slot and lap. A barrier's phase
+    The producer fills and the consumers wait and release in the same order, once per stage and lap. A barrier's phase
     is the parity of the lap; "empty" barriers start as if a lap had been released.
 
     Args:
         full: barriers that TMA completes.
         empty: barriers on which every consumer warp arrives.
-        slots: their number.
+        stages: their number.
     """
 
-    def __init__(self, full: cute.Pointer, empty: cute.Pointer, slots: int):
-        self._full, self._empty, self._slots = full, empty, slots
+    def __init__(self, full: cute.Pointer, empty: cute.Pointer, stages: int):
+        self._full, self._empty, self._stages = full, empty, stages
         # Filled at once: loops are scheduled differently if each number is stored by itself.
         self._at = cute.make_rmem_tensor((2,), Int32)
         self._at.fill(0)
 
-    def fill(self, copy: Callable[..., None], tile: Int32, nbytes: int) -> None:
-        """The producer's step: waits until the next slot is free and starts a copy of `nbytes` into it."""
-        slot, phase = self._at[0], self._at[1] ^ 1
-        advance(self._at, self._slots)
-        wait(self._empty + slot, phase)
-        expect(self._full + slot, nbytes)
-        copy(tile, slot, self._full + slot)
+    def producer_load(self, copy: Callable[..., None], tile: Int32, nbytes: int) -> None:
+        """The producer's step: waits until the next stage is free and starts a copy of `nbytes` into it."""
+        stage, phase = self._at[0], self._at[1] ^ 1
+        advance(self._at, self._stages)
+        wait(self._empty + stage, phase)
+        expect(self._full + stage, nbytes)
+        copy(tile, stage, self._full + stage)
 
-    def wait(self) -> Int32:
-        """The consumers' step: waits until the next slot is full and returns its index."""
-        slot, phase = self._at[0], self._at[1]
-        advance(self._at, self._slots)
-        wait(self._full + slot, phase)
-        return slot
+    def consumer_wait(self) -> Int32:
+        """The consumers' step: waits until the next stage is full and returns its index."""
+        stage, phase = self._at[0], self._at[1]
+        advance(self._at, self._stages)
+        wait(self._full + stage, phase)
+        return stage
 
-    def settle(self) -> None:
-        """Tells the compiler, before a loop, that all lanes are at the same slot: its descriptors then cost nothing."""
+    def make_uniform(self) -> None:
+        """Tells the compiler, before a loop, that all lanes are at one stage: its descriptors then cost nothing."""
         for i in range(2):
             self._at[i] = cute.arch.make_warp_uniform(self._at[i])
 
     def peek(self, ahead: Int32) -> Int32:
-        """Waits for the slot `ahead` (0 or 1) after the next one to be full, without taking it."""
-        slot = self._at[0] + ahead
-        wraps = slot == self._slots
+        """Waits for the stage `ahead` (0 or 1) after the next one to be full, without passing it."""
+        stage = self._at[0] + ahead
+        wraps = stage == self._stages
         phase = self._at[1] ^ ptx.where(wraps, Int32(1), Int32(0))
-        slot = ptx.where(wraps, Int32(0), slot)
-        wait(self._full + slot, phase)
-        return slot
+        stage = ptx.where(wraps, Int32(0), stage)
+        wait(self._full + stage, phase)
+        return stage
 
-    def release(self, slot: Int32) -> None:
-        """Gives a slot back; every consumer warp calls it."""
+    def consumer_release(self, stage: Int32) -> None:
+        """Gives a stage back; every consumer warp calls it."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self._empty + slot)
+            cute.arch.mbarrier_arrive(self._empty + stage)
 
 
 # Products

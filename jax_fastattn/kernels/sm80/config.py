@@ -28,7 +28,7 @@ class ForwardConfig:
         warps: warps of a CTA; the query tile has `rows_per_warp * warps` rows.
         keys: keys of a tile, a multiple of 16.
         stages: 1: K and V have one buffer each and three barriers per tile; 2: two buffers each and one barrier.
-        query_in_registers: whether Q fragments stay in registers, else ldmatrix fetches them for each key tile.
+        q_in_regs: whether Q fragments stay in registers, else ldmatrix fetches them for each key tile.
         blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
     """
 
@@ -36,11 +36,11 @@ class ForwardConfig:
     warps: int
     keys: int
     stages: int = 1
-    query_in_registers: bool = False
+    q_in_regs: bool = False
     blocks: int = 1
 
     # Each CTA takes one tile, see `sm90/forward/config.py`.
-    walks: ClassVar[bool] = False
+    persistent: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:
@@ -95,11 +95,11 @@ def first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
 
 def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
     """Best first. Output accumulators take `rows_per_warp * D / 32` registers: 32 rows go up to 128 columns."""
-    wide = (ForwardConfig(16, 8, 64), ForwardConfig(16, 8, 48), ForwardConfig(16, 8, 32))
+    base = (ForwardConfig(16, 8, 64), ForwardConfig(16, 8, 48), ForwardConfig(16, 8, 32))
     if min(padded(spec.head_dim), padded(spec.v_head_dim)) > 192:
         # Fetched for each key tile, Q would be 16 of the 144 ldmatrix that a warp issues.
-        return (ForwardConfig(16, 8, 64, query_in_registers=True), *wide[1:])
+        return (ForwardConfig(16, 8, 64, q_in_regs=True), *base[1:])
     if padded(spec.v_head_dim) > 128:
-        return wide
+        return base
     resident = padded(spec.head_dim) <= 64 and padded(spec.v_head_dim) <= 64
-    return (ForwardConfig(32, 4, 64, query_in_registers=resident, blocks=2), *wide)
+    return (ForwardConfig(32, 4, 64, q_in_regs=resident, blocks=2), *base)

@@ -190,7 +190,7 @@ class ForwardKernel:
         cute.arch.cp_async_commit_group()
         if tile.score.negative is not None:
             cutlass.if_generate(tile.score.negative, negate)
-        if not self.config.query_in_registers:
+        if not self.config.q_in_regs:
             return None
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()

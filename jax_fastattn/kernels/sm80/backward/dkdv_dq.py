@@ -23,7 +23,7 @@ from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRole, QueryLoop, Role
 from jax_fastattn.kernels.sm80.backward.single_role import SingleRole
-from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqSums, Operands, Place
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqScratch, Operands, Place
 from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.visits import Edges, Visit, mask_past_end
 
@@ -124,7 +124,7 @@ class DkdvDqKernel:
 
     def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> DkdvDqState:
         """Returns the device values that all roles share."""
-        spec, heads, tile, counts = self.spec, scalars.num_heads, self.reduce.tile, buffers.dq_semaphore
+        spec, heads, tile, dq_semaphore = self.spec, scalars.num_heads, self.reduce.tile, buffers.dq_semaphore
         queries, keys, bounds = at.sequence.queries, at.sequence.keys, at.sequence.bounds()
         visit = self._visit(at, bounds)
         kv_heads, first_head = heads // spec.group, at.kv_head * spec.group
@@ -150,7 +150,7 @@ class DkdvDqKernel:
         accum, tile_count = buffers.dq_accum.toint() + first_tile * tile.nbytes, self.query_tiles.pitch(scalars)
         valid_rows, stored_rows = bounds.key_end - at.row, keys.length - at.row
         score = Score.backward(spec, buffers, scalars, scalars.scale)
-        semaphore = None if counts is None else counts.toint() + first_tile * (4 * tile.warps)
+        semaphore = None if dq_semaphore is None else dq_semaphore.toint() + first_tile * (4 * tile.warps)
         return DkdvDqState(
             at=at,
             bounds=bounds,
@@ -161,7 +161,7 @@ class DkdvDqKernel:
             valid_rows=valid_rows,
             stored_rows=stored_rows,
             score=score,
-            sums=DqSums(accum, tile_count, semaphore),
+            dq_scratch=DqScratch(accum, tile_count, semaphore),
         )
 
     def _load_first(self, state: DkdvDqState) -> None:

@@ -81,13 +81,13 @@ class DqTile:
             return [ptx.from_bits(x) for chunk in chunks for x in chunk]
         return [ptx.load_global(address + 128 * i) for i in range(self.count)]
 
-    def sums(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32) -> list[Float32]:
+    def load_accum(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32) -> list[Float32]:
         """Loads a warp's fragments of tile `index` of dq_accum."""
         return self.load(self.lane_address(buffers.dq_accum.toint() + index * self.nbytes, warp, lane))
 
     def member_address(self, state: DkdvDqState, member: Int32, index: Int32) -> Int64:
         """Returns the address of a lane's first element in query tile `index` of head `member` of the group."""
-        address = state.sums.accum + Int64(member * state.sums.tile_count + index) * self.nbytes
+        address = state.dq_scratch.accum + Int64(member * state.dq_scratch.tile_count + index) * self.nbytes
         return self.lane_address(address, state.at.dq_warp, state.at.lane)
 
 
@@ -163,7 +163,7 @@ class DqAtomic:
             ptx.store_global_chunk(address + i, zero)
 
     def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
-        """Returns the CTA's index: tiles may be taken in any order."""
+        """Returns the CTA's index: CTAs may begin tiles in any order."""
         del buffers, scalars, thread, shared
         return cute.arch.block_idx()[0]
 
@@ -190,7 +190,7 @@ class DqAtomic:
         self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32, end: Int32
     ) -> tuple[list[Float32], Int32]:
         """Returns a warp's sums, of all rows: those of tiles that nothing was added to are zeros."""
-        return self.tile.sums(buffers, index, warp, lane), end
+        return self.tile.load_accum(buffers, index, warp, lane), end
 
 
 @final
@@ -220,7 +220,7 @@ class DqSemaphore:
     ) -> None:
         """Zeroes the counts of tile `index`, and the tickets."""
         del threads
-        counts = self._counts(buffers) + (index * self.tile.warps + thread) * 4
+        counts = self._semaphore(buffers) + (index * self.tile.warps + thread) * 4
         cutlass.if_generate(thread < self.tile.warps, lambda: ptx.store_global_int(counts, Int32(0)))
         tickets = self._tickets(buffers, scalars)
         is_first = Boolean((index == 0) & (thread == 0))
@@ -239,19 +239,19 @@ class DqSemaphore:
         cute.arch.sync_threads()
         return ticket
 
-    def _counts(self, buffers: PortableBackwardBuffers) -> Int64:
+    def _semaphore(self, buffers: PortableBackwardBuffers) -> Int64:
         assert buffers.dq_semaphore is not None
         return Int64(buffers.dq_semaphore.toint())
 
-    def _count_address(self, state: DkdvDqState, index: Int32) -> Int64:
-        assert state.sums.semaphore is not None
-        return state.sums.semaphore + Int64(index) * 4
+    def _semaphore_address(self, state: DkdvDqState, index: Int32) -> Int64:
+        assert state.dq_scratch.semaphore is not None
+        return state.dq_scratch.semaphore + Int64(index) * 4
 
     def _tickets(self, buffers: PortableBackwardBuffers, scalars: Scalars) -> Int64:
         tiles_of_all = schedule(self.spec, self.config.queries).blocks(
             scalars.query_length, Int64(scalars.batch), scalars.num_heads
         )
-        return self._counts(buffers) + tiles_of_all * (4 * self.tile.warps)
+        return self._semaphore(buffers) + tiles_of_all * (4 * self.tile.warps)
 
     def start(self) -> cute.Tensor:
         """Returns the index of the count that is due, from the group's first; -1 if none is."""
@@ -265,10 +265,10 @@ class DqSemaphore:
         config, at = self.config, state.at
         first = index * config.queries
         before = at.tile - state.bounds.key_tiles(first, config.queries, config.keys).begin
-        count = (member * state.sums.tile_count + index) * self.tile.warps + at.dq_warp
+        count = (member * state.dq_scratch.tile_count + index) * self.tile.warps + at.dq_warp
         assert due is not None
         due[0] = count
-        address = self._count_address(state, count)
+        address = self._semaphore_address(state, count)
         cutlass.if_generate(before > 0, lambda: ptx.wait_global(address, before))
         return before <= 0
 
@@ -285,7 +285,7 @@ class DqSemaphore:
         index = Int32(due[0])
 
         def count() -> None:
-            ptx.fetch_add_global(self._count_address(state, index), Int32(1), "release")
+            ptx.fetch_add_global(self._semaphore_address(state, index), Int32(1), "release")
 
         cute.arch.sync_warp()
         cutlass.if_generate(Boolean((index >= 0) & (state.at.lane == 0)), count)
@@ -294,9 +294,9 @@ class DqSemaphore:
         self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32, end: Int32
     ) -> tuple[list[Float32], Int32]:
         """Returns a warp's sums, of no rows if nothing was added: they hold anything then."""
-        count = self._counts(buffers) + (index * self.tile.warps + warp) * 4
+        count = self._semaphore(buffers) + (index * self.tile.warps + warp) * 4
         end = ptx.where(ptx.bits(ptx.load_global(count)) == 0, Int32(0), end)
-        return self.tile.sums(buffers, index, warp, lane), end
+        return self.tile.load_accum(buffers, index, warp, lane), end
 
 
 def dq_reduce(spec: KernelSpec, config: DkdvDqConfig) -> DqReduce:

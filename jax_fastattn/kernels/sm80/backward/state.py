@@ -88,7 +88,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class DqSums:
+class DqScratch:
     """Where the sums of dQ lie in global memory, from the first query tile of the group's first head on.
 
     Attributes:
@@ -117,7 +117,7 @@ class DkdvDqState:
         valid_rows: rows of the tile up to the last key that counts; later rows of dk and dv are zero.
         stored_rows: rows of the tile that dk and dv have.
         score: from products to probabilities.
-        sums: where dQ is added.
+        dq_scratch: where dQ is added.
     """
 
     at: Place
@@ -129,4 +129,4 @@ class DkdvDqState:
     valid_rows: Int32
     stored_rows: Int32
     score: Score
-    sums: DqSums
+    dq_scratch: DqScratch

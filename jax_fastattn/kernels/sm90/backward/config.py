@@ -22,12 +22,12 @@ from jax_fastattn.kernels.tile_records import slot_count
 # Query rows to a multiple of which statistics and sums of dq are padded.
 ROW_ALIGNMENT = 128
 
-# Tiles of dq that are added to and not yet counted; each has a warp of its own, beside the one that loads, to count it.
-SLOTS = 3
+# Tiles of dq that are added to and not yet counted. Each has a stage, and each stage a warp that counts its tiles.
+DQ_TILES_IN_FLIGHT = 3
 
 
 # Up to which head dims one kernel computes all three gradients.
-FUSED_HEAD_DIM = 128
+DKDV_DQ_HEAD_DIM = 128
 
 
 def padded_rows(rows: Any) -> Any:
@@ -40,9 +40,9 @@ def head_counters(rows: Any, queries: int) -> Any:
     return rows // queries + 1
 
 
-def stats_row_nbytes(fused: bool) -> int:
+def stats_row_nbytes(adds_dq: bool) -> int:
     """Bytes of a statistic of a row: a float32, or where dq is added eight bfloat16 for a product."""
-    return 16 if fused else 4
+    return 16 if adds_dq else 4
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class BackwardConfig:
     Attributes:
         queries: query rows of a tile: 128 up to head dim 64 without a soft cap, else 64.
         stages: tiles of Q and of dO in shared memory.
-        dq_registers: registers of a thread of the warpgroup that computes dq; 0 where the kernel is wide.
-        wide: for head dims over 128, without dq, which `dq.py` computes: both warpgroups work on the same 64 keys, see
-            `dkdv.py`. Else on 64 keys each.
-        held: how many fragments of 16 columns of K, or of V, a warpgroup of the wide kernel holds in registers. Of
-            the others its product reads both factors from shared memory, whose bytes are the limit there.
+        dq_registers: registers of a thread of the warpgroup that computes dq. It is 0 over head dim 128, where `dq.py`
+            computes dq: both consumer warpgroups of `dkdv.py` work on the same 64 keys, those of `dkdv_dq.py` on 64
+            keys each.
+        kv_in_regs: how many fragments of 16 columns of K, or of V, a warpgroup of `dkdv.py` keeps in registers. Of the
+            others its product reads both factors from shared memory, whose bytes are the limit there.
         shared_ones: whether the factor of ones that adds statistics to products lies in shared memory, for want of
             registers. Else those products read one factor less from there.
     """
@@ -64,13 +64,8 @@ class BackwardConfig:
     queries: int
     stages: int
     dq_registers: int = 0
-    wide: bool = False
-    held: int = 0
+    kv_in_regs: int = 0
     shared_ones: bool = False
-
-    def __post_init__(self) -> None:
-        if self.adds_dq and self.wide:
-            raise ValueError(f"{self}: beside a wide kernel dq has a kernel of its own")
 
     @property
     def adds_dq(self) -> bool:
@@ -79,13 +74,13 @@ class BackwardConfig:
 
     @property
     def overlap(self) -> bool:
-        """Whether the wide kernel issues the sum of a tile behind the product of the next one; takes a third stage."""
+        """Whether `dkdv.py` issues the sum of a tile after the product of the next one; it takes a third stage."""
         return self.stages > 2
 
     @property
     def keys(self) -> int:
         """Keys of a CTA."""
-        return WARPGROUP_ROWS if self.wide else 2 * WARPGROUP_ROWS
+        return 2 * WARPGROUP_ROWS if self.adds_dq else WARPGROUP_ROWS
 
     @property
     def consumer_threads(self) -> int:
@@ -104,7 +99,7 @@ class BackwardConfig:
         If the last one comes first, all CTAs of a head begin at the same tile under a causal mask, and meet there in
         L2.
         """
-        return Order.UP if self.wide else Order.DOWN
+        return Order.DOWN if self.adds_dq else Order.UP
 
     @property
     def registers(self) -> Registers:
@@ -145,7 +140,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
     @property
     def both_barrier(self) -> NamedBarrier:
         """The named barrier of both consumer warpgroups."""
-        return DkdvBarrier.BOTH if self.config.wide else DkdvDqBarrier.BOTH
+        return DkdvDqBarrier.BOTH if self.config.adds_dq else DkdvBarrier.BOTH
 
     @property
     def dq_columns(self) -> int:
@@ -203,12 +198,12 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
         return [
             Barriers("dscore_full", 2, arrivals=warps),
             Barriers("dscore_empty", 2, arrivals=4),
-            Barriers("added", SLOTS, arrivals=4),
-            Barriers("counted", SLOTS, arrivals=1),
+            Barriers("added", DQ_TILES_IN_FLIGHT, arrivals=4),
+            Barriers("counted", DQ_TILES_IN_FLIGHT, arrivals=1),
             Barriers("keys_empty", 1, arrivals=warps + 4),
             Barriers("next_tile_full", 1, arrivals=1),
             Barriers("next_tile_empty", 1, arrivals=config.threads // 32),
-            Region("left", 4, SLOTS, align=4),
+            Region("left", 4, DQ_TILES_IN_FLIGHT, align=4),
             Region("next_tile", 4, align=4),
         ]
 
@@ -228,13 +223,13 @@ class DqConfig:
 
     Attributes:
         keys: keys of a tile, a multiple of 16.
-        slots: tiles of V or K in the ring, at least 3 (5 with overlap, lest loads come late).
+        stages: tiles of V or K in the ring, at least 3 (5 with overlap, lest loads come late).
         overlap: whether dS K of a tile is issued behind Q K^T of the next one, so that it runs under its exponentials.
             Both accumulators of scores and dS then live at a time.
     """
 
     keys: int
-    slots: int
+    stages: int
     overlap: bool
 
     @property
@@ -286,9 +281,9 @@ class DqMemory(OperandMemory[DqConfig]):
         return (
             Region("query", WARPGROUP_ROWS * self.head_dim * 2, 2, TILE_ALIGNMENT),
             Region("dout", WARPGROUP_ROWS * self.v_head_dim * 2, 2, TILE_ALIGNMENT),
-            Region("ring", config.keys * columns * 2, config.slots, TILE_ALIGNMENT),
-            Barriers("ring_full", config.slots, arrivals=1),
-            Barriers("ring_empty", config.slots, arrivals=config.consumer_threads // 32),
+            Region("ring", config.keys * columns * 2, config.stages, TILE_ALIGNMENT),
+            Barriers("ring_full", config.stages, arrivals=1),
+            Barriers("ring_empty", config.stages, arrivals=config.consumer_threads // 32),
             Barriers("query_full", 2, arrivals=1),
             Barriers("dout_full", 2, arrivals=1),
         )
@@ -336,8 +331,8 @@ def backward_configs(spec: KernelSpec) -> BackwardConfigs:
 def backward_config(spec: KernelSpec) -> BackwardConfig:
     """Returns the variant of the key-stationary kernel for a compile key."""
     largest = max(spec.head_dim, spec.v_head_dim)
-    if largest > FUSED_HEAD_DIM:
-        config = BackwardConfig(64, 3, wide=True, held=6)
+    if largest > DKDV_DQ_HEAD_DIM:
+        config = BackwardConfig(64, 3, kv_in_regs=6)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72
     if largest <= 64 and spec.is_affine:
@@ -347,9 +342,9 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:
-    """Returns the variant of the dq kernel for a compile key: as many slots as fit, but for more than are of use."""
+    """Returns the variant of the dq kernel for a compile key: as many stages as fit, up to eight."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
-    configs = (DqConfig(64, slots, overlap=columns <= 192) for slots in range(8, 2, -1))
+    configs = (DqConfig(64, stages, overlap=columns <= 192) for stages in range(8, 2, -1))
     return next(config for config in configs if DqMemory.of(spec, config).fits)
 
 
@@ -364,7 +359,7 @@ def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads:
         heads, rows = (1, num_heads), slot_count(query_length, ROW_ALIGNMENT, batch) * ROW_ALIGNMENT
     scratch: dict[str, tuple[int, ...]] = {"stats": (*heads, 2, rows * stats_row_nbytes(spec.config.adds_dq) // 4)}
     if spec.config.adds_dq:
-        scratch["dq_sum"] = (*heads, rows, padded_head_dim(spec.head_dim))
+        scratch["dq_accum"] = (*heads, rows, padded_head_dim(spec.head_dim))
         counted = (1, num_heads + 1) if spec.packed else heads
         scratch["arrivals"] = (*counted, head_counters(rows, spec.config.main.queries))
     return scratch

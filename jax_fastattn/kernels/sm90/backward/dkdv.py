@@ -286,7 +286,7 @@ class _Role:
         columns, shape = cute.size(added.tiles, mode=[1]), (WARPGROUP_ROWS, config.queries)
         register_mma = wgmma.product(dtype, config.queries, a_in_registers=True, b_transposed=False)
         steps = cute.size(left, mode=[1]) // 16
-        count = min(config.held, steps)
+        count = min(config.kv_in_regs, steps)
         first = wgmma.load_a(register_mma, left, 0, count, consumer.thread % 128)
         rest = wgmma.operand_a(mma, left)[None, None, None, 0]
         factors = [_LeftStep(register_mma, first, k) if k < count else _LeftStep(mma, rest, k) for k in range(steps)]
@@ -316,8 +316,8 @@ class _Role:
         phases = visit.rest(config.order).phases(config.order)
 
         def run(head: QueryHead, phase: Phase) -> None:
-            consumer.stage.settle()
-            self.previous.settle()
+            consumer.stage.make_uniform()
+            self.previous.make_uniform()
             wgmma.loop(phase.steps, lambda i: self._step(head, phase.position(i), phase.edges))
 
         def visit_head(member: Int32) -> None:

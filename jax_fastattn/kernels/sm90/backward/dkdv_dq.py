@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Hopper backward kernel for head dims up to 128: dk, dv and dq.
 
-A CTA works on 128 keys of one key/value head: two consumer warpgroups of 64 keys each (`dkdv_consumer.py`), and a warp
-that loads (`loader.py`). K and V stay in shared memory, tiles of Q (with statistics) and of dO pass through two rings
-(`shared.py`), for all query heads of the group. Per tile, everything transposed so that keys are rows:
+A CTA works on 128 keys of one key/value head: two consumer warpgroups of 64 keys each (`dkdv_dq_consumer.py`), and a
+warp that loads (`loader.py`). K and V stay in shared memory, tiles of Q (with statistics) and of dO pass through two
+rings (`shared.py`), for all query heads of the group. Per tile, everything transposed so that keys are rows:
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
@@ -23,7 +23,7 @@ from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.dkdv_consumer import FusedConsumer
+from jax_fastattn.kernels.sm90.backward.dkdv_dq_consumer import DkdvDqConsumer
 from jax_fastattn.kernels.sm90.backward.dq_atomic import DqAtomic
 from jax_fastattn.kernels.sm90.backward.dq_reduce import DqCounters, DqReduce
 from jax_fastattn.kernels.sm90.backward.dq_semaphore import DqSemaphore
@@ -35,7 +35,7 @@ from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
 class DkdvDqKernel:
-    """Writes dk and dv, adds to `dq_sum`, and writes dq from there.
+    """Writes dk and dv, adds to `dq_accum`, and writes dq from there.
 
     Args:
         spec: the compile key.
@@ -52,8 +52,9 @@ class DkdvDqKernel:
     def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of the kernel.
 
-        The zeros of the first `order.ahead` heads are written before it begins, and those of others once their counter
-        says so. With `spec.ordered` sums may hold anything. Rows of dq that no key tile adds to stay as they are.
+        The zeros of the first `order.prefetch_distance` heads are written before it begins, and those of others once
+        their counter says so. With `spec.ordered` sums may hold anything. Rows of dq that no key tile adds to stay as
+        they are.
         """
         return self.common.launch(self.kernel, buffers, scalars, order)
 
@@ -71,7 +72,7 @@ class DkdvDqKernel:
             else:
                 self._add_dq(shared, call, thread)
         else:
-            self.common.compute(FusedConsumer.start, shared, call, thread, warp_index)
+            self.common.compute(DkdvDqConsumer.start, shared, call, thread, warp_index)
         # For the kernel before it, beside which it runs: what is launched next relies on both.
         cute.arch.griddepcontrol_wait()
 
@@ -86,13 +87,13 @@ class DkdvDqKernel:
             wgmma.wait(shared.keys_empty, phase ^ 1)
 
         def prepare_and_count(work: KeyTile, _: Int32) -> None:
-            self.dq_reduce.prepare(work, call.buffers, warp.slot)
+            self.dq_reduce.prepare(work, call.buffers, warp.stage)
             self.dq_reduce.count(shared, work, arrivals, warp)
 
         load_all = self.common.loader(shared, call, begin)
         warp = CountingWarp.start(warp_index - (self.common.first_producer + 1))
         cutlass.if_generate(
-            warp.slot >= 0, lambda: self.common.key_tiles.each(shared, call, prepare_and_count), load_all
+            warp.stage >= 0, lambda: self.common.schedule.each(shared, call, prepare_and_count), load_all
         )
 
     def _add_dq(self, shared: BackwardShared, call: Call, thread: Int32) -> None:
@@ -105,4 +106,4 @@ class DkdvDqKernel:
             self.dq_reduce.accumulate(state, work, phase)
             self.dq_reduce.finish(state, work)
 
-        self.common.key_tiles.each(shared, call, add)
+        self.common.schedule.each(shared, call, add)

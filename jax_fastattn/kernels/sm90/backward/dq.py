@@ -3,8 +3,8 @@
 """The query-stationary Hopper backward kernel: dq without additions in memory, the same bits in every run.
 
 A CTA owns 128 query rows of one head (`dq_tile.py`): two consumer warpgroups of 64 rows each (`dq_consumer.py`), and
-one producer warp. Q and dO stay in shared memory, tiles of V and K pass through one ring of slots (`dq_shared.py`). Per
-tile:
+one producer warp. Q and dO stay in shared memory, tiles of V and K pass through one ring of stages (`dq_shared.py`).
+Per tile:
 
     S = Q K^T    dP = dO V^T    dS = P (dP - delta)    dQ += dS K
 
@@ -87,12 +87,12 @@ class DqKernel:
     def _produce(self, shared: DqShared, work: DqTile, tma: Tma) -> None:
         """Loads Q, dO and all tiles of V and K. Runs in one warp."""
         config, memory = self.config, self.memory
-        ring = wgmma.Ring(shared.full, shared.empty, config.slots)
+        ring = wgmma.Ring(shared.full, shared.empty, config.stages)
         copy_query = tma.query.copy(shared.query, work.head, work.queries)
         copy_dout = tma.dout.copy(shared.dout, work.head, work.queries)
         copy_key = tma.key.copy(shared.key, work.kv_head, work.keys)
         copy_value = tma.value.copy(shared.value, work.kv_head, work.keys)
-        walk = work.visit.whole(Order.DOWN)
+        whole = work.visit.whole(Order.DOWN)
 
         def load_rows(copy: Callable[..., None], barrier: cute.Pointer, nbytes: int) -> None:
             for group in range(2):
@@ -100,13 +100,13 @@ class DqKernel:
                 copy(2 * work.index + group, group, barrier + group)
 
         def load(i: Int32) -> None:
-            # V first: with three slots the next K takes its place, long before this K is done with.
-            tile = work.visit.tile(walk.position(i))
-            ring.fill(copy_value, tile, config.keys * memory.v_head_dim * 2)
-            ring.fill(copy_key, tile, config.keys * memory.head_dim * 2)
+            # V first: with three stages the next K takes its place, long before this K is done with.
+            tile = work.visit.tile(whole.position(i))
+            ring.producer_load(copy_value, tile, config.keys * memory.v_head_dim * 2)
+            ring.producer_load(copy_key, tile, config.keys * memory.head_dim * 2)
 
         # The first product needs Q and K.
-        count = walk.steps
+        count = whole.steps
         load_rows(copy_query, shared.query_full, memory.table["query"].pitch)
         wgmma.loop(Int32(cutlass.min(count, 1)), load)
         load_rows(copy_dout, shared.dout_full, memory.table["dout"].pitch)

@@ -4,11 +4,11 @@
 
 The two consumers hand dS to the third warpgroup through shared memory, in two buffers by turns, and go on: neither the
 product nor the additions stall them. The sums lie in the order of wgmma's accumulators (`DqWarpgroup`). Each query tile
-has a counter of the CTAs that have still to add to it; `StatisticsKernel` sets it. Warps that do nothing else count a
+has a counter of the CTAs that have still to add to it; `PreprocessKernel` sets it. Warps that do nothing else count a
 tile once its additions are visible, which takes as long as a product. The last CTA to add reads the sums back, scales
 and rounds them, and stores dq: no other kernel passes over them. The same warps zero sums of heads that are added to
-later. CTAs take tiles of keys in order, so a CTA that waits for zeros waits for CTAs that run, as those of
-`StatisticsKernel.later` do.
+later. CTAs fetch tiles of keys in order, so a CTA that waits for zeros waits for CTAs that run, as those of
+`PreprocessKernel.background` do.
 
 The last bits of these sums depend on the order of the additions, which varies; `dq_semaphore.py` has one order.
 """
@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, SLOTS, BackwardMemory
+from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT, ROW_ALIGNMENT, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.dq_reduce import DqCounters
 from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
@@ -42,25 +42,25 @@ class DqAtomic:
     counters: DqCounters
     memory: BackwardMemory
 
-    def prepare(self, work: KeyTile, buffers: BackwardBuffers, slot: Int32) -> None:
+    def prepare(self, work: KeyTile, buffers: BackwardBuffers, stage: Int32) -> None:
         """Zeroes a share of the sums of a head that other CTAs add to later. Runs in one warp.
 
-        Those of the first heads, and of all packed sequences, are zeroed by `StatisticsKernel`; the others here, where
+        Those of the first heads, and of all packed sequences, are zeroed by `PreprocessKernel`; the others here, where
         nothing waits for memory.
         """
         spec = self.counters.spec
         if spec.packed:
             return
         nbytes = 512
-        target = work.head_index + work.ahead
-        warps = work.key_tiles * SLOTS
-        index = work.tile * SLOTS + slot
+        target = work.head_index + work.prefetch_distance
+        warps = work.key_tiles * DQ_TILES_IN_FLIGHT
+        index = work.tile * DQ_TILES_IN_FLIGHT + stage
         count = work.queries.padded_rows(ROW_ALIGNMENT) // ROW_ALIGNMENT
         count = count * (ROW_ALIGNMENT * 4 * spec.group * self.memory.head_dim // nbytes)
         first = Int64(target) * count * nbytes + index * nbytes + ptx.thread_index() % 32 * 16
 
         def clear(i: Int32) -> None:
-            address = buffers.dq_sum.toint() + first + Int64(warps) * nbytes * i
+            address = buffers.dq_accum.toint() + first + Int64(warps) * nbytes * i
             ptx.store_global_chunk(address, [Int32(0)] * 4)
 
         def run() -> None:
@@ -74,24 +74,24 @@ class DqAtomic:
     def wait(self, work: KeyTile, arrivals: cute.Pointer) -> None:
         """Waits for a head's zeros and statistics, before the loader loads a tile of its keys. Runs in one warp.
 
-        Those of packed sequences are written before the kernel begins, see `StatisticsKernel.order`.
+        Those of packed sequences are written before the kernel begins, see `PreprocessKernel.order`.
         """
         if not self.counters.spec.packed:
-            self.counters.wait_for_head(work, arrivals, zeroing_warps=SLOTS)
+            self.counters.wait_for_head(work, arrivals, zeroing_warps=DQ_TILES_IN_FLIGHT)
 
     def accumulate(self, state: DqWarpgroup, work: KeyTile, phase: Int32) -> None:
-        """Adds dQ of all query tiles, and finishes each when its slot is needed again."""
+        """Adds dQ of all query tiles, and finishes each when its stage is needed again."""
         for cursor in (state.added, state.counted):
             cursor.move_to_first(work)
         # A warp gives back K that it has seen; else K of a tile that no query sees would be given back too early.
         wgmma.wait(state.shared.key_full, phase)
-        for uniform in (state.added.position, state.counted.position, state.slot, state.done, state.turn):
-            uniform.settle()
+        for uniform in (state.added.position, state.counted.position, state.stage, state.done, state.turn):
+            uniform.make_uniform()
 
         def step(i: Int32) -> None:
-            cutlass.if_generate(i >= SLOTS, lambda: self._finish_tile(state, work))
+            cutlass.if_generate(i >= DQ_TILES_IN_FLIGHT, lambda: self._finish_tile(state, work))
             self._add(state, work)
-            wgmma.advance(state.slot, SLOTS)
+            wgmma.advance(state.stage, DQ_TILES_IN_FLIGHT)
 
         wgmma.loop(work.steps, step)
         wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
@@ -110,37 +110,37 @@ class DqAtomic:
             address = state.lane_address(work, state.added, index)
             for n in range(self.memory.dq_columns // 8):
                 ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + k] for k in range(4)])
-        wgmma.release(shared.added + state.slot[0], state.thread % 32 == 31)
+        wgmma.release(shared.added + state.stage[0], state.thread % 32 == 31)
         state.added.advance(work)
         state.turn[0] = turn + 1
 
     def count(self, shared: BackwardShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
-        """Counts the tiles of one slot, and tells the third warpgroup what each counter was. Runs in one warp.
+        """Counts the tiles of one stage, and tells the third warpgroup what each counter was. Runs in one warp.
 
         The third warpgroup has arrived since it added; the fence makes what it did visible before the count.
         """
 
         def visit(_: Int32, counter: Int64) -> None:
-            warp.wait_for_sums(shared)
+            warp.wait_for_additions(shared)
             with cute.arch.elect_one():
                 left = ptx.fetch_add_global(counter, Int32(-1), "acq_rel")
-                ptx.store_shared(self._flag(shared, warp.slot), left)
-                cute.arch.mbarrier_arrive(shared.counted + warp.slot)
+                ptx.store_shared(self._flag(shared, warp.stage), left)
+                cute.arch.mbarrier_arrive(shared.counted + warp.stage)
 
-        self.counters.each_of_slot(work, arrivals, warp, visit)
+        self.counters.each_of_stage(work, arrivals, warp, visit)
 
     def finish(self, state: DqWarpgroup, work: KeyTile) -> None:
-        """Finishes the tiles that are still in slots."""
-        wgmma.loop(Int32(cutlass.min(work.steps, SLOTS)), lambda _: self._finish_tile(state, work))
+        """Finishes the tiles that are still in flight."""
+        wgmma.loop(Int32(cutlass.min(work.steps, DQ_TILES_IN_FLIGHT)), lambda _: self._finish_tile(state, work))
 
     def _finish_tile(self, state: DqWarpgroup, work: KeyTile) -> None:
-        """Empties the longest filled slot: stores dq of its tile, if no other CTA has still to add there."""
-        slot = state.done[0]
-        wgmma.wait(state.shared.counted + slot, state.done[1])
-        left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, slot)))
+        """Empties the longest filled stage: stores dq of its tile, if no other CTA has still to add there."""
+        stage = state.done[0]
+        wgmma.wait(state.shared.counted + stage, state.done[1])
+        left = cute.arch.make_warp_uniform(ptx.load_shared(self._flag(state.shared, stage)))
         cutlass.if_generate(left == 1, lambda: self._store(state, work))
         state.counted.advance(work)
-        wgmma.advance(state.done, SLOTS)
+        wgmma.advance(state.done, DQ_TILES_IN_FLIGHT)
 
     def _store(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Stores dq of the tile that has been counted, from its sums."""
@@ -149,6 +149,6 @@ class DqAtomic:
             state.load(state.places(state.lane_address(work, state.counted, index)))
             state.store(work, rows, chunk)
 
-    def _flag(self, shared: BackwardShared, slot: Int32) -> Int32:
-        """Returns the address of the word in which the third warpgroup finds a slot's counter."""
-        return shared.regions.stage("left", slot)
+    def _flag(self, shared: BackwardShared, stage: Int32) -> Int32:
+        """Returns the address of the word in which the third warpgroup finds a stage's counter."""
+        return shared.regions.stage("left", stage)

@@ -51,7 +51,7 @@ class DqConsumer:
         work: the CTA's tile of queries.
         score: from products to probabilities.
         ring: the warpgroup's position in the ring.
-        key_slot: register `[1]` with the slot of K whose dS is in the fragment.
+        key_stage: register `[1]` with the stage of K whose dS is in the fragment.
         group: the warpgroup.
         thread: index of this thread in the warpgroup.
         row: the lane's first row, counted from the CTA's first row; the other one is 8 further.
@@ -65,7 +65,7 @@ class DqConsumer:
     work: DqTile
     score: Score
     ring: wgmma.Ring
-    key_slot: cute.Tensor
+    key_stage: cute.Tensor
     group: Int32
     thread: Int32
     row: Int32
@@ -103,8 +103,8 @@ class DqConsumer:
             shared=shared,
             work=work,
             score=score,
-            ring=wgmma.Ring(shared.full, shared.empty, shared.memory.config.slots),
-            key_slot=cute.make_rmem_tensor((1,), Int32),
+            ring=wgmma.Ring(shared.full, shared.empty, shared.memory.config.stages),
+            key_stage=cute.make_rmem_tensor((1,), Int32),
             group=group,
             thread=thread % 128,
             row=row,
@@ -122,7 +122,7 @@ class DqConsumer:
         """Computes dQ of the warpgroup, in its accumulator."""
         work, group = self.work, self.group
         self.products.dq.fill(0.0)
-        self.key_slot.fill(0)
+        self.key_stage.fill(0)
         visit = work.visit.own(work.bounds, work.row + group * WARPGROUP_ROWS, WARPGROUP_ROWS, self.config.keys)
         wgmma.wait(self.shared.query_full + group, Int32(0))
         self._pass_by(work.visit.end - visit.end)
@@ -131,15 +131,15 @@ class DqConsumer:
 
     def _pass_by(self, count: Int32) -> None:
         """Lets tiles go by that only the other warpgroup sees."""
-        wgmma.loop(2 * count, lambda _: self.ring.release(self.ring.wait()))
+        wgmma.loop(2 * count, lambda _: self.ring.consumer_release(self.ring.consumer_wait()))
 
     def _visit(self, visit: Visit) -> None:
         """Visits all key tiles of this warpgroup, from the last to the first."""
         rest = visit.rest(Order.DOWN)
 
         def run(phase: Phase) -> None:
-            self.ring.settle()
-            self.key_slot[0] = cute.arch.make_warp_uniform(self.key_slot[0])
+            self.ring.make_uniform()
+            self.key_stage[0] = cute.arch.make_warp_uniform(self.key_stage[0])
             wgmma.loop(phase.steps, lambda i: self._tile(phase.position(i), masked=phase.masked))
 
         self._tile(rest.end, masked=True, first=True)
@@ -155,14 +155,14 @@ class DqConsumer:
         """Computes dS of one tile; its dQ too, or with overlap that of the tile before."""
         products, overlap = self.products, self.config.overlap
         adds_previous = overlap and not first
-        value_slot = self.ring.wait()
-        key_slot = self.ring.wait()
-        products.start_scores(key_slot)
+        value_stage = self.ring.consumer_wait()
+        key_stage = self.ring.consumer_wait()
+        products.start_scores(key_stage)
         if adds_previous:
             self._start_dq()
         if first:
             self._await_dout()
-        products.start_dp(value_slot)
+        products.start_dp(value_stage)
         warpgroup.wait_group(2 if adds_previous else 1)
         at = self._score_tile(self.work.visit.tile(index))
         self._probabilities(at)
@@ -170,12 +170,12 @@ class DqConsumer:
             self._finish_dq()
         else:
             warpgroup.wait_group(0)
-        self.ring.release(value_slot)
+        self.ring.consumer_release(value_stage)
         self._dscores(at, masked)
-        self.key_slot[0] = key_slot
+        self.key_stage[0] = key_stage
         kind = self.work.bounds.kind
         if (first and kind.hides_last_keys) or (masked and kind.hides_first_keys):
-            self._zero_keys(index, key_slot)
+            self._zero_keys(index, key_stage)
         if not overlap:
             self._start_dq()
             self._finish_dq()
@@ -217,20 +217,20 @@ class DqConsumer:
 
     def _start_dq(self) -> None:
         """Starts dQ += dS K of the last tile whose dS is there."""
-        self.products.start_dq(self.key_slot[0])
+        self.products.start_dq(self.key_stage[0])
 
     def _finish_dq(self) -> None:
-        """Waits for all products and gives the slot back."""
+        """Waits for all products and gives the stage back."""
         warpgroup.wait_group(0)
-        self.ring.release(self.key_slot[0])
+        self.ring.consumer_release(self.key_stage[0])
 
-    def _zero_keys(self, index: Int32, slot: Int32) -> None:
+    def _zero_keys(self, index: Int32, stage: Int32) -> None:
         """Zeroes the rows of K that no query sees. Each warpgroup does so for itself."""
         config, spec, work = self.config, self.spec, self.work
         live, first = work.bounds.live_keys(), work.visit.tile(index) * config.keys
         wgmma.zero_hidden_rows(
             config.keys,
-            lambda: [(self.shared.slot_address(slot), self.shared.memory.head_dim)],
+            lambda: [(self.shared.stage_address(stage), self.shared.memory.head_dim)],
             copies.Rows.live(live, first, length=work.keys.zeros_from()),
             threads=128,
             barrier=DqBarrier.WARPGROUP,

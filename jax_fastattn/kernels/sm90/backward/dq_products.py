@@ -4,7 +4,7 @@
 
     S = Q K^T    dP = dO V^T    dQ += dS K
 
-dS goes from accumulator to A operand inside registers, K is read twice from one slot.
+dS goes from accumulator to A operand inside registers, K is read twice from one stage.
 """
 
 from dataclasses import dataclass
@@ -70,14 +70,14 @@ class DqProducts:
             dq=wgmma.accumulator(dq_mma, (WARPGROUP_ROWS, memory.head_dim)),
         )
 
-    def start_scores(self, slot: Int32) -> None:
+    def start_scores(self, stage: Int32) -> None:
         """Starts S = Q K^T."""
-        wgmma.gemm(self.score_mma, self.score, self.query, self.key[None, None, None, slot], accumulate=False)
+        wgmma.gemm(self.score_mma, self.score, self.query, self.key[None, None, None, stage], accumulate=False)
 
-    def start_dp(self, slot: Int32) -> None:
+    def start_dp(self, stage: Int32) -> None:
         """Starts dP = dO V^T."""
-        wgmma.gemm(self.score_mma, self.dscore, self.dout, self.value[None, None, None, slot], accumulate=False)
+        wgmma.gemm(self.score_mma, self.dscore, self.dout, self.value[None, None, None, stage], accumulate=False)
 
-    def start_dq(self, slot: Int32) -> None:
+    def start_dq(self, stage: Int32) -> None:
         """Starts dQ += dS K."""
-        wgmma.gemm(self.dq_mma, self.dq, self.fragment, self.key_t[None, None, None, slot], accumulate=True)
+        wgmma.gemm(self.dq_mma, self.dq, self.fragment, self.key_t[None, None, None, stage], accumulate=True)

@@ -16,10 +16,10 @@ from cutlass import Int32, Int64, cute
 from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.config import SLOTS
+from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT
 from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
-from jax_fastattn.kernels.sm90.backward.row_schedule import tile_counter
+from jax_fastattn.kernels.sm90.backward.row_schedule import counter_index
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
@@ -30,10 +30,10 @@ class DqReduce(Protocol):
     and count. All of them run at the same time.
     """
 
-    def prepare(self, work: KeyTile, buffers: BackwardBuffers, slot: Int32) -> None:
+    def prepare(self, work: KeyTile, buffers: BackwardBuffers, stage: Int32) -> None:
         """Makes a share of the sums ready to be added to: those of a later head, never of this tile's.
 
-        Runs in the counting warp of `slot`. The portable family prepares all sums in its preprocess kernel.
+        Runs in the counting warp of `stage`. The portable family prepares all sums in its preprocess kernel.
         """
         ...
 
@@ -52,7 +52,7 @@ class DqReduce(Protocol):
         ...
 
     def count(self, shared: BackwardShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
-        """Counts the tiles of dq of one slot, each once its additions are visible. Runs in a counting warp."""
+        """Counts the tiles of dq of one stage, each once its additions are visible. Runs in a counting warp."""
         ...
 
     def finish(self, state: DqWarpgroup, work: KeyTile) -> None:
@@ -62,7 +62,7 @@ class DqReduce(Protocol):
 
 @dataclass(frozen=True)
 class DqCounters:
-    """The counters of a launch, one for each tile of dq and one for each head, and the walk over those of a slot.
+    """The counters of a launch, one for each tile of dq and one for each head, and the loop over those of a stage.
 
     Attributes:
         spec: the compile key.
@@ -74,13 +74,13 @@ class DqCounters:
 
     def of_tile(self, work: KeyTile, arrivals: cute.Pointer, head: Int64, tile: Int32) -> Int64:
         """Returns the address of the counter of a tile of a query head."""
-        return arrivals.toint() + tile_counter(work.queries, head, tile, self.queries) * 4
+        return arrivals.toint() + counter_index(work.queries, head, tile, self.queries) * 4
 
     def of_head(self, work: KeyTile, arrivals: cute.Pointer, head_index: Int32) -> Int64:
         """Returns the address of the counter of what is prepared for a key/value head.
 
-        It comes before those of the tiles of its first query head. `StatisticsKernel.later` adds 1 once it has written
-        statistics; each warp that zeroes sums adds 1.
+        It comes before those of the tiles of its first query head. `PreprocessKernel.background` adds 1 once it has
+        written statistics; each warp that zeroes sums adds 1.
         """
         return self.of_tile(work, arrivals, Int64(head_index) * self.spec.group, Int32(-1))
 
@@ -93,20 +93,20 @@ class DqCounters:
             # Bulk copies load statistics.
             cute.arch.fence_proxy("async.global")
 
-        cutlass.if_generate(work.head_index >= work.ahead, wait)
+        cutlass.if_generate(work.head_index >= work.prefetch_distance, wait)
 
-    def each_of_slot(
+    def each_of_stage(
         self, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp, visit: Callable[[Int32, Int64], None]
     ) -> None:
-        """Calls `visit(tile, counter)` for the tiles of dq of a warp's slot."""
+        """Calls `visit(tile, counter)` for the tiles of dq of a warp's stage."""
         visited, at = work.visit.end - work.visit.begin, warp.position
-        first = (warp.slot - at[0] + SLOTS) % SLOTS
+        first = (warp.stage - at[0] + DQ_TILES_IN_FLIGHT) % DQ_TILES_IN_FLIGHT
 
         def step(lap: Int32) -> None:
-            i = first + SLOTS * lap
+            i = first + DQ_TILES_IN_FLIGHT * lap
             head = work.queries.head(work.num_heads, work.first_head) + i // visited
             tile = work.visit.tile(work.visit.end - 1 - i % visited)
             visit(tile, self.of_tile(work, arrivals, head, tile))
 
-        wgmma.loop((work.steps - first + (SLOTS - 1)) // SLOTS, step)
-        at[0] = (at[0] + work.steps) % SLOTS
+        wgmma.loop((work.steps - first + (DQ_TILES_IN_FLIGHT - 1)) // DQ_TILES_IN_FLIGHT, step)
+        at[0] = (at[0] + work.steps) % DQ_TILES_IN_FLIGHT

@@ -26,11 +26,11 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
-from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, SLOTS
+from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT, ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.dq_reduce import DqCounters
 from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
-from jax_fastattn.kernels.sm90.backward.row_schedule import slots_counter
+from jax_fastattn.kernels.sm90.backward.row_schedule import sequence_counter
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
@@ -47,9 +47,9 @@ class DqSemaphore:
     counters: DqCounters
     keys: int
 
-    def prepare(self, work: KeyTile, buffers: BackwardBuffers, slot: Int32) -> None:
+    def prepare(self, work: KeyTile, buffers: BackwardBuffers, stage: Int32) -> None:
         """Does nothing: the first CTA to add to a tile stores its sums."""
-        del work, buffers, slot
+        del work, buffers, stage
 
     def wait(self, work: KeyTile, arrivals: cute.Pointer) -> None:
         """Waits for the statistics of a head, or of all slots of a packed sequence."""
@@ -57,8 +57,8 @@ class DqSemaphore:
             self.counters.wait_for_head(work, arrivals, zeroing_warps=0)
             return
         slots = copies.count(work.queries.length, ROW_ALIGNMENT)
-        left = copies.clamp(work.queries.padded(slots, 1) - work.prepared, 0, slots)
-        counter = arrivals.toint() + slots_counter(work.queries, work.num_heads, self.counters.queries) * 4
+        left = copies.clamp(work.queries.padded(slots, 1) - work.prologue, 0, slots)
+        counter = arrivals.toint() + sequence_counter(work.queries, work.num_heads, self.counters.queries) * 4
 
         def wait() -> None:
             ptx.wait_global(counter, left)
@@ -72,8 +72,8 @@ class DqSemaphore:
         state.added.move_to_first(work)
         # As in `DqAtomic.accumulate`.
         wgmma.wait(state.shared.key_full, phase)
-        for uniform in (state.added.position, state.slot, state.turn):
-            uniform.settle()
+        for uniform in (state.added.position, state.stage, state.turn):
+            uniform.make_uniform()
         wgmma.loop(work.steps, lambda _: self._add(state, work))
         wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
 
@@ -82,7 +82,7 @@ class DqSemaphore:
         shared, turn, at = state.shared, state.turn[0], state.added
         buffer, chunks, seen = turn % 2, state.chunks(), self._seen(work, at.tile(work))
         is_first, is_last = Boolean(seen.begin == work.tile), Boolean(seen.end == work.tile + 1)
-        wgmma.wait(shared.counted + state.slot[0], state.slot[1])
+        wgmma.wait(shared.counted + state.stage[0], state.stage[1])
         for index, chunk in enumerate(chunks):
             places = state.places(state.lane_address(work, at, index))
             state.dq.fill(0.0)
@@ -99,8 +99,8 @@ class DqSemaphore:
                 lambda chunk=chunk: state.store(work, state.rows(work, at), chunk),
                 lambda places=places: self._keep(state, places, is_first),
             )
-        wgmma.release(shared.added + state.slot[0], state.thread % 32 == 31)
-        wgmma.advance(state.slot, SLOTS)
+        wgmma.release(shared.added + state.stage[0], state.thread % 32 == 31)
+        wgmma.advance(state.stage, DQ_TILES_IN_FLIGHT)
         at.advance(work)
         state.turn[0] = turn + 1
 
@@ -118,14 +118,14 @@ class DqSemaphore:
         cutlass.if_generate(is_first, store, add)
 
     def count(self, shared: BackwardShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
-        """Waits for each of the CTA's turns in one slot, tells the third warpgroup, and counts its additions."""
+        """Waits for each of the CTA's turns in one stage, tells the third warpgroup, and counts its additions."""
 
         def visit(tile: Int32, counter: Int64) -> None:
             seen = self._seen(work, tile)
             before = work.tile - seen.begin
             cutlass.if_generate(before > 0, lambda: ptx.wait_global(counter, before))
-            wgmma.release(shared.counted + warp.slot)
-            warp.wait_for_sums(shared)
+            wgmma.release(shared.counted + warp.stage)
+            warp.wait_for_additions(shared)
 
             def add() -> None:
                 with cute.arch.elect_one():
@@ -133,7 +133,7 @@ class DqSemaphore:
 
             cutlass.if_generate(work.tile + 1 < seen.end, add)
 
-        self.counters.each_of_slot(work, arrivals, warp, visit)
+        self.counters.each_of_stage(work, arrivals, warp, visit)
 
     def finish(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Does nothing: `accumulate` has stored dq."""

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles and barriers of the dq kernel in shared memory.
 
-Tiles of V and K pass through one ring of slots. A slot has a barrier that TMA completes ("full") and one on which every
-consumer warp arrives ("empty"). Q and dO are loaded once, for each warpgroup by itself.
+Tiles of V and K pass through one ring of stages. A stage has a barrier that TMA completes ("full") and one on which
+every consumer warp arrives ("empty"). Q and dO are loaded once, for each warpgroup by itself.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ class DqShared:
         regions: its rows.
         query: Q, `[64, columns, warpgroup]`.
         dout: dO, `[64, columns, warpgroup]`.
-        key: the ring as tiles of K, `[keys, columns, slot]`.
-        value: the ring as tiles of V, `[keys, columns, slot]`.
-        full: barriers of the slots that TMA completes.
-        empty: barriers of the slots on which every consumer warp arrives.
+        key: the ring as tiles of K, `[keys, columns, stage]`.
+        value: the ring as tiles of V, `[keys, columns, stage]`.
+        full: barriers of the stages that TMA completes.
+        empty: barriers of the stages on which every consumer warp arrives.
         query_full: barriers of the Q of each warpgroup.
         dout_full: barriers of the dO of each warpgroup.
     """
@@ -68,6 +68,6 @@ class DqShared:
         """Initializes the barriers, see `SharedRegions.initialize`."""
         self.regions.initialize(warp_index, tma)
 
-    def slot_address(self, slot: Int32) -> Int32:
-        """Returns the address of a slot of the ring."""
-        return self.regions.stage("ring", slot)
+    def stage_address(self, stage: Int32) -> Int32:
+        """Returns the address of a stage of the ring."""
+        return self.regions.stage("ring", stage)

@@ -82,24 +82,24 @@ class TileCursor:
 
 @dataclass(frozen=True, eq=False)
 class CountingWarp:
-    """A warp that counts the tiles of one slot.
+    """A warp that counts the tiles of one stage.
 
     Attributes:
-        slot: the slot; negative in a warp that does not count.
-        position: the slot of the first tile of the next tile of keys, and the parity of the tiles counted so far.
+        stage: the stage; negative in a warp that does not count.
+        position: the stage of the first tile of the next tile of keys, and the parity of the tiles counted so far.
     """
 
-    slot: Int32
+    stage: Int32
     position: wgmma.Uniform
 
     @classmethod
-    def start(cls, slot: Int32) -> "CountingWarp":
-        """Returns the warp of a slot before it counts."""
-        return cls(slot, wgmma.Uniform(Int32(0), Int32(0)))
+    def start(cls, stage: Int32) -> "CountingWarp":
+        """Returns the warp of a stage before it counts."""
+        return cls(stage, wgmma.Uniform(Int32(0), Int32(0)))
 
-    def wait_for_sums(self, shared: BackwardShared) -> None:
-        """Waits until the third warpgroup has added to the next tile of the slot."""
-        wgmma.wait(shared.added + self.slot, self.position[1])
+    def wait_for_additions(self, shared: BackwardShared) -> None:
+        """Waits until the third warpgroup has added to the next tile of the stage."""
+        wgmma.wait(shared.added + self.stage, self.position[1])
         self.position[1] = self.position[1] ^ 1
 
 
@@ -125,8 +125,8 @@ class DqWarpgroup:
         scale: factor on the sums.
         added: the next tile to add to.
         counted: the next tile to finish.
-        slot: slot of the tile to add to, and the parity of its lap.
-        done: slot of the tile to finish, and the parity of its lap.
+        stage: stage of the tile to add to, and the parity of its lap.
+        done: stage of the tile to finish, and the parity of its lap.
         turn: tiles added to so far; says which buffer of dS is next, and its phase.
     """
 
@@ -144,7 +144,7 @@ class DqWarpgroup:
     scale: Float32
     added: TileCursor
     counted: TileCursor
-    slot: wgmma.Uniform
+    stage: wgmma.Uniform
     done: wgmma.Uniform
     turn: wgmma.Uniform
 
@@ -176,11 +176,11 @@ class DqWarpgroup:
             warp=warp,
             row=warp * 16 + lane_row,
             dq_address=buffers.dq.toint(),
-            dq_accum=buffers.dq_sum.toint(),
+            dq_accum=buffers.dq_accum.toint(),
             scale=scale,
             added=TileCursor.start(),
             counted=TileCursor.start(),
-            slot=wgmma.Uniform(Int32(0), Int32(0)),
+            stage=wgmma.Uniform(Int32(0), Int32(0)),
             done=wgmma.Uniform(Int32(0), Int32(0)),
             turn=wgmma.Uniform(Int32(0)),
         )
@@ -198,14 +198,14 @@ class DqWarpgroup:
     def multiply(self, buffer: Int32, chunk: Chunk, accumulate: bool = False) -> None:
         """Starts dS K of a part of a tile, given the buffer of dS."""
         memory = self.shared.memory
-        tall, wide = self.queries // BLOCK, memory.head_dim // memory.dq_columns
+        row_blocks, column_blocks = self.queries // BLOCK, memory.head_dim // memory.dq_columns
         warpgroup.fence()
         for half in range(2):
             for k in range(BLOCK // 16):
                 mma = cute.make_mma_atom(self.mma.op)
                 mma.set(warpgroup.Field.ACCUMULATE, accumulate or half + k > 0)
-                a = self.dscore[None, None, k, (buffer * 2 + half) * tall + chunk.row_block]
-                b = self.key[None, None, k, half * wide + chunk.column // memory.dq_columns]
+                a = self.dscore[None, None, k, (buffer * 2 + half) * row_blocks + chunk.row_block]
+                b = self.key[None, None, k, half * column_blocks + chunk.column // memory.dq_columns]
                 cute.gemm(mma, self.dq, a, b, self.dq)
         warpgroup.commit_group()
 

@@ -49,7 +49,7 @@ def in_products(lse: Float32, scale: Float32) -> Float32:
     return ptx.fma(lse, reciprocal, lse * rest)
 
 
-def thirds(x: Float32) -> list[Int32]:
+def split_bf16x3(x: Float32) -> list[Int32]:
     """Eight bfloat16: three that add up to x, the largest first, and zeros."""
     parts = []
     for _ in range(3):

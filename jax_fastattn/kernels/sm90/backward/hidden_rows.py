@@ -94,5 +94,5 @@ class SharedRows:
             copies.Rows.live(live, first, length=work.queries.zeros_from()),
             threads=config.consumer_threads,
             barrier=memory.both_barrier,
-            together=not config.wide,
+            together=config.adds_dq,
         )

@@ -14,7 +14,7 @@ from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span
-from jax_fastattn.kernels.device.tile_counter import take_one
+from jax_fastattn.kernels.device.tile_counter import fetch_next
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.places import Head, LoadedTile
@@ -26,7 +26,8 @@ from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.tile_records import slot_count
 from jax_fastattn.kernels.visits import Edges, Visit, mask_past_end
 
-# Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, for even and uneven tiles.
+# Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, by whether the window is
+# one-sided.
 # With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the next tile of keys.
 SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
 
@@ -55,8 +56,8 @@ class KeyTile:
     Attributes:
         tile: its index among those of its sequence.
         key_tiles: tiles of a key/value head; of packed sequences slots.
-        ahead: heads from this one to the one whose sums of dq the CTA zeroes, see `HeadOrder`.
-        prepared: heads, or slots of packed sequences, whose statistics are there from the start, see `HeadOrder`.
+        prefetch_distance: heads from this one to the one whose sums of dq the CTA zeroes, see `HeadOrder`.
+        prologue: heads, or slots of packed sequences, whose statistics are there from the start, see `HeadOrder`.
         head_index: the key/value head, counted over all batch entries.
         all_heads: key/value heads of all batch entries.
         row: its first key, counted from the first one of the sequence.
@@ -73,8 +74,8 @@ class KeyTile:
 
     tile: Int32
     key_tiles: Int32
-    ahead: Int32
-    prepared: Int32
+    prefetch_distance: Int32
+    prologue: Int32
     head_index: Int32
     all_heads: Int32
     row: Int32
@@ -146,7 +147,7 @@ class KeyTiles(Protocol):
         ...
 
     def order(self, scalars: Scalars) -> HeadOrder:
-        """Returns the order of the heads of a launch, without `prepared`."""
+        """Returns the order of the heads of a launch, without `prologue`."""
         ...
 
     def at(self, index: Int32, call: Call) -> KeyPlace:
@@ -171,16 +172,18 @@ class EntryKeyTiles:
         return copies.count(scalars.key_length, self.memory.config.keys)
 
     def order(self, scalars: Scalars) -> HeadOrder:
-        """Returns the order of the heads of a launch, without `prepared`.
+        """Returns the order of the heads of a launch, without `prologue`.
 
-        As many heads as are `ahead` are begun before zeros and statistics of others can be there.
+        As many heads as are `prefetch_distance` are begun before zeros and statistics of others can be there.
         """
         spec, memory, multiprocessors = self.spec, self.memory, scalars.multiprocessors
         heads, key_tiles = scalars.batch * (scalars.num_heads // spec.group), self.count(scalars)
-        most_rows = plan.section_rows(SECTION_NBYTES[spec.bounds_kind.uneven], memory.head_dim, memory.v_head_dim)
+        most_rows = plan.section_rows(
+            SECTION_NBYTES[spec.bounds_kind.one_sided_window], memory.head_dim, memory.v_head_dim
+        )
         section = copies.key_section(spec, scalars, key_tiles, multiprocessors, most_rows)
-        filling = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
-        return HeadOrder(heads, section, Int32(cutlass.max(section, filling)))
+        wave = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
+        return HeadOrder(heads, section, Int32(cutlass.max(section, wave)))
 
     def at(self, index: Int32, call: Call) -> KeyPlace:
         """Returns the tile that has an index in the order."""
@@ -195,7 +198,7 @@ class PackedKeyTiles:
     """The tiles of packed sequences, from the records of slots: one sequence after the other.
 
     The heads of a sequence come in sections of about as many tiles as run at a time. The tiles in flight then read the
-    queries of few heads. CTAs take the tiles of a head in ascending order, on which those that add in semaphore order
+    queries of few heads. CTAs fetch the tiles of a head in ascending order, on which those that add in semaphore order
     rely.
 
     Attributes:
@@ -211,7 +214,7 @@ class PackedKeyTiles:
         return slot_count(scalars.key_length, self.keys, scalars.batch)
 
     def order(self, scalars: Scalars) -> HeadOrder:
-        """Returns the order of the heads of a launch, without `prepared`; a section is counted in tiles.
+        """Returns the order of the heads of a launch, without `prologue`; a section is counted in tiles.
 
         Zeros of all heads are written before the kernel begins.
         """
@@ -228,7 +231,7 @@ class PackedKeyTiles:
         tile, sequence = Sequence.of_record(self.spec, call.buffers.key_tiles, slot, call.sizes, of_keys=True)
         count = Int32(cutlass.max(copies.count(sequence.keys.length, self.keys), 1))
         # Of tiles that differ in length, two heads or more: the longest should start first.
-        section = cutlass.max(call.order.section // count, 1 + int(self.spec.bounds_kind.uneven))
+        section = cutlass.max(call.order.section // count, 1 + int(self.spec.bounds_kind.one_sided_window))
         section = Int32(cutlass.min(section, kv_heads))
         first_index = (slot - tile) * kv_heads
         tile, head = copies.place_in_sections(index - first_index, section, count, kv_heads)
@@ -264,31 +267,31 @@ class KeySchedule:
         call: Call,
         visit: Callable[[KeyTile, Int32], None],
         *,
-        takes: bool = False,
+        fetches: bool = False,
     ) -> None:
         """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
 
-        In that case the producer, which alone `takes` tiles, takes the next one for all of the CTA. The tile counter is
-        the first one in `arrivals`: that of the first head's zeros and statistics, for which nothing waits.
+        In that case the producer, which alone `fetches` tiles, fetches the next one for all of the CTA. The tile
+        counter is the first one in `arrivals`: that of the first head's zeros and statistics, for which nothing waits.
 
         No CTA waits for ever, however few CTAs run and however many tiles there are. Work on a tile waits for work on
         tiles that are earlier in the order: for zeros of sums, which come with an earlier section of heads, or for a
-        turn, which comes after earlier tiles of the same head (`plan.place_in_sections`). CTAs that run take the tiles
-        in order, and a CTA finishes a tile before it begins the next one that it has taken. So the earliest unfinished
+        turn, which comes after earlier tiles of the same head (`plan.place_in_sections`). CTAs that run fetch tiles in
+        order, and a CTA finishes a tile before it begins the next one that it has fetched. So the earliest unfinished
         tile waits for no other one, and its CTA is at work on it.
         """
         if not self.config.adds_dq:
             visit(self._work(cute.arch.block_idx()[0], call), Int32(0))
             return
 
-        taken, phase = shared.taken, wgmma.Uniform(Int32(0))
+        next_tile, phase = shared.next_tile, wgmma.Uniform(Int32(0))
 
         def following() -> Int32:
-            if takes:
-                wgmma.wait(taken.empty, phase[0] ^ 1)
+            if fetches:
+                wgmma.wait(next_tile.empty, phase[0] ^ 1)
                 with cute.arch.elect_one():
-                    taken.put(take_one(call.buffers.arrivals.toint()))
-            return taken.get(phase[0])[0]
+                    next_tile.put(fetch_next(call.buffers.arrivals.toint()))
+            return next_tile.get(phase[0])[0]
 
         def available(index: Int32) -> Boolean:
             return Boolean(index < self.tiles.count(call.sizes) * call.order.heads)
@@ -299,7 +302,7 @@ class KeySchedule:
             yield_out([following()])
 
     def _work(self, index: Int32, call: Call) -> KeyTile:
-        """Returns the tile that has an index in the order in which tiles are taken, and the query tiles that see it.
+        """Returns the tile that has an index in the order in which CTAs fetch tiles, and the query tiles that see it.
 
         Under a causal mask most query tiles see the first keys.
         """
@@ -313,8 +316,8 @@ class KeySchedule:
         return KeyTile(
             tile=tile,
             key_tiles=key_tiles,
-            ahead=order.ahead,
-            prepared=order.prepared,
+            prefetch_distance=order.prefetch_distance,
+            prologue=order.prologue,
             head_index=head_index,
             all_heads=order.heads,
             row=row,
@@ -336,10 +339,10 @@ class KeySchedule:
         if config.adds_dq:
             tiles = mask_past_end(tiles, row + config.keys > bounds.key_end, low=True)
         # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array, and past that of a
-        # packed sequence, whose rows are zeroed, P is 0 by the statistics. The wide kernel zeroes them in masked tiles.
+        # packed sequence, whose rows are zeroed, P is 0 by the statistics. `dkdv.py` zeroes them in masked tiles.
         kind = bounds.kind
         checks_high = kind.left or kind.query_end or kind.rules
-        masks_high = checks_high or (kind.packed and config.wide)
+        masks_high = checks_high or (kind.packed and not config.adds_dq)
         edges = Edges(kind.right or config.adds_dq, checks_high)
         visit = Visit.of_range(tiles, edges, masks_high=masks_high).uniform()
         return visit if masks_high else replace(visit, full_end=visit.end)

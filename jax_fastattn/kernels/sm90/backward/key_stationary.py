@@ -50,13 +50,13 @@ class KeyStationary:
     Attributes:
         spec: the compile key.
         memory: of the kernel, with its config.
-        key_tiles: which tiles of keys a CTA works on.
+        schedule: which tiles of keys a CTA works on.
         dtype: of the operands.
     """
 
     spec: KernelSpec
     memory: BackwardMemory
-    key_tiles: KeySchedule
+    schedule: KeySchedule
     dtype: type
 
     @classmethod
@@ -78,10 +78,10 @@ class KeyStationary:
     def launch(self, kernel: Any, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of a kernel.
 
-        The statistics of the first `order.prepared` heads are written before it begins, and those of others once their
+        The statistics of the first `order.prologue` heads are written before it begins, and those of others once their
         counter says so.
         """
-        arguments, grid = (buffers, Sizes.of(scalars), order), self.key_tiles.blocks(scalars, order)
+        arguments, grid = (buffers, Sizes.of(scalars), order), self.schedule.blocks(scalars, order)
         return Launch.of_tma(kernel, self.spec, self.memory, arguments, scalars, grid=grid, begins_early=True)
 
     def loader(
@@ -97,7 +97,7 @@ class KeyStationary:
         cute.arch.setmaxregister_decrease(self.config.registers.producer)
         score = Score.backward(self.spec, call.buffers, call.sizes, call.sizes.scale)
         load = Producer(self.spec.group, self.memory).start(shared, call.tma, call.buffers.stats, score, begin)
-        return lambda: self.key_tiles.each(shared, call, load, takes=True)
+        return lambda: self.schedule.each(shared, call, load, fetches=True)
 
     def compute(
         self, start: StartConsumer, shared: BackwardShared, call: Call, thread: Int32, warp_index: Int32
@@ -109,4 +109,4 @@ class KeyStationary:
         factor = gradient.nonzero(scale) if folds_lse else scale
         score = Score.backward(self.spec, buffers, call.sizes, factor)
         consumer = start(self.spec, shared, score, thread, warp_index)
-        self.key_tiles.each(shared, call, lambda work, phase: consumer.run(work, phase, buffers, scale))
+        self.schedule.each(shared, call, lambda work, phase: consumer.run(work, phase, buffers, scale))

@@ -24,7 +24,7 @@ from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs
 from jax_fastattn.kernels.sm90.backward.dkdv import DkdvKernel
 from jax_fastattn.kernels.sm90.backward.dkdv_dq import DkdvDqKernel
 from jax_fastattn.kernels.sm90.backward.dq import DqKernel
-from jax_fastattn.kernels.sm90.backward.preprocess import StatisticsKernel
+from jax_fastattn.kernels.sm90.backward.preprocess import PreprocessKernel
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 
 
@@ -45,8 +45,8 @@ class BackwardKernel:
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         config: BackwardConfigs = spec.config
-        self.main = (DkdvKernel if config.main.wide else DkdvDqKernel)(spec)
-        self.statistics = StatisticsKernel(spec)
+        self.main = (DkdvDqKernel if config.adds_dq else DkdvKernel)(spec)
+        self.preprocess = PreprocessKernel(spec)
         if not config.adds_dq:
             self.dq = DqKernel(spec)
 
@@ -57,12 +57,12 @@ class BackwardKernel:
 
     def orders(self, scalars: Scalars) -> HeadOrders:
         """In which orders the kernels work on heads."""
-        keys = self.statistics.order(scalars, self.main.common.key_tiles.order(scalars))
+        keys = self.preprocess.order(scalars, self.main.common.schedule.order(scalars))
         return HeadOrders(keys, None if self.spec.config.adds_dq else self.dq.schedule.order(scalars))
 
     def launches(self, buffers: BackwardBuffers, scalars: Scalars, orders: HeadOrders) -> list[Launch]:
         """What is launched, in order."""
-        launches = self.statistics.launches(buffers, scalars, orders.keys)
+        launches = self.preprocess.launches(buffers, scalars, orders.keys)
         if orders.queries is not None:
             launches.append(self.dq.launch(buffers, scalars, orders.queries))
         return [*launches, self.main.launch(buffers, scalars, orders.keys)]

@@ -64,7 +64,7 @@ class Producer:
             copy_query = tma.query.copy(shared.query, head, work.queries)
             copy_dout = tma.dout.copy(shared.dout, head, work.queries)
             head_row = work.queries.padded_row(work.queries.head(work.num_heads, head), ROW_ALIGNMENT)
-            walk = work.visit.whole(config.order)
+            whole = work.visit.whole(config.order)
 
             def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
                 copy_query(tile, stage, barrier)
@@ -82,11 +82,11 @@ class Producer:
                     )
 
             def load(i: Int32) -> None:
-                tile = work.visit.tile(walk.position(i))
-                queries.fill(copy_both, tile, table["query"].pitch + 2 * memory.stats_nbytes + loaded_nbytes)
-                douts.fill(copy_dout, tile, table["dout"].pitch)
+                tile = work.visit.tile(whole.position(i))
+                queries.producer_load(copy_both, tile, table["query"].pitch + 2 * memory.stats_nbytes + loaded_nbytes)
+                douts.producer_load(copy_dout, tile, table["dout"].pitch)
 
-            wgmma.loop(walk.steps, load)
+            wgmma.loop(whole.steps, load)
 
         def load_all(work: KeyTile, phase: Int32) -> None:
             if begin is not None:

@@ -5,9 +5,9 @@
 If the gradient of sinks is computed, what each row adds to it is stored too.
 
 Memory is its limit if enough is on its way, and little is computed: lanes that share rows load all of them, 16 bytes at
-a time, and each does for one row what there is to do once for a row. The fused kernel does not wait for all rows:
-`kernel` prepares the first heads; `later` runs beside the fused kernel, on a few SMs, and counts each of the other
-heads, for which who works on it waits.
+a time, and each does for one row what there is to do once for a row. `dkdv_dq.py` does not wait for all rows:
+`prologue` prepares the first heads; `background` runs concurrently with `dkdv_dq.py`, on a few SMs, and counts each of
+the other heads, whose CTAs wait for that.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,13 @@ THREADS = 256
 
 # Rows that lanes share.
 _ROWS = 8
-# CTAs of `later`, each with an SM of its own, and their threads; 8 or 24 are as fast at length 1024.
-_LATER_CTAS, LATER_THREADS = 16, 512
-# Where a query sees fewer keys, the fused kernel might wait: by arithmetic it takes statistics from 7 of those SMs.
+# CTAs of `background`, each with an SM of its own, and their threads; 8 or 24 are as fast at length 1024.
+_BACKGROUND_CTAS, BACKGROUND_THREADS = 16, 512
+# Where a query sees fewer keys, `dkdv_dq.py` might wait: by arithmetic it takes statistics from 7 of those SMs.
 _FEW_KEYS = 512
-# Of packed sequences `kernel` prepares so many times as many slots of 128 queries as slots of keys are begun together.
-_PREPARED_WAVES = 3
+# Of packed sequences `prologue` prepares so many times as many slots of 128 queries as slots of keys are begun
+# together.
+_PROLOGUE_WAVES = 3
 
 
 class _Rows(NamedTuple):
@@ -79,7 +80,7 @@ class _Row:
     dlse: Float32 | None
 
 
-class StatisticsKernel:
+class PreprocessKernel:
     """Writes the statistics of every row, padding included. Where dq is added up, prepares that.
 
     Args:
@@ -94,45 +95,50 @@ class StatisticsKernel:
         self.schedule = preprocess_schedule(spec, _ROWS, self.config.queries)
 
     @property
-    def leaves(self) -> bool:
-        """Whether heads are left to `later`."""
+    def has_background(self) -> bool:
+        """Whether heads are left to `background`."""
         return self.config.adds_dq
 
     def order(self, scalars: Scalars, order: HeadOrder) -> HeadOrder:
-        """That of a launch, with what is not left to `later`: the first `ahead` heads, or all."""
-        if not self.leaves:
-            return order._replace(prepared=self.schedule.parts(order, scalars))
+        """That of a launch, with what is not left to `background`: the first `prefetch_distance` heads, or all."""
+        if not self.has_background:
+            return order._replace(prologue=self.schedule.parts(order, scalars))
         if self.spec.packed:
-            return order._replace(prepared=self._prepared_slots(scalars, self.schedule.parts(order, scalars)))
+            return order._replace(prologue=self._prologue_slots(scalars, self.schedule.parts(order, scalars)))
         few = cutlass.min(scalars.key_length, scalars.window_left + scalars.window_right + 1) < _FEW_KEYS
-        return order._replace(prepared=ptx.where(few, order.heads, Int32(cutlass.min(order.ahead, order.heads))))
+        return order._replace(
+            prologue=ptx.where(few, order.heads, Int32(cutlass.min(order.prefetch_distance, order.heads)))
+        )
 
-    def _prepared_slots(self, scalars: Scalars, slots: Int32) -> Int32:
-        """Returns how many slots of packed queries are not left to `later`: all of them if sums need zeros."""
+    def _prologue_slots(self, scalars: Scalars, slots: Int32) -> Int32:
+        """Returns how many slots of packed queries are not left to `background`: all of them if sums need zeros."""
         if not self.spec.ordered:
             return slots
         kv_heads = scalars.num_heads // self.spec.group
         begun = (scalars.multiprocessors + (kv_heads - 1)) // kv_heads
         keys = scalars.key_length // scalars.batch
         few = cutlass.min(keys, scalars.window_left + scalars.window_right + 1) < _FEW_KEYS
-        return ptx.where(few, slots, Int32(cutlass.min(slots, _PREPARED_WAVES * begun)))
+        return ptx.where(few, slots, Int32(cutlass.min(slots, _PROLOGUE_WAVES * begun)))
 
     def launches(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
-        """What is launched: `kernel`, and `later` if heads are left to that.
+        """What is launched: `prologue`, and `background` if heads are left to that.
 
-        The first CTAs of `kernel` set counters, if dq is added up. Where nothing is left a CTA of `later` does nothing.
+        The first CTAs of `prologue` set counters, if dq is added up. Where nothing is left a CTA of `background` does
+        nothing.
         """
         arguments = (buffers, scalars, order)
-        lanes = self.schedule.prepared(order, scalars) * self.lanes
+        lanes = self.schedule.prologue_units(order, scalars) * self.lanes
         blocks = (lanes + (THREADS - 1)) // THREADS
         if self.config.adds_dq:
             blocks = blocks + self._counter_blocks(scalars)
         # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
-        launches = [Launch(self.kernel, arguments, grid=blocks, block=THREADS, min_blocks=1)]
-        if self.leaves:
-            left = self.schedule.parts(order, scalars) - order.prepared
-            later_blocks = Int32(cutlass.max(cutlass.min(left, _LATER_CTAS), 1))
-            launches.append(Launch(self.later, arguments, grid=later_blocks, block=LATER_THREADS, begins_early=True))
+        launches = [Launch(self.prologue, arguments, grid=blocks, block=THREADS, min_blocks=1)]
+        if self.has_background:
+            left = self.schedule.parts(order, scalars) - order.prologue
+            background_blocks = Int32(cutlass.max(cutlass.min(left, _BACKGROUND_CTAS), 1))
+            launches.append(
+                Launch(self.background, arguments, grid=background_blocks, block=BACKGROUND_THREADS, begins_early=True)
+            )
         return launches
 
     def _counter_blocks(self, scalars: Scalars) -> Int32:
@@ -140,7 +146,7 @@ class StatisticsKernel:
         return (self.schedule.counters(scalars) + (THREADS - 1)) // THREADS
 
     @cute.kernel
-    def kernel(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
+    def prologue(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
         """Statistics and zeros of the first heads; all counters."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -148,14 +154,14 @@ class StatisticsKernel:
         schedule, group = self.schedule, self.spec.group
 
         def write_rows(block: Int32) -> None:
-            last = schedule.prepared(order, scalars) - 1
+            last = schedule.prologue_units(order, scalars) - 1
             unit = Int32(cutlass.min((block * THREADS + thread) // self.lanes, last))
             work, lane = schedule.unit(unit, buffers, scalars), thread % self.lanes
 
             def write() -> None:
                 self._write_rows(buffers, scalars, work, lane)
                 first_row = work.sequence.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT, work.tile * _ROWS)
-                self._zero_sums(buffers, first_row, lane, work.head_index < order.ahead * group)
+                self._zero_accum(buffers, first_row, lane, work.head_index < order.prefetch_distance * group)
 
             if cutlass.const_expr(self.spec.packed):
                 # Else no tile owns the slot.
@@ -175,10 +181,10 @@ class StatisticsKernel:
             cutlass.if_generate(block < counters, lambda: write_counter(block), lambda: write_rows(block - counters))
 
     @cute.kernel
-    def later(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
+    def background(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
         """Statistics of the other heads, in the order in which they are worked on; counts each of them."""
         thread, _, _ = cute.arch.thread_idx()
-        # The fused kernel, which this lets begin, relies on what `kernel` has written.
+        # The kernel of `dkdv_dq.py`, which this lets begin, relies on what `prologue` has written.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -190,12 +196,12 @@ class StatisticsKernel:
 
             cutlass.if_generate(thread == 0, count)
 
-        self.schedule.each_left(
+        self.schedule.each_of_background(
             order,
             buffers,
             scalars,
             place=thread // self.lanes,
-            step=LATER_THREADS // self.lanes,
+            step=BACKGROUND_THREADS // self.lanes,
             write=lambda work: self._write_rows(buffers, scalars, work, thread % self.lanes),
             finish=finish,
         )
@@ -208,16 +214,16 @@ class StatisticsKernel:
         before = queries.row() * scalars.num_heads + work.head
         rows = _Rows(before, scalars.num_heads, first, last)
         own = self._own_row(buffers, bounds, rows, lane)
-        row_lse, delta = self._statistics(own, scalars.scale)
+        lse_scaled, delta = self._statistics(own, scalars.scale)
 
         def write() -> None:
             nbytes = stats_row_nbytes(self.config.adds_dq)
             first_row = queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT)
             address = buffers.stats.toint() + (2 * first_row + queries.padded(own.index, ROW_ALIGNMENT)) * nbytes
-            for which, value in enumerate((row_lse, delta)):
+            for which, value in enumerate((lse_scaled, delta)):
                 target = address + Int64(queries.padded_rows(ROW_ALIGNMENT)) * (which * nbytes)
                 if self.config.adds_dq:
-                    ptx.store_global_chunk(target, gradient.thirds(-value))
+                    ptx.store_global_chunk(target, gradient.split_bf16x3(-value))
                 else:
                     ptx.store_global(target, value)
 
@@ -273,12 +279,12 @@ class StatisticsKernel:
         live = Boolean(own.live & (own.lse != Float32(float("-inf"))))
         delta = own.product if own.dlse is None else own.product - own.dlse
         # Rows without keys: +inf, or where that has the sign of the scale, an infinity of this sign.
-        lse = ptx.where(live, own.lse, Float32(float("inf")))
+        lse_scaled = ptx.where(live, own.lse, Float32(float("inf")))
         if self.spec.is_affine and self.config.adds_dq:
-            lse = ptx.where(live, gradient.in_products(own.lse, scale), lse * gradient.nonzero(scale))
+            lse_scaled = ptx.where(live, gradient.in_products(own.lse, scale), lse_scaled * gradient.nonzero(scale))
         else:
-            lse = lse * LOG2_E
-        return lse, ptx.where(live, delta, Float32(0.0))
+            lse_scaled = lse_scaled * LOG2_E
+        return lse_scaled, ptx.where(live, delta, Float32(0.0))
 
     def _row_product(self, buffers: BackwardBuffers, rows: _Rows, lane: Int32) -> Float32:
         """Returns rowsum(out * dout) of the lane's own row."""
@@ -324,17 +330,17 @@ class StatisticsKernel:
         rows = self.config.queries
         first = work.tile * rows
         visit = work.sequence.bounds().key_tiles(first, rows, self.config.keys)
-        # The first head's is that of the tiles of keys that have been taken.
-        written = Boolean((work.head_index > 0) & (work.head_index < order.prepared * self.spec.group))
+        # The first head's is the tile counter.
+        written = Boolean((work.head_index > 0) & (work.head_index < order.prologue * self.spec.group))
         count = Int32(0) if self.spec.ordered else visit.end - visit.begin
         value = ptx.where(work.tile >= 0, count, ptx.where(written, Int32(1), Int32(0)))
         ptx.store_global_int(buffers.arrivals.toint() + Int64(index) * 4, value)
 
-    def _zero_sums(self, buffers: BackwardBuffers, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
+    def _zero_accum(self, buffers: BackwardBuffers, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
         """Zeroes `_ROWS` rows of the sums, if there are any that CTAs add to in any order."""
         if self.config.adds_dq and not self.spec.ordered:
             nbytes = 4 * padded_head_dim(self.spec.head_dim)
-            address = buffers.dq_sum.toint() + first_row * nbytes
+            address = buffers.dq_accum.toint() + first_row * nbytes
             cutlass.if_generate(zeroes, lambda: self._zero(address, lane, _ROWS * nbytes))
 
     def _zero(self, address: Int64, lane: Int32, nbytes: int) -> None:

@@ -27,15 +27,16 @@ class HeadOrder(NamedTuple):
     Attributes:
         heads: those of all batch entries.
         section: how many are begun together, see `plan.section`; of packed sequences how many tiles of keys.
-        ahead: from the head that a CTA works on to that whose sums it zeroes; None for dq alone, like the next one.
-        prepared: how many have their statistics written before the key-stationary kernel begins; of packed sequences
+        prefetch_distance: from the head that a CTA works on to that whose sums it zeroes; None for dq alone, like the
+            next one.
+        prologue: how many have their statistics written before the key-stationary kernel begins; of packed sequences
             how many slots of queries have, of all heads.
     """
 
     heads: Int32
     section: Int32
-    ahead: Any = None
-    prepared: Any = None
+    prefetch_distance: Any = None
+    prologue: Any = None
 
 
 class DqSchedule(Protocol):
@@ -70,7 +71,8 @@ class SectionedTiles:
         """Returns the order of the heads of a launch."""
         heads, count = scalars.batch * scalars.num_heads, self._count(scalars)
         return HeadOrder(
-            heads, Int32(copies.section(scalars.multiprocessors, count, heads, int(self.spec.bounds_kind.uneven)))
+            heads,
+            Int32(copies.section(scalars.multiprocessors, count, heads, int(self.spec.bounds_kind.one_sided_window))),
         )
 
     def blocks(self, scalars: Scalars, order: HeadOrder) -> Int32:
@@ -128,21 +130,21 @@ class PreprocessSchedule(Protocol):
     """Units of rows of which statistics are written, padding included, and counters of tiles of dq."""
 
     def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Returns how many heads or slots there are, of which all but `order.prepared` are left to `later`.
+        """Returns how many heads or slots there are, of which all but `order.prologue` are left to `background`.
 
-        `later` is a launch of `StatisticsKernel`.
+        `background` is a launch of `PreprocessKernel`.
         """
         ...
 
-    def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Returns how many units are not left to `StatisticsKernel.later`: the first ones."""
+    def prologue_units(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many units are not left to `PreprocessKernel.background`: the first ones."""
         ...
 
     def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns one of all units."""
         ...
 
-    def each_left(
+    def each_of_background(
         self,
         order: HeadOrder,
         buffers: Buffers,
@@ -153,7 +155,7 @@ class PreprocessSchedule(Protocol):
         write: Callable[[Work], None],
         finish: Callable[[Int64], None],
     ) -> None:
-        """Visits the units that are left to `StatisticsKernel.later`, in the order in which heads are worked on.
+        """Visits the units that are left to `PreprocessKernel.background`, in the order in which heads are worked on.
 
         Args:
             order: of the heads.
@@ -190,20 +192,20 @@ class RowUnits:
     queries: int
 
     def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Returns how many heads there are, of which all but `order.prepared` are left to `StatisticsKernel.later`."""
+        """Returns how many heads there are; all but `order.prologue` are left to `PreprocessKernel.background`."""
         del scalars
         return order.heads
 
-    def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Returns how many units the heads have that are not left to `StatisticsKernel.later`: the first ones."""
-        return order.prepared * self.spec.group * self._count(scalars)
+    def prologue_units(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many units the heads have that are not left to `PreprocessKernel.background`: the first ones."""
+        return order.prologue * self.spec.group * self._count(scalars)
 
     def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns one of all units."""
         count = self._count(scalars)
         return Work.of_head(self.spec, index % count, index // count, buffers, scalars)
 
-    def each_left(
+    def each_of_background(
         self,
         order: HeadOrder,
         buffers: Buffers,
@@ -214,7 +216,7 @@ class RowUnits:
         write: Callable[[Work], None],
         finish: Callable[[Int64], None],
     ) -> None:
-        """Visits the units that are left to `StatisticsKernel.later`, see `PreprocessSchedule.each_left`.
+        """Visits the units that are left to `PreprocessKernel.background`, see `PreprocessSchedule.each_of_background`.
 
         `finish` is called after the units of the query heads of a key/value head, with the index of its counter.
         """
@@ -224,7 +226,7 @@ class RowUnits:
         kv_heads = scalars.batch * scalars.num_heads // group
 
         def visit_head(i: Int32) -> None:
-            first = (order.prepared + block + i * blocks) * group
+            first = (order.prologue + block + i * blocks) * group
 
             def visit_member(member: Int32) -> None:
                 def visit(j: Int32) -> None:
@@ -236,7 +238,7 @@ class RowUnits:
             wgmma.loop(Int32(group), visit_member)
             finish(Int64(first) * self._head_counters(scalars))
 
-        wgmma.loop((kv_heads - order.prepared - block + (blocks - 1)) // blocks, visit_head)
+        wgmma.loop((kv_heads - order.prologue - block + (blocks - 1)) // blocks, visit_head)
 
     def counters(self, scalars: Scalars) -> Int32:
         """Returns how many counters all heads have."""
@@ -271,13 +273,13 @@ class PackedRowUnits:
     queries: int
 
     def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Returns how many slots there are, of which all but `order.prepared` are left to `StatisticsKernel.later`."""
+        """Returns how many slots there are; all but `order.prologue` are left to `PreprocessKernel.background`."""
         del order
         return self._slots(scalars)
 
-    def prepared(self, order: HeadOrder, scalars: Scalars) -> Int32:
-        """Returns how many units the slots have that are not left to `StatisticsKernel.later`: the first ones."""
-        return order.prepared * scalars.num_heads * self._units
+    def prologue_units(self, order: HeadOrder, scalars: Scalars) -> Int32:
+        """Returns how many units the slots have that are not left to `PreprocessKernel.background`: the first ones."""
+        return order.prologue * scalars.num_heads * self._units
 
     def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns one of all units."""
@@ -286,7 +288,7 @@ class PackedRowUnits:
         tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
         return self._unit(tile, sequence, index % count)
 
-    def each_left(
+    def each_of_background(
         self,
         order: HeadOrder,
         buffers: Buffers,
@@ -297,17 +299,18 @@ class PackedRowUnits:
         write: Callable[[Work], None],
         finish: Callable[[Int64], None],
     ) -> None:
-        """Visits the units that are left to `StatisticsKernel.later`, slot by slot; see `PreprocessSchedule.each_left`.
+        """Visits the units that are left to `background`, slot by slot; see `PreprocessSchedule.each_of_background`.
 
-        `finish` is called after all heads of a slot, with the index of the counter of its sequence (`slots_counter`).
-        A slot that no tile owns is not counted: a producer waits for the slots of its sequence alone.
+        `finish` is called after all heads of a slot, with the index of the counter of its sequence
+        (`sequence_counter`). A slot that no tile owns is not counted: a producer waits for the slots of its sequence
+        alone.
         """
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         count = scalars.num_heads * self._units
 
         def visit_slot(i: Int32) -> None:
-            slot = order.prepared + block + i * blocks
+            slot = order.prologue + block + i * blocks
             tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
 
             def visit(j: Int32) -> None:
@@ -315,14 +318,14 @@ class PackedRowUnits:
 
             def visit_owned() -> None:
                 wgmma.loop((count + (step - 1)) // step, visit)
-                finish(slots_counter(sequence.queries, scalars.num_heads, self.queries))
+                finish(sequence_counter(sequence.queries, scalars.num_heads, self.queries))
 
             cutlass.if_generate(sequence.queries.length > 0, visit_owned)
 
-        wgmma.loop((self._slots(scalars) - order.prepared - block + (blocks - 1)) // blocks, visit_slot)
+        wgmma.loop((self._slots(scalars) - order.prologue - block + (blocks - 1)) // blocks, visit_slot)
 
     def counters(self, scalars: Scalars) -> Int32:
-        """Returns how many counters all heads have, together with those of `slots_counter`."""
+        """Returns how many counters all heads have, together with those of `sequence_counter`."""
         return (scalars.num_heads + 1) * self._head_counters(scalars)
 
     def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
@@ -355,11 +358,11 @@ class PackedRowUnits:
 
 
 def preprocess_schedule(spec: KernelSpec, rows: int, queries: int) -> PreprocessSchedule:
-    """Returns the schedule of `StatisticsKernel`, for units of so many rows and tiles of dq of so many queries."""
+    """Returns the schedule of `PreprocessKernel`, for units of so many rows and tiles of dq of so many queries."""
     return (PackedRowUnits if spec.packed else RowUnits)(spec, rows, queries)
 
 
-def tile_counter(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:
+def counter_index(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:
     """Index of the counter of a tile of `rows` queries in `BackwardBuffers.arrivals`.
 
     Of tile -1 of a batch entry it is the head's own counter, which heads of packed sequences do not need.
@@ -370,9 +373,9 @@ def tile_counter(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:
     return head * head_counters(queries.padded_rows(ROW_ALIGNMENT), rows) + 1 + tile
 
 
-def slots_counter(queries: Span, num_heads: Int32, rows: int) -> Int64:
-    """Index of the counter of the slots of a packed sequence of which `StatisticsKernel.later` has written statistics.
+def sequence_counter(queries: Span, num_heads: Int32, rows: int) -> Int64:
+    """Index of the counter of the slots of a packed sequence whose statistics `background` has written.
 
     It is the counter of the sequence's first tile in one more head, which follows the others.
     """
-    return tile_counter(queries, Int64(num_heads), Int32(0), rows)
+    return counter_index(queries, Int64(num_heads), Int32(0), rows)

@@ -10,7 +10,7 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
-from jax_fastattn.kernels.device.tile_counter import TakenTile
+from jax_fastattn.kernels.device.tile_counter import NextTile
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardMemory
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
@@ -154,9 +154,9 @@ class BackwardShared:
         return self.regions.barriers["keys_empty"]
 
     @property
-    def taken(self) -> TakenTile:
-        """The tile of keys that is taken by a counter."""
-        return TakenTile.of(self.regions)
+    def next_tile(self) -> NextTile:
+        """The next tile of keys, by the tile counter."""
+        return NextTile.of(self.regions)
 
 
 def _dq_tiles(memory: BackwardMemory, regions: SharedRegions, dtype: Any) -> dict[str, cute.Tensor]:

@@ -27,8 +27,8 @@ from jax_fastattn.kernels.sm90.geometry import (
 # By consumer warpgroups: an SM has 64 K registers.
 _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
 
-# Of a tile that is taken by a counter: its record and its head, see `schedule.py`.
-TAKEN_WORDS = tile_records.WORDS + 1
+# Of a tile that the tile counter gives: its record and its head, see `schedule.py`.
+NEXT_TILE_WORDS = tile_records.WORDS + 1
 
 
 @disjoint
@@ -36,7 +36,7 @@ class ForwardBarrier(NamedBarrier):
     """Named barriers: those on which a warpgroup meets by itself, and those of its turn to issue products."""
 
     WARPGROUP = 1, 3
-    TURN = 5, 3
+    PING_PONG = 5, 3
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,28 @@ class ForwardConfig:
     Attributes:
         warpgroups: consumer warpgroups of 64 query rows each, 1 to 3.
         keys: keys of a tile, a multiple of 16.
-        slots: tiles of K or V in the ring, at least 2 (3 with overlap).
-        overlap: whether Q K^T of the next tile is issued before P V of this one. Costs a second score accumulator.
+        stages: tiles of K or V in the ring, at least 2 (3 with overlap).
+        overlap_qk_pv: whether Q K^T of the next tile is issued before P V of this one. Costs a second score
+            accumulator.
         ping_pong: whether named barriers make the warpgroups issue their products in turns.
         blocks: CTAs that must fit on an SM together. Above 1 a single producer warp and no setmaxnreg.
-        walks: whether the grid is as many CTAs as the GPU holds and each takes tile after tile, else one CTA per tile.
-        held: how many of Q's fragments of 16 columns a warpgroup holds in registers; the rest of Q is read from shared
-            memory for every tile.
-        waits_late: whether P V of the previous tile is awaited behind all exponentials of a full tile. Else ptxas puts
-            the wait in their middle, and the rounding of the first between the others.
+        persistent: whether the grid is as many CTAs as the GPU holds and each works on tile after tile, else one CTA
+            per tile.
+        q_in_regs: how many of Q's fragments of 16 columns a warpgroup keeps in registers; the rest of Q is read from
+            shared memory for every tile.
+        pv_wait_after_exp: whether P V of the previous tile is awaited after all exponentials of a full tile. Else
+            ptxas puts the wait in their middle, and the rounding of the first between the others.
     """
 
     warpgroups: int
     keys: int
-    slots: int
-    overlap: bool = True
+    stages: int
+    overlap_qk_pv: bool = True
     ping_pong: bool = False
     blocks: int = 1
-    walks: bool = False
-    held: int = 0
-    waits_late: bool = False
+    persistent: bool = False
+    q_in_regs: int = 0
+    pv_wait_after_exp: bool = False
 
     @property
     def rows(self) -> int:
@@ -105,28 +107,28 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Shared memory of a CTA: Q of each warpgroup, the ring of K and V, mbarriers, the tile that is taken.
+    """Shared memory of a CTA: Q of each warpgroup, the ring of K and V, mbarriers, the next tile.
 
     Attributes:
         config: the variant.
         head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V in shared memory, padded.
-        takes_tiles: whether tiles are taken by a counter.
+        has_tile_counter: whether CTAs get their tiles by the tile counter.
         feature_rows: rows of features, which join those of the kernel.
     """
 
     config: ForwardConfig
     head_dim: int
     v_head_dim: int
-    takes_tiles: bool
+    has_tile_counter: bool
     feature_rows: tuple[Row, ...] = ()
 
     @classmethod
     def of(cls, spec: KernelSpec, config: ForwardConfig) -> SharedMemory:
         """The layout of a compile key with that config, which may be a candidate."""
-        takes_tiles = spec.packed and config.walks
+        has_tile_counter = spec.packed and config.persistent
         rows = stages.ring_rows(spec.programs, config.rows, config.keys, 4 * config.warpgroups)
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), takes_tiles, rows)
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), has_tile_counter, rows)
 
     @property
     def box_rows(self) -> tuple[int, int]:
@@ -139,17 +141,17 @@ class SharedMemory:
         config, warps, columns = self.config, 4 * self.config.warpgroups, max(self.head_dim, self.v_head_dim)
         rows: list[Row] = [
             Region("query", WARPGROUP_ROWS * self.head_dim * 2, config.warpgroups, TILE_ALIGNMENT),
-            Region("ring", config.keys * columns * 2, config.slots, TILE_ALIGNMENT),
-            Barriers("ring_full", config.slots, arrivals=1),
-            Barriers("ring_empty", config.slots, arrivals=warps),
+            Region("ring", config.keys * columns * 2, config.stages, TILE_ALIGNMENT),
+            Barriers("ring_full", config.stages, arrivals=1),
+            Barriers("ring_empty", config.stages, arrivals=warps),
             Barriers("query_full", config.warpgroups, arrivals=1),
             Barriers("query_empty", config.warpgroups, arrivals=4),
         ]
-        if self.takes_tiles:
+        if self.has_tile_counter:
             rows += [
                 Barriers("next_tile_full", 1, arrivals=1),
                 Barriers("next_tile_empty", 1, arrivals=warps + 1),
-                Region("next_tile", 4 * TAKEN_WORDS, align=4),
+                Region("next_tile", 4 * NEXT_TILE_WORDS, align=4),
             ]
         return SharedTable(tuple(rows)).with_rows(*self.feature_rows)
 
@@ -177,20 +179,20 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     if columns <= 64:
         if short:
-            return (ForwardConfig(1, 64, 6, blocks=3, held=4),)
+            return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=4),)
         return (ForwardConfig(3, 128, 10, ping_pong=True),)
     if columns <= 96:
         if short:
-            return (ForwardConfig(2, 128, 7, ping_pong=True, walks=True, held=6, waits_late=True),)
-        return (ForwardConfig(3, 96, 8, ping_pong=True, walks=True),)
+            return (ForwardConfig(2, 128, 7, ping_pong=True, persistent=True, q_in_regs=6, pv_wait_after_exp=True),)
+        return (ForwardConfig(3, 96, 8, ping_pong=True, persistent=True),)
     if columns <= 128:
-        held = 6 if not spec.is_affine else 8  # a cap takes registers, above all next to other features
-        return (ForwardConfig(2, 128, 6, ping_pong=True, walks=True, held=held, waits_late=True),)
+        q_in_regs = 6 if not spec.is_affine else 8  # a cap takes registers, above all next to other features
+        return (ForwardConfig(2, 128, 6, ping_pong=True, persistent=True, q_in_regs=q_in_regs, pv_wait_after_exp=True),)
     if columns <= 192:
-        return (ForwardConfig(2, 80, 5, ping_pong=True, walks=True, held=8, waits_late=True),)
-    return (ForwardConfig(2, 64, 5, walks=True, waits_late=True),)
+        return (ForwardConfig(2, 80, 5, ping_pong=True, persistent=True, q_in_regs=8, pv_wait_after_exp=True),)
+    return (ForwardConfig(2, 64, 5, persistent=True, pv_wait_after_exp=True),)
 
 
 def forward_scratch(spec: KernelSpec) -> dict[str, tuple[int, ...]]:
     """Shapes of the scratch buffers of a launch, by name."""
-    return {"taken": (1,)} if spec.takes_tiles else {}
+    return {"tile_counter": (1,)} if spec.has_tile_counter else {}

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer warpgroup of the forward kernel: its walk over the key tiles.
+"""A consumer warpgroup of the forward kernel: its loops over the key tiles.
 
 A consumer warpgroup owns 64 query rows. S = Q K^T and the online softmax stay in its registers, P feeds O += P V from
 registers (`products.py`, `softmax.py`). It takes K and V from the ring of `shared.py`.
@@ -28,7 +28,7 @@ from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax, ScoreRows
-from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
+from jax_fastattn.kernels.sm90.forward.state import Call, Lane, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.visits import Phase, Visit
 
@@ -57,14 +57,14 @@ class PingPong:
     def wait(self) -> None:
         """Waits for this warpgroup's turn."""
         if self._exists:
-            cute.arch.barrier(barrier_id=ForwardBarrier.TURN.at(self.group), number_of_threads=256)
+            cute.arch.barrier(barrier_id=ForwardBarrier.PING_PONG.at(self.group), number_of_threads=256)
 
     def pass_on(self) -> None:
         """Gives the turn to the next warpgroup."""
         if self._exists:
             following = self.group + 1
             following = ptx.where(following == self.config.warpgroups, Int32(0), following)
-            cute.arch.barrier_arrive(barrier_id=ForwardBarrier.TURN.at(following), number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=ForwardBarrier.PING_PONG.at(following), number_of_threads=256)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +75,13 @@ class _OwnTile:
         tile: the CTA's.
         visit: the key tiles that the warpgroup's rows see.
         rows: what becomes of the scores of the lane's two rows.
-        held: the fragments of Q in registers.
+        query_fragments: the fragments of Q in registers.
     """
 
     tile: QueryTile
     visit: Visit
     rows: ScoreRows
-    held: cute.Tensor
+    query_fragments: cute.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class ForwardConsumer:
         ring: the warpgroup's position in the ring.
         features: its position in the ring of what features load.
         query_phase: phase of the barrier that says that Q is there.
-        turns: when the warpgroup may issue products.
+        ping_pong: when the warpgroup may issue products.
         operands: what it changes in shared memory.
         products: S and O.
         softmax: from S to P.
@@ -108,7 +108,7 @@ class ForwardConsumer:
     ring: wgmma.Ring
     features: FeatureRing
     query_phase: wgmma.Uniform
-    turns: PingPong
+    ping_pong: PingPong
     operands: SharedOperands
     products: ForwardProducts
     softmax: OnlineSoftmax
@@ -118,7 +118,7 @@ class ForwardConsumer:
     def start(cls, call: Call, shared: ForwardShared, thread: Int32, warp_index: Int32) -> "ForwardConsumer":
         """Returns the role with its registers."""
         lane = Lane.of(call.config, thread, warp_index)
-        ring = wgmma.Ring(shared.full, shared.empty, call.config.slots)
+        ring = wgmma.Ring(shared.full, shared.empty, call.config.stages)
         query_phase = wgmma.Uniform(Int32(0))
         products = ForwardProducts.start(call, shared, lane)
         online = OnlineSoftmax.start(call, shared, lane, ring, products)
@@ -129,7 +129,7 @@ class ForwardConsumer:
             ring=ring,
             features=FeatureRing.start(shared),
             query_phase=query_phase,
-            turns=PingPong(call.config, lane.group),
+            ping_pong=PingPong(call.config, lane.group),
             operands=SharedOperands(call, shared, lane),
             products=products,
             softmax=online,
@@ -138,7 +138,7 @@ class ForwardConsumer:
 
     def run(self) -> None:
         """Computes all tiles of queries of the CTA."""
-        self.turns.start()
+        self.ping_pong.start()
         self.call.each_tile(self.attend)
 
     def attend(self, tile: QueryTile) -> None:
@@ -159,132 +159,134 @@ class ForwardConsumer:
             self.operands.zero_padding(tile)
         if score.negative is not None:
             cutlass.if_generate(score.negative, self.operands.negate_query)
-        own = _OwnTile(tile, visit, rows, self.products.hold_query())
+        own = _OwnTile(tile, visit, rows, self.products.load_query_fragments())
 
         def pass_by() -> None:
             self._release_query()
             count = tile.visit.end - tile.visit.begin
-            self._skip(count, slots=2 * count, turns=count - 1)
+            self._skip(count, stages=2 * count, turns=count - 1)
 
         cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(own), pass_by)
         self.output.store(tile, first_row)
 
     def _visit(self, own: _OwnTile) -> None:
         """Visits the warpgroup's key tiles, from the last to the first, between those that only others see."""
-        visit, union, overlap = own.visit, own.tile.visit, self.call.config.overlap
+        visit, union, overlap = own.visit, own.tile.visit, self.call.config.overlap_qk_pv
         last = visit.end - 1
         step = self._overlapped_tile if overlap else self._tile
         ahead, behind = union.end - visit.end, visit.begin - union.begin
         # With overlap, V of a tile comes after K of the next one.
-        self._skip(ahead, slots=2 * ahead - int(overlap), turns=ahead)
+        self._skip(ahead, stages=2 * ahead - int(overlap), turns=ahead)
         self._first_tile(own, last, ahead)
 
         def run(phase: Phase) -> None:
-            self.ring.settle()
-            self.features.settle()
+            self.ring.make_uniform()
+            self.features.make_uniform()
             wgmma.loop(phase.steps, lambda i: step(own, phase.position(i), masked=phase.masked))
 
         for phase in visit.rest(Order.DOWN).phases(Order.DOWN):
             run(phase)
         self._release_query()
         if overlap:
-            self._skip_slot(behind)
+            self._skip_stage(behind)
             self._last_values(own, visit.begin)
-        self._skip(behind, slots=2 * behind - int(overlap), turns=behind)
+        self._skip(behind, stages=2 * behind - int(overlap), turns=behind)
 
     def _release_query(self) -> None:
         """Lets the producer load this warpgroup's next Q."""
-        if self.call.config.walks:
+        if self.call.config.persistent:
             wgmma.release(self.shared.query_empty + self.lane.group)
 
     # Key tiles that only other warpgroups see.
 
-    def _skip(self, tiles: Int32, *, slots: Any, turns: Any) -> None:
-        """Lets tiles go by: `slots` slots and `turns` turns, two and one for a tile.
+    def _skip(self, tiles: Int32, *, stages: Any, turns: Any) -> None:
+        """Lets tiles go by: `stages` stages and `turns` turns, two and one for a tile.
 
-        A turn is passed on before its tile is waited for: the others free the slots that the tile needs.
+        A turn is passed on before its tile is waited for: the others free the stages that the tile needs.
         """
         if self.call.config.warpgroups == 1:
             return
 
         def release(_: Any) -> None:
-            self.ring.release(self.ring.wait())
+            self.ring.consumer_release(self.ring.consumer_wait())
 
         def take_turn() -> None:
-            self.turns.wait()
-            self.turns.pass_on()
+            self.ping_pong.wait()
+            self.ping_pong.pass_on()
 
         def skip(i: Int32) -> None:
             if self.call.config.ping_pong:
                 cutlass.if_generate(i < turns, take_turn)
-            wgmma.loop(Int32(cutlass.min(slots - 2 * i, 2)), release)
+            wgmma.loop(Int32(cutlass.min(stages - 2 * i, 2)), release)
             self.features.pass_by()
 
         wgmma.loop(Int32(tiles), skip)
 
-    def _skip_slot(self, tiles: Int32) -> None:
-        """Lets the one slot go by that lies out of order where `tiles` are skipped; none for 0."""
+    def _skip_stage(self, tiles: Int32) -> None:
+        """Lets the one stage go by that lies out of order where `tiles` are skipped; none for 0."""
         if self.call.config.warpgroups > 1:
-            cutlass.if_generate(tiles > 0, lambda: self.ring.release(self.ring.wait()))
+            cutlass.if_generate(tiles > 0, lambda: self.ring.consumer_release(self.ring.consumer_wait()))
 
     # Key tiles that the warpgroup sees.
 
     def _first_tile(self, own: _OwnTile, index: Int32, ahead: Int32) -> None:
         """Computes P of the first tile, after `ahead` tiles that only others see; without overlap adds its values."""
         config = self.call.config
-        slot = self.ring.wait()
-        self.products.start_scores(own.held, slot)
-        if config.overlap:
-            self._skip_slot(ahead)
+        stage = self.ring.consumer_wait()
+        self.products.start_scores(own.query_fragments, stage)
+        if config.overlap_qk_pv:
+            self._skip_stage(ahead)
         warpgroup.wait_group(0)
-        self.ring.release(slot)
-        taken = self.features.take(own.rows, own.tile, own.visit.tile(index))
-        self.softmax.first_tile(own.visit.tile(index), taken.rows)
-        self.features.release(taken)
+        self.ring.consumer_release(stage)
+        loaded = self.features.consumer_wait(own.rows, own.tile, own.visit.tile(index))
+        self.softmax.first_tile(own.visit.tile(index), loaded.rows)
+        self.features.consumer_release(loaded)
         if own.tile.bounds.kind.hides_last_keys:
             # With overlap V of this tile follows K of the next one, which exists unless this tile is the only one.
-            next_keys = ptx.where(index > own.tile.visit.begin, Int32(1), Int32(0)) if config.overlap else Int32(0)
+            next_keys = (
+                ptx.where(index > own.tile.visit.begin, Int32(1), Int32(0)) if config.overlap_qk_pv else Int32(0)
+            )
             self.operands.zero_values(own.tile, index, lambda: self.ring.peek(next_keys))
-        if not config.overlap:
+        if not config.overlap_qk_pv:
             self._last_values(own, index)
 
     def _overlapped_tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
         """Computes P of this tile, with P V of the previous one in flight during the softmax."""
-        key_slot = self.ring.wait()
-        self.turns.wait()
-        self.products.start_scores(own.held, key_slot)
-        value_slot = self.ring.wait()
-        self.products.add_values(value_slot)
-        self.turns.pass_on()
+        key_stage = self.ring.consumer_wait()
+        self.ping_pong.wait()
+        self.products.start_scores(own.query_fragments, key_stage)
+        value_stage = self.ring.consumer_wait()
+        self.products.add_values(value_stage)
+        self.ping_pong.pass_on()
         warpgroup.wait_group(1)
-        self._probabilities(own, index, key_slot, masked=masked)
-        self.ring.release(value_slot)
+        self._probabilities(own, index, key_stage, masked=masked)
+        self.ring.consumer_release(value_stage)
 
     def _tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
         """Computes one tile after the other; other warpgroups fill the gaps."""
-        slot = self.ring.wait()
-        self.turns.wait()
-        self.products.start_scores(own.held, slot)
-        self.turns.pass_on()
+        stage = self.ring.consumer_wait()
+        self.ping_pong.wait()
+        self.products.start_scores(own.query_fragments, stage)
+        self.ping_pong.pass_on()
         warpgroup.wait_group(0)
-        self._probabilities(own, index, slot, masked=masked)
+        self._probabilities(own, index, stage, masked=masked)
         self._last_values(own, index)
 
-    def _probabilities(self, own: _OwnTile, index: Int32, slot: Int32, *, masked: bool) -> None:
-        """Computes P of a tile with K in a slot, which is released; awaits products in flight, and rescales O."""
+    def _probabilities(self, own: _OwnTile, index: Int32, stage: Int32, *, masked: bool) -> None:
+        """Computes P of a tile with K in a stage, which is released; awaits products in flight, and rescales O."""
         tile = own.visit.tile(index)
-        taken = self.features.take(own.rows, own.tile, tile)
+        loaded = self.features.consumer_wait(own.rows, own.tile, tile)
         if masked:
-            self.softmax.masked_tile(tile, slot, taken.rows)
+            self.softmax.masked_tile(tile, stage, loaded.rows)
         else:
-            self.softmax.full_tile(tile, slot, taken.rows)
-        self.features.release(taken)
+            self.softmax.full_tile(tile, stage, loaded.rows)
+        self.features.consumer_release(loaded)
 
     def _last_values(self, own: _OwnTile, index: Int32) -> None:
         """Adds the values of a tile with nothing else to do meanwhile."""
-        slot = self.ring.wait()
+        stage = self.ring.consumer_wait()
         if own.tile.bounds.kind.hides_first_keys:
-            self.operands.zero_values(own.tile, index, lambda: slot)
-        self.products.add_values(slot)
+            self.operands.zero_values(own.tile, index, lambda: stage)
+        self.products.add_values(stage)
         warpgroup.wait_group(0)
-        self.ring.release(slot)
+        self.ring.consumer_release(stage)

@@ -13,11 +13,11 @@ from jax_fastattn.kernels.features.places import LoadedTile
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.softmax import ScoreRows
-from jax_fastattn.kernels.sm90.forward.work import QueryTile
+from jax_fastattn.kernels.sm90.forward.state import QueryTile
 
 
-class Taken(NamedTuple):
-    """A stage that a warpgroup has taken.
+class LoadedStage(NamedTuple):
+    """A stage that a warpgroup has waited for.
 
     Attributes:
         rows: what becomes of scores, with what features have loaded.
@@ -51,7 +51,7 @@ class FeatureRing:
         full, empty = barriers[f"{stages.NAME}_full"], barriers[f"{stages.NAME}_empty"]
         return cls(shared, wgmma.Ring(full, empty, table[stages.NAME].count))
 
-    def fill(self, score: Score, tile: QueryTile, index: Int32) -> None:
+    def producer_load(self, score: Score, tile: QueryTile, index: Int32) -> None:
         """The producer's step: loads the next stage for a key tile."""
         if self.ring is None:
             return
@@ -60,30 +60,30 @@ class FeatureRing:
             score.copy(self._loaded(tile, index), self.shared.regions.stage(stages.NAME, stage), barrier)
 
         config = tile.config
-        self.ring.fill(copy, index, stages.loaded_nbytes(score.features, config.rows, config.keys))
+        self.ring.producer_load(copy, index, stages.loaded_nbytes(score.features, config.rows, config.keys))
 
-    def take(self, rows: ScoreRows, tile: QueryTile, index: Int32) -> Taken:
+    def consumer_wait(self, rows: ScoreRows, tile: QueryTile, index: Int32) -> LoadedStage:
         """The consumers' step: waits for the next stage, that of a key tile."""
         if self.ring is None:
-            return Taken(rows, None)
-        stage = self.ring.wait()
+            return LoadedStage(rows, None)
+        stage = self.ring.consumer_wait()
         score = rows.score.load(self._loaded(tile, index), self.shared.regions.stage(stages.NAME, stage))
-        return Taken(replace(rows, score=score), stage)
+        return LoadedStage(replace(rows, score=score), stage)
 
-    def release(self, taken: Taken) -> None:
+    def consumer_release(self, loaded: LoadedStage) -> None:
         """Gives a stage back."""
         if self.ring is not None:
-            self.ring.release(taken.stage)
+            self.ring.consumer_release(loaded.stage)
 
     def pass_by(self) -> None:
         """Lets the stage of a tile go by that only other warpgroups see."""
         if self.ring is not None:
-            self.ring.release(self.ring.wait())
+            self.ring.consumer_release(self.ring.consumer_wait())
 
-    def settle(self) -> None:
-        """See `wgmma.Ring.settle`."""
+    def make_uniform(self) -> None:
+        """See `wgmma.Ring.make_uniform`."""
         if self.ring is not None:
-            self.ring.settle()
+            self.ring.make_uniform()
 
     def _loaded(self, tile: QueryTile, index: Int32) -> LoadedTile:
         config = tile.config

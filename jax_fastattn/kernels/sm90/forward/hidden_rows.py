@@ -16,7 +16,7 @@ from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
-from jax_fastattn.kernels.sm90.forward.work import Call, Lane, QueryTile
+from jax_fastattn.kernels.sm90.forward.state import Call, Lane, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -66,20 +66,20 @@ class SharedOperands:
             barrier=ForwardBarrier.WARPGROUP,
         )
 
-    def zero_values(self, tile: QueryTile, index: Int32, slot: Callable[[], Int32]) -> None:
+    def zero_values(self, tile: QueryTile, index: Int32, stage: Callable[[], Int32]) -> None:
         """Zeroes the rows of V that no query sees. Every warpgroup does so for itself.
 
         Args:
             tile: of queries.
             index: position of the key tile.
-            slot: waits for V and returns its slot; called if there is something to zero.
+            stage: waits for V and returns its stage; called if there is something to zero.
         """
         spec, config = self.call.spec, self.call.config
         live = copies.moved(tile.bounds).live_keys()
         rows = copies.Rows.live(live, tile.visit.tile(index) * config.keys, length=tile.keys.zeros_from())
         wgmma.zero_hidden_rows(
             config.keys,
-            lambda: [(self.shared.slot_address(slot()), self.call.memory.v_head_dim)],
+            lambda: [(self.shared.stage_address(stage()), self.call.memory.v_head_dim)],
             rows,
             threads=128,
             barrier=ForwardBarrier.WARPGROUP,

@@ -3,7 +3,7 @@
 """Forward attention with TMA and WGMMA, warp-specialized: one producer warp, one to three consumer warpgroups.
 
 Each role has a file: `loader.py` loads Q, K and V, a warpgroup of `consumer.py` computes 64 rows of
-the output. If CTAs take tiles by a counter, one more warp does that (`schedule.py`). `shared.py` has the tiles
+the output. If CTAs get tiles by the tile counter, one more warp fetches them (`schedule.py`). `shared.py` has the tiles
 and the barriers in shared memory.
 """
 
@@ -25,7 +25,7 @@ from jax_fastattn.kernels.sm90.forward.consumer import ForwardConsumer
 from jax_fastattn.kernels.sm90.forward.loader import ForwardProducer
 from jax_fastattn.kernels.sm90.forward.schedule import PersistentPackedTiles, forward_schedule
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
-from jax_fastattn.kernels.sm90.forward.work import Call
+from jax_fastattn.kernels.sm90.forward.state import Call
 
 
 class ForwardKernel:
@@ -57,10 +57,10 @@ class ForwardKernel:
             (buffers, scalars),
             scalars,
             grid=self.schedule.blocks(scalars),
-            begins_early=spec.takes_tiles,
+            begins_early=spec.has_tile_counter,
             min_blocks=self.config.blocks,
         )
-        return [ResetKernel().launch(buffers), launch] if spec.takes_tiles else [launch]
+        return [ResetKernel().launch(buffers), launch] if spec.has_tile_counter else [launch]
 
     @cute.kernel
     def kernel(self, tma: Tma, buffers: ForwardBuffers, scalars: Scalars):
@@ -69,7 +69,7 @@ class ForwardKernel:
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = ForwardShared.of(self.memory, self.dtype)
         shared.initialize(warp_index, tma)
-        if cutlass.const_expr(spec.takes_tiles):
+        if cutlass.const_expr(spec.has_tile_counter):
             # The launch before resets the counter.
             cute.arch.griddepcontrol_wait()
         call = self._call(shared, tma, buffers, scalars)
@@ -78,9 +78,9 @@ class ForwardKernel:
                 cute.arch.setmaxregister_decrease(config.registers.producer)
             if warp_index == config.consumer_threads // 32:
                 ForwardProducer.start(call, shared).run()
-            if cutlass.const_expr(spec.takes_tiles):  # noqa: SIM102, of the two conditions only this one is static
+            if cutlass.const_expr(spec.has_tile_counter):  # noqa: SIM102, of the two conditions only this one is static
                 if thread == config.consumer_threads + 32:
-                    call.take_tiles()
+                    call.fetch_tiles()
         else:
             if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_increase(config.registers.consumer)
@@ -90,6 +90,6 @@ class ForwardKernel:
         """Returns what the roles share."""
         schedule = self.schedule
         if isinstance(schedule, PersistentPackedTiles):
-            schedule = dataclasses.replace(schedule, tile_counter=shared.taken)
+            schedule = dataclasses.replace(schedule, next_tile=shared.next_tile)
         score = Score.forward(self.spec, buffers, scalars)
         return Call(self.spec, self.memory, schedule, tma, buffers, scalars, score)

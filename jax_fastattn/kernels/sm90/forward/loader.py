@@ -10,7 +10,7 @@ from cutlass import Int32
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.sm90.forward.feature_ring import FeatureRing
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
-from jax_fastattn.kernels.sm90.forward.work import Call, QueryTile
+from jax_fastattn.kernels.sm90.forward.state import Call, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -35,7 +35,7 @@ class ForwardProducer:
     @classmethod
     def start(cls, call: Call, shared: ForwardShared) -> "ForwardProducer":
         """Returns the role with its registers."""
-        ring = wgmma.Ring(shared.full, shared.empty, call.config.slots)
+        ring = wgmma.Ring(shared.full, shared.empty, call.config.stages)
         query_phase = wgmma.Uniform(Int32(1))
         return cls(call, shared, ring, FeatureRing.start(shared), query_phase)
 
@@ -52,15 +52,15 @@ class ForwardProducer:
         copy_value = tma.value.copy(shared.value, tile.kv_head, tile.keys)
 
         def load_key(index: Int32) -> None:
-            self.ring.fill(copy_key, visit.tile(index), config.keys * memory.head_dim * 2)
-            self.features.fill(self.call.score, tile, visit.tile(index))
+            self.ring.producer_load(copy_key, visit.tile(index), config.keys * memory.head_dim * 2)
+            self.features.producer_load(self.call.score, tile, visit.tile(index))
 
         def load_value(index: Int32) -> None:
-            self.ring.fill(copy_value, visit.tile(index), config.keys * memory.v_head_dim * 2)
+            self.ring.producer_load(copy_value, visit.tile(index), config.keys * memory.v_head_dim * 2)
 
         def load_step(i: Int32) -> None:
             # With overlap, a consumer takes K of the next tile before V of this one.
-            if config.overlap:
+            if config.overlap_qk_pv:
                 load_key(last - 1 - i)
                 load_value(last - i)
             else:
@@ -75,7 +75,7 @@ class ForwardProducer:
         cutlass.if_generate(some, lambda: load_key(last))
         for group in range(config.warpgroups):
             barrier = shared.query_full + group
-            if config.walks:
+            if config.persistent:
                 wgmma.wait(shared.query_empty + group, self.query_phase[0])
             wgmma.expect(barrier, WARPGROUP_ROWS * memory.head_dim * 2)
             copy_query(tile.index * config.warpgroups + group, group, barrier)

@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32, cute
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
-from jax_fastattn.kernels.sm90.forward.work import Call, Lane
+from jax_fastattn.kernels.sm90.forward.state import Call, Lane
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -27,11 +27,11 @@ class ForwardProducts:
         lane: the thread.
         shared_query: Q of all warpgroups, `[rows, columns, warpgroup]`.
         score_mma: S = Q K^T, both factors from shared memory.
-        held_mma: the same with Q from registers.
+        fragment_mma: the same with Q from registers.
         out_mma: O += P V, P from registers.
         query: descriptors of this warpgroup's Q.
-        key: descriptors of the slots as K.
-        value: descriptors of the slots as V.
+        key: descriptors of the stages as K.
+        value: descriptors of the stages as V.
         scores: accumulator `[64, keys]` of S.
         probabilities: left factor `[64, keys]`, P in 16 bits.
         out: accumulator `[64, columns of V]` of O.
@@ -41,7 +41,7 @@ class ForwardProducts:
     lane: Lane
     shared_query: cute.Tensor
     score_mma: cute.TiledMma
-    held_mma: cute.TiledMma
+    fragment_mma: cute.TiledMma
     out_mma: cute.TiledMma
     query: cute.Tensor
     key: cute.Tensor
@@ -61,7 +61,7 @@ class ForwardProducts:
             lane=lane,
             shared_query=shared.query,
             score_mma=score_mma,
-            held_mma=wgmma.product(dtype, keys, a_in_registers=True, b_transposed=False),
+            fragment_mma=wgmma.product(dtype, keys, a_in_registers=True, b_transposed=False),
             out_mma=out_mma,
             query=wgmma.operand_a(score_mma, shared.query)[None, None, None, lane.group],
             key=wgmma.operand_b(score_mma, shared.key),
@@ -72,26 +72,32 @@ class ForwardProducts:
         )
 
     @property
-    def _held_count(self) -> int:
+    def _fragment_count(self) -> int:
         """How many fragments of Q stay in registers."""
-        return min(self.call.config.held, self.call.memory.head_dim // 16)
+        return min(self.call.config.q_in_regs, self.call.memory.head_dim // 16)
 
-    def hold_query(self) -> cute.Tensor:
+    def load_query_fragments(self) -> cute.Tensor:
         """Loads the fragments of Q that stay in registers, when Q is there."""
-        return wgmma.load_a(self.held_mma, self.shared_query, self.lane.group, self._held_count, self.lane.thread)
+        return wgmma.load_a(
+            self.fragment_mma, self.shared_query, self.lane.group, self._fragment_count, self.lane.thread
+        )
 
-    def start_scores(self, held: cute.Tensor, slot: Int32) -> None:
-        """Starts S = Q K^T, given what `hold_query` returned and the slot of K."""
-        wgmma.gemm_steps(self.scores, self._score_steps(held, self.key[None, None, None, slot]), accumulate=False)
+    def start_scores(self, query_fragments: cute.Tensor, stage: Int32) -> None:
+        """Starts S = Q K^T, given what `load_query_fragments` returned and the stage of K."""
+        wgmma.gemm_steps(
+            self.scores, self._score_steps(query_fragments, self.key[None, None, None, stage]), accumulate=False
+        )
 
-    def _score_steps(self, held: cute.Tensor, key: cute.Tensor) -> Iterator[wgmma.Step]:
+    def _score_steps(self, query_fragments: cute.Tensor, key: cute.Tensor) -> Iterator[wgmma.Step]:
         for k in range(self.call.memory.head_dim // 16):
-            mma, query = (self.held_mma, held) if k < self._held_count else (self.score_mma, self.query)
+            mma, query = (
+                (self.fragment_mma, query_fragments) if k < self._fragment_count else (self.score_mma, self.query)
+            )
             yield mma, query[None, None, k], key[None, None, k]
 
-    def add_values(self, slot: Int32) -> None:
+    def add_values(self, stage: Int32) -> None:
         """Starts O += P V."""
-        values = self.value[None, None, None, slot]
+        values = self.value[None, None, None, stage]
         wgmma.gemm(self.out_mma, self.out, self.probabilities, values, accumulate=True)
 
     def round_probabilities(self) -> None:

@@ -13,7 +13,7 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, load_record
-from jax_fastattn.kernels.device.tile_counter import TakenTile, take_one
+from jax_fastattn.kernels.device.tile_counter import NextTile, fetch_next
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.kernels.sm90.work import Work
@@ -276,25 +276,25 @@ class PackedTiles:
 
 @dataclass(frozen=True)
 class PersistentPackedTiles:
-    """Gives persistent CTAs tiles of packed sequences: each CTA takes the next tile by the tile counter.
+    """Gives persistent CTAs tiles of packed sequences: each CTA fetches the next tile by the tile counter.
 
     Attributes:
         slots: of the heads.
         blocks_per_sm: how many CTAs an SM holds.
-        tile_counter: where the warps of a CTA find the tile that it has taken; None where the launch is computed.
+        next_tile: where the warps of a CTA find the tile that it has fetched; None where the launch is computed.
     """
 
     slots: HeadSlots
     blocks_per_sm: int
-    tile_counter: TakenTile | None = None
+    next_tile: NextTile | None = None
 
     def blocks(self, scalars: Scalars) -> Int32:
         """Returns how many CTAs a launch has: one for each slot, or as many as the GPU holds."""
         return _persistent_blocks(self.slots.total(scalars), self.blocks_per_sm, scalars)
 
     def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
-        """Calls `visit` for each tile that `take_each` has taken. Its words are its record and its head."""
-        counter = self._tile_counter
+        """Calls `visit` for each tile that `fetch_each` has fetched. Its words are its record and its head."""
+        counter = self._next_tile
         phase, words = wgmma.Uniform(Int32(1)), wgmma.Uniform(*[Int32(0)] * counter.words)
 
         def following(_: Int32) -> Boolean:
@@ -311,19 +311,19 @@ class PersistentPackedTiles:
             yield_out(nothing)
 
     @property
-    def _tile_counter(self) -> TakenTile:
-        assert self.tile_counter is not None
-        return self.tile_counter
+    def _next_tile(self) -> NextTile:
+        assert self.next_tile is not None
+        return self.next_tile
 
-    def take_each(self, buffers: ForwardBuffers, scalars: Scalars) -> None:
-        """Takes tiles for the CTA until none is left, which a record without rows says. One lane calls it."""
-        counter = self._tile_counter
+    def fetch_each(self, buffers: ForwardBuffers, scalars: Scalars) -> None:
+        """Fetches tiles for the CTA until none is left, which a record without rows says. One lane calls it."""
+        counter = self._next_tile
         total = self.slots.total(scalars)
         phase = wgmma.Uniform(Int32(0))
 
-        def take(_: Int32) -> Boolean:
+        def fetch(_: Int32) -> Boolean:
             wgmma.wait(counter.empty, phase[0] ^ 1)
-            index = take_one(buffers.taken.toint())
+            index = fetch_next(buffers.tile_counter.toint())
             at = Int32(cutlass.min(index, total - 1))
             record = self.slots.record(at, buffers, scalars)
             left = Boolean(index < total)
@@ -338,7 +338,7 @@ class PersistentPackedTiles:
             cutlass.if_generate(Boolean((rows > 0) | (index >= total)), write)
             return left
 
-        with while_generate([Int32(0)], take) as nothing:
+        with while_generate([Int32(0)], fetch) as nothing:
             yield_out(nothing)
 
 
@@ -346,8 +346,8 @@ def forward_schedule(spec: KernelSpec, config: ForwardConfig) -> ForwardSchedule
     """Returns the schedule of a forward kernel."""
     if spec.packed:
         slots = HeadSlots(spec, config.rows)
-        return PersistentPackedTiles(slots, config.blocks) if spec.takes_tiles else PackedTiles(slots)
+        return PersistentPackedTiles(slots, config.blocks) if spec.has_tile_counter else PackedTiles(slots)
     tiles = HeadTiles(spec, config.rows)
-    if not config.walks:
+    if not config.persistent:
         return SingleTiles(tiles)
     return (PersistentSections if spec.bounds_kind.left else PersistentPairs)(tiles, config.blocks)

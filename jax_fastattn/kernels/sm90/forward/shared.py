@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles and barriers of the forward kernel in shared memory.
 
-K and V tiles pass through one ring of slots, in the order in which they are consumed. A slot has a barrier that TMA
+K and V tiles pass through one ring of stages, in the order in which they are consumed. A stage has a barrier that TMA
 completes ("full") and one on which every consumer warp arrives ("empty"). So has the Q of each warpgroup.
 """
 
@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
-from jax_fastattn.kernels.device.tile_counter import TakenTile
+from jax_fastattn.kernels.device.tile_counter import NextTile
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90.forward.config import SharedMemory
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
@@ -26,13 +26,13 @@ class ForwardShared:
     Attributes:
         regions: the rows of the table.
         query: `[rows, columns, warpgroup]`.
-        key: the ring as tiles of K, `[keys, columns, slot]`.
-        value: the ring as tiles of V, `[keys, columns, slot]`.
-        full: barriers of the slots.
-        empty: barriers of the slots.
+        key: the ring as tiles of K, `[keys, columns, stage]`.
+        value: the ring as tiles of V, `[keys, columns, stage]`.
+        full: barriers of the stages.
+        empty: barriers of the stages.
         query_full: barriers of the warpgroups.
         query_empty: barriers of the warpgroups.
-        taken: the tile that is taken by a counter; None if the CTA knows its tiles.
+        next_tile: the next tile, by the tile counter; None if the CTA knows its tiles.
     """
 
     regions: SharedRegions
@@ -43,7 +43,7 @@ class ForwardShared:
     empty: cute.Pointer
     query_full: cute.Pointer
     query_empty: cute.Pointer
-    taken: TakenTile | None
+    next_tile: NextTile | None
 
     @classmethod
     def of(cls, memory: SharedMemory, dtype: Any) -> "ForwardShared":
@@ -59,7 +59,7 @@ class ForwardShared:
             empty=regions.barriers["ring_empty"],
             query_full=regions.barriers["query_full"],
             query_empty=regions.barriers["query_empty"],
-            taken=TakenTile.of(regions) if memory.takes_tiles else None,
+            next_tile=NextTile.of(regions) if memory.has_tile_counter else None,
         )
 
     def initialize(self, warp_index: Int32, tma: Tma) -> None:
@@ -70,6 +70,6 @@ class ForwardShared:
         """Returns the address of a warpgroup's Q."""
         return self.regions.stage("query", group)
 
-    def slot_address(self, slot: Int32) -> Int32:
-        """Returns the address of a slot of the ring."""
-        return self.regions.stage("ring", slot)
+    def stage_address(self, stage: Int32) -> Int32:
+        """Returns the address of a stage of the ring."""
+        return self.regions.stage("ring", stage)

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
-from jax_fastattn.kernels.sm90.forward.work import Call, Lane
+from jax_fastattn.kernels.sm90.forward.state import Call, Lane
 
 # Upper limit on a lane's sum of unnormalized probabilities in a full tile. P has to fit its 16 bits, O and the sums
 # float32.
@@ -92,32 +92,32 @@ class OnlineSoftmax:
         self._raise_maxima()
         self.products.round_probabilities()
 
-    def masked_tile(self, index: Int32, slot: Int32, rows: ScoreRows) -> None:
+    def masked_tile(self, index: Int32, stage: Int32, rows: ScoreRows) -> None:
         """Turns the scores of a masked tile into P, with products in flight that it then awaits; rescales O.
 
         Args:
             index: of the key tile.
-            slot: of K, which is released.
+            stage: of K, which is released.
             rows: what becomes of the scores of the lane's two rows.
         """
-        self.ring.release(slot)
+        self.ring.consumer_release(stage)
         self._hide(index, rows)
         grown = self._raise_maxima()
         warpgroup.wait_group(0)
         self.products.round_probabilities()
         self.products.rescale_out(self.factors, grown)
 
-    def full_tile(self, index: Int32, slot: Int32, rows: ScoreRows) -> None:
+    def full_tile(self, index: Int32, stage: Int32, rows: ScoreRows) -> None:
         """Turns the scores of a tile without a mask into P, with products in flight that it then awaits; rescales O.
 
         Args:
             index: of the key tile.
-            slot: of K, which is released.
+            stage: of K, which is released.
             rows: what becomes of the scores of the lane's two rows.
         """
         tile = self._tile(index, rows)
         sums, failed = self._attempt(rows.score, tile)
-        late = self.call.config.waits_late
+        late = self.call.config.pv_wait_after_exp
 
         def wait() -> None:
             # All warps of a warpgroup have to wait in the same place: not on the two sides of a warp's branch.
@@ -125,13 +125,13 @@ class OnlineSoftmax:
             self.products.round_probabilities()
 
         def recompute() -> None:
-            self._recompute(slot, rows.score, tile)
+            self._recompute(stage, rows.score, tile)
             if not late:
                 self.products.round_probabilities()
 
         if not late:
             wait()
-        cutlass.if_generate(failed, recompute, lambda: self._commit(slot, sums))
+        cutlass.if_generate(failed, recompute, lambda: self._commit(stage, sums))
         if late:
             wait()
         self.products.rescale_out(self.factors, failed)
@@ -187,26 +187,26 @@ class OnlineSoftmax:
         holds = Boolean((sums[0] < limit) & (sums[1] < limit))
         return sums, cute.arch.vote_any_sync(Boolean(holds == Boolean(False)))
 
-    def _commit(self, slot: Int32, sums: list[Float32]) -> None:
+    def _commit(self, stage: Int32, sums: list[Float32]) -> None:
         """Adds the sums of a full tile whose assumption was right."""
-        self.ring.release(slot)
+        self.ring.consumer_release(stage)
         for i, total in enumerate(sums):
             self.sums[i] = self.sums[i] + total
 
-    def _recompute(self, slot: Int32, score: Score, tile: ScoreTile) -> None:
+    def _recompute(self, stage: Int32, score: Score, tile: ScoreTile) -> None:
         """Repeats the softmax of a full tile as usual: the scores are gone, the tiles still in shared memory."""
         memory = self.call.memory
         warp_scores.warp_scores(
             self.products.scores,
             self.shared.query_address(self.lane.group),
-            self.shared.slot_address(slot),
+            self.shared.stage_address(stage),
             warp=self.lane.warp,
             lane=self.lane.thread % 32,
             keys=self.call.config.keys,
             head_dim=memory.head_dim,
             mma_dtype=self.call.mma_dtype,
         )
-        self.ring.release(slot)
+        self.ring.consumer_release(stage)
         score.full(self.products.scores, tile)
         self._raise_maxima()
 

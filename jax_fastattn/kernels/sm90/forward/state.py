@@ -100,10 +100,10 @@ class Call:
         """Calls `visit` for each tile of queries of the CTA; the producer and the consumers visit the same ones."""
         self.schedule.each(self.buffers, self.scalars, lambda work: visit(QueryTile.of(self.spec, self.config, work)))
 
-    def take_tiles(self) -> None:
-        """Takes tiles for the CTA by the counter. One lane calls it."""
+    def fetch_tiles(self) -> None:
+        """Fetches tiles for the CTA by the tile counter. One lane calls it."""
         assert isinstance(self.schedule, PersistentPackedTiles)
-        self.schedule.take_each(self.buffers, self.scalars)
+        self.schedule.fetch_each(self.buffers, self.scalars)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer warpgroup of the fused kernel: dK and dV of 64 keys, and dS for the warpgroup that computes dQ.
+"""A consumer warpgroup of `dkdv_dq.py`: dK and dV of 64 keys, and dS for the warpgroup that computes dQ.
 
 The warpgroups never wait for each other. Query tiles are visited from the last one down: masked ones (left window edge,
 end of the queries), full ones without mask code, masked ones (right window edge).
@@ -19,7 +19,7 @@ from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
-from jax_fastattn.kernels.sm90.backward.dkdv_products import FusedProducts
+from jax_fastattn.kernels.sm90.backward.dkdv_dq_products import DkdvDqProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
@@ -28,7 +28,7 @@ from jax_fastattn.kernels.visits import Edges, Phase
 
 
 @dataclass(frozen=True, eq=False)
-class FusedConsumer:
+class DkdvDqConsumer:
     """Emits the code of a consumer warpgroup.
 
     Attributes:
@@ -55,12 +55,12 @@ class FusedConsumer:
     buffer: wgmma.Uniform
     rows: SharedRows
     mask: QueryMask
-    products: FusedProducts
+    products: DkdvDqProducts
 
     @classmethod
     def start(
         cls, spec: KernelSpec, shared: BackwardShared, score: Score, thread: Int32, warp_index: Int32
-    ) -> "FusedConsumer":
+    ) -> "DkdvDqConsumer":
         """Returns the role with its registers."""
         group = warp_index // 4
         row, column = accumulator_lane(thread % 32)
@@ -75,7 +75,7 @@ class FusedConsumer:
             stage=wgmma.Uniform(Int32(0), Int32(0)),
             buffer=wgmma.Uniform(Int32(0), Int32(0)),
             rows=SharedRows(spec, shared.memory, shared),
-            products=FusedProducts.start(spec, shared, thread, group),
+            products=DkdvDqProducts.start(spec, shared, thread, group),
         )
 
     @property
@@ -111,8 +111,8 @@ class FusedConsumer:
         """Visits the query tiles of phases, one after the other."""
 
         def run(phase: Phase) -> None:
-            self.stage.settle()
-            self.buffer.settle()
+            self.stage.make_uniform()
+            self.buffer.make_uniform()
             wgmma.loop(phase.steps, lambda i: self._tile(head, phase.position(i), phase.edges))
 
         for phase in phases:

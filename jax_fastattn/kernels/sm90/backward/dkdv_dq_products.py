@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The products of a consumer warpgroup of the fused kernel, and what happens to their results in registers.
+"""The products of a consumer warpgroup of `dkdv_dq.py`, and what happens to their results in registers.
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
@@ -28,7 +28,7 @@ _COLUMN_LANES = 4
 
 
 @dataclass(frozen=True, eq=False)
-class FusedProducts:
+class DkdvDqProducts:
     """Emits the products of one warpgroup.
 
     Attributes:
@@ -72,7 +72,7 @@ class FusedProducts:
     dv: Accumulator
 
     @classmethod
-    def start(cls, spec: KernelSpec, shared: BackwardShared, thread: Int32, group: Int32) -> "FusedProducts":
+    def start(cls, spec: KernelSpec, shared: BackwardShared, thread: Int32, group: Int32) -> "DkdvDqProducts":
         """Returns the products with their registers.
 
         Args:
@@ -203,7 +203,7 @@ class FusedProducts:
 
 
 def _ones(stats_mma: cute.TiledMma, shared_ones: cute.Tensor | None, thread: Int32) -> Any:
-    """Returns the left factor that adds statistics, the same in all rows: [1, 1, 1, 0, ...], see `gradient.thirds`."""
+    """Returns the left factor that adds statistics: [1, 1, 1, 0, ...] in all rows, see `gradient.split_bf16x3`."""
     if shared_ones is not None:
         return wgmma.operand_a(stats_mma, shared_ones)[None, None, 0, 0]
     fragment = wgmma.fragment_a(stats_mma, (WARPGROUP_ROWS, STEP), cutlass.BFloat16)
