@@ -96,7 +96,7 @@ def _rows(table: SharedTable) -> str:
     lines = ["| row | offset | bytes | count | arrivals |", "|---|--:|--:|--:|--:|"]
     for row in table.rows:
         over = f" (over {row.over})" if isinstance(row, Region) and row.over else ""
-        arrivals = "" if isinstance(row, Region) else row.arrivals
+        arrivals = "" if isinstance(row, Region) else row.arrive_count
         lines.append(f"| {row.name}{over} | {table.offset(row.name)} | {row.pitch} | {row.count} | {arrivals} |")
     return "\n".join(lines)
 

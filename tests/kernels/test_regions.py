@@ -37,8 +37,8 @@ TABLE = SharedTable(
     (
         Region("tile", 1000, 2, align=512),
         Region("small", 20, align=4),
-        Barriers("full", 3, arrivals=1),
-        Barriers("empty", 3, arrivals=8),
+        Barriers("full", 3, arrive_count=1),
+        Barriers("empty", 3, arrive_count=8),
         Region("index", 4, align=4),
     )
 )
@@ -53,9 +53,9 @@ def test_rows_follow_each_other_at_their_alignment() -> None:
 
 
 def test_every_barrier_is_initialized_with_its_arrivals() -> None:
-    table = TABLE.with_rows(Barriers("done", 1, arrivals=4))
+    table = TABLE.with_rows(Barriers("done", 1, arrive_count=4))
     stages = [row for i in range(3) for row in (("full", i, 1), ("empty", i, 8))]
-    assert list(table.arrivals()) == [*stages, ("done", 0, 4)]
+    assert list(table.arrive_counts()) == [*stages, ("done", 0, 4)]
 
 
 @pytest.mark.parametrize("out", [100, 3000])
@@ -67,15 +67,15 @@ def test_a_region_uses_others_again(out: int) -> None:
 
 
 def test_a_feature_adds_rows() -> None:
-    table = TABLE.with_rows(Region("bias", 512, 2, align=512), Barriers("bias_full", 2, arrivals=1))
+    table = TABLE.with_rows(Region("bias", 512, 2, align=512), Barriers("bias_full", 2, arrive_count=1))
     assert [row.name for row in table.rows] == ["tile", "small", "bias", "full", "empty", "bias_full", "index"]
-    assert list(table.arrivals())[-2:] == [("bias_full", 0, 1), ("bias_full", 1, 1)]
+    assert list(table.arrive_counts())[-2:] == [("bias_full", 0, 1), ("bias_full", 1, 1)]
     assert table.offset("bias") == 2560
     assert table.offset("tile") == 0
     assert "bias" in table
     assert "bias" not in TABLE
     assert TABLE.with_rows() == TABLE
-    assert SharedTable(()).with_rows(Barriers("x", 1, arrivals=1), Region("y", 4)).offset("x") == 16
+    assert SharedTable(()).with_rows(Barriers("x", 1, arrive_count=1), Region("y", 4)).offset("x") == 16
 
 
 def test_names_are_checked() -> None:
@@ -113,7 +113,7 @@ def test_rows_of_every_kernel_are_apart_and_aligned() -> None:
 
 
 def test_rows_of_features_join_those_of_every_hopper_kernel() -> None:
-    rows = (Region("bias", 8192, 2, align=1024), Barriers("bias_full", 2, arrivals=1))
+    rows = (Region("bias", 8192, 2, align=1024), Barriers("bias_full", 2, arrive_count=1))
     forward, backward, wide = (
         KernelSpec(op, "sm_90a", "bfloat16", dim, dim, family="sm90")
         for op, dim in (("forward", 64), ("backward", 64), ("backward", 192))

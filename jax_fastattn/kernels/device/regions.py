@@ -55,12 +55,12 @@ class Barriers:
     Attributes:
         name: differs from that of every other row of a table.
         count: number of barriers.
-        arrivals: number of arrivals that each of them is initialized with.
+        arrive_count: number of arrivals that each of them is initialized with.
     """
 
     name: str
     count: int
-    arrivals: int
+    arrive_count: int
 
     @property
     def align(self) -> int:
@@ -129,14 +129,14 @@ class SharedTable:
         """The rows that are barriers."""
         return tuple(row for row in self.rows if isinstance(row, Barriers))
 
-    def arrivals(self) -> Iterator[tuple[str, int, int]]:
+    def arrive_counts(self) -> Iterator[tuple[str, int, int]]:
         """Yields how each barrier is initialized: its row, its index in the row, and its number of arrivals.
 
         Neighboring rows of the same count take turns: what belongs to one stage comes together.
         """
         for count, rows in itertools.groupby(self.barriers, lambda row: row.count):
             for index, row in itertools.product(range(count), rows):
-                yield row.name, index, row.arrivals
+                yield row.name, index, row.arrive_count
 
     def with_rows(self, *rows: Row) -> SharedTable:
         """Returns the table with rows of a feature, to which the kernel's own rows make room.

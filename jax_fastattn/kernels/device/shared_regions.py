@@ -60,8 +60,8 @@ class SharedRegions:
         def initialize() -> None:
             tma.prefetch_descriptors()
             with cute.arch.elect_one():
-                for name, index, arrivals in self.table.arrivals():
-                    cute.arch.mbarrier_init(self.barriers[name] + index, arrivals)
+                for name, index, arrive_count in self.table.arrive_counts():
+                    cute.arch.mbarrier_init(self.barriers[name] + index, arrive_count)
             cute.arch.mbarrier_init_fence()
 
         cutlass.if_generate(warp_index == 0, initialize)

@@ -171,12 +171,12 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
             Region("query", operands * self.head_dim, config.stages, TILE_ALIGNMENT),
             Region("dout", operands * self.v_head_dim, config.stages, TILE_ALIGNMENT),
             *regions,
-            Barriers("key_full", 1, arrivals=1),
-            Barriers("value_full", 1, arrivals=1),
-            Barriers("query_full", config.stages, arrivals=1),
-            Barriers("query_empty", config.stages, arrivals=warps),
-            Barriers("dout_full", config.stages, arrivals=1),
-            Barriers("dout_empty", config.stages, arrivals=warps),
+            Barriers("key_full", 1, arrive_count=1),
+            Barriers("value_full", 1, arrive_count=1),
+            Barriers("query_full", config.stages, arrive_count=1),
+            Barriers("query_empty", config.stages, arrive_count=warps),
+            Barriers("dout_full", config.stages, arrive_count=1),
+            Barriers("dout_empty", config.stages, arrive_count=warps),
             *last,
         )
 
@@ -196,13 +196,13 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
         """Barriers of dS, of tiles of dq in flight and of the next tile of keys; counters of dq tiles; its index."""
         config, warps = self.config, self.config.consumer_threads // 32
         return [
-            Barriers("dscore_full", 2, arrivals=warps),
-            Barriers("dscore_empty", 2, arrivals=4),
-            Barriers("added", DQ_TILES_IN_FLIGHT, arrivals=4),
-            Barriers("counted", DQ_TILES_IN_FLIGHT, arrivals=1),
-            Barriers("keys_empty", 1, arrivals=warps + 4),
-            Barriers("next_tile_full", 1, arrivals=1),
-            Barriers("next_tile_empty", 1, arrivals=config.threads // 32),
+            Barriers("dscore_full", 2, arrive_count=warps),
+            Barriers("dscore_empty", 2, arrive_count=4),
+            Barriers("added", DQ_TILES_IN_FLIGHT, arrive_count=4),
+            Barriers("counted", DQ_TILES_IN_FLIGHT, arrive_count=1),
+            Barriers("keys_empty", 1, arrive_count=warps + 4),
+            Barriers("next_tile_full", 1, arrive_count=1),
+            Barriers("next_tile_empty", 1, arrive_count=config.threads // 32),
             Region("left", 4, DQ_TILES_IN_FLIGHT, align=4),
             Region("next_tile", 4, align=4),
         ]
@@ -282,10 +282,10 @@ class DqMemory(OperandMemory[DqConfig]):
             Region("query", WARPGROUP_ROWS * self.head_dim * 2, 2, TILE_ALIGNMENT),
             Region("dout", WARPGROUP_ROWS * self.v_head_dim * 2, 2, TILE_ALIGNMENT),
             Region("ring", config.keys * columns * 2, config.stages, TILE_ALIGNMENT),
-            Barriers("ring_full", config.stages, arrivals=1),
-            Barriers("ring_empty", config.stages, arrivals=config.consumer_threads // 32),
-            Barriers("query_full", 2, arrivals=1),
-            Barriers("dout_full", 2, arrivals=1),
+            Barriers("ring_full", config.stages, arrive_count=1),
+            Barriers("ring_empty", config.stages, arrive_count=config.consumer_threads // 32),
+            Barriers("query_full", 2, arrive_count=1),
+            Barriers("dout_full", 2, arrive_count=1),
         )
 
 

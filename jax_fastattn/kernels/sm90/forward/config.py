@@ -142,15 +142,15 @@ class SharedMemory:
         rows: list[Row] = [
             Region("query", WARPGROUP_ROWS * self.head_dim * 2, config.warpgroups, TILE_ALIGNMENT),
             Region("ring", config.keys * columns * 2, config.stages, TILE_ALIGNMENT),
-            Barriers("ring_full", config.stages, arrivals=1),
-            Barriers("ring_empty", config.stages, arrivals=warps),
-            Barriers("query_full", config.warpgroups, arrivals=1),
-            Barriers("query_empty", config.warpgroups, arrivals=4),
+            Barriers("ring_full", config.stages, arrive_count=1),
+            Barriers("ring_empty", config.stages, arrive_count=warps),
+            Barriers("query_full", config.warpgroups, arrive_count=1),
+            Barriers("query_empty", config.warpgroups, arrive_count=4),
         ]
         if self.has_tile_counter:
             rows += [
-                Barriers("next_tile_full", 1, arrivals=1),
-                Barriers("next_tile_empty", 1, arrivals=warps + 1),
+                Barriers("next_tile_full", 1, arrive_count=1),
+                Barriers("next_tile_empty", 1, arrive_count=warps + 1),
                 Region("next_tile", 4 * NEXT_TILE_WORDS, align=4),
             ]
         return SharedTable(tuple(rows)).with_rows(*self.feature_rows)
