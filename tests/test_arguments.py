@@ -55,9 +55,9 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles
     packed = launch_buffers(dataclasses.replace(plain, packed=True, query_offset=True))
     assert packed["query_tiles"] == packed["key_tiles"] == "int32" and packed["query_offset"] is None
-    assert launch_buffers(full)["dq"] == "float16" and launch_buffers(full)["arrivals"] == "int32"
+    assert launch_buffers(full)["dq"] == "float16" and launch_buffers(full)["head_ready"] == "int32"
     dkdv = launch_buffers(configured(dataclasses.replace(full, head_dim=192)))
-    assert dkdv["dq_accum"] is dkdv["arrivals"] is None
+    assert dkdv["dq_accum"] is dkdv["dq_semaphore"] is None
 
 
 def test_integers_come_before_floats() -> None:

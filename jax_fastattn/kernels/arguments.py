@@ -91,10 +91,11 @@ class BackwardBuffers(NamedTuple):
         dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
         dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
-        arrivals: `[B, N, 1 + padded_rows(T) / queries of a tile]`: counters of a query head. The first one is that of
-            the zeros and statistics of the head, or in the first head that of tiles taken. The others are how many key
-            tiles have still to add to each query tile, or with `spec.ordered` how many have added. Of packed sequences
-            there is one head more, see `sm90/schedule.slots_counter`.
+        tile_counter: `[1]`, how many tiles of keys CTAs have fetched.
+        head_ready: `[B, K]`, how many warps have prepared statistics and zeros of a key/value head. Of packed sequences
+            `[slots]`: at a sequence's first slot, how many of its slots have statistics from the background launch.
+        dq_semaphore: `[B, N, padded_rows(T) / queries of a tile]`, how many key tiles have still to add to each query
+            tile, or with `spec.ordered` how many have added.
     """
 
     query: Annotated[Any, Buffer("operand")]
@@ -117,7 +118,9 @@ class BackwardBuffers(NamedTuple):
     dsinks_terms: Annotated[Any, Buffer("result", "float32", needs="dsinks")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
     dq_accum: Annotated[Any, Buffer("scratch", "float32", needs="config.adds_dq")]
-    arrivals: Annotated[Any, Buffer("scratch", "int32", needs="config.adds_dq")]
+    tile_counter: Annotated[Any, Buffer("scratch", "int32", needs="config.adds_dq")]
+    head_ready: Annotated[Any, Buffer("scratch", "int32", needs="config.adds_dq")]
+    dq_semaphore: Annotated[Any, Buffer("scratch", "int32", needs="config.adds_dq")]
 
 
 class PortableBackwardBuffers(NamedTuple):
@@ -127,7 +130,7 @@ class PortableBackwardBuffers(NamedTuple):
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
         sinks, out, lse, dout, dlse, added, dq, dk, dv, dsinks_terms: see `BackwardBuffers`.
-        stats, dq_accum, dq_semaphore: see `sm80/backward_config.backward_scratch`.
+        stats, dq_accum, tile_counter, dq_semaphore: see `sm80/backward/config.backward_scratch`.
     """
 
     query: Annotated[Any, Buffer("operand")]
@@ -150,6 +153,7 @@ class PortableBackwardBuffers(NamedTuple):
     dsinks_terms: Annotated[Any, Buffer("result", "float32", needs="dsinks")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
     dq_accum: Annotated[Any, Buffer("scratch", "float32")]
+    tile_counter: Annotated[Any, Buffer("scratch", "int32", needs="ordered")]
     dq_semaphore: Annotated[Any, Buffer("scratch", "int32", needs="ordered")]
 
 

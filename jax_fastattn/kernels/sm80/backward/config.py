@@ -248,10 +248,10 @@ def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
 
 
 def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the scratch arrays of a launch by name: row statistics, dq_accum and, in order, dq_semaphore.
+    """Shapes of the scratch arrays of a launch by name: row statistics, dq_accum and, in order, both counters.
 
-    dq_semaphore has one count for each warp that adds to a tile, and one last element, the tickets of the CTAs. Of
-    packed sequences `batch` is how many there are.
+    dq_semaphore has one count for each warp that adds to a tile; tile_counter says how many tiles of keys CTAs have
+    fetched. Of packed sequences `batch` is how many there are.
     """
     config: DkdvDqConfig = spec.config
     heads = batch, num_heads
@@ -264,5 +264,6 @@ def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads:
         "dq_accum": (*heads, tile_count * config.queries, columns),
     }
     if spec.ordered:
-        scratch["dq_semaphore"] = (heads[0] * num_heads * tile_count * config.dq_warps + 1,)
+        scratch["tile_counter"] = (1,)
+        scratch["dq_semaphore"] = (*heads, tile_count, config.dq_warps)
     return scratch

@@ -91,8 +91,8 @@ class DkdvDqKernel:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
-        ticket = self.reduce.ticket(buffers, scalars, thread, shared)
-        work = self.schedule.in_sections(ticket, order.group, buffers, scalars)
+        index = self.reduce.next_tile(buffers, thread, shared)
+        work = self.schedule.in_sections(index, order.group, buffers, scalars)
         warp = cute.arch.make_warp_uniform(thread // 32)
         # Of four warps in a role, w and w + 4 share a scheduler: one of each role.
         role_warp = warp % config.role_warps

@@ -15,12 +15,11 @@ from typing import Protocol, final
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
-from jax_fastattn.kernels.sm80.schedule import schedule
 
 
 def adds_chunks(arch: str) -> bool:
@@ -94,8 +93,8 @@ class DqTile:
 class DqReduce(Protocol):
     """What the kernels of a backward pass do for dq, in this order.
 
-    The preprocess kernel prepares. A CTA of `dkdv_dq.py` takes a ticket; each of its warps that compute dQ starts, and
-    for each query tile waits, accumulates, and counts. The conversion finishes.
+    The preprocess kernel prepares. A CTA of `dkdv_dq.py` fetches a tile of keys; each of its warps that compute dQ
+    starts, and for each query tile waits, accumulates, and counts. The conversion finishes.
     """
 
     @property
@@ -103,13 +102,11 @@ class DqReduce(Protocol):
         """Where the fragments of a tile lie."""
         ...
 
-    def prepare(
-        self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
-    ) -> None:
+    def prepare(self, buffers: PortableBackwardBuffers, index: Int64, thread: Int32, threads: int) -> None:
         """Makes tile `index` ready to be added to, by all threads of a CTA."""
         ...
 
-    def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
+    def next_tile(self, buffers: PortableBackwardBuffers, thread: Int32, shared: Int32) -> Int32:
         """Returns the CTA's place in the order of key tiles. May use shared memory at `shared`, and leaves it free."""
         ...
 
@@ -152,19 +149,16 @@ class DqAtomic:
 
     tile: DqTile
 
-    def prepare(
-        self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
-    ) -> None:
+    def prepare(self, buffers: PortableBackwardBuffers, index: Int64, thread: Int32, threads: int) -> None:
         """Zeroes the sums of a tile."""
-        del scalars
         address = buffers.dq_accum.toint() + index * self.tile.nbytes + Int64(thread * 16)
         zero = [Int32(0)] * 4
         for i in range(0, self.tile.nbytes, 16 * threads):
             ptx.store_global_chunk(address + i, zero)
 
-    def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
+    def next_tile(self, buffers: PortableBackwardBuffers, thread: Int32, shared: Int32) -> Int32:
         """Returns the CTA's index: CTAs may begin tiles in any order."""
-        del buffers, scalars, thread, shared
+        del buffers, thread, shared
         return cute.arch.block_idx()[0]
 
     def start(self) -> None:
@@ -202,42 +196,36 @@ class DqSemaphore:
     sums, so they need no zeros. A warp counts what it has added when it comes to the next tile: a release waits until
     additions are visible, and by then they are.
 
-    No CTA waits forever. It waits for earlier key tiles of the same head, CTAs take key tiles in that order by tickets,
-    and a CTA that has a ticket runs until it is done.
+    No CTA waits forever. It waits for earlier key tiles of the same head, CTAs fetch key tiles in that order by a
+    counter, and a CTA that has a tile runs until it is done.
 
     Attributes:
-        spec: the compile key.
         config: the tiling.
         tile: where the fragments of a tile lie.
     """
 
-    spec: KernelSpec
     config: DkdvDqConfig
     tile: DqTile
 
-    def prepare(
-        self, buffers: PortableBackwardBuffers, scalars: Scalars, index: Int64, thread: Int32, threads: int
-    ) -> None:
-        """Zeroes the counts of tile `index`, and the tickets."""
+    def prepare(self, buffers: PortableBackwardBuffers, index: Int64, thread: Int32, threads: int) -> None:
+        """Zeroes the counts of tile `index`, and the tile counter."""
         del threads
         counts = self._semaphore(buffers) + (index * self.tile.warps + thread) * 4
         cutlass.if_generate(thread < self.tile.warps, lambda: ptx.store_global_int(counts, Int32(0)))
-        tickets = self._tickets(buffers, scalars)
         is_first = Boolean((index == 0) & (thread == 0))
-        cutlass.if_generate(is_first, lambda: ptx.store_global_int(tickets, Int32(0)))
+        cutlass.if_generate(is_first, lambda: ptx.store_global_int(self._tile_counter(buffers), Int32(0)))
 
-    def ticket(self, buffers: PortableBackwardBuffers, scalars: Scalars, thread: Int32, shared: Int32) -> Int32:
-        """Takes a ticket. Uses shared memory at `shared`, which is free again afterwards."""
-        tickets = self._tickets(buffers, scalars)
+    def next_tile(self, buffers: PortableBackwardBuffers, thread: Int32, shared: Int32) -> Int32:
+        """Fetches the next tile. Uses shared memory at `shared`, which is free again afterwards."""
 
-        def take() -> None:
-            ptx.store_shared(shared, ptx.fetch_add_global(tickets, Int32(1), "relaxed"))
+        def fetch() -> None:
+            ptx.store_shared(shared, ptx.fetch_add_global(self._tile_counter(buffers), Int32(1), "relaxed"))
 
-        cutlass.if_generate(thread == 0, take)
+        cutlass.if_generate(thread == 0, fetch)
         cute.arch.sync_threads()
-        ticket = cute.arch.make_warp_uniform(ptx.load_shared(shared))
+        index = cute.arch.make_warp_uniform(ptx.load_shared(shared))
         cute.arch.sync_threads()
-        return ticket
+        return index
 
     def _semaphore(self, buffers: PortableBackwardBuffers) -> Int64:
         assert buffers.dq_semaphore is not None
@@ -247,11 +235,9 @@ class DqSemaphore:
         assert state.dq_scratch.semaphore is not None
         return state.dq_scratch.semaphore + Int64(index) * 4
 
-    def _tickets(self, buffers: PortableBackwardBuffers, scalars: Scalars) -> Int64:
-        tiles_of_all = schedule(self.spec, self.config.queries).blocks(
-            scalars.query_length, Int64(scalars.batch), scalars.num_heads
-        )
-        return self._semaphore(buffers) + tiles_of_all * (4 * self.tile.warps)
+    def _tile_counter(self, buffers: PortableBackwardBuffers) -> Int64:
+        assert buffers.tile_counter is not None
+        return Int64(buffers.tile_counter.toint())
 
     def start(self) -> cute.Tensor:
         """Returns the index of the count that is due, from the group's first; -1 if none is."""
@@ -302,4 +288,4 @@ class DqSemaphore:
 def dq_reduce(spec: KernelSpec, config: DkdvDqConfig) -> DqReduce:
     """Returns the reduction of a compile key."""
     tile = DqTile(spec, config)
-    return DqSemaphore(spec, config, tile) if spec.ordered else DqAtomic(tile)
+    return DqSemaphore(config, tile) if spec.ordered else DqAtomic(tile)

@@ -97,7 +97,7 @@ class PreprocessKernel:
             else buffers.dsinks_terms.toint() + queries.head_row(heads, head, first) * 4,
         )
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
-        self.reduce.prepare(buffers, scalars, index, thread, self.threads)
+        self.reduce.prepare(buffers, index, thread, self.threads)
         self._write(rows, thread, queries.length - first)
 
     def _write(self, rows: QueryRows, thread: Int32, stored_rows: Int32) -> None:

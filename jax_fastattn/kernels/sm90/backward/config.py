@@ -35,11 +35,6 @@ def padded_rows(rows: Any) -> Any:
     return (rows + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
 
 
-def head_counters(rows: Any, queries: int) -> Any:
-    """Counters of a query head of so many padded rows: the first one of its zeros, the others of its tiles."""
-    return rows // queries + 1
-
-
 def stats_row_nbytes(adds_dq: bool) -> int:
     """Bytes of a statistic of a row: a float32, or where dq is added eight bfloat16 for a product."""
     return 16 if adds_dq else 4
@@ -360,6 +355,7 @@ def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads:
     scratch: dict[str, tuple[int, ...]] = {"stats": (*heads, 2, rows * stats_row_nbytes(spec.config.adds_dq) // 4)}
     if spec.config.adds_dq:
         scratch["dq_accum"] = (*heads, rows, padded_head_dim(spec.head_dim))
-        counted = (1, num_heads + 1) if spec.packed else heads
-        scratch["arrivals"] = (*counted, head_counters(rows, spec.config.main.queries))
+        scratch["tile_counter"] = (1,)
+        scratch["head_ready"] = (rows // ROW_ALIGNMENT,) if spec.packed else (batch, num_heads // spec.group)
+        scratch["dq_semaphore"] = (*heads, rows // spec.config.main.queries)
     return scratch

@@ -80,15 +80,14 @@ class DkdvDqKernel:
 
     def _produce(self, shared: BackwardShared, call: Call, warp_index: Int32) -> None:
         """Emits the producer's warpgroup: one warp loads, the others prepare sums of dq and count its tiles."""
-        arrivals = call.buffers.arrivals
 
         def begin(work: KeyTile, phase: Int32) -> None:
-            self.dq_reduce.wait(work, arrivals)
+            self.dq_reduce.wait(work, call.buffers.head_ready)
             wgmma.wait(shared.keys_empty, phase ^ 1)
 
         def prepare_and_count(work: KeyTile, _: Int32) -> None:
             self.dq_reduce.prepare(work, call.buffers, warp.stage)
-            self.dq_reduce.count(shared, work, arrivals, warp)
+            self.dq_reduce.count(shared, work, call.buffers.dq_semaphore, warp)
 
         load_all = self.common.loader(shared, call, begin)
         warp = CountingWarp.start(warp_index - (self.common.first_producer + 1))

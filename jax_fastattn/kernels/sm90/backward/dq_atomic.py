@@ -67,17 +67,17 @@ class DqAtomic:
             wgmma.loop((count - index + (warps - 1)) // warps, clear)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                ptx.fetch_add_global(self.counters.of_head(work, buffers.arrivals, target), Int32(1), "release")
+                ptx.fetch_add_global(self.counters.of_head(buffers.head_ready, target), Int32(1), "release")
 
         cutlass.if_generate(target < work.all_heads, run)
 
-    def wait(self, work: KeyTile, arrivals: cute.Pointer) -> None:
+    def wait(self, work: KeyTile, head_ready: cute.Pointer) -> None:
         """Waits for a head's zeros and statistics, before the loader loads a tile of its keys. Runs in one warp.
 
         Those of packed sequences are written before the kernel begins, see `PreprocessKernel.order`.
         """
         if not self.counters.spec.packed:
-            self.counters.wait_for_head(work, arrivals, zeroing_warps=DQ_TILES_IN_FLIGHT)
+            self.counters.wait_for_head(work, head_ready, zeroing_warps=DQ_TILES_IN_FLIGHT)
 
     def accumulate(self, state: DqWarpgroup, work: KeyTile, phase: Int32) -> None:
         """Adds dQ of all query tiles, and finishes each when its stage is needed again."""
@@ -114,7 +114,7 @@ class DqAtomic:
         state.added.advance(work)
         state.turn[0] = turn + 1
 
-    def count(self, shared: BackwardShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
+    def count(self, shared: BackwardShared, work: KeyTile, dq_semaphore: cute.Pointer, warp: CountingWarp) -> None:
         """Counts the tiles of one stage, and tells the third warpgroup what each counter was. Runs in one warp.
 
         The third warpgroup has arrived since it added; the fence makes what it did visible before the count.
@@ -127,7 +127,7 @@ class DqAtomic:
                 ptx.store_shared(self._flag(shared, warp.stage), left)
                 cute.arch.mbarrier_arrive(shared.counted + warp.stage)
 
-        self.counters.each_of_stage(work, arrivals, warp, visit)
+        self.counters.each_of_stage(work, dq_semaphore, warp, visit)
 
     def finish(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Finishes the tiles that are still in flight."""

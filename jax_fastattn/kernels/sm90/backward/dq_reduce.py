@@ -19,7 +19,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT
 from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
-from jax_fastattn.kernels.sm90.backward.row_schedule import counter_index
+from jax_fastattn.kernels.sm90.backward.row_schedule import dq_tile_index
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
@@ -37,7 +37,7 @@ class DqReduce(Protocol):
         """
         ...
 
-    def wait(self, work: KeyTile, arrivals: cute.Pointer) -> None:
+    def wait(self, work: KeyTile, head_ready: cute.Pointer) -> None:
         """Waits until the sums of the tile's head are prepared and its statistics written. Runs in the loader."""
         ...
 
@@ -51,7 +51,7 @@ class DqReduce(Protocol):
         """
         ...
 
-    def count(self, shared: BackwardShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
+    def count(self, shared: BackwardShared, work: KeyTile, dq_semaphore: cute.Pointer, warp: CountingWarp) -> None:
         """Counts the tiles of dq of one stage, each once its additions are visible. Runs in a counting warp."""
         ...
 
@@ -72,21 +72,20 @@ class DqCounters:
     spec: KernelSpec
     queries: int
 
-    def of_tile(self, work: KeyTile, arrivals: cute.Pointer, head: Int64, tile: Int32) -> Int64:
-        """Returns the address of the counter of a tile of a query head."""
-        return arrivals.toint() + counter_index(work.queries, head, tile, self.queries) * 4
+    def of_tile(self, work: KeyTile, dq_semaphore: cute.Pointer, head: Int64, tile: Int32) -> Int64:
+        """Returns the address of the semaphore of a tile of a query head."""
+        return dq_semaphore.toint() + dq_tile_index(work.queries, head, tile, self.queries) * 4
 
-    def of_head(self, work: KeyTile, arrivals: cute.Pointer, head_index: Int32) -> Int64:
+    def of_head(self, head_ready: cute.Pointer, head_index: Int32) -> Int64:
         """Returns the address of the counter of what is prepared for a key/value head.
 
-        It comes before those of the tiles of its first query head. `PreprocessKernel.background` adds 1 once it has
-        written statistics; each warp that zeroes sums adds 1.
+        `PreprocessKernel.background` adds 1 once it has written statistics; each warp that zeroes sums adds 1.
         """
-        return self.of_tile(work, arrivals, Int64(head_index) * self.spec.group, Int32(-1))
+        return head_ready.toint() + Int64(head_index) * 4
 
-    def wait_for_head(self, work: KeyTile, arrivals: cute.Pointer, zeroing_warps: int) -> None:
+    def wait_for_head(self, work: KeyTile, head_ready: cute.Pointer, zeroing_warps: int) -> None:
         """Waits for the statistics of a head, and for so many zeroing warps of each tile of keys. Runs in one warp."""
-        counter = self.of_head(work, arrivals, work.head_index)
+        counter = self.of_head(head_ready, work.head_index)
 
         def wait() -> None:
             ptx.wait_global(counter, work.key_tiles * zeroing_warps + 1)
@@ -96,7 +95,7 @@ class DqCounters:
         cutlass.if_generate(work.head_index >= work.prefetch_distance, wait)
 
     def each_of_stage(
-        self, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp, visit: Callable[[Int32, Int64], None]
+        self, work: KeyTile, dq_semaphore: cute.Pointer, warp: CountingWarp, visit: Callable[[Int32, Int64], None]
     ) -> None:
         """Calls `visit(tile, counter)` for the tiles of dq of a warp's stage."""
         visited, at = work.visit.end - work.visit.begin, warp.position
@@ -106,7 +105,7 @@ class DqCounters:
             i = first + DQ_TILES_IN_FLIGHT * lap
             head = work.queries.head(work.num_heads, work.first_head) + i // visited
             tile = work.visit.tile(work.visit.end - 1 - i % visited)
-            visit(tile, self.of_tile(work, arrivals, head, tile))
+            visit(tile, self.of_tile(work, dq_semaphore, head, tile))
 
         wgmma.loop((work.steps - first + (DQ_TILES_IN_FLIGHT - 1)) // DQ_TILES_IN_FLIGHT, step)
         at[0] = (at[0] + work.steps) % DQ_TILES_IN_FLIGHT

@@ -30,7 +30,7 @@ from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT, ROW_AL
 from jax_fastattn.kernels.sm90.backward.dq_reduce import DqCounters
 from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
-from jax_fastattn.kernels.sm90.backward.row_schedule import sequence_counter
+from jax_fastattn.kernels.sm90.backward.row_schedule import first_slot
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
@@ -51,14 +51,14 @@ class DqSemaphore:
         """Does nothing: the first CTA to add to a tile stores its sums."""
         del work, buffers, stage
 
-    def wait(self, work: KeyTile, arrivals: cute.Pointer) -> None:
+    def wait(self, work: KeyTile, head_ready: cute.Pointer) -> None:
         """Waits for the statistics of a head, or of all slots of a packed sequence."""
         if not self.counters.spec.packed:
-            self.counters.wait_for_head(work, arrivals, zeroing_warps=0)
+            self.counters.wait_for_head(work, head_ready, zeroing_warps=0)
             return
         slots = copies.count(work.queries.length, ROW_ALIGNMENT)
         left = copies.clamp(work.queries.padded(slots, 1) - work.prologue, 0, slots)
-        counter = arrivals.toint() + sequence_counter(work.queries, work.num_heads, self.counters.queries) * 4
+        counter = head_ready.toint() + Int64(first_slot(work.queries)) * 4
 
         def wait() -> None:
             ptx.wait_global(counter, left)
@@ -117,7 +117,7 @@ class DqSemaphore:
 
         cutlass.if_generate(is_first, store, add)
 
-    def count(self, shared: BackwardShared, work: KeyTile, arrivals: cute.Pointer, warp: CountingWarp) -> None:
+    def count(self, shared: BackwardShared, work: KeyTile, dq_semaphore: cute.Pointer, warp: CountingWarp) -> None:
         """Waits for each of the CTA's turns in one stage, tells the third warpgroup, and counts its additions."""
 
         def visit(tile: Int32, counter: Int64) -> None:
@@ -133,7 +133,7 @@ class DqSemaphore:
 
             cutlass.if_generate(work.tile + 1 < seen.end, add)
 
-        self.counters.each_of_stage(work, arrivals, warp, visit)
+        self.counters.each_of_stage(work, dq_semaphore, warp, visit)
 
     def finish(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Does nothing: `accumulate` has stored dq."""

@@ -271,8 +271,8 @@ class KeySchedule:
     ) -> None:
         """Calls `visit(work, phase)` for the CTA's tile of keys; where dq is computed for one after the other.
 
-        In that case the producer, which alone `fetches` tiles, fetches the next one for all of the CTA. The tile
-        counter is the first one in `arrivals`: that of the first head's zeros and statistics, for which nothing waits.
+        In that case the producer, which alone `fetches` tiles, fetches the next one for all of the CTA. `tile_counter`
+        says which.
 
         No CTA waits for ever, however few CTAs run and however many tiles there are. Work on a tile waits for work on
         tiles that are earlier in the order: for zeros of sums, which come with an earlier section of heads, or for a
@@ -290,7 +290,7 @@ class KeySchedule:
             if fetches:
                 wgmma.wait(next_tile.empty, phase[0] ^ 1)
                 with cute.arch.elect_one():
-                    next_tile.put(fetch_next(call.buffers.arrivals.toint()))
+                    next_tile.put(fetch_next(call.buffers.tile_counter.toint()))
             return next_tile.get(phase[0])[0]
 
         def available(index: Int32) -> Boolean:

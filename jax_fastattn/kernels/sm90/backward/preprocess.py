@@ -143,7 +143,7 @@ class PreprocessKernel:
 
     def _counter_blocks(self, scalars: Scalars) -> Int32:
         """CTAs that set counters."""
-        return (self.schedule.counters(scalars) + (THREADS - 1)) // THREADS
+        return (self.schedule.dq_tiles(scalars) + (THREADS - 1)) // THREADS
 
     @cute.kernel
     def prologue(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
@@ -171,8 +171,8 @@ class PreprocessKernel:
 
         def write_counter(block: Int32) -> None:
             index = block * THREADS + thread
-            exists = index < schedule.counters(scalars)
-            cutlass.if_generate(exists, lambda: self._write_counter(buffers, scalars, order, index))
+            exists = index < schedule.dq_tiles(scalars)
+            cutlass.if_generate(exists, lambda: self._write_counters(buffers, scalars, order, index))
 
         if cutlass.const_expr(not self.config.adds_dq):
             write_rows(block)
@@ -188,11 +188,11 @@ class PreprocessKernel:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        def finish(counter: Int64) -> None:
+        def finish(index: Int32) -> None:
             cute.arch.sync_threads()
 
             def count() -> None:
-                ptx.fetch_add_global(buffers.arrivals.toint() + counter * 4, Int32(1), "release")
+                ptx.fetch_add_global(buffers.head_ready.toint() + Int64(index) * 4, Int32(1), "release")
 
             cutlass.if_generate(thread == 0, count)
 
@@ -319,22 +319,24 @@ class PreprocessKernel:
             values = [ptx.where(upper, y, x) + z for (x, y), z in zip(pairs, given, strict=True)]
         return values[0]
 
-    def _write_counter(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder, index: Int32) -> None:
-        """Sets a counter, given which of all it is.
+    def _write_counters(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder, index: Int32) -> None:
+        """Sets the semaphore of a tile of dq, given its index, and the other counters that have that index, if any.
 
-        A query tile's counter starts at the number of key tiles that will add to it; in semaphore order it starts at 0
-        and counts those that have. The counter before a head's tiles is that of its zeros, none as yet, and of its
-        statistics.
+        A semaphore starts at the number of key tiles that will add to the tile; in semaphore order it starts at 0 and
+        counts those that have. The counter of a key/value head starts at 1 if the prologue writes its statistics. There
+        are as many tiles of dq as heads or slots, or more.
         """
-        work = self.schedule.counter(index, buffers, scalars)
-        rows = self.config.queries
-        first = work.tile * rows
-        visit = work.sequence.bounds().key_tiles(first, rows, self.config.keys)
-        # The first head's is the tile counter.
-        written = Boolean((work.head_index > 0) & (work.head_index < order.prologue * self.spec.group))
+        work, rows = self.schedule.dq_tile(index, buffers, scalars), self.config.queries
+        visit = work.sequence.bounds().key_tiles(work.tile * rows, rows, self.config.keys)
         count = Int32(0) if self.spec.ordered else visit.end - visit.begin
-        value = ptx.where(work.tile >= 0, count, ptx.where(written, Int32(1), Int32(0)))
-        ptx.store_global_int(buffers.arrivals.toint() + Int64(index) * 4, value)
+        ptx.store_global_int(buffers.dq_semaphore.toint() + Int64(index) * 4, count)
+
+        def write_head() -> None:
+            ready = Int32(0) if self.spec.packed else ptx.where(index < order.prologue, Int32(1), Int32(0))
+            ptx.store_global_int(buffers.head_ready.toint() + Int64(index) * 4, ready)
+
+        cutlass.if_generate(index < self.schedule.parts(order, scalars), write_head)
+        cutlass.if_generate(index == 0, lambda: ptx.store_global_int(buffers.tile_counter.toint(), Int32(0)))
 
     def _zero_accum(self, buffers: BackwardBuffers, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
         """Zeroes `_ROWS` rows of the sums, if there are any that CTAs add to in any order."""

@@ -13,10 +13,10 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
-from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span, load_record
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, head_counters, padded_rows
+from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, padded_rows
 from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.tile_records import slot_count
 
@@ -127,7 +127,7 @@ def dq_schedule(spec: KernelSpec, rows: int) -> DqSchedule:
 
 
 class PreprocessSchedule(Protocol):
-    """Units of rows of which statistics are written, padding included, and counters of tiles of dq."""
+    """Units of rows of which statistics are written, padding included, and tiles of dq, which have a semaphore each."""
 
     def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
         """Returns how many heads or slots there are, of which all but `order.prologue` are left to `background`.
@@ -153,7 +153,7 @@ class PreprocessSchedule(Protocol):
         place: Int32,
         step: int,
         write: Callable[[Work], None],
-        finish: Callable[[Int64], None],
+        finish: Callable[[Int32], None],
     ) -> None:
         """Visits the units that are left to `PreprocessKernel.background`, in the order in which heads are worked on.
 
@@ -164,16 +164,16 @@ class PreprocessSchedule(Protocol):
             place: which of the CTA's next units this thread's is.
             step: units that a CTA works on at a time.
             write: is called with a unit; with the last one again, by threads that have no other.
-            finish: is called after the units of a part, with the index of its counter.
+            finish: is called after the units of a part, with the index of its counter in `head_ready`.
         """
         ...
 
-    def counters(self, scalars: Scalars) -> Int32:
-        """Returns how many counters there are."""
+    def dq_tiles(self, scalars: Scalars) -> Int32:
+        """Returns how many tiles of dq there are: elements of `dq_semaphore`."""
         ...
 
-    def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
-        """Returns the tile of dq of one of all counters; it is tile -1 where the counter is the head's own."""
+    def dq_tile(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """Returns one of all tiles of dq."""
         ...
 
 
@@ -214,7 +214,7 @@ class RowUnits:
         place: Int32,
         step: int,
         write: Callable[[Work], None],
-        finish: Callable[[Int64], None],
+        finish: Callable[[Int32], None],
     ) -> None:
         """Visits the units that are left to `PreprocessKernel.background`, see `PreprocessSchedule.each_of_background`.
 
@@ -226,7 +226,8 @@ class RowUnits:
         kv_heads = scalars.batch * scalars.num_heads // group
 
         def visit_head(i: Int32) -> None:
-            first = (order.prologue + block + i * blocks) * group
+            head = order.prologue + block + i * blocks
+            first = head * group
 
             def visit_member(member: Int32) -> None:
                 def visit(j: Int32) -> None:
@@ -236,26 +237,26 @@ class RowUnits:
                 wgmma.loop((count + (step - 1)) // step, visit)
 
             wgmma.loop(Int32(group), visit_member)
-            finish(Int64(first) * self._head_counters(scalars))
+            finish(head)
 
         wgmma.loop((kv_heads - order.prologue - block + (blocks - 1)) // blocks, visit_head)
 
-    def counters(self, scalars: Scalars) -> Int32:
-        """Returns how many counters all heads have."""
-        return scalars.batch * scalars.num_heads * self._head_counters(scalars)
+    def dq_tiles(self, scalars: Scalars) -> Int32:
+        """Returns how many tiles of dq all heads have."""
+        return scalars.batch * scalars.num_heads * self._head_tiles(scalars)
 
-    def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
-        """Returns the tile of dq of one of all counters; it is tile -1 where the counter is the head's own."""
-        count = self._head_counters(scalars)
-        return Work.of_head(self.spec, index % count - 1, index // count, buffers, scalars)
+    def dq_tile(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """Returns one of all tiles of dq."""
+        count = self._head_tiles(scalars)
+        return Work.of_head(self.spec, index % count, index // count, buffers, scalars)
 
     def _count(self, scalars: Scalars) -> Int32:
         """Returns how many units a head has."""
         return padded_rows(scalars.query_length) // self.rows
 
-    def _head_counters(self, scalars: Scalars) -> Int32:
-        """Returns how many counters a head has."""
-        return head_counters(padded_rows(scalars.query_length), self.queries)
+    def _head_tiles(self, scalars: Scalars) -> Int32:
+        """Returns how many tiles of dq a head has."""
+        return padded_rows(scalars.query_length) // self.queries
 
 
 @dataclass(frozen=True)
@@ -297,13 +298,12 @@ class PackedRowUnits:
         place: Int32,
         step: int,
         write: Callable[[Work], None],
-        finish: Callable[[Int64], None],
+        finish: Callable[[Int32], None],
     ) -> None:
         """Visits the units that are left to `background`, slot by slot; see `PreprocessSchedule.each_of_background`.
 
-        `finish` is called after all heads of a slot, with the index of the counter of its sequence
-        (`sequence_counter`). A slot that no tile owns is not counted: a producer waits for the slots of its sequence
-        alone.
+        `finish` is called after all heads of a slot, with the index of its sequence's counter (`first_slot`). A slot
+        that no tile owns is not counted: a producer waits for the slots of its sequence alone.
         """
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -318,25 +318,23 @@ class PackedRowUnits:
 
             def visit_owned() -> None:
                 wgmma.loop((count + (step - 1)) // step, visit)
-                finish(sequence_counter(sequence.queries, scalars.num_heads, self.queries))
+                finish(first_slot(sequence.queries))
 
             cutlass.if_generate(sequence.queries.length > 0, visit_owned)
 
         wgmma.loop((self._slots(scalars) - order.prologue - block + (blocks - 1)) // blocks, visit_slot)
 
-    def counters(self, scalars: Scalars) -> Int32:
-        """Returns how many counters all heads have, together with those of `sequence_counter`."""
-        return (scalars.num_heads + 1) * self._head_counters(scalars)
+    def dq_tiles(self, scalars: Scalars) -> Int32:
+        """Returns how many tiles of dq all heads have."""
+        return scalars.num_heads * self._head_tiles(scalars)
 
-    def counter(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
-        """Returns the tile of dq of one of all counters; it is tile -1 where the counter is the head's own."""
-        count, per_slot = self._head_counters(scalars), ROW_ALIGNMENT // self.queries
-        head, place = index // count, index % count - 1
-        tile = Int32(cutlass.max(place, 0))
+    def dq_tile(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+        """Returns one of all tiles of dq."""
+        count, per_slot = self._head_tiles(scalars), ROW_ALIGNMENT // self.queries
+        head, tile = index // count, index % count
         record = load_record(buffers.query_tiles, tile // per_slot)
         sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
-        tile = ptx.where(place < 0, place, record.tile * per_slot + tile % per_slot)
-        return Work(tile, head, head // self.spec.group, sequence, head)
+        return Work(record.tile * per_slot + tile % per_slot, head, head // self.spec.group, sequence, head)
 
     @property
     def _units(self) -> int:
@@ -352,9 +350,9 @@ class PackedRowUnits:
         head, unit = index // self._units, index % self._units
         return Work(tile * self._units + unit, head, head // self.spec.group, sequence, head)
 
-    def _head_counters(self, scalars: Scalars) -> Int32:
-        """Returns how many counters a head has."""
-        return head_counters(self._slots(scalars) * ROW_ALIGNMENT, self.queries)
+    def _head_tiles(self, scalars: Scalars) -> Int32:
+        """Returns how many tiles of dq a head has."""
+        return self._slots(scalars) * (ROW_ALIGNMENT // self.queries)
 
 
 def preprocess_schedule(spec: KernelSpec, rows: int, queries: int) -> PreprocessSchedule:
@@ -362,20 +360,11 @@ def preprocess_schedule(spec: KernelSpec, rows: int, queries: int) -> Preprocess
     return (PackedRowUnits if spec.packed else RowUnits)(spec, rows, queries)
 
 
-def counter_index(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:
-    """Index of the counter of a tile of `rows` queries in `BackwardBuffers.arrivals`.
-
-    Of tile -1 of a batch entry it is the head's own counter, which heads of packed sequences do not need.
-
-    `head` is the index of the head in an array `[batch, heads]`.
-    """
-    tile = queries.padded(tile, ROW_ALIGNMENT // rows)
-    return head * head_counters(queries.padded_rows(ROW_ALIGNMENT), rows) + 1 + tile
+def dq_tile_index(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:
+    """Returns the index of a tile of `rows` queries in `dq_semaphore`; `head` is that in an array `[batch, heads]`."""
+    return head * (queries.padded_rows(ROW_ALIGNMENT) // rows) + queries.padded(tile, ROW_ALIGNMENT // rows)
 
 
-def sequence_counter(queries: Span, num_heads: Int32, rows: int) -> Int64:
-    """Index of the counter of the slots of a packed sequence whose statistics `background` has written.
-
-    It is the counter of the sequence's first tile in one more head, which follows the others.
-    """
-    return counter_index(queries, Int64(num_heads), Int32(0), rows)
+def first_slot(queries: Span) -> Int32:
+    """Returns the index of a packed sequence's first slot: that of its counter in `head_ready`."""
+    return queries.padded(Int32(0), 1)
