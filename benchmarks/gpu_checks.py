@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, default=4, help="that share the GPU, of which 10 fit 80 GiB (default: 4)"
     )
+    parser.add_argument("--gpus", type=int, default=1, help="over which the suite's processes are spread (default: 1)")
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--tool-seconds", type=float, help="after which a tool is stopped (default: never)")
     parser.add_argument("--tool-processes", type=int, default=1, help="that share a tool's cases (default: 1)")
@@ -115,7 +116,7 @@ def main() -> None:
 
     # Written as it grows: whoever stops a run keeps what has ended.
     for run in range(options.suite_runs):
-        record["suite"].append(run_suite(environment, options.processes, options.seed + run, arch))
+        record["suite"].append(run_suite(environment, options.processes, options.gpus, options.seed + run, arch))
         write()
     # One after the other: beside the other two racecheck has once reported what it had not reported alone.
     for tool in options.tools:
@@ -158,10 +159,10 @@ def wild_draws() -> list[Any]:
     return draws.wild_draws(WILD_SEED, 5 * kinds, kinds, **WILD)
 
 
-def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list[str]) -> dict[str, Any]:
+def run_suite(environment: dict[str, str], processes: int, gpus: int, seed: int, arch: list[str]) -> dict[str, Any]:
     """Counts of one run of `pytest -m gpu` by some processes at a time, each with a part of the tests; and its seconds.
 
-    They share the GPU: what should not depend on load is tested under load.
+    Processes share a GPU: what should not depend on load is tested under load.
     """
     cores = sorted(os.sched_getaffinity(0))
     if processes > len(cores):
@@ -175,7 +176,8 @@ def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list
             mine = ",".join(map(str, cores[part::processes]))
             with reports[-1].with_suffix(".log").open("w") as output:
                 arguments = ["taskset", "-c", mine, *command]
-                running.append(subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=output, stderr=output))
+                seen = environment | ({"CUDA_VISIBLE_DEVICES": str(part % gpus)} if gpus > 1 else {})
+                running.append(subprocess.Popen(arguments, cwd=ROOT, env=seen, stdout=output, stderr=output))
         ended = [
             (process.wait(), report, report.with_suffix(".log"))
             for process, report in zip(running, reports, strict=True)
@@ -187,7 +189,7 @@ def run_suite(environment: dict[str, str], processes: int, seed: int, arch: list
     counts = {name: sum(int(suite.attrib[name]) for suite in suites) for name in names}
     problems = [(case, case.find(kind)) for suite in suites for case in suite for kind in ("failure", "error")]
     failed = {case.attrib["name"]: found.attrib["message"][:500] for case, found in problems if found is not None}
-    run = {"crashed": crashed, "seconds": seconds, "processes": processes, "seed": seed}
+    run = {"crashed": crashed, "seconds": seconds, "processes": processes, "gpus": gpus, "seed": seed}
     return counts | run | {"failed": failed}
 
 
