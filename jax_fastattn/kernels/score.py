@@ -174,13 +174,23 @@ class Score:
             logit = step.logit(logit, at)
         return logit
 
+    def differentiate(self, x: Float32, lse2: Float32, change: Float32, at: Element) -> tuple[Float32, Float32]:
+        """Returns P of a product, and dS, given dP - delta; see `gradient`, which needs one register more for a cap."""
+        logit = self.logit(x, at)
+        probability = self._probability(logit, lse2)
+        dscore = probability * change
+        return probability, dscore * logit.slope() if logit.slopes else dscore
+
     def gradient(self, x: Float32, lse2: Float32, at: Element, edge: Edge | None = None) -> tuple[Float32, Float32]:
         """Returns P of a product, and its weight; 0 where an edge tile hides them."""
         logit = self.logit(x, at)
-        shifted = logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2)
-        probability = ptx.exp2(shifted)
+        probability = self._probability(logit, lse2)
         weight = probability * logit.slope() if logit.slopes else probability
         return weighed(probability, weight, at, edge)
+
+    @staticmethod
+    def _probability(logit: Logit, lse2: Float32) -> Float32:
+        return ptx.exp2(logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2))
 
     def edges(self, rows: Sequence[Visibility]) -> Edge:
         """Returns what is hidden in an edge tile, given what rows see by their limits."""

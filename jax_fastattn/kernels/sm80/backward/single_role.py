@@ -89,8 +89,7 @@ class SingleRole:
                 for e in range(4):
                     i = (m * n_blocks + n) * 4 + e
                     lse2, delta = pairs[:2] if e % 2 == 0 else pairs[2:]
-                    scores[i], weight = score.gradient(scores[i], lse2, tile.at(i))
-                    dscores[i] = weight * (dscores[i] - delta)
+                    scores[i], dscores[i] = score.differentiate(scores[i], lse2, dscores[i] - delta, tile.at(i))
         if masked:
             self.warp.mask(score, scores, tile)
             self.warp.mask(score, dscores, tile)
