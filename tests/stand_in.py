@@ -24,11 +24,12 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn.ffi import cache, call
+from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import UNBOUNDED
 
 SOURCE = Path(__file__).parent / "csrc" / "stand_in.cc"
-SPEC = KernelSpec("forward", "sm_90a", "bfloat16", 64, 32, key_value_seq_lengths=True)
+SPEC = configured(KernelSpec("forward", "sm_90a", "bfloat16", 64, 32, key_value_seq_lengths=True))
 INTS = (2, 193, 257, 4, UNBOUNDED, 0, 0)
 FLOATS = (0.125, 30.0)
 MACHINES = {"x86_64": 62, "aarch64": 183}

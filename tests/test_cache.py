@@ -375,6 +375,7 @@ CHANGES = {
     "query_offset": True,
     "packed": True,
     "logits_soft_cap": True,
+    "exact_cap": True,
     "sinks": True,
     "dlse": True,
     "dsinks": True,

@@ -176,7 +176,7 @@ def test_a_head_without_zeros_and_statistics_is_waited_for(ordered: bool) -> Non
     spec, sizes = _fused(ordered), Sizes()
     arrays, _ = draw_operands(spec, sizes)
     with pytest.raises(RuntimeError, match=r"all warpgroups wait: .* in global memory"):
-        emulated_hopper.run_backward(spec, sizes, arrays, left_out=("later",))
+        emulated_hopper.run_backward(spec, sizes, arrays, left_out=("background",))
 
 
 def _orders(ptx: str) -> list[tuple[str, str]]:
