@@ -184,7 +184,7 @@ def test_toolkit_is_the_newest_that_the_driver_runs(
         path.parent.mkdir(parents=True)
         path.touch()
     monkeypatch.setattr(registry, "_is_installed", lambda module: module == "nvidia_cutlass_dsl")
-    monkeypatch.setattr(registry, "_driver_version", lambda: driver)
+    monkeypatch.setattr(registry, "driver_version", lambda: driver)
     spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda module: spec)
     assert registry.toolkit() == expected

@@ -29,6 +29,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from jax_fastattn.ffi import registry
@@ -44,6 +45,11 @@ _MAX_SIZE = 1 << 28
 _DAY = 24 * 3600
 _UNUSED_SECONDS = 90 * _DAY
 _TEMPORARY_PREFIX = ".writing-"
+
+_ENTRY = re.compile("[0-9a-f]{64}")
+
+_OWN_DIRECTORY = "Set `JAX_FASTATTN_CACHE_DIR` to a directory that only you can write."
+_UNTRUSTED_REMEDY = "Delete that directory, or set `JAX_FASTATTN_CACHE_DIR` to one that only you can write."
 
 # Directories that a warning has said cannot be read.
 _unreadable: set[Path] = set()
@@ -99,6 +105,28 @@ def files_digest(root: Path, paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class State:
+    """The cache directory as this process finds it.
+
+    Attributes:
+        path: the directory; None if the user has no home directory and the environment names no other place.
+        exists: whether it is there; the first entry creates it.
+        entries, size: compiled kernels that this process can read, and their bytes.
+        is_writable: whether this process can add kernels.
+        problem: why kernels in it are not used, or cannot be added; empty if nothing is in the way.
+        remedy: what to do about the problem.
+    """
+
+    path: Path | None
+    exists: bool = False
+    entries: int = 0
+    size: int = 0
+    is_writable: bool = False
+    problem: str = ""
+    remedy: str = ""
+
+
 class _UntrustedError(Exception):
     """Somebody else may write what was found; the message says why."""
 
@@ -151,6 +179,91 @@ def store(key: str, kernel: bytes) -> None:
             _warn_unwritable(f"to {target} ({error.strerror or error})")
     else:
         _prune(target)
+
+
+def state() -> State:
+    """Says what the cache directory holds and whether this process can use it. Changes nothing."""
+    target = directory()
+    if target is None:
+        return State(None, problem="the user's home directory is unknown", remedy=_OWN_DIRECTORY)
+    try:
+        with _opened(target, stat.S_IFDIR) as descriptor:
+            return _listed(target, descriptor)
+    except FileNotFoundError:
+        above = next(path for path in target.absolute().parents if path.exists())
+        if os.access(above, os.W_OK | os.X_OK, effective_ids=True):
+            return State(target, is_writable=True)
+        return State(target, problem=f"this user cannot create it in {above}", remedy=_OWN_DIRECTORY)
+    except _UntrustedError as error:
+        return State(target, exists=True, problem=f"it will not be used, since {error}", remedy=_UNTRUSTED_REMEDY)
+    except PermissionError:
+        closed, remedy = _closed(target, ""), _unreadable_remedy(target, "")
+        return State(target, exists=True, problem=f"cannot read {closed} (Permission denied)", remedy=remedy)
+    except OSError as error:
+        return State(target, problem=f"cannot open it ({error.strerror or error})", remedy=_OWN_DIRECTORY)
+
+
+def clear() -> tuple[int, int]:
+    """Deletes all compiled kernels, and files of writers that were killed more than a day ago. Other files stay.
+
+    Returns:
+        how many files were deleted, and their bytes.
+
+    Raises:
+        OSError: the directory cannot be opened or changed, or somebody else may write it.
+    """
+    target = directory()
+    sizes: list[int] = []
+    if target is None:
+        return 0, 0
+    try:
+        with _opened(target, stat.S_IFDIR) as parent, os.scandir(parent) as found:
+            for file in found:
+                with contextlib.suppress(FileNotFoundError):  # another process deletes too
+                    sizes += _deleted(file, parent)
+    except FileNotFoundError:
+        return 0, 0
+    except _UntrustedError as error:
+        raise PermissionError(errno.EPERM, f"{error}, so nothing was deleted") from error
+    return len(sizes), sum(sizes)
+
+
+def _deleted(file: os.DirEntry[str], parent: int) -> list[int]:
+    """Deletes a file of the directory if the cache made it and no writer needs it; returns its bytes."""
+    status = file.stat(follow_symlinks=False)
+    is_old = file.name.startswith(_TEMPORARY_PREFIX) and time.time() - status.st_mtime > _DAY
+    if stat.S_ISDIR(status.st_mode) or not (is_old or _ENTRY.fullmatch(file.name)):
+        return []
+    os.unlink(file.name, dir_fd=parent)
+    return [status.st_size]
+
+
+def _listed(target: Path, parent: int) -> State:
+    """Returns the state of a directory that this process may open."""
+    sizes: list[int] = []
+    problems: list[tuple[str, str]] = []
+    with os.scandir(parent) as found:
+        names = [file.name for file in found if _ENTRY.fullmatch(file.name)]
+    for name in names:
+        try:
+            with _opened(name, stat.S_IFREG, parent) as descriptor:
+                sizes.append(os.fstat(descriptor).st_size)
+        except _UntrustedError as error:
+            problems.append((str(error), _UNTRUSTED_REMEDY))
+        except PermissionError:
+            problems.append(("this user cannot read them", _unreadable_remedy(target, name)))
+        except FileNotFoundError:  # another process deletes
+            continue
+    text, remedy = problems[0] if problems else ("", "")
+    return State(
+        path=target,
+        exists=True,
+        entries=len(sizes),
+        size=sum(sizes),
+        is_writable=os.access(target, os.W_OK | os.X_OK, effective_ids=True),
+        problem=f"{len(problems)} of {len(sizes) + len(problems)} entries are not used: {text}" if problems else "",
+        remedy=remedy,
+    )
 
 
 def _digest(key: str, kernel: bytes) -> bytes:
@@ -211,7 +324,7 @@ def _prune(target: Path) -> None:
     """Deletes entries that nobody read for 90 days, and files of writers that were killed more than a day ago."""
     with contextlib.suppress(OSError), os.scandir(target) as found:
         for file in found:
-            is_temporary, is_entry = file.name.startswith(_TEMPORARY_PREFIX), re.fullmatch("[0-9a-f]{64}", file.name)
+            is_temporary, is_entry = file.name.startswith(_TEMPORARY_PREFIX), _ENTRY.fullmatch(file.name)
             limit = _DAY if is_temporary else _UNUSED_SECONDS
             if is_temporary or is_entry:
                 with contextlib.suppress(OSError):  # another process deletes too
@@ -222,8 +335,7 @@ def _prune(target: Path) -> None:
 def _warn_untrusted(target: Path, problem: str) -> None:
     _warn_once(
         f"Will not use the compiled kernels in {target}, since {problem}: whoever can write them can run code as this "
-        "user. Every process will recompile them. Delete that directory, or set `JAX_FASTATTN_CACHE_DIR` to one that "
-        "only you can write."
+        f"user. Every process will recompile them. {_UNTRUSTED_REMEDY}"
     )
 
 
@@ -234,11 +346,18 @@ def _warn_unreadable(target: Path, key: str) -> None:
     _unreadable.add(target)
     closed = _closed(target, key)
     what = "compiled kernel" if closed.name == key else "directory"
-    above = "" if closed in (target, target / key) else f"make {closed} searchable and "
     _warn_once(
-        f"Cannot read the {what} {closed} (Permission denied); kernels that cannot be read are compiled again. If an "
-        f"administrator filled {target} for its users, let its owner {above}run `chmod -R a+rX {target}`. Otherwise "
-        "set `JAX_FASTATTN_CACHE_DIR` to a directory that only you can write."
+        f"Cannot read the {what} {closed} (Permission denied); kernels that cannot be read are compiled again. "
+        f"{_unreadable_remedy(target, key)}"
+    )
+
+
+def _unreadable_remedy(target: Path, key: str) -> str:
+    closed = _closed(target, key)
+    above = "" if closed in (target, target / key) else f"make {closed} searchable and "
+    return (
+        f"If an administrator filled {target} for its users, let its owner {above}run `chmod -R a+rX {target}`. "
+        f"Otherwise s{_OWN_DIRECTORY[1:]}"
     )
 
 
@@ -251,10 +370,7 @@ def _closed(target: Path, key: str) -> Path:
 
 
 def _warn_unwritable(problem: str) -> None:
-    _warn_once(
-        f"Cannot write compiled kernels {problem}; every process will recompile them. Set `JAX_FASTATTN_CACHE_DIR` to "
-        "a directory that only you can write."
-    )
+    _warn_once(f"Cannot write compiled kernels {problem}; every process will recompile them. {_OWN_DIRECTORY}")
 
 
 @functools.cache

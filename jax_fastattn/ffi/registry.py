@@ -203,7 +203,7 @@ def _register_once() -> None:
 def runtime_library() -> str | None:
     """Path of the CuTe DSL runtime of `toolkit`; None without any."""
     found = toolkit()
-    return None if found is None else str(_runtime_libraries()[found])
+    return None if found is None else str(runtime_libraries()[found])
 
 
 def toolkit() -> int | None:
@@ -213,11 +213,12 @@ def toolkit() -> int | None:
         the newest installed one that the driver can run, or the newest one without a driver; None if there is none.
         The compiler picks its libraries by the same rule, when it is imported.
     """
-    driver = _driver_version()
-    return max((version for version in _runtime_libraries() if driver is None or version <= driver), default=None)
+    driver = driver_version()
+    return max((version for version in runtime_libraries() if driver is None or version <= driver), default=None)
 
 
-def _runtime_libraries() -> dict[int, Path]:
+def runtime_libraries() -> dict[int, Path]:
+    """Returns the installed CuTe DSL runtimes by the CUDA version that they are for; empty without the compiler."""
     spec = importlib.util.find_spec(_COMPILER) if _is_installed(_COMPILER) else None
     roots = [Path(root) for root in (spec.submodule_search_locations if spec else None) or ()]
     found = [path for root in reversed(roots) for path in root.glob("cu[0-9]*/lib/libcute_dsl_runtime.so")]
@@ -225,7 +226,7 @@ def _runtime_libraries() -> dict[int, Path]:
 
 
 @functools.cache
-def _driver_version() -> int | None:
+def driver_version() -> int | None:
     """The major CUDA version of the driver, which needs no initialization for it; None without a driver."""
     version = ctypes.c_int(0)
     try:
