@@ -1,0 +1,243 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Options that describe calls of `attention`, and the `Case`s that they stand for. Commands with shapes share them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from typing import Any, NoReturn
+
+from jax_fastattn.cli.errors import UsageError
+from jax_fastattn.kernels.architectures import ARCHITECTURES
+from jax_fastattn.testing.cases import MODELS, Case
+
+# Arguments of `attention` that are arrays or results of their own.
+WITH = (
+    "bias",
+    "mask",
+    "segment_ids",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_offset",
+    "sinks",
+    "return_residual",
+)
+# Lengths and offsets are a Python number for each entry.
+_MAX_BATCH = 1 << 16
+_UNPACKED = ("bias", "mask", "segment_ids", "query_seq_lengths", "key_value_seq_lengths")
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Batch size and lengths of a call."""
+
+    batch: int
+    query_length: int
+    key_length: int
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a call, except for its batch size and lengths."""
+    group = parser.add_argument_group("the call")
+    models = f"the attention of a model, one of {', '.join(MODELS)}; may be repeated"
+    group.add_argument("--model", action="append", choices=MODELS, metavar="MODEL", help=models)
+    group.add_argument("--heads", type=_heads, metavar="N[/K]", help="query heads, and key/value heads if fewer")
+    group.add_argument("--head-dim", type=_head_dims, metavar="H[/D]", help="of query and key, and of value if another")
+    group.add_argument("--causal", action="store_true", help="is_causal=True")
+    group.add_argument(
+        "--window", type=_window, metavar="LEFT/RIGHT", help="local_window_size, such as 4095/0; `none` is unlimited"
+    )
+    group.add_argument("--soft-cap", type=_soft_cap, metavar="CAP", help="logits_soft_cap")
+    dtypes = ("bfloat16", "float16", "float32")
+    group.add_argument(
+        "--dtype", choices=dtypes, default=dtypes[0], metavar="DTYPE", help=f"one of {', '.join(dtypes)}"
+    )
+    group.add_argument("--deterministic", action="store_true", help="deterministic=True")
+    group.add_argument("--packed", action="store_true", help="attention_varlen: the batch entries are packed")
+    group.add_argument(
+        "--with", dest="operands", nargs="+", action="extend", choices=WITH, default=[], metavar="NAME",
+        help=f"arguments that the call has too: {', '.join(WITH)}",
+    )  # fmt: skip
+
+
+def add_size(parser: argparse.ArgumentParser, batch_help: str, length_help: str, *, required: bool = False) -> None:
+    """Adds the options of batch size and lengths."""
+    group = parser.add_argument_group("its size")
+    group.add_argument("--batch", type=_batch, metavar="B", help=batch_help)
+    group.add_argument("--length", type=_lengths, metavar="T[/S]", required=required, help=length_help)
+
+
+def add_arch(parser: argparse.ArgumentParser, text: str) -> None:
+    """Adds the option of architectures."""
+    parser.add_argument("--arch", action="append", choices=ARCHITECTURES, metavar="ARCH", help=text)
+
+
+def layers(options: argparse.Namespace) -> dict[str, Case]:
+    """Returns the calls that the options describe, by name, in any size.
+
+    Raises:
+        UsageError: options are missing or exclude each other.
+    """
+    named = [f"--{name.replace('_', '-')}" for name in _OWN_SHAPE if getattr(options, name)]
+    if options.model and named:
+        raise UsageError(f"--model sets the whole call; leave out {', '.join(named)}")
+    if not options.model and not (options.heads and options.head_dim):
+        raise UsageError("pass --heads and --head-dim, such as --heads 32/8 --head-dim 128, or --model")
+    if options.packed and (names := [name for name in options.operands if name in _UNPACKED]):
+        raise UsageError(f"attention_varlen, and so --packed, has no {', '.join(names)}; leave out --packed or these")
+    found = _models(options.model) if options.model else {"call": _own_shape(options)}
+    more = {"dtype": options.dtype, "deterministic": options.deterministic}
+    return {name: dataclasses.replace(case, **more) for name, case in found.items()}
+
+
+def describes_call(options: argparse.Namespace) -> bool:
+    """Returns whether any option describes a call."""
+    names = (*_OWN_SHAPE, "model", "deterministic", "packed", "operands", "batch", "length")
+    return any(getattr(options, name) for name in names) or options.dtype != "bfloat16"
+
+
+_OWN_SHAPE = ("heads", "head_dim", "causal", "window", "soft_cap")
+
+
+def _models(names: list[str]) -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for name in names:
+        for case in MODELS[name]:
+            is_one_kind = len(MODELS[name]) == 1
+            kind = "" if is_one_kind else " (full layers)" if case.window == (None, None) else " (window layers)"
+            found[name + kind] = case
+    return found
+
+
+def _own_shape(options: argparse.Namespace) -> Case:
+    (heads, kv_heads), (head_dim, v_head_dim) = options.heads, options.head_dim
+    return Case(
+        num_kv_heads=kv_heads,
+        group=heads // kv_heads,
+        head_dim=head_dim,
+        v_head_dim=None if v_head_dim == head_dim else v_head_dim,
+        is_causal=options.causal,
+        window=options.window or (None, None),
+        logits_soft_cap=options.soft_cap,
+    )
+
+
+def sized(layer: Case, options: argparse.Namespace, size: Size) -> Case:
+    """Returns a call of `layers` in one size, with the arguments of `--with`."""
+    batch, query_length, key_length = size.batch, size.query_length, size.key_length
+    names = options.operands
+    changes: dict[str, Any] = {"batch": batch, "query_length": query_length, "key_length": key_length}
+    if options.packed:
+        lengths = (query_length,) * batch, (key_length,) * batch
+        changes = {"batch": 1, "query_length": batch * query_length, "key_length": batch * key_length}
+        changes |= {"packed": lengths}
+    offset = "bottom_right" if options.packed else (key_length - query_length,) * batch
+    values: dict[str, dict[str, Any]] = {
+        "bias": {"bias": "bnts"},
+        "mask": {"mask": "bnts"},
+        "segment_ids": {"segments": 3},
+        "query_seq_lengths": {"query_seq_lengths": (query_length,) * batch},
+        "key_value_seq_lengths": {"key_value_seq_lengths": (key_length,) * batch},
+        "query_offset": {"query_offset": offset},
+        "sinks": {"sinks": "n"},
+        "return_residual": {"dlse": True},
+    }
+    for name in names:
+        changes |= values[name]
+    return dataclasses.replace(layer, **changes)
+
+
+def describe(case: Case) -> str:
+    """Returns a call in words."""
+    sequences = "" if case.packed is None else f"{len(case.packed[0])} packed sequences, "
+    head_dims = f"{case.head_dim}" + (f"/{case.v_head_dim}" if case.v_head_dim else "")
+    words = [
+        f"{sequences}batch {case.batch}, {case.query_length} queries, {case.key_length} keys",
+        f"heads {case.num_heads}/{case.num_kv_heads}",
+        f"head dim {head_dims}",
+        case.dtype,
+        "causal" if case.is_causal else None,
+        None if case.window == (None, None) else f"window {'/'.join(map(_side, case.window))}",
+        None if case.logits_soft_cap is None else f"soft cap {case.logits_soft_cap:g}",
+        "deterministic" if case.deterministic else None,
+        *(name for name in case.spec().present if name not in ("query", "key", "value", "sequences")),
+        "gradient of the log-sum-exp" if case.dlse else None,
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def _side(side: int | None) -> str:
+    return "none" if side is None else str(side)
+
+
+def _refuse(text: str, expected: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"`{text}` is not {expected}")
+
+
+def _integers(text: str, expected: str, least: int = 1) -> list[int]:
+    """Returns the integers of `A` or `A/B`."""
+    words = text.split("/")
+    if len(words) > 2 or not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
+        _refuse(text, expected)
+    found = [int(word) for word in words]
+    if min(found) < least:
+        _refuse(text, expected)
+    return found
+
+
+def positive(text: str) -> int:
+    """Returns a positive integer."""
+    if "/" in text:
+        _refuse(text, "a positive integer")
+    return _integers(text, "a positive integer")[0]
+
+
+def _batch(text: str) -> int:
+    batch = positive(text)
+    if batch > _MAX_BATCH:
+        raise argparse.ArgumentTypeError(f"`{text}` is over {_MAX_BATCH}")
+    return batch
+
+
+def _pair(text: str, expected: str) -> tuple[int, int]:
+    found = _integers(text, expected)
+    return found[0], found[-1]
+
+
+def _heads(text: str) -> tuple[int, int]:
+    expected = "a number of heads such as 32, or 32/8 for 32 query and 8 key/value heads"
+    heads, kv_heads = _pair(text, expected)
+    if heads % kv_heads:
+        raise argparse.ArgumentTypeError(
+            f"`{text}` has {kv_heads} key/value heads, which do not divide the {heads} query heads"
+        )
+    return heads, kv_heads
+
+
+def _head_dims(text: str) -> tuple[int, int]:
+    return _pair(text, "a head dim such as 128, or 192/128 if that of value is another")
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    return _pair(text, "a length such as 4096, or 1/4096 for 1 query and 4096 keys")
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    expected = "a window LEFT/RIGHT such as 4095/0 or 127/none"
+    words = text.split("/")
+    if len(words) != 2:
+        _refuse(text, expected)
+    left, right = (None if word == "none" else _integers(word, expected, least=0)[0] for word in words)
+    return left, right
+
+
+def _soft_cap(text: str) -> float:
+    try:
+        cap = float(text)
+    except ValueError:
+        _refuse(text, "a positive number")
+    if not (cap > 0 and math.isfinite(cap)):
+        _refuse(text, "a positive number")
+    return cap

@@ -1,0 +1,200 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`warmup`: compiles the kernels of calls into the cache directory, on any machine.
+
+The keys are those of a call: `choose.kernel_spec` makes them and `ffi.prepare` compiles and keeps them. A compile key
+holds no size, but sizes choose among keys; without a size, every key that some size has is compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from jax_fastattn import ffi
+from jax_fastattn.cli import gpus, shapes
+from jax_fastattn.cli.errors import CommandError, UsageError
+from jax_fastattn.cli.text import file_size
+from jax_fastattn.ffi import cache, registry
+from jax_fastattn.kernels.choose import SHORT_LENGTH
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.support import unsupported_reasons
+from jax_fastattn.ops.cuda import HEAD_DIM_MULTIPLE
+from jax_fastattn.testing.cases import Case, kernel_specs
+
+# Long calls; calls with configs for short lengths; calls that are short enough for dq to be added in semaphore order
+# if they are causal; and calls with so many short heads that this pays without a mask too. A test compares with others.
+SIZES = [shapes.Size(batch, length, length) for batch, length in ((1, 8192), (1, SHORT_LENGTH), (1, 1024), (264, 512))]
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "warmup",
+        help="compile kernels ahead of time, with or without a GPU",
+        description="Compiles the forward and backward kernels of calls into the cache directory. Needs no GPU.",
+    )
+    shapes.add_shape(parser)
+    shapes.add_size(parser, "default: any batch size", "default: kernels for every length")
+    shapes.add_arch(parser, "GPU to compile for, such as sm_90a; may be repeated; default: the GPUs of this machine")
+    parser.add_argument("--processes", type=shapes.positive, metavar="P", help="default: one for each CPU core")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compiles what is not in the cache, and prints a line for each kernel."""
+    if missing := ffi.missing_parts():
+        raise CommandError("; ".join(missing))
+    cases = [case for layer in shapes.layers(options).values() for case in cases_of(layer, options)]
+    specs = list(dict.fromkeys(spec for arch in _architectures(options) for spec in _specs(cases, arch)))
+    _check_cache()
+    print(f"{len(specs)} kernels, by {_compiler()}, into {cache.directory()}", flush=True)
+    failed, compiled = 0, 0
+    for number, (spec, outcome) in enumerate(_prepared(specs, options.processes), 1):
+        failed, compiled = failed + outcome.startswith("failed"), compiled + outcome.startswith("compiled")
+        print(f"[{number}/{len(specs)}] {describe(spec)}: {outcome}", flush=True)
+    _print_end(len(specs), compiled, failed)
+    return 1 if failed else 0
+
+
+def cases_of(layer: Case, options: argparse.Namespace) -> Iterator[Case]:
+    """Yields the calls whose kernels are compiled, with head dims padded as a call pads them."""
+    sizes = SIZES
+    if options.length:
+        sizes = [shapes.Size(options.batch or 1, *options.length)]
+    elif options.batch:
+        raise UsageError("--batch alone chooses no kernel; pass --length too, or leave out --batch")
+    for size in sizes:
+        case = shapes.sized(layer, options, size)
+        v_head_dim = case.v_head_dim and _padded(case.v_head_dim)
+        yield dataclasses.replace(case, head_dim=_padded(case.head_dim), v_head_dim=v_head_dim)
+
+
+def _padded(head_dim: int) -> int:
+    return head_dim + -head_dim % HEAD_DIM_MULTIPLE
+
+
+def _architectures(options: argparse.Namespace) -> list[str]:
+    """Returns the GPUs to compile for."""
+    if options.arch:
+        return options.arch
+    devices, _ = gpus.local_gpus()
+    found = {architecture: None for device in devices if (architecture := gpus.architecture(device))}
+    if not found:
+        where = "no kernel runs on the GPUs of this machine" if devices else "this machine has no GPU"
+        raise UsageError(f"{where}; name the GPU to compile for, such as --arch sm_90a (H100) or --arch sm_80 (A100)")
+    return list(found)
+
+
+def _specs(cases: list[Case], arch: str) -> list[KernelSpec]:
+    """Returns the kernels of calls on one GPU.
+
+    Raises:
+        UsageError: no kernel takes one of them.
+        CommandError: the installed compiler cannot compile for the GPU.
+    """
+    reasons = {str(reason): None for case in cases for reason in unsupported_reasons(case.problem(), arch)}
+    if reasons:
+        raise UsageError(f"such calls run no kernel on {arch}: {'; '.join(reasons)}")
+    if texts := ffi.compiler_reasons(arch):
+        raise CommandError("; ".join(texts))
+    return kernel_specs(cases, arch)
+
+
+def _check_cache() -> None:
+    """Raises if kernels could not be kept."""
+    state = cache.state()
+    if not state.is_writable:
+        problem = state.problem or "this user cannot write to it"
+        remedy = state.remedy or "Run this as its owner, or set `JAX_FASTATTN_CACHE_DIR` to a directory of your own."
+        raise CommandError(f"cannot keep kernels in {state.path or 'a cache directory'}: {problem}. {remedy}")
+
+
+def _compiler() -> str:
+    return f"nvidia-cutlass-dsl {cache.compiler_version()} for CUDA {registry.toolkit()}"
+
+
+def _prepared(specs: list[KernelSpec], processes: int | None) -> Iterator[tuple[KernelSpec, str]]:
+    """Yields each kernel with what became of it, as soon as that is known."""
+    absent: list[KernelSpec] = []
+    for spec in specs:
+        if cache.load(cache.kernel_key(spec)) is None:
+            absent.append(spec)
+        else:
+            yield spec, "in the cache already"
+    if not absent:
+        return
+    count = min(processes or len(os.sched_getaffinity(0)), len(absent))
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _ignore_interrupts) as pool:
+        running = {pool.submit(_prepare, spec): spec for spec in absent}
+        try:
+            for future in as_completed(running):
+                yield running[future], _outcome(future)
+        except (KeyboardInterrupt, GeneratorExit):
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _ignore_interrupts() -> None:
+    """Leaves the end of a process to the one that started it, so that no kernel is half written."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _prepare(spec: KernelSpec) -> float | None:
+    """Compiles one kernel in a process of its own; returns its seconds, or None if it could not be kept."""
+    started = time.monotonic()
+    ffi.prepare(spec)
+    return None if cache.load(cache.kernel_key(spec)) is None else time.monotonic() - started
+
+
+def _outcome(future: Future[float | None]) -> str:
+    """Returns what became of a kernel. An error of the compiler belongs to its kernel and does not stop others."""
+    try:
+        seconds = future.result()
+    except BrokenProcessPool:
+        return "failed: its process ended early, perhaps out of memory; pass a smaller --processes"
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {error}"
+    return "failed: it could not be written to the cache" if seconds is None else f"compiled in {seconds:.1f} s"
+
+
+def describe(spec: KernelSpec) -> str:
+    """Returns a kernel in words."""
+    head_dims = f"d{spec.head_dim}" + (f"/{spec.v_head_dim}" if spec.v_head_dim != spec.head_dim else "")
+    flags = {
+        "window_left": "left bound",
+        "window_right": "right bound",
+        "query_seq_lengths": "query lengths",
+        "key_value_seq_lengths": "key lengths",
+        "query_offset": "offsets",
+        "packed": "packed",
+        "logits_soft_cap": "soft cap",
+        "sinks": "sinks",
+        "dsinks": "gradient of sinks",
+        "dlse": "gradient of the log-sum-exp",
+        "ordered": "dq in semaphore order",
+    }
+    words = [spec.arch, spec.op, head_dims, f"group {spec.group}", spec.dtype]
+    words += [text for name, text in flags.items() if getattr(spec, name)]
+    return ", ".join(words) + f" ({cache.kernel_key(spec)[:8]})"
+
+
+def _print_end(count: int, compiled: int, failed: int) -> None:
+    """Prints the sum, and what other processes need to find the kernels."""
+    state = cache.state()
+    print(f"{compiled} compiled, {count - compiled - failed} in the cache before, {failed} failed")
+    print(f"cache: {state.path}, {state.entries} kernels, {file_size(state.size)}")
+    print(
+        f"Processes find these kernels if they have {_compiler()}, the same jax_fastattn, and a driver for that CUDA "
+        "version or a newer one."
+    )
+    if os.geteuid() == 0:
+        print(f"To let other users of this machine or image read them: chmod -R a+rX {state.path}")
