@@ -9,6 +9,7 @@ import dataclasses
 import multiprocessing
 import os
 import platform
+import re
 import signal
 import socket
 import stat
@@ -501,3 +502,80 @@ def test_sources_of_the_installed_package_are_found() -> None:
     root = Path(cache.__file__).parents[1]
     assert (root / "kernels" / "key.py").is_file()
     assert (root / "ffi" / "compiler.py").is_file()
+
+
+def test_state(directory: Path) -> None:
+    assert cache.state() == cache.State(directory, is_writable=True), "the first entry creates it"
+    cache.store(KEY, KERNEL)
+    (directory / "notes").write_text("no entry")
+    assert cache.state() == cache.State(directory, True, 1, len(KERNEL) + 32, True)
+    (directory / KEY).chmod(0o666)
+    found = cache.state()
+    assert (found.entries, found.problem) == (
+        0,
+        "1 of 1 entries are not used: an entry can be written by its group or by others",
+    )
+
+
+def test_state_of_the_directory_of_another_user(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.store(KEY, KERNEL)
+    directory.chmod(0o755)
+    owner = os.geteuid() or 1000
+    if os.geteuid() == 0:
+        os.chown(directory, owner, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    found = cache.state()
+    assert found.problem == f"it will not be used, since it belongs to user {owner}, neither this user nor root"
+    assert found.remedy.startswith("Delete that directory, or set `JAX_FASTATTN_CACHE_DIR`")
+    assert not found.is_writable
+    with pytest.raises(PermissionError, match="so nothing was deleted"):
+        cache.clear()
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        (f"image/cache/{KEY}", "1 of 1 entries are not used: this user cannot read them"),
+        ("image/cache", r"cannot read .*/image/cache \(Permission denied\)"),
+        ("image", r"cannot read .*/image \(Permission denied\)"),
+    ],
+    ids=["entry", "directory", "above"],
+)
+def test_state_of_a_cache_that_others_cannot_read(filled: Path, place: str, problem: str) -> None:
+    path = filled.parents[1] / place
+    path.chmod((0o600 if path.is_file() else 0o700) if os.geteuid() == 0 else 0)
+    with _another_user():
+        found = cache.state()
+    assert re.fullmatch(problem, found.problem)
+    assert f"run `chmod -R a+rX {filled}`" in found.remedy
+
+
+def test_state_of_a_cache_that_others_only_read(filled: Path) -> None:
+    with _another_user():
+        found = cache.state()
+        assert os.geteuid() == 0 or (found.entries, found.problem) == (1, "")
+        assert found.is_writable == (filled.stat().st_uid == os.geteuid())
+
+
+def test_state_without_a_directory_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert cache.state().problem == "cannot open it (Not a directory)"
+    monkeypatch.setattr(cache, "directory", lambda: None)
+    assert cache.state().problem == "the user's home directory is unknown"
+    assert cache.clear() == (0, 0)
+
+
+def test_clear_deletes_entries_and_what_killed_writers_left(directory: Path) -> None:
+    assert cache.clear() == (0, 0), "there is no directory"
+    cache.store(KEY, KERNEL)
+    kept = [directory / name for name in ("notes", ".writing-now", "cd" * 32)]
+    kept[0].write_text("no entry")
+    kept[1].write_text("a writer is at work")
+    kept[2].mkdir()
+    old = directory / ".writing-killed"
+    old.write_text("x")
+    os.utime(old, (0, 0))
+    assert cache.clear() == (2, len(KERNEL) + 32 + 1)
+    assert set(directory.iterdir()) == set(kept)

@@ -1,0 +1,374 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m jax_fastattn`: what each command prints, what it refuses, and that warm kernels are those of calls."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import types
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import calls
+import jax
+import pytest
+from test_import import COMPILER, WITHOUT
+
+from jax_fastattn import target_arch
+from jax_fastattn.cli import bench, gpus, info, shapes, warmup
+from jax_fastattn.cli.main import build_parser, main
+from jax_fastattn.ffi import cache, call, registry
+from jax_fastattn.kernels.architectures import ARCHITECTURES
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.support import unsupported_reasons
+from jax_fastattn.testing.cases import MODELS, Case, kernel_specs
+
+ROOT = Path(__file__).parents[1]
+KEY = "ab" * 32
+SHAPE = ["--heads", "4/2", "--head-dim", "20", "--causal"]
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "cache"
+    monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(path))
+    return path
+
+
+def started(*command: str) -> subprocess.CompletedProcess[str]:
+    """A process that sees no GPU."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "error"}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def printed(*arguments: str, status: int = 0) -> str:
+    """What a command prints in a process of its own."""
+    done = started("-m", "jax_fastattn", *arguments)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    return build_parser().parse_args(arguments)
+
+
+def warm_specs(arch: str, *arguments: str) -> set[KernelSpec]:
+    """What `warmup` compiles."""
+    options = options_of("warmup", *arguments)
+    found = [case for layer in shapes.layers(options).values() for case in warmup.cases_of(layer, options)]
+    return set(kernel_specs(found, arch))
+
+
+@pytest.mark.slow
+def test_a_later_call_finds_the_kernels_that_warmup_compiled(directory: Path) -> None:
+    """By real compilers in two processes. Calls pad a head dim of 20."""
+    text = printed("warmup", *SHAPE, "--arch", "sm_80", "--processes", "2")
+    assert len(re.findall(r"^\[[12]/2\] sm_80, (?:forward|backward), d24, .*: compiled in \d", text, re.MULTILINE)) == 2
+    assert re.search(rf"^2 kernels, by nvidia-cutlass-dsl .* for CUDA {registry.toolkit()}, into", text)
+    assert "2 compiled, 0 in the cache before, 0 failed" in text
+    code = """
+        import jax, jax.numpy as jnp
+        import jax_fastattn
+        q, k = jnp.ones((2, 64, 4, 20), jnp.bfloat16), jnp.ones((2, 64, 2, 20), jnp.bfloat16)
+        loss = lambda *x: jax_fastattn.attention(*x, is_causal=True, implementation="cuda").astype(jnp.float32).sum()
+        with jax_fastattn.target_arch("sm_80"):
+            jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",))
+        print(jax_fastattn.ffi.compile_count())
+    """
+    done = started("-c", "\n".join(line[8:] for line in code.splitlines()))
+    assert done.stdout == "0\n", done.stderr
+    assert "0 compiled, 2 in the cache before" in printed("warmup", *SHAPE, "--arch", "sm_80")
+
+
+CALLS = [
+    *(["--model", name] for name in MODELS),
+    SHAPE,
+    [*SHAPE, "--deterministic", "--with", "sinks", "return_residual"],
+    [*SHAPE, "--packed"],
+    ["--heads", "6", "--head-dim", "44/64", "--packed", "--with", "query_offset", "--window", "9/none"],
+    ["--heads", "6", "--head-dim", "128", "--soft-cap", "5", "--with", "query_seq_lengths", "key_value_seq_lengths"],
+    ["--heads", "6/1", "--head-dim", "64", "--dtype", "float16", "--window", "none/0", "--with", "query_offset"],
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arguments", CALLS, ids=" ".join)
+def test_keys_are_those_of_a_call(
+    arguments: list[str], arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call and its gradients, lowered as `bench` makes them; a stand-in takes the compiler's place."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    asked: list[KernelSpec] = []
+    compile_kernel = call._compile
+    monkeypatch.setattr(call, "_compile", lambda spec: asked.append(spec) or compile_kernel(spec))
+    options = options_of("warmup", *arguments)
+    for layer in shapes.layers(options).values():
+        case = shapes.sized(layer, options, shapes.Size(2, 64, 64))
+        operands = case.operands(jax.random.key(0))
+
+        def gradients(operands: Any, case: Case = case) -> Any:
+            wanted = {name: getattr(operands, name) for name in ("query", "key", "value", "sinks")}
+            wanted = {name: x for name, x in wanted.items() if x is not None}
+            out, pullback = jax.vjp(lambda wanted: bench._ours(case, operands._replace(**wanted)), wanted)
+            return pullback(out)
+
+        with target_arch(arch):
+            jax.jit(gradients).trace(operands).lower(lowering_platforms=("cuda",))
+    assert {spec.op for spec in asked} == {"forward", "backward"}
+    assert set(asked) <= warm_specs(arch, *arguments)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("arguments", CALLS, ids=" ".join)
+def test_without_a_length_every_size_is_warm(arguments: list[str], arch: str) -> None:
+    options = options_of("warmup", *arguments)
+    lengths = (1, 128, 512, 513, 1024, 1025, 2048, 2049, 16384)
+    sizes = [(batch, *lengths) for batch, *lengths in itertools.product((1, 7, 300), lengths, lengths)]
+    found = {
+        spec
+        for layer in shapes.layers(options).values()
+        for size in sizes[:: 5 if options.packed else 1]
+        for spec in _specs_of_size(layer, options, shapes.Size(*size), arch)
+    }
+    assert found <= warm_specs(arch, *arguments)
+
+
+def _specs_of_size(layer: Case, options: argparse.Namespace, size: shapes.Size, arch: str) -> list[KernelSpec]:
+    options = argparse.Namespace(
+        **vars(options) | {"batch": size.batch, "length": (size.query_length, size.key_length)}
+    )
+    return kernel_specs(warmup.cases_of(layer, options), arch)
+
+
+def test_a_length_chooses_among_the_kernels() -> None:
+    arguments = ["--heads", "32/8", "--head-dim", "128", "--causal"]
+    short, long = (warm_specs("sm_90a", *arguments, "--length", length) for length in ("512", "8192"))
+    assert len(short) == len(long) == 2
+    assert short != long
+    assert short | long <= warm_specs("sm_90a", *arguments)
+
+
+def test_kernels_run_the_named_models_everywhere() -> None:
+    cases = [case for layers in MODELS.values() for case in layers]
+    assert [unsupported_reasons(case.problem(), arch) for case in cases for arch in ARCHITECTURES if case] == [
+        [] for _ in range(len(cases) * len(ARCHITECTURES))
+    ]
+    assert {name: len(layers) for name, layers in MODELS.items() if len(layers) > 1} == {
+        "gemma2-9b": 2,
+        "gpt-oss-20b": 2,
+    }
+
+
+def test_a_kernel_that_fails_stops_no_other(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = iter(["compiled in 1.0 s", "failed: out of luck"])
+    monkeypatch.setattr(warmup, "_prepared", lambda specs, processes: [(spec, next(outcomes)) for spec in specs])
+    assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 1
+    assert "1 compiled, 0 in the cache before, 1 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (BrokenProcessPool(), "failed: its process ended early, perhaps out of memory; pass a smaller --processes"),
+        (ValueError("no"), "failed: ValueError: no"),
+        (None, "failed: it could not be written to the cache"),
+    ],
+)
+def test_what_became_of_a_kernel(error: Exception | None, text: str) -> None:
+    future: Future[float | None] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    assert warmup._outcome(future) == text
+
+
+def test_warmup_compiles_nothing_that_it_cannot_keep(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory.mkdir()
+    directory.chmod(0o777)
+    assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 1
+    assert f"cannot keep kernels in {directory}: it will not be used, since it can be" in capsys.readouterr().err
+
+
+def test_info_in_a_process_of_its_own(directory: Path) -> None:
+    cache.store(KEY, b"kernel")
+    found = json.loads(printed("info", "--json"))
+    assert found["versions"]["jax"] == jax.__version__
+    assert (found["backend"], found["gpus"], found["extension"]) == ("cpu", [], True)
+    assert found["compiler"]["cuda"] == registry.toolkit()
+    assert (found["cache"]["path"], found["cache"]["entries"]) == (str(directory), 1)
+    assert found["families"]["sm_90a"] == "sm90 forward, sm90 backward"
+    assert "calls" not in found
+
+
+def test_info_without_compiler_and_extension(directory: Path) -> None:
+    code = WITHOUT.format(names=(*COMPILER, "jax_fastattn.ffi._ffi"))
+    done = started("-c", f"{code}from jax_fastattn.cli.main import main\nsys.exit(main(['info']))")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^C\+\+ extension +missing$", done.stdout, re.MULTILINE)
+    assert done.stdout.count("  - the C++ extension of jax_fastattn") == 1
+    assert "  - nvidia-cutlass-dsl, which compiles and loads kernels, is not installed; run" in done.stdout
+
+
+def test_info_says_why_a_call_falls_back(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--heads", "32/8", "--head-dim", "128"]
+    assert main(["info", *shape, "--with", "mask"]) == 0
+    text = capsys.readouterr().out
+    assert "heads 32/8, head dim 128, bfloat16, mask:\n  XLA path, because the platform is cpu; `mask` is given" in text
+    assert main(["info", "--json", *shape, "--causal", "--arch", "sm_90a", "--arch", "sm_80"]) == 0
+    found = json.loads(capsys.readouterr().out)["calls"]
+    assert [x["kernel"] for x in found] == ["sm90 forward, sm90 backward", "sm80 forward, sm80 backward"]
+
+
+def test_info_names_the_kernels_of_each_gpu(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {"NVIDIA H100": "9.0", "NVIDIA A100": "8.0", "Tesla T4": "7.5"}
+    devices = [types.SimpleNamespace(device_kind=name, compute_capability=x) for name, x in kinds.items()]
+    monkeypatch.setattr(gpus, "local_gpus", lambda: (devices, ""))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"GPU 0 +NVIDIA H100, compute capability 9\.0, sm_90a: sm90 forward, sm90 backward\n", text)
+    assert re.search(r"GPU 1 +NVIDIA A100, compute capability 8\.0, sm_80: sm80 forward, sm80 backward\n", text)
+    assert re.search(r"GPU 2 +Tesla T4, compute capability 7\.5, no kernels, XLA path\n", text)
+    assert "missing:\n  - no kernel runs on compute capability 7.5 (Tesla T4)" in text
+
+
+@pytest.mark.parametrize(
+    ("driver", "plugin", "text"),
+    [
+        (None, None, "no NVIDIA driver"),
+        (12, None, "pip install 'jax[cuda12]'"),
+        (13, None, "pip install 'jax[cuda13]'"),
+        (13, "0.12", "JAX finds no CUDA device: Unknown backend"),
+    ],
+)
+def test_info_says_why_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, driver: int | None, plugin: str | None, text: str
+) -> None:
+    monkeypatch.setattr(registry, "driver_version", lambda: driver)
+    monkeypatch.setattr(info, "_version", lambda package: plugin)
+    assert text in info._without_gpu("Unknown backend")
+
+
+def test_info_on_a_cache_that_is_not_used(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory.mkdir()
+    directory.chmod(0o777)
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"{directory}, not usable" in text
+    assert f"  - cache directory {directory}: it will not be used, since it can be written by its group or by" in text
+    assert "Delete that directory, or set `JAX_FASTATTN_CACHE_DIR`" in text
+
+
+def test_cache_clear_deletes_kernels_alone(directory: Path) -> None:
+    assert "deleted 0 compiled kernels" in printed("cache", "clear")
+    cache.store(KEY, b"kernel")
+    (directory / "notes").write_text("mine")
+    assert f"deleted 1 compiled kernel (38 bytes) from {directory}" in printed("cache", "clear")
+    assert [path.name for path in directory.iterdir()] == ["notes"]
+
+
+def test_cache_clear_of_a_directory_that_others_write(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.store(KEY, b"kernel")
+    directory.chmod(0o777)
+    assert main(["cache", "clear"]) == 1
+    assert "nothing was deleted. Delete that directory, or set" in capsys.readouterr().err
+    assert (directory / KEY).exists()
+
+
+def test_bench_on_the_cpu(directory: Path) -> None:
+    shape = ["--heads", "4/2", "--head-dim", "16", "--length", "32", "--seconds", "0.01"]
+    text = printed("bench", *shape, "--causal")
+    assert "No GPU: these are times of XLA paths on the CPU" in text
+    row = r"^{} +(\d+\.\d{{3}} ms +){{2}}\d+\.\d\dx +\d+\.\d\dx$"
+    for name in ("jax_fastattn", "jax.nn xla"):
+        assert re.search(row.format(name), text, re.MULTILINE), text
+    assert "jax_fastattn: XLA path, because the platform is cpu\njax.nn cudnn: needs an NVIDIA GPU" in text
+
+
+@pytest.mark.parametrize("more", [["--packed", "--with", "sinks", "query_offset"], ["--with", *shapes.WITH]], ids=str)
+def test_bench_says_what_jax_nn_lacks(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--heads", "4/2", "--head-dim", "16", "--length", "32", "--seconds", "0.01", "--batch", "2"]
+    assert main(["bench", *shape, *more]) == 0
+    assert "jax.nn xla: has no argument for " in capsys.readouterr().out
+
+
+def test_bench_leaves_out_what_the_memory_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "_is_too_large", lambda size: size > 10**5)
+    shape = ["--heads", "4/2", "--head-dim", "8", "--length", "256", "--seconds", "0.01"]
+    assert main(["bench", *shape]) == 0
+    assert "jax.nn xla: not run: it holds 1.0 MB of logits" in capsys.readouterr().out
+    assert main(["bench", *shape, "--batch", "2000"]) == 1
+    assert "the arrays of this call take" in capsys.readouterr().err
+
+
+WRONG = {
+    "": "the following arguments are required: COMMAND",
+    "frobnicate": "invalid choice: 'frobnicate'",
+    "cache": "the following arguments are required: ACTION",
+    "info --heads 4": "pass --heads and --head-dim",
+    "info --arch sm_80": "--arch explains a call; describe it",
+    "info --heads 4/3 --head-dim 8": "`4/3` has 3 key/value heads, which do not divide the 4 query heads",
+    "info --heads 4/0 --head-dim 8": "`4/0` is not a number of heads",
+    "info --heads ٤ --head-dim 8": "is not a number of heads",
+    "info --heads 4 --head-dim -8": "`-8` is not a head dim",
+    "info --heads 4 --head-dim 8 --window 3": "`3` is not a window LEFT/RIGHT",
+    "info --heads 4 --head-dim 8 --soft-cap nan": "`nan` is not a positive number",
+    "info --heads 4 --head-dim 8 --batch 99999999": "is over 65536",
+    "info --heads 4 --head-dim 8 --with masks": "invalid choice: 'masks'",
+    "info --heads 4 --head-dim 8 --packed --with mask": "attention_varlen, and so --packed, has no mask",
+    "warmup --arch sm_80": "pass --heads and --head-dim",
+    "warmup --model llama3-8b --arch sm_99": "invalid choice: 'sm_99'",
+    "warmup --model llama3-9b": "invalid choice: 'llama3-9b'",
+    "warmup --model llama3-8b --causal --arch sm_80": "--model sets the whole call; leave out --causal",
+    "warmup --model llama3-8b": "this machine has no GPU; name the GPU to compile for, such as --arch sm_90a",
+    "warmup --model llama3-8b --batch 3 --arch sm_80": "--batch alone chooses no kernel",
+    "warmup --heads 4 --head-dim 264 --with bias --arch sm_80": "no kernel on sm_80: `query` has head dim 264; at most",
+    "warmup --model llama3-8b --dtype float32 --arch sm_80": "the dtype is float32",
+    "bench --heads 4 --head-dim 8": "the following arguments are required: --length",
+    "bench --heads 4 --head-dim 8 --length 8 --seconds 0": "`0` is not a number of seconds",
+}
+
+
+@pytest.mark.parametrize(("line", "text"), WRONG.items(), ids=[*WRONG])
+def test_wrong_input(
+    line: str, text: str, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpus, "local_gpus", lambda: ([], "none"))
+    with pytest.raises(SystemExit) as stopped:
+        main(shlex.split(line))
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_wrong_input_of_a_process() -> None:
+    done = started("-m", "jax_fastattn", "warmup", "--arch", "sm_80")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith("python -m jax_fastattn warmup: error: pass --heads and --head-dim")
+
+
+def test_commands_of_the_page() -> None:
+    """Every command line of docs/cli.md is one that the parser takes."""
+    page = (ROOT / "docs" / "cli.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^\$? ?python -m jax_fastattn (.*?)(?:#.*)?$", page, re.MULTILINE)
+    assert {line.split()[0] for line in lines} == {"info", "warmup", "cache", "bench"}
+    for line in lines:
+        options_of(*shlex.split(line))
