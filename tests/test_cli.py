@@ -320,6 +320,17 @@ def test_bench_leaves_out_what_the_memory_does_not_hold(
     assert "the arrays of this call take" in capsys.readouterr().err
 
 
+def test_an_interrupt_is_a_status_without_a_traceback(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache, "clear", interrupted)
+    assert main(["cache", "clear"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 WRONG = {
     "": "the following arguments are required: COMMAND",
     "frobnicate": "invalid choice: 'frobnicate'",

@@ -30,8 +30,8 @@ from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops.cuda import HEAD_DIM_MULTIPLE
 from jax_fastattn.testing.cases import Case, kernel_specs
 
-# Long calls; calls with a config for short lengths, packed ones too; and calls with so many short heads that dq is added
-# in semaphore order. Together they have every key that any size has, which a test shows.
+# Long calls; calls with a config for short lengths, packed ones too; and calls with so many short heads that dq is
+# added in semaphore order. Together they have every key that any size has, which a test shows.
 SIZES = [shapes.Size(batch, length, length) for batch, length in ((1, 8192), (1, SHORT_LENGTH), (264, 512))]
 
 
@@ -133,7 +133,7 @@ def _prepared(specs: list[KernelSpec], processes: int | None) -> Iterator[tuple[
     if not absent:
         return
     count = min(processes or len(os.sched_getaffinity(0)), len(absent))
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _ignore_interrupts) as pool:
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _end_at_interrupts) as pool:
         running = {pool.submit(_prepare, spec): spec for spec in absent}
         try:
             for future in as_completed(running):
@@ -143,9 +143,9 @@ def _prepared(specs: list[KernelSpec], processes: int | None) -> Iterator[tuple[
             raise
 
 
-def _ignore_interrupts() -> None:
-    """Leaves the end of a process to the one that started it, so that no kernel is half written."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _end_at_interrupts() -> None:
+    """Makes an interrupt end a process at once, without a traceback. The cache holds no half-written kernel then."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _prepare(spec: KernelSpec) -> float | None:
