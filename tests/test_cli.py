@@ -24,7 +24,7 @@ import pytest
 from test_import import COMPILER, WITHOUT
 
 from jax_fastattn import target_arch
-from jax_fastattn.cli import bench, gpus, info, shapes, warmup
+from jax_fastattn.cli import bench, info, machine, shapes, warmup
 from jax_fastattn.cli.main import build_parser, main
 from jax_fastattn.ffi import cache, call, registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
@@ -239,7 +239,7 @@ def test_info_names_the_kernels_of_each_gpu(
 ) -> None:
     kinds = {"NVIDIA H100": "9.0", "NVIDIA A100": "8.0", "Tesla T4": "7.5"}
     devices = [types.SimpleNamespace(device_kind=name, compute_capability=x) for name, x in kinds.items()]
-    monkeypatch.setattr(gpus, "local_gpus", lambda: (devices, ""))
+    monkeypatch.setattr(machine, "local_gpus", lambda: (devices, ""))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert main(["info"]) == 0
     text = capsys.readouterr().out
@@ -262,8 +262,18 @@ def test_info_says_why_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, driver: int | None, plugin: str | None, text: str
 ) -> None:
     monkeypatch.setattr(registry, "driver_version", lambda: driver)
-    monkeypatch.setattr(info, "_version", lambda package: plugin)
+    monkeypatch.setattr(machine, "version", lambda package: plugin)
     assert text in info._without_gpu("Unknown backend")
+
+
+def test_a_compiler_that_is_there_in_part(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "version", lambda package: None)
+    assert main(["info"]) == 0
+    assert "  - nvidia-cutlass-dsl is installed in part" in capsys.readouterr().out
+    assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 1
+    assert "nvidia-cutlass-dsl is installed in part" in capsys.readouterr().err
 
 
 def test_info_on_a_cache_that_is_not_used(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,7 +373,7 @@ WRONG = {
 def test_wrong_input(
     line: str, text: str, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpus, "local_gpus", lambda: ([], "none"))
+    monkeypatch.setattr(machine, "local_gpus", lambda: ([], "none"))
     with pytest.raises(SystemExit) as stopped:
         main(shlex.split(line))
     assert stopped.value.code == 2

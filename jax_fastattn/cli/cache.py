@@ -33,6 +33,7 @@ def clear(options: argparse.Namespace) -> int:
     try:
         count, size = cache.clear()
     except OSError as error:
-        raise CommandError(f"cannot clear {path}: {error.strerror or error}. {cache.state().remedy}".strip()) from error
+        remedy = cache.state().remedy or "Run this as the owner of that directory."
+        raise CommandError(f"cannot clear {path}: {error.strerror or error}. {remedy}") from error
     print(f"deleted {count} compiled kernel{'' if count == 1 else 's'} ({file_size(size)}) from {path}")
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 
 from jax_fastattn import ffi
-from jax_fastattn.cli import gpus, shapes
+from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import UsageError
 from jax_fastattn.cli.text import columns, file_size
 from jax_fastattn.ffi import cache, registry
@@ -90,16 +89,16 @@ def _explained(case: Any, arch: str | None) -> dict[str, Any]:
 
 def collect() -> dict[str, Any]:
     """Returns everything that `info` prints, in types that JSON has."""
-    devices, why_none = gpus.local_gpus()
+    devices, why_none = machine.local_gpus()
     state, extension_problem = cache.state(), _extension_problem()
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: machine.version(name) for name in _PACKAGES}},
         "backend": _backend(),
         "gpus": [_gpu(device) for device in devices],
         "driver_cuda": registry.driver_version(),
         "extension": not extension_problem,
         "compiler": {
-            "version": _version("nvidia-cutlass-dsl"),
+            "version": machine.version("nvidia-cutlass-dsl"),
             "cuda_libraries": sorted(registry.runtime_libraries()),
             "cuda": registry.toolkit(),
             "runtime": registry.runtime_library(),
@@ -131,7 +130,7 @@ def _backend() -> str:
 def _gpu(device: Any) -> dict[str, Any]:
     """Returns the facts about a device of JAX."""
     capability = str(device.compute_capability)
-    arch = gpus.architecture(device)
+    arch = machine.architecture(device)
     return {
         "name": device.device_kind,
         "compute_capability": capability,
@@ -146,21 +145,14 @@ def _families(arch: str) -> str:
     return describe_kernels(MODELS["llama3-8b"][0].problem(), arch)[0]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _missing(devices: list[Any], why_none: str, state: cache.State) -> list[str]:
     """Returns what keeps calls from the kernels, or kernels from the cache, each with its remedy."""
-    found = ffi.missing_parts()
+    found = machine.missing_parts()
     found += [_without_gpu(why_none)] if not devices else []
     if devices and _backend() not in ("gpu", "cuda"):
         found.append(f"JAX runs on {_backend()} by default although there is a GPU; unset JAX_PLATFORMS")
     for device in devices:
-        arch, known = gpus.architecture(device), ", ".join(registry.BY_CAPABILITY)
+        arch, known = machine.architecture(device), ", ".join(registry.BY_CAPABILITY)
         if arch is None:
             found.append(
                 f"no kernel runs on compute capability {device.compute_capability} ({device.device_kind}), so calls "
@@ -181,7 +173,7 @@ def _without_gpu(why_none: str) -> str:
             "no NVIDIA driver (libcuda.so.1) is found, so calls take the XLA path; on a machine with a GPU install the "
             "driver, or start the container with its GPUs (docker run --gpus all). `warmup --arch` needs no GPU"
         )
-    if not any(_version(f"jax-cuda{cuda}-plugin") for cuda in (12, 13)):
+    if not any(machine.version(f"jax-cuda{cuda}-plugin") for cuda in (12, 13)):
         return f"JAX has no CUDA plugin; run `pip install 'jax[cuda{12 if driver < 13 else 13}]'`"
     hidden = {name: os.environ[name] for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES") if name in os.environ}
     where = f"; the environment has {', '.join(f'{name}={x}' for name, x in hidden.items())}" if hidden else ""

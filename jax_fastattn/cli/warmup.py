@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from jax_fastattn import ffi
-from jax_fastattn.cli import gpus, shapes
+from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
 from jax_fastattn.ffi import cache, registry
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compiles what is not in the cache, and prints a line for each kernel."""
-    if missing := ffi.missing_parts():
+    if missing := machine.missing_parts():
         raise CommandError("; ".join(missing))
     cases = [case for layer in shapes.layers(options).values() for case in cases_of(layer, options)]
     specs = list(dict.fromkeys(spec for arch in _architectures(options) for spec in _specs(cases, arch)))
@@ -86,8 +86,8 @@ def _architectures(options: argparse.Namespace) -> list[str]:
     """Returns the GPUs to compile for."""
     if options.arch:
         return options.arch
-    devices, _ = gpus.local_gpus()
-    found = {architecture: None for device in devices if (architecture := gpus.architecture(device))}
+    devices, _ = machine.local_gpus()
+    found = {architecture: None for device in devices if (architecture := machine.architecture(device))}
     if not found:
         where = "no kernel runs on the GPUs of this machine" if devices else "this machine has no GPU"
         raise UsageError(f"{where}; name the GPU to compile for, such as --arch sm_90a (H100) or --arch sm_80 (A100)")

@@ -1,15 +1,36 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The GPUs that JAX finds, for commands that must also run where it finds none."""
+"""What this machine has, for commands that must also run where parts are missing or broken."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from typing import Any
 
 import jax
 
+from jax_fastattn import ffi
 from jax_fastattn.ffi import registry
+
+
+def version(package: str) -> str | None:
+    """Returns the version of an installed package; None without one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def missing_parts() -> list[str]:
+    """Returns what the installation lacks to launch kernels; also if an uninstallation left parts of the compiler."""
+    missing = ffi.missing_parts()
+    if registry.runtime_libraries() and version("nvidia-cutlass-dsl") is None:
+        missing.append(
+            "nvidia-cutlass-dsl is installed in part: libraries are there, and the package is not; run `pip install "
+            "--force-reinstall 'nvidia-cutlass-dsl[cu13]>=4.8'`, or `'nvidia-cutlass-dsl>=4.8'` for CUDA 12"
+        )
+    return missing
 
 
 def local_gpus() -> tuple[list[Any], str]:
