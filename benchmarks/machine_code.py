@@ -360,6 +360,8 @@ def load(path: Path) -> dict[str, Kernel]:
 
 def compile_rows(options: argparse.Namespace) -> None:
     """Compiles a share of the rows of the commit whose tree is on the path."""
+    # The folders of the worktree come first. A commit whose `resources` lies in the package is read by today's.
+    sys.path.append(str(ROOT / "tests" / "kernels"))
     import test_resources  # type: ignore[import-not-found]
 
     number, count = options.worker
@@ -381,8 +383,9 @@ def write(path: Path, content: bytes) -> None:
 
 def compiled(spec: Any) -> dict[str, dict[str, Any]]:
     """Returns the kernels of a compile key, as the fields of `Kernel`."""
+    from resources import cubin, kernel_resources  # type: ignore[import-not-found]
+
     from jax_fastattn.ffi import compiler
-    from jax_fastattn.ffi.resources import cubin, kernel_resources
 
     code, shared_bytes = compiler.compile_launches(spec)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

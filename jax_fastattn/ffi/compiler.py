@@ -19,7 +19,6 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from jax_fastattn.ffi import registry
-from jax_fastattn.ffi.resources import KernelResources, kernel_resources
 from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, launch_buffers, named_buffers
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
@@ -58,11 +57,6 @@ def compile_kernel(spec: KernelSpec) -> bytes:
         then the scalars of `launch_scalars`, then the stream.
     """
     return _compile(spec, lambda *_: None)
-
-
-def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
-    """Compiles the kernel of `spec` and says what each kernel that it launches costs."""
-    return kernel_resources(*compile_launches(spec))
 
 
 def compile_launches(spec: KernelSpec) -> tuple[bytes, dict[str, int]]:

@@ -14,11 +14,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import resources
+from resources import KernelResources, inspect_kernel
 
-from jax_fastattn.ffi import resources
-from jax_fastattn.ffi.resources import KernelResources
 from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
@@ -157,8 +158,6 @@ def _variants(spec: KernelSpec) -> list[KernelSpec]:
     ("family", "arch", "op", "features"), [*COMPILED, *_if_asked(_portable_rows(OTHER_ARCHITECTURES))]
 )
 def test_kernels_fit(family: str, arch: str, op: str, features: str, dims: tuple[int, int]) -> None:
-    from jax_fastattn.ffi.compiler import inspect_kernel
-
     allowed = _local_bytes(arch, op, dims, features)
     for spec in _variants(_spec(family, op, arch, dims, FEATURES[features])):
         _assert_fits(spec, inspect_kernel(spec), allowed)
@@ -169,8 +168,6 @@ def test_kernels_fit(family: str, arch: str, op: str, features: str, dims: tuple
     [*_other_tilings(PORTABLE_ARCHITECTURES), *_if_asked(_other_tilings(OTHER_ARCHITECTURES))],
 )
 def test_other_tilings_fit(arch: str, op: str, dims: tuple[int, int]) -> None:
-    from jax_fastattn.ffi.compiler import inspect_kernel
-
     spec = _spec("sm80", op, arch, dims, CAUSAL)
     _assert_fits(spec, inspect_kernel(spec), _local_bytes(arch, op, dims, "causal"))
 
@@ -179,8 +176,6 @@ def test_other_tilings_fit(arch: str, op: str, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("arch", OTHER_ARCHITECTURES)
 def test_one_row_of_each_kind_fits(arch: str, op: str) -> None:
     """`pytest -m every_arch` compiles every row for these GPUs."""
-    from jax_fastattn.ffi.compiler import inspect_kernel
-
     spec = _spec("sm80", op, arch, (64, 64), EVERYTHING)
     _assert_fits(spec, inspect_kernel(spec), _local_bytes(arch, op, (64, 64), "everything"))
 
@@ -255,8 +250,6 @@ def _sinks_specs() -> list[KernelSpec]:
 @pytest.mark.parametrize("spec", _sinks_specs(), ids=lambda spec: _row_name("sinks", spec))
 def test_gradient_of_sinks_spills_nothing(spec: KernelSpec) -> None:
     """Other kernels of the launch have the local memory that they have without it."""
-    from jax_fastattn.ffi.compiler import inspect_kernel
-
     kernels = inspect_kernel(spec)
     _assert_fits(spec, kernels, _local_bytes(spec.arch, spec.op, (spec.head_dim, spec.v_head_dim), "causal"))
     found = [kernel.local_bytes for kernel in kernels if "preprocess" in kernel.name]
@@ -295,7 +288,7 @@ def _row_name(features: str, spec: KernelSpec) -> str:
 
 _SHOW_REMARKS = """
 import dataclasses, pickle, sys
-from jax_fastattn.ffi.compiler import inspect_kernel
+from resources import inspect_kernel
 
 for spec in pickle.load(sys.stdin.buffer):
     print("kernel", spec, flush=True)
@@ -308,7 +301,8 @@ def test_hopper_rows_neither_spill_nor_serialise(features: str) -> None:
     """ptxas reports products that it had to serialise as C75xx; nothing else shows it but the speed."""
     assert {(dims, False) for dims in DIMS} < set(HOPPER_ROWS)
     specs = [spec for op in ("forward", "backward") for spec in _hopper_specs(op, features)]
-    environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}"}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}", "PYTHONPATH": path}
     run = subprocess.run(
         [sys.executable, "-c", _SHOW_REMARKS], input=pickle.dumps(specs), env=environment, capture_output=True
     )

@@ -1,9 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What compiled kernels cost, read from their object file: registers and local memory. Needs neither GPU nor tools.
+"""Reads what compiled kernels cost from their object file: registers and local memory. Needs neither GPU nor tools.
 
 The object holds the cubin, an ELF file of its own, whose section `.nv.info` lists `(symbol, value)` attributes. Their
 numbers are not documented by NVIDIA; they are those that `cuobjdump --dump-elf` prints by name.
+
+Importing this module loads the standard library alone: `benchmarks/machine_code.py` imports it next to the package of
+another commit.
 """
 
 from __future__ import annotations
@@ -11,6 +14,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax_fastattn.kernels.key import KernelSpec
 
 _ELF_MAGIC = b"\x7fELF"
 _EM_CUDA = 190
@@ -39,8 +46,15 @@ class KernelResources:
     shared_bytes: int
 
 
+def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
+    """Compiles the kernel of `spec` and returns what each kernel that it launches costs."""
+    from jax_fastattn.ffi import compiler  # loads the compiler, which takes seconds
+
+    return kernel_resources(*compiler.compile_launches(spec))
+
+
 def kernel_resources(kernel: bytes, shared_bytes: dict[str, int]) -> tuple[KernelResources, ...]:
-    """Resources of every kernel in an object file, in the order of their names.
+    """Returns the resources of every kernel in an object file, in the order of their names.
 
     Args:
         kernel: the object file, see `compiler.compile_kernel`.
@@ -66,7 +80,7 @@ def kernel_resources(kernel: bytes, shared_bytes: dict[str, int]) -> tuple[Kerne
 
 
 def cubin(kernel: bytes) -> bytes:
-    """The cubin in an object file, with whatever follows it there.
+    """Returns the cubin in an object file, with whatever follows it there.
 
     Raises:
         ValueError: there is none.
