@@ -54,7 +54,7 @@ ffi::ErrorOr<const Libraries*> OpenLibraries() {
   if (runtime_path.empty()) {
     return Failure(
         "libcute_dsl_runtime.so, through which CUDA kernels are launched, was not found. Install it with `pip install "
-        "'nvidia-cutlass-dsl[cu13]>=4.8'`, or `pip install 'nvidia-cutlass-dsl>=4.8'` for CUDA 12.");
+        "'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'`, or `pip install 'nvidia-cutlass-dsl>=4.8,<4.9'` for CUDA 12.");
   }
   SharedLibrary runtime(runtime_path);
   runtime.Bind(libraries.module_create, "CuteDSLRT_Module_Create_From_Bytes");

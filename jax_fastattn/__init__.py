@@ -10,3 +10,9 @@ from jax_fastattn.ffi import register as register_ffi_targets
 from jax_fastattn.ffi import target_arch
 
 __all__ = ["attention", "attention_varlen", "explain", "register_ffi_targets", "target_arch"]
+__version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    """Returns the public names; submodules that an import leaves here are not among them."""
+    return [*__all__, "__version__"]

@@ -71,12 +71,12 @@ class Environment:
 
 # Keras is for one test in tests/test_integrations_jax_nn.py.
 NEWEST = Environment(
-    ".venv-newest", ("dev", "examples", "test"), ("nvidia-cutlass-dsl[cu13]>=4.8", "keras>=3"), "newest"
+    ".venv-newest", ("dev", "examples", "test"), ("nvidia-cutlass-dsl[cu13]>=4.8,<4.9", "keras>=3"), "newest"
 )
 OLDEST = Environment(
     ".venv-oldest",
     ("examples", "test"),
-    ("jax==0.8.0", "jaxlib==0.8.0", "flax==0.12.0", "nvidia-cutlass-dsl>=4.8"),
+    ("jax==0.8.0", "jaxlib==0.8.0", "flax==0.12.0", "nvidia-cutlass-dsl>=4.8,<4.9"),
     "oldest",
     takes_newest=False,
 )

@@ -359,7 +359,7 @@ def test_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiler_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
 
 
 CHANGES = {
@@ -399,9 +399,9 @@ def test_the_key_is_the_same_every_time(compiler_version: None) -> None:
 
 
 def test_compiler_version_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
     old = cache.kernel_key(SPEC)
-    monkeypatch.setattr(cache, "compiler_version", lambda: "4.9.0")
+    monkeypatch.setattr(registry, "compiler_version", lambda: "4.9.0")
     assert cache.kernel_key(SPEC) != old
 
 

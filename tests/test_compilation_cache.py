@@ -122,7 +122,7 @@ def test_programs_for_cuda_under_a_mesh_differ_in_each_field(differentiated: boo
     "fact",
     {
         "sources": ("fingerprint.sources_digest", lambda: "others"),
-        "compiler": ("cache.compiler_version", lambda: "0.0.0"),
+        "compiler": ("registry.compiler_version", lambda: "0.0.0"),
         "cuda-libraries": ("registry.toolkit", lambda: 99),
         "multiprocessors": ("registry.multiprocessors", lambda: 7),
         "missing": ("registry.missing_parts", lambda: ["the compiler is missing"]),

@@ -44,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.undo()
     monkeypatch.setattr(call, "_kernels", {})
-    monkeypatch.setattr(cache, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
     monkeypatch.setattr(registry, "_is_installed", lambda module: True)
     monkeypatch.setitem(sys.modules, "jax_fastattn.ffi.compiler", Compiler)
     monkeypatch.setattr("jax_fastattn.ffi.compiler", Compiler, raising=False)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.metadata
 import threading
 import types
 from pathlib import Path
@@ -69,6 +70,7 @@ def test_a_gpu_that_no_kernel_is_for_takes_the_xla_path(
 ) -> None:
     """It failed while it was lowered, since nothing spoke against the kernels."""
     monkeypatch.setattr(registry, "_is_installed", lambda module: True)
+    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
     devices.append(Device(id=0, compute_capability=capability))
     found = [reason.text for reason in dispatch.cuda_reasons(Case(dtype="bfloat16").problem())]
     assert [reason[: len(start)] for reason, start in zip(found, reasons, strict=True)] == reasons
@@ -80,6 +82,7 @@ def test_a_compiler_that_writes_code_for_the_old_name_is_a_reason(
 ) -> None:
     """That of CUDA 12 compiles for sm_101a when asked for sm_110a, and the program would fail where it is loaded."""
     monkeypatch.setattr(registry, "_is_installed", lambda module: True)
+    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
     monkeypatch.setattr(registry, "toolkit", lambda: cuda)
     found = {arch: ffi.compiler_reasons(arch) for arch in ARCHITECTURES}
     assert {arch for arch, reasons in found.items() if reasons} == refused
@@ -89,7 +92,7 @@ def test_a_compiler_that_writes_code_for_the_old_name_is_a_reason(
             reasons = dispatch.cuda_reasons(Case(dtype="bfloat16").problem())
         assert [reason.text for reason in reasons] == found[arch]
     for (reason,) in [found[arch] for arch in refused]:
-        assert "run `pip install 'nvidia-cutlass-dsl[cu13]>=4.8'`" in reason
+        assert "run `pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'`" in reason
 
 
 def test_arch_without_a_device(devices: list[Any]) -> None:
@@ -189,6 +192,38 @@ def test_toolkit_is_the_newest_that_the_driver_runs(
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda module: spec)
     assert registry.toolkit() == expected
     assert registry.runtime_library() == (None if expected is None else str(paths[expected]))
+
+
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [("4.8.0", True), ("4.8.12", True), ("4.7.3", False), ("4.9.0", False), ("4.9.0.dev1", False), ("5", False)],
+)
+def test_kernels_take_tested_versions_of_the_compiler_alone(
+    devices: list[Any], monkeypatch: pytest.MonkeyPatch, version: str, is_taken: bool
+) -> None:
+    """Another minor version may compile a kernel to something else, and nothing would say so."""
+    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
+    monkeypatch.setattr(registry, "compiler_version", lambda: version)
+    with ffi.target_arch("sm_80"):
+        reasons = [reason.text for reason in dispatch.cuda_reasons(Case(dtype="bfloat16").problem())]
+    expected = (
+        f"nvidia-cutlass-dsl {version} is installed, and the kernels of this jax_fastattn were tested with versions "
+        ">=4.8,<4.9 alone; run `pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'`, or "
+        "`pip install 'nvidia-cutlass-dsl>=4.8,<4.9'` for CUDA 12"
+    )
+    assert reasons == ([] if is_taken else [expected])
+
+
+def test_a_compiler_without_metadata_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version is part of the key of a kernel on disk; without it each lowering would fail."""
+
+    def version() -> str:
+        raise importlib.metadata.PackageNotFoundError("nvidia-cutlass-dsl")
+
+    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
+    monkeypatch.setattr(registry, "compiler_version", version)
+    (reason,) = ffi.missing_parts()
+    assert reason.startswith("nvidia-cutlass-dsl is installed in part: its modules are there, and its metadata is not;")
 
 
 def test_no_runtime_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -137,6 +139,7 @@ def test_a_package_without_its_extension_says_what_to_do(
         (tmp_path / "CMakeLists.txt").touch()
     monkeypatch.setattr(registry, "__file__", str(tmp_path / "jax_fastattn" / "ffi" / "registry.py"))
     monkeypatch.setattr(registry, "_is_installed", lambda module: module == "nvidia_cutlass_dsl")
+    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (reason,) = registry.missing_parts()
     assert reason.endswith(f" is not in {tmp_path / 'jax_fastattn'}; {remedy.format(root=tmp_path)}")
@@ -161,3 +164,20 @@ def test_public_names() -> None:
         ["attention", "attention_varlen", "explain", "register_ffi_targets", "target_arch"]
     )
     assert all(callable(getattr(jax_fastattn, name)) for name in jax_fastattn.__all__)
+
+
+def test_dir_shows_the_public_names_alone() -> None:
+    """Submodules that the package imports are its attributes too."""
+    assert hasattr(jax_fastattn, "ops")
+    assert dir(jax_fastattn) == sorted([*jax_fastattn.__all__, "__version__"])
+    assert all(hasattr(jax_fastattn, name) for name in dir(jax_fastattn))
+
+
+def test_the_version_is_that_of_the_metadata() -> None:
+    """The build reads it from the package; an installed package and its metadata agree."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", jax_fastattn.__version__)
+    try:
+        found = importlib.metadata.version("jax_fastattn")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("jax_fastattn is not installed: Python imports a source tree")
+    assert found == jax_fastattn.__version__

@@ -20,7 +20,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -78,15 +77,9 @@ def kernel_key(spec: KernelSpec) -> str:
     Raises:
         ImportError: nvidia-cutlass-dsl is not installed.
     """
-    compiler = f"{compiler_version()} for CUDA {registry.toolkit()}"
+    compiler = f"{registry.compiler_version()} for CUDA {registry.toolkit()}"
     parts = (_FORMAT, repr(spec), compiler, sources_digest(), platform.machine())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-@functools.cache
-def compiler_version() -> str:
-    """Version of nvidia-cutlass-dsl, read from its metadata: importing it takes seconds."""
-    return importlib.metadata.version("nvidia-cutlass-dsl")
 
 
 @functools.cache

@@ -20,7 +20,7 @@ def process_fingerprint() -> tuple[object, ...]:
     A process without a part takes the XLA path. Its programs must not serve a process that has the part.
     """
     missing = tuple(registry.missing_parts())
-    compiler = None if missing else (cache.compiler_version(), registry.toolkit())
+    compiler = None if missing else (registry.compiler_version(), registry.toolkit())
     return sources_digest(), missing, compiler, _gpu(), platform.machine()
 
 

@@ -12,7 +12,9 @@ import ctypes
 import functools
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
+import re
 import sys
 import threading
 from collections.abc import Generator
@@ -28,6 +30,8 @@ TARGET_NAME = "jax_fastattn_launch"
 
 _EXTENSION = "jax_fastattn.ffi._ffi"
 _COMPILER = "nvidia_cutlass_dsl"
+# The first version of nvidia-cutlass-dsl that all tests ran with, and the first one after those, as in pyproject.toml.
+_COMPILER_FROM, _COMPILER_BELOW = (4, 8), (4, 9)
 _DRIVER = "libcuda.so.1"
 
 
@@ -133,14 +137,50 @@ def multiprocessors() -> int:
 
 
 def missing_parts() -> list[str]:
-    """What the installation lacks to launch kernels, each with its remedy; empty when it is complete."""
+    """Returns what the installation lacks to launch kernels, each with its remedy; an empty list if it is complete."""
     missing = [] if _is_installed(_EXTENSION) else [_without_extension()]
-    if not _is_installed(_COMPILER):
+    if problem := _compiler_problem():
         missing.append(
-            "nvidia-cutlass-dsl, which compiles and loads kernels, is not installed; run `pip install "
-            "'nvidia-cutlass-dsl[cu13]>=4.8'`, or `pip install 'nvidia-cutlass-dsl>=4.8'` for CUDA 12"
+            f"{problem}; run `pip install '{_requirement(13)}'`, or `pip install '{_requirement(12)}'` for CUDA 12"
         )
     return missing
+
+
+def _compiler_problem() -> str:
+    """Says what is wrong with the installed compiler; an empty string if nothing is."""
+    if not _is_installed(_COMPILER):
+        return "nvidia-cutlass-dsl, which compiles and loads kernels, is not installed"
+    try:
+        found = compiler_version()
+    except importlib.metadata.PackageNotFoundError:
+        return "nvidia-cutlass-dsl is installed in part: its modules are there, and its metadata is not"
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and _COMPILER_FROM <= tuple(map(int, numbers.groups())) < _COMPILER_BELOW:
+        return ""
+    return (
+        f"nvidia-cutlass-dsl {found} is installed, and the kernels of this jax_fastattn were tested with versions "
+        f"{_versions()} alone"
+    )
+
+
+def _versions() -> str:
+    """Returns the versions of nvidia-cutlass-dsl that the kernels take, as pip writes them."""
+    return ">={}.{},<{}.{}".format(*_COMPILER_FROM, *_COMPILER_BELOW)
+
+
+def _requirement(cuda: int) -> str:
+    """Returns the requirement that installs the compiler for a major CUDA version."""
+    return f"nvidia-cutlass-dsl{'' if cuda == 12 else f'[cu{cuda}]'}{_versions()}"
+
+
+@functools.cache
+def compiler_version() -> str:
+    """Returns the version of nvidia-cutlass-dsl from its metadata: importing it takes seconds.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    return importlib.metadata.version("nvidia-cutlass-dsl")
 
 
 def _without_extension() -> str:
@@ -173,7 +213,7 @@ def compiler_reasons(arch: str | None) -> list[str]:
         return []
     return [
         f"nvidia-cutlass-dsl compiles for {arch} with its libraries for CUDA {needed} only, and finds those for CUDA "
-        f"{found}; run `pip install 'nvidia-cutlass-dsl[cu{needed}]>=4.8'`"
+        f"{found}; run `pip install '{_requirement(needed)}'`"
     ]
 
 
