@@ -1,12 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Asserts the types that a checker infers for the public functions. `tests/run lint` checks them; nothing runs here."""
+"""Calls of the public functions for type checkers; nothing runs here.
 
+`tests/run lint` has pyright check this file against the source tree, `tests/distributions.py` has pyright and mypy
+check it against an installed wheel. `assert_type` states the type that they infer. A wrong call carries comments that
+ignore its error, `type: ignore` for mypy and `pyright: ignore` for pyright; a comment that ignores nothing is an error.
+"""
+
+from contextlib import AbstractContextManager
 from typing import assert_type
 
 import jax
 
-from jax_fastattn import attention, attention_varlen
+import jax_fastattn
+from jax_fastattn import attention, attention_varlen, explain, register_ffi_targets, target_arch
 
 
 def results_depend_on_return_residual(x: jax.Array, starts: jax.Array, flag: bool) -> None:
@@ -20,3 +27,20 @@ def results_depend_on_return_residual(x: jax.Array, starts: jax.Array, flag: boo
     assert_type((out, lse), tuple[jax.Array, jax.Array])
     either = attention_varlen(x, x, x, starts, starts, return_residual=flag)
     assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
+
+
+def the_other_functions(x: jax.Array) -> None:
+    assert_type(jax_fastattn.__version__, str)
+    assert_type(explain(x, x, x, is_causal=True).reasons, tuple[str, ...])
+    assert_type(target_arch("sm_90a"), AbstractContextManager[None])
+    register_ffi_targets()
+
+
+# Each line below is wrong.
+
+
+def arguments_of_attention(x: jax.Array) -> None:
+    attention(x, x)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
+    attention(x, x, x, causal=True)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
+    attention(x, x, x, is_causal="yes")  # type: ignore[call-overload] # pyright: ignore[reportArgumentType]
+    attention(x, x, x, None, None, 0.5)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
