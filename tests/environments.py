@@ -209,18 +209,30 @@ def prepared(environment: Environment, interpreter: Interpreter) -> bool:
         return True
     say(f"setting up {environment.directory} with {interpreter}, by {'uv' if uv_command() else 'pip'}")
     if state.get("interpreter") != facts["interpreter"]:
-        shutil.rmtree(directory, ignore_errors=True)
-        uv = uv_command()
-        make = [uv, "venv", "--quiet", "--python"] if uv else [interpreter.path, "-m", "venv"]
-        run([*make, *([interpreter.path] if uv else []), str(directory)])
+        make(directory, interpreter)
     mark.unlink(missing_ok=True)
     constraints = str(environment.constraints_file)
-    command = [*installer(environment), "--only-binary", ":all:", "-c", constraints, *environment.all_requirements()]
+    command = [
+        *installer(environment.python),
+        "--only-binary",
+        ":all:",
+        "-c",
+        constraints,
+        *environment.all_requirements(),
+    ]
     if not run(command):
         say(f"{environment.directory}: the requirements cannot be installed on {interpreter}; see above")
         return False
     mark.write_text(json.dumps(facts))
     return True
+
+
+def make(directory: Path, interpreter: Interpreter) -> None:
+    """Makes an empty environment in the place of whatever is there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    uv = uv_command()
+    command = [uv, "venv", "--quiet", "--python"] if uv else [interpreter.path, "-m", "venv"]
+    run([*command, *([interpreter.path] if uv else []), str(directory)])
 
 
 def wanted_state(environment: Environment, interpreter: Interpreter) -> dict[str, str]:
@@ -229,29 +241,35 @@ def wanted_state(environment: Environment, interpreter: Interpreter) -> dict[str
     return {"interpreter": str(interpreter), "requirements": hashlib.sha256(requirements.encode()).hexdigest()}
 
 
-def installer(environment: Environment) -> list[str]:
-    """Returns the command that installs into an environment."""
+def installer(python: Path) -> list[str]:
+    """Returns the command that installs into the environment of `python`."""
     uv = uv_command()
     if uv:
-        return [uv, "pip", "install", "--quiet", "--python", str(environment.python)]
-    return [str(environment.python), "-m", "pip", "install", "--quiet"]
+        return [uv, "pip", "install", "--quiet", "--python", str(python)]
+    return [str(python), "-m", "pip", "install", "--quiet"]
+
+
+def build_constraints() -> tuple[list[str], dict[str, str]]:
+    """Returns what pins the versions of isolated builds: options of uv, or variables for pip."""
+    build = str(CONSTRAINTS / "build.txt")
+    if uv_command():
+        return ["--build-constraints", build], {}
+    # Which variable pip reads depends on its version.
+    return [], {"PIP_CONSTRAINT": build, "PIP_BUILD_CONSTRAINT": build}
 
 
 def install_package(environment: Environment) -> None:
     """Builds and installs this package as it is now."""
-    build = str(CONSTRAINTS / "build.txt")
-    again = ["--reinstall-package", "jax_fastattn", "--build-constraints", build] if uv_command() else []
-    again = again or ["--force-reinstall"]
-    # pip takes constraints of isolated builds from the environment; which variable depends on its version.
-    pip = {"PIP_CONSTRAINT": build, "PIP_BUILD_CONSTRAINT": build}
-    if not run([*installer(environment), "--no-deps", *again, str(ROOT)], {} if uv_command() else pip):
+    options, variables = build_constraints()
+    again = ["--reinstall-package", "jax_fastattn"] if uv_command() else ["--force-reinstall"]
+    if not run([*installer(environment.python), "--no-deps", *again, *options, str(ROOT)], variables):
         sys.exit(f"Cannot build and install this package into {environment.directory}; see above. It needs g++.")
 
 
-def run(command: list[str], more: dict[str, str] | None = None) -> bool:
-    """Runs a command, and prints its output if it fails; returns whether it succeeded."""
+def run(command: list[str], more: dict[str, str] | None = None, folder: Path | None = None) -> bool:
+    """Runs a command in a folder, and prints its output if it fails; returns whether it succeeded."""
     environment = os.environ | UV_ENVIRONMENT | (more or {})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         say(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.returncode == 0
