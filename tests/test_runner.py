@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CORES = 7
-TOOLS = ("pytest", "ruff", "pyright", "lint-imports")
+TOOLS = ("pytest", "ruff", "pyright", "lint-imports", "python")
 SET_UP = """import os, sys
 print(sys.argv[1], file=open({log!r}, "a"))
 sys.exit(9 * (os.environ["FAILING"] == sys.argv[1]))
@@ -74,6 +74,7 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
     assert sorted(calls) == sorted(
         [*(f"newest/{tool}" for tool in TOOLS), "oldest/pytest", "newest", "oldest", "check"]
     )
+    assert calls["newest/python"] == [["tests/distributions.py"]]
     (newest,), (oldest,) = calls["newest/pytest"], calls["oldest/pytest"]
     assert options(newest, "-n") == options(oldest, "-n") == [str(CORES)]
     # The newest environment leaves nothing out; the oldest what no version of JAX can change, and cases of numbers.
@@ -104,7 +105,7 @@ def test_a_sample_has_a_case_of_each_function() -> None:
 def test_without_arguments_it_runs_what_a_change_needs(tmp_path: Path) -> None:
     status, calls, _ = run(tmp_path)
     assert status == 0
-    assert sorted(calls) == sorted([*(f"newest/{tool}" for tool in TOOLS), "newest"])
+    assert sorted(calls) == sorted([*(f"newest/{tool}" for tool in TOOLS if tool != "python"), "newest"])
     contract, kernels = calls["newest/pytest"]
     assert options(contract, "-n") == options(kernels, "-n") == [str(CORES)]
     files = {argument for argument in contract if argument.startswith("tests/")}
@@ -131,11 +132,19 @@ def test_a_check_that_fails_fails_the_command(tool: str, part: str, tmp_path: Pa
     assert ("=== linters: failed" in printed) == tool.endswith("pyright")
 
 
-@pytest.mark.parametrize("tool", ["oldest", "check", "oldest/bin/pytest"])
+@pytest.mark.parametrize("tool", ["oldest", "check", "newest/bin/python", "oldest/bin/pytest"])
 def test_a_check_of_all_that_fails_fails_the_command(tool: str, tmp_path: Path) -> None:
     status, calls, _ = run(tmp_path, "all", failing=tool)
     assert status == 9
     assert ("newest/pytest" in calls) == tool.endswith("pytest")
+
+
+def test_packages_are_a_part(tmp_path: Path) -> None:
+    status, calls, _ = run(tmp_path, "package")
+    assert status == 0
+    assert calls == {"newest": [[]], "newest/python": [["tests/distributions.py"]]}
+    status, _, _ = run(tmp_path, "package", failing="newest/bin/python")
+    assert status == 9
 
 
 def test_each_stage_says_how_long_it_took_last_time(tmp_path: Path) -> None:
@@ -150,7 +159,7 @@ def test_every_part_is_documented() -> None:
     script = (ROOT / "tests" / "run").read_text()
     parts = re.findall(r"^  ([a-z |]+)\)$", script, re.MULTILINE)
     documented = "".join(line for line in script.splitlines(keepends=True) if line.startswith("#"))
-    assert len(parts) == 5
+    assert len(parts) == 6
     for part in parts:
         assert part == "change" or re.search(rf"\b{part}\b", documented), part
     for page in ("README.md", "CONTRIBUTING.md", ".ci/run"):
