@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import environments
@@ -111,6 +112,17 @@ def test_what_the_index_has_beyond_the_constraints_is_one_line() -> None:
     want = "newer releases than tests/constraints: jax 0.13, Import_Linter 3"
     assert environments.beyond_constraints(found) == want
     assert environments.beyond_constraints([]) == "newer releases than tests/constraints: none"
+
+
+@pytest.mark.parametrize(
+    ("environment", "extra"),
+    [(environments.NEWEST, "cuda13"), (environments.OLDEST, "cuda12")],
+    ids=["newest", "oldest"],
+)
+def test_the_compiler_is_the_one_that_users_get(environment: environments.Environment, extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (compiler,) = (x for x in environment.requirements if x.startswith("nvidia-cutlass-dsl"))
+    assert compiler in project["optional-dependencies"][extra]
 
 
 def test_each_requirement_has_one_version_for_each_python() -> None:
