@@ -119,7 +119,7 @@ def _check_cache() -> None:
 
 
 def _compiler() -> str:
-    return f"nvidia-cutlass-dsl {cache.compiler_version()} for CUDA {registry.toolkit()}"
+    return f"nvidia-cutlass-dsl {registry.compiler_version()} for CUDA {registry.toolkit()}"
 
 
 def _prepared(specs: list[KernelSpec], processes: int | None) -> Iterator[tuple[KernelSpec, str]]:
