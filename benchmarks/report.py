@@ -4,8 +4,8 @@
 
     python benchmarks/report.py
 
-README.md has a few cases, docs/benchmarks.md has all of them. No figure is typed by hand. Where a case was measured
-again, by the same implementation on the same GPU, the last record counts.
+README.md has a few cases and a small plot of them, docs/benchmarks.md has all of them. No figure is typed by hand. If a
+case was measured again, by the same implementation on the same GPU, the last record counts.
 """
 
 from __future__ import annotations
@@ -186,14 +186,27 @@ def slug(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
 
 
-def plot(gpu: str, records: Records, path: Path) -> None:
-    """Bars of TFLOP/s by case and implementation, modes side by side; lines from p20 to p80 of the time."""
+def summary(records: Records) -> Records:
+    """Returns the records of the cases of README.md that have TFLOP/s."""
+    return {key: record for key, record in records.items() if key[0] in README_CASES and not decodes(key[0])}
+
+
+def plot(gpu: str, records: Records, path: Path, width: float = 6.5, bar: float = 0.12) -> None:
+    """Bars of TFLOP/s by case and implementation, modes side by side; lines from p20 to p80 of the time.
+
+    Args:
+        gpu: the title.
+        records: what to show.
+        path: of the image.
+        width: of a panel, in inches.
+        bar: height of a bar, in inches.
+    """
     from matplotlib.figure import Figure
 
     names = columns(records)
     by_mode = {mode: cases for mode in MODES if (cases := rows(records, [mode]))}
-    height = max(len(cases) for cases in by_mode.values()) * (0.12 * len(names) + 0.2) + 1.5
-    canvas = Figure(figsize=(6.5 * len(by_mode), height), layout="constrained")
+    height = max(len(cases) for cases in by_mode.values()) * (bar * len(names) + 0.2) + 1.5
+    canvas = Figure(figsize=(width * len(by_mode), height), layout="constrained")
     panels = canvas.subplots(1, len(by_mode), squeeze=False)[0]
     for axes, (mode, cases) in zip(panels, by_mode.items(), strict=True):
         for i, name in enumerate(names):
@@ -212,7 +225,8 @@ def plot(gpu: str, records: Records, path: Path) -> None:
         axes.invert_yaxis()
         axes.set(xlabel="TFLOP/s", title=mode)
         axes.grid(axis="x", alpha=0.3)
-    canvas.axes[0].legend(fontsize=8)
+    handles, labels = canvas.axes[0].get_legend_handles_labels()
+    canvas.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
     canvas.suptitle(gpu)
     canvas.savefig(path, dpi=110)
 
@@ -230,6 +244,8 @@ def write(pages: Sequence[Page] = PAGES, folder: Path = RESULTS) -> None:
         page.path.write_text(filled(page, folder))
     for gpu, records in load(folder).items():
         plot(gpu, records, folder / f"{slug(gpu)}.png")
+        if few := summary(records):
+            plot(gpu, few, folder / f"{slug(gpu)}-summary.png", width=4.8, bar=0.05)
 
 
 if __name__ == "__main__":

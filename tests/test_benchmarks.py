@@ -170,6 +170,17 @@ def test_tables_and_plots_are_made_from_records(tmp_path: Path) -> None:
     assert "[2026-01-02-x.jsonl](up/2026-01-02-x.jsonl)" in text and "(up/x.png)" in text
     assert not any(word in short for word in ("decode", "TB/s", "jsonl", "png"))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "x-summary.png").exists()  # of no case of the README
+
+
+def test_the_readme_has_a_plot_of_its_cases(tmp_path: Path) -> None:
+    records = [_record("jax_fastattn", 100.0) | {"case": case} for case in ("d64-full-1k", *report.README_CASES)]
+    (tmp_path / "2026-01-02-x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    (loaded,) = report.load(tmp_path).values()
+    shown = {case for case, _, _ in report.summary(loaded)}
+    assert shown == {*report.README_CASES} - {"decode-64x8k-gqa-32-8-d128"}
+    report.write([], tmp_path)
+    assert (tmp_path / "x-summary.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_newest_training_run_is_shown(tmp_path: Path) -> None:
@@ -199,6 +210,7 @@ def test_pages_hold_the_tables_of_the_committed_records(page: report.Page) -> No
 def test_plots_are_there() -> None:
     for gpu in report.load(report.RESULTS):
         assert (report.RESULTS / f"{report.slug(gpu)}.png").exists()
+        assert (report.RESULTS / f"{report.slug(gpu)}-summary.png").exists()
 
 
 def _names_in(*paths: Path) -> set[str]:
