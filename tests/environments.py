@@ -207,10 +207,13 @@ def prepared(environment: Environment, interpreter: Interpreter) -> bool:
     state = json.loads(mark.read_text()) if mark.exists() else {}
     if state == facts and environment.python.exists():
         return True
-    say(f"setting up {environment.directory} with {interpreter}, by {'uv' if uv_command() else 'pip'}")
+    say(f"setting up {environment.directory} with {interpreter}")
     if state.get("interpreter") != facts["interpreter"]:
         make(directory, interpreter)
     mark.unlink(missing_ok=True)
+    requirements = environment.all_requirements()
+    names, by = ", ".join(map(normalized, requirements)), "uv" if uv_command() else "pip"
+    say(f"installing {names} and what they need, by {by}; this may take minutes")
     constraints = str(environment.constraints_file)
     command = [
         *installer(environment.python),
@@ -218,7 +221,7 @@ def prepared(environment: Environment, interpreter: Interpreter) -> bool:
         ":all:",
         "-c",
         constraints,
-        *environment.all_requirements(),
+        *requirements,
     ]
     if not run(command):
         say(f"{environment.directory}: the requirements cannot be installed on {interpreter}; see above")
@@ -260,6 +263,7 @@ def build_constraints() -> tuple[list[str], dict[str, str]]:
 
 def install_package(environment: Environment) -> None:
     """Builds and installs this package as it is now."""
+    say("building jax_fastattn and its C++ extension, and installing them")
     options, variables = build_constraints()
     again = ["--reinstall-package", "jax_fastattn"] if uv_command() else ["--force-reinstall"]
     if not run([*installer(environment.python), "--no-deps", *again, *options, str(ROOT)], variables):
@@ -327,8 +331,10 @@ def raise_constraints() -> None:
 
 def main(name: str) -> None:
     """Does what the command line names."""
-    examples = EXAMPLES_ON_GPU if shutil.which("nvidia-smi") else EXAMPLES
-    environments = {"newest": NEWEST, "oldest": OLDEST, "examples": examples}
+    has_driver = shutil.which("nvidia-smi") is not None
+    environments = {"newest": NEWEST, "oldest": OLDEST, "examples": EXAMPLES_ON_GPU if has_driver else EXAMPLES}
+    if name == "examples":
+        say("found nvidia-smi: JAX for CUDA 13" if has_driver else "found no nvidia-smi: JAX for the CPU alone")
     if name in environments:
         set_up(environments[name])
     else:

@@ -172,6 +172,29 @@ def test_a_python_without_wheels_is_passed_over(machine: Path, monkeypatch: pyte
         environments.set_up(environments.NEWEST)
 
 
+def test_a_set_up_says_what_it_does(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line comes before the command that takes its time."""
+    steps: list[str] = []
+
+    def run(command: list[str], *_: object) -> bool:
+        steps.append(capsys.readouterr().out)
+        if "venv" in command:
+            python(Path(command[-1]) / "bin" / "python", "3 13 0")
+        return True
+
+    python(machine / "bin" / "python3.13", "3 13 0")
+    monkeypatch.setattr(environments, "run", run)
+    monkeypatch.setattr(environments, "uv_command", lambda: None)
+    environments.main("examples")
+    making, installing, building = steps
+    assert making.startswith("found no nvidia-smi: JAX for the CPU alone\nsetting up .venv with Python 3.13.0")
+    assert "installing flax, jax, jaxlib, matplotlib, numpy, optax, tqdm and what they need, by pip" in installing
+    assert building == "building jax_fastattn and its C++ extension, and installing them\n"
+    assert capsys.readouterr().out.startswith(".venv: Python 3.13.0")
+
+
 def test_the_scripts_start_with_any_python_that_starts(machine: Path) -> None:
     """`python3` is a shim of nothing."""
     program(machine / "bin" / "python3", SHIM)
