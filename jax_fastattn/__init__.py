@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Exact attention for JAX on NVIDIA GPUs: CUDA kernels behind a drop-in for `jax.nn.dot_product_attention`.
+"""Exact attention for JAX on NVIDIA GPUs: CUDA kernels and a drop-in for `jax.nn.dot_product_attention`.
 
-Importing this package loads neither the kernel compiler nor the C++ extension; the first call lowered for CUDA does.
+Importing this package loads neither the kernel compiler nor the C++ extension; the first call that is lowered for CUDA
+loads what it needs.
 """
 
 from jax_fastattn.api import attention, attention_varlen, explain

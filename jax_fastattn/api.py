@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions: signature, contract, and four steps: check, canonicalize, attend, restore."""
+"""The public functions: their signatures, their contracts, and four steps: check, canonicalize, attend, restore."""
 
 from __future__ import annotations
 
@@ -105,19 +105,19 @@ def attention(
     query_offset: int | ArrayLike = 0,
     deterministic: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Exact scaled dot-product attention; a drop-in for `jax.nn.dot_product_attention` that goes beyond it.
+    r"""Computes exact scaled dot-product attention; a drop-in for `jax.nn.dot_product_attention` with more features.
 
-    For every batch entry and head, with the sum over the visible keys:
+    For every batch entry and head, with sums over the visible keys, the output is
 
     .. math:: \mathrm{out}_i = \sum_j \exp(x_{ij} - \mathrm{lse}_i) v_j, \; x = \mathrm{scale}\, q k^T + \mathrm{bias}
 
     as in FlashAttention (https://arxiv.org/abs/2205.14135). Keys, values and rows that are invisible never reach a
-    result, NaN or not.
+    result, even if they are NaN.
 
-    It differs from `jax.nn` in this: a query with no visible key gets output 0, log-sum-exp -inf and zero gradients
-    (there the mean of `value`); the log-sum-exp is float32 and differentiable (there in the dtype of `query`, its
-    gradient stopped); `implementation` may be None, "cuda" or "xla" (there "xla" or "cudnn"). docs/semantics.md has a
-    table of these and of smaller differences.
+    Three things differ from `jax.nn`. A query with no visible key gets output 0, log-sum-exp -inf and zero gradients;
+    `jax.nn` returns the mean of `value`. The log-sum-exp is float32 and differentiable; `jax.nn` returns it in the
+    dtype of `query` and stops its gradient. `implementation` may be None, "cuda" or "xla"; `jax.nn` takes "xla" or
+    "cudnn". docs/semantics.md has a table of these and of smaller differences.
 
     Sizes: B batch, T query length, S key length, N query heads, K key/value heads (N a multiple of K: grouped-query
     attention), H head dim, D head dim of `value`.
@@ -128,19 +128,19 @@ def attention(
         key: `[B, S, K, H]` or `[S, K, H]`, dtype of `query`.
         value: `[B, S, K, D]` or `[S, K, D]`, dtype of `query`; D may differ from H.
         bias: floating, broadcastable to `[B, N, T, S]`; added to the scaled logits. Differentiable.
-        mask: bool, broadcastable to `[B, N, T, S]`; True where the query may attend. One with K heads, `[b, K, t, s]`,
-            has a row for each key/value head, which the query heads of its group share.
+        mask: bool, broadcastable to `[B, N, T, S]`; True where the query may attend. A mask with K heads,
+            `[b, K, t, s]`, has a row for each key/value head, which the query heads of its group share.
         scale: factor on `query . key`; default 1 / sqrt(H). A Python or NumPy number is fixed when the call is traced.
             A `jax.Array` of shape `()`, traced or not, is run-time data and differentiable.
         is_causal: a query sees the keys at its own position and before; see `query_offset`.
-        query_seq_lengths: integers `[B]`; rows from there on are padding: output 0, zero gradients.
+        query_seq_lengths: integers `[B]`; rows from there on are padding and have output 0 and zero gradients.
         key_value_seq_lengths: integers `[B]`; keys from there on are invisible.
         local_window_size: `(left, right)` keys around the query's position, None for an unlimited side; an int means
             both sides. Default: unlimited.
-        implementation: None takes the CUDA kernels where they apply and the XLA path elsewhere (on a GPU with a
-            warning that names the reasons); "cuda" insists; "xla" is the portable path, whose memory is linear in T
-            and S beyond the 4 GiB of logits of a GPU, or 8 MiB of a CPU, that it computes at once.
-        return_residual: also return the log-sum-exp.
+        implementation: None takes the CUDA kernels where they apply and the XLA path elsewhere; on a GPU, a warning
+            then names the reasons. "cuda" raises instead of falling back. "xla" is the portable path. It computes up to
+            4 GiB of logits at once on a GPU, and 8 MiB on a CPU; beyond that, its memory is linear in T and S.
+        return_residual: whether to return the log-sum-exp too. Default: False.
         logits_soft_cap: `cap * tanh(x / cap)` on the biased logits, before masks (Gemma 2,
             https://arxiv.org/abs/2408.00118). Default: off.
         segment_ids: integers `[B, T]` (with T = S), or a pair `([B, T], [B, S])`; tokens attend inside equal ids.
@@ -148,17 +148,17 @@ def attention(
             (https://arxiv.org/abs/2309.17453). Differentiable.
         query_offset: int or integers `[B]`: query i stands at key position i + query_offset for `is_causal` and
             windows. Default 0 is `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.
-        deterministic: gradients are bitwise equal from run to run.
+        deterministic: whether gradients must be bitwise equal from run to run. Default: False.
 
     Returns:
-        The output `[B, T, N, D]` (`[T, N, D]` for unbatched input) in the dtype of `query`; with `return_residual` a
-        pair of it and the log-sum-exp of the logits, natural logarithm, float32 (float64 for float64 input),
-        `[B, T, N]`, including the sink; differentiable.
+        The output `[B, T, N, D]` (`[T, N, D]` for unbatched input) in the dtype of `query`; with `return_residual`,
+        a pair of the output and the log-sum-exp of the logits `[B, T, N]`: the natural logarithm, in float32 (float64
+        for float64 input), including the sink. Both are differentiable.
 
     Raises:
         ValueError: a shape or value does not fit.
         TypeError: a dtype or kind does not fit.
-        NotImplementedError: `implementation="cuda"` and no kernel applies; lists every reason.
+        NotImplementedError: `implementation` is "cuda" and no kernel applies; the message lists every reason.
     """
     spec, operands = canonical.canonicalize(
         query,
@@ -195,21 +195,22 @@ def explain(
     arch: str | None = None,
     **options: Any,
 ) -> dispatch.Explanation:
-    """Which implementation a call of `attention`, or of `attention_varlen`, with these arguments would run, and why.
+    """Returns which implementation a call of `attention` or `attention_varlen` with these arguments would run, and why.
 
     Args:
-        query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s will do. Nothing runs.
-        cu_seqlens_q, cu_seqlens_k: as for `attention_varlen`, whose arguments the others then are. Default: a call of
-            `attention`.
+        query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s are enough, since nothing
+            runs.
+        cu_seqlens_q, cu_seqlens_k: as for `attention_varlen`. If they are given, all arguments are those of
+            `attention_varlen`. Default: None, for a call of `attention`.
         arch: the GPU to lower for, such as `"sm_90a"`; see `target_arch`. Default: that of an enclosing `target_arch`,
-            else what is here.
+            else the local devices.
 
     Returns:
-        A readable record: implementation, kernels, tiles, how dq is added up, or the reasons against the kernels and
-        what to do instead.
+        A readable record. It has the implementation, kernels, tiles and how dq is added up, or the reasons against the
+        kernels and what to do instead.
 
     Raises:
-        ValueError, TypeError: as the call itself.
+        ValueError, TypeError: the call itself would raise the same error.
     """
     options |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
     function, canonicalize = attention, canonical.canonicalize
@@ -281,14 +282,14 @@ def attention_varlen(
     query_offset: int | ArrayLike | Literal["bottom_right"] = 0,
     deterministic: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention over packed sequences: tokens attend inside their own sequence only.
+    """Computes attention over packed sequences: tokens attend inside their own sequence only.
 
     Args:
         query: `[total_q, N, H]`: the sequences' rows, one after the other.
         key: `[total_k, K, H]`.
         value: `[total_k, K, D]`.
-        cu_seqlens_q: integers `[sequences + 1]`, not decreasing: sequence b holds the rows
-            `cu_seqlens_q[b] : cu_seqlens_q[b + 1]`; it may be empty. Rows before the first boundary and past the last
+        cu_seqlens_q: integers `[sequences + 1]`, not decreasing. Sequence b holds the rows
+            `cu_seqlens_q[b] : cu_seqlens_q[b + 1]` and may be empty. Rows before the first boundary and past the last
             one are padding. A boundary that decreases counts as the largest one before it.
         cu_seqlens_k: integers `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
         query_offset: int or integers `[sequences]`, within each sequence; default 0, top-left. "bottom_right" makes
@@ -297,8 +298,9 @@ def attention_varlen(
             as for `attention`; positions count from the start of each sequence.
 
     Returns:
-        The output `[total_q, N, D]`; with `return_residual` also the log-sum-exp `[total_q, N]`. Padding rows are 0
-        and -inf. Rows with no visible key are 0 and -inf, or the sink where there is one.
+        The output `[total_q, N, D]`; with `return_residual` also the log-sum-exp `[total_q, N]`. Padding rows have
+        output 0 and log-sum-exp -inf. Rows with no visible key have output 0, and as log-sum-exp the sink, or -inf
+        without sinks.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for `attention`.
