@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong input meets its error here: argument, what was found, what is expected, and the remedy.
+"""Checks of user input. An error names the argument, what was found, what is expected, and the remedy.
 
 Axes are bound by name once (`Axes.bind`), so that every message can say which argument fixed a size. Nothing here
 computes on array values: lengths, offsets and ids are checked for shape and dtype only, and clamped by the kernels.
@@ -51,7 +51,7 @@ class Axes:
                 )
 
     def bind_broadcast(self, name: str, x: Any, axes: str, *, per_kv_head: bool = False) -> None:
-        """Checks as `bind` does, but fewer dimensions and sizes of 1 broadcast.
+        """Checks as `bind` does, except that missing dimensions and sizes of 1 broadcast.
 
         With `per_kv_head`, the axis N of an `x` that has all axes may also be of size K.
         """
@@ -77,7 +77,7 @@ class Axes:
 
 
 def as_array(name: str, x: Any) -> jax.Array:
-    """`x` as a JAX array; a TypeError that names the argument otherwise."""
+    """Returns `x` as a JAX array; raises a TypeError that names the argument if it is no array."""
     try:
         return jnp.asarray(x)
     except OverflowError as error:
@@ -87,24 +87,24 @@ def as_array(name: str, x: Any) -> jax.Array:
             order = "big" if sys.byteorder == "little" else "little"
             native = np.dtype(dtype).newbyteorder("=")
             raise TypeError(
-                f"`{name}` has dtype {dtype}, which is {order}-endian; JAX takes the byte order of this machine alone, "
+                f"`{name}` has dtype {dtype}, which is {order}-endian; JAX takes only the byte order of this machine, "
                 f'so pass `{name}.astype("{native}")`'
             ) from error
         raise TypeError(f"`{name}` is {type(x).__name__}, expected an array") from error
 
 
 def _foreign_byte_order(x: Any) -> str | None:
-    """The dtype of the first NumPy array in x with the other byte order, such as ">f4"; None without any."""
+    """Returns the dtype of the first NumPy array in x with the other byte order, such as ">f4"; None without any."""
     leaves = jax.tree.leaves(x, lambda x: not isinstance(x, (list, tuple)))
     dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic)))
     return next((dtype.str for dtype in dtypes if not dtype.isnative), None)
 
 
 def as_integers(name: str, x: Any) -> jax.Array:
-    """`x` as a JAX array of an integer dtype, whichever it has.
+    """Returns `x` as a JAX array in its own integer dtype; raises a TypeError for any other dtype.
 
-    Values that are known on the host must fit into int32: JAX would wrap them around without a word. Those of a JAX
-    array are not looked at, since that would wait for the device.
+    Values that are known on the host must fit into int32: JAX would wrap them around without a warning. Those of a
+    JAX array are not read, since that would wait for the device.
     """
     array = as_array(name, x)
     check_kind(name, array, "integer")
@@ -116,7 +116,7 @@ def as_integers(name: str, x: Any) -> jax.Array:
 
 
 def check_float_operands(**arrays: jax.Array) -> None:
-    """All of one floating dtype that attention is defined for."""
+    """Raises TypeError unless all arrays have one and the same dtype of `FLOATS`."""
     (first, x), *rest = arrays.items()
     if x.dtype.name not in FLOATS:
         raise TypeError(f"`{first}` has dtype {x.dtype}, expected one of {', '.join(FLOATS)}; cast it first")
@@ -126,7 +126,7 @@ def check_float_operands(**arrays: jax.Array) -> None:
 
 
 def check_kind(name: str, x: jax.Array, expected: str) -> None:
-    """`expected` is "bool", "integer" or "float"."""
+    """Raises TypeError unless x is of the kind `expected`: "bool", "integer" or "float"."""
     kinds = {"bool": np.bool_, "integer": np.integer, "float": np.floating}
     if not jnp.issubdtype(x.dtype, kinds[expected]):
         remedy = "cast it first"
@@ -139,7 +139,7 @@ def check_kind(name: str, x: jax.Array, expected: str) -> None:
 
 
 def check_heads(axes: Axes) -> None:
-    """Query heads are a multiple of key/value heads; neither they nor head dims are symbolic."""
+    """Raises ValueError unless K divides N, and neither heads nor head dims are symbolic."""
     for axis, name in (("N", "query"), ("K", "key"), ("H", "query"), ("D", "value")):
         if not is_known(axes[axis]):
             raise ValueError(
@@ -155,7 +155,7 @@ def check_heads(axes: Axes) -> None:
 
 
 def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
-    """A finite Python number: scalars are fixed when the function is traced."""
+    """Returns `x` as a Python float; raises unless it is a finite number that is known when the call is traced."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static")
     is_scalar = np.isscalar(x) or (hasattr(x, "shape") and x.shape == ())
@@ -175,7 +175,7 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
 
 
 def check_scalar_array(name: str, x: jax.Array) -> None:
-    """One real number on a device; its value is not known here."""
+    """Raises unless x is one real number. Its value is on a device and is not checked."""
     if not jnp.issubdtype(x.dtype, jnp.integer) and not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`{name}` has dtype {x.dtype}, expected a floating or integer dtype; cast it first")
     if x.ndim:
@@ -183,20 +183,20 @@ def check_scalar_array(name: str, x: jax.Array) -> None:
 
 
 def check_int32(name: str, x: int) -> None:
-    """An integer that int32 holds."""
+    """Raises ValueError if int32 does not hold x."""
     if not -(2**31) <= x < 2**31:
         raise ValueError(f"`{name}` is {x}, expected a value that int32 holds")
 
 
 def check_flag(name: str, x: Any) -> bool:
-    """A Python bool."""
+    """Returns `x` as a Python bool; raises TypeError if it is anything else, such as a traced value."""
     if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"`{name}` is {type(x).__name__}, expected a bool, static under jit")
+        raise TypeError(f"`{name}` is {type(x).__name__}, expected a bool; mark it static under jit")
     return bool(x)
 
 
 def check_window(window: int | Sequence[int | None] | None) -> tuple[int | None, int | None]:
-    """`(left, right)`, each None (unlimited) or >= 0; an int means both sides."""
+    """Returns the window as `(left, right)`, each None (unlimited) or >= 0; raises if it is no window."""
     if window is None:
         return None, None
     sides = (window, window) if isinstance(window, (int, np.integer)) else window
@@ -212,7 +212,7 @@ def check_window(window: int | Sequence[int | None] | None) -> tuple[int | None,
 
 
 def check_implementation(implementation: Any) -> None:
-    """None, "cuda" or "xla"."""
+    """Raises unless `implementation` is None, "cuda" or "xla"."""
     if implementation is not None and not isinstance(implementation, str):
         raise TypeError(f'`implementation` is {type(implementation).__name__}, expected None, "cuda" or "xla"')
     if implementation not in (None, "cuda", "xla"):

@@ -468,7 +468,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale-nan": ({"scale": float("nan")}, ValueError, r"`scale` is nan, expected a finite number"),
     "cap-zero": ({"logits_soft_cap": 0.0}, ValueError, r"`logits_soft_cap` is 0.0, expected a finite positive number"),
     "cap-negative": ({"logits_soft_cap": -2}, ValueError, r"`logits_soft_cap` is -2.0, expected a finite positive"),
-    "causal-int": ({"is_causal": 1}, TypeError, r"`is_causal` is int, expected a bool, static under jit"),
+    "causal-int": ({"is_causal": 1}, TypeError, r"`is_causal` is int, expected a bool; mark it static under jit"),
     "deterministic-string": ({"deterministic": "yes"}, TypeError, r"`deterministic` is str, expected a bool"),
     "residual-none": ({"return_residual": None}, TypeError, r"`return_residual` is NoneType, expected a bool"),
     "window-negative": (
