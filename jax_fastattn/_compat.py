@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""JAX spellings that differ between versions, or that cost less than the public one. A leaf: imports jax alone."""
+"""JAX spellings that differ between versions, or that cost less than the public one. This module imports only jax."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Primitive: Any = type(jax.lax.add_p)
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """Manual mesh axes (of an enclosing `shard_map`) over which `x` varies."""
+    """Returns the manual mesh axes (of an enclosing `shard_map`) over which `x` varies."""
     aval = jax.typeof(x)
     return aval.vma if hasattr(aval, "vma") else aval.mat.varying
 
 
 def zeros_like(x: jax.Array) -> jax.Array:
-    """Zeros that vary over the manual mesh axes over which `x` varies."""
+    """Returns zeros that vary over the manual mesh axes over which `x` varies."""
     return as_varying(jnp.zeros_like(x), varying_axes(x))
 
 
 def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """`x`, marked as varying over `axes` too; its transpose sums over those added."""
+    """Returns `x` marked as varying over `axes` too; the transpose sums over the axes that were added."""
     added = tuple(axes - varying_axes(x))
     if not added:
         return x

@@ -3,7 +3,7 @@
 """Packed sequences: from boundaries to sequences, and to the ids of tokens, which the XLA path compares.
 
 The operand `sequences` is int32 `[B, M, 4]`: first query row, queries, first key row and keys of each sequence; with
-offsets `[B, M, 5]`, the offset last. The first and the last sequence are what lies outside of all boundaries: padding.
+offsets `[B, M, 5]`, the offset last. The first and the last sequence are padding: they lie outside of all boundaries.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sequences(cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, totals: tuple[in
 
 
 def with_offsets(sequences: jax.Array, offset: jax.Array | None) -> jax.Array:
-    """Returns the sequences with their offsets `[C - 1]`; as they are if there are none."""
+    """Returns the sequences with their offsets `[C - 1]`, or unchanged if `offset` is None."""
     if offset is None:
         return sequences
     return jnp.concatenate([sequences, jnp.pad(offset, 1)[:, None]], axis=1)
@@ -54,7 +54,7 @@ def by_token(operands: Operands) -> Operands:
 def key_range(sequences: jax.Array, begin: jax.Array | int, end: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """Returns the first key, and one past the last, of the sequences with queries [begin, end) of any batch entry.
 
-    Without a search: XLA for GPUs (jax 0.11) cannot compile slices in a loop whose starts a search in it has found.
+    It makes no search: XLA for GPUs (jax 0.11) cannot compile slices in a loop whose starts a search in it has found.
     """
     first_query, queries, first_key, keys = (sequences[:, 1:-1, column] for column in range(4))
     has_any = (queries > 0) & (first_query < end) & (first_query + queries > begin)
@@ -63,14 +63,14 @@ def key_range(sequences: jax.Array, begin: jax.Array | int, end: jax.Array | int
 
 
 def padding_rows(operands: Operands) -> jax.Array | None:
-    """bool `[B, T]`: the rows that belong to no sequence; None if none are packed."""
+    """Returns which rows belong to no sequence, bool `[B, T]`; None if no sequences are packed."""
     if operands.sequences is None:
         return None
     return token_ids(operands.sequences, operands.query.shape[1], of_keys=False) == PADDING_ID
 
 
 def token_ids(sequences: jax.Array, length: int, *, of_keys: bool) -> jax.Array:
-    """Returns the sequence of each token, int32 `[B, length]`; of padding PADDING_ID, or of keys one less."""
+    """Returns the sequence of each token, int32 `[B, length]`. Padding has PADDING_ID, or one less among keys."""
     first = sequences[:, :, 2 * of_keys]
     tokens = jnp.arange(length, dtype=jnp.int32)
     if is_known(first.shape[1]):
