@@ -23,13 +23,13 @@ UNBOUNDED = 1 << 29
 
 
 def is_known(size: Any) -> bool:
-    """Whether a size is a number, not an expression of `jax.export.symbolic_shape`, which cannot be compared."""
+    """Returns whether a size is a number. An expression of `jax.export.symbolic_shape` cannot be compared."""
     return isinstance(size, int)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """What holds for one operand in every call.
+    """The facts that hold for one operand in every call.
 
     Attributes:
         axes: a letter for each axis. A lower-case letter is an axis of its full size or of size 1, which broadcasts.
@@ -55,16 +55,16 @@ class Operand:
 class Operands(NamedTuple):
     """The arrays of one attention call, in the order in which primitives take them; None is absent.
 
-    This is the only definition of them. `OPERANDS` has what it says of each, by name.
+    This is the only definition of the operands. `OPERANDS` has the `Operand` of each, by name.
 
     Attributes:
-        query, key, value: what attention is of.
+        query, key, value: the arrays that attention is computed from.
         bias: added to the scaled logits.
         mask: True where a query may attend to a key.
         query_seq_lengths: rows from there on are padding.
         key_value_seq_lengths: keys from there on are invisible.
         query_offset: query i stands at key position i + offset.
-        query_segment_ids, key_value_segment_ids: of one dtype; a query sees the keys with its id.
+        query_segment_ids, key_value_segment_ids: both have one dtype; a query sees the keys with its id.
         sinks: one extra logit per head in the softmax denominator.
         scale: a factor on query . key that is not static.
         sequences: M sequences that lie one after the other, each with R numbers: 4, or 5 with offsets; see
@@ -86,11 +86,11 @@ class Operands(NamedTuple):
     sequences: Annotated[jax.Array | None, Operand("BMR", "int32")] = None
 
     def present(self) -> tuple[str, ...]:
-        """Names of the operands that are there, in order."""
+        """Returns the names of the operands that are not None, in order."""
         return tuple(name for name, x in zip(self._fields, self, strict=True) if x is not None)
 
     def arrays(self) -> list[jax.Array]:
-        """The operands that are there, in order: what a primitive binds."""
+        """Returns the operands that are not None, in order: a primitive binds these."""
         return [x for x in self if x is not None]
 
     @property
@@ -112,7 +112,9 @@ Gradients = Operands
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a call fixes when it is traced, apart from shapes and dtypes. Hashable; a parameter of the primitives.
+    """The facts that a call fixes when it is traced, apart from shapes and dtypes.
+
+    A spec is hashable and is a parameter of the primitives.
 
     Attributes:
         scale: factor on query . key; 1 if the factor is an operand.
@@ -141,13 +143,13 @@ class AttentionSpec:
         return left, 0 if self.is_causal else right
 
     def operands(self, arrays: Sequence[Any]) -> Operands:
-        """Inverse of `Operands.arrays`."""
+        """Inverts `Operands.arrays`."""
         return Operands(**dict(zip(self.present, arrays, strict=True)))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A spec together with the sizes that it meets: what kernels are chosen and launched by.
+    """A spec together with the sizes of a call. Kernels are chosen and launched by it.
 
     Attributes:
         spec: the static facts.
