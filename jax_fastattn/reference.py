@@ -27,8 +27,8 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
 - Arithmetic is float32 whatever the operands are, or float64 if they are float64; so is the log-sum-exp. `out` and
   gradients are rounded once, to the dtype of their operand.
 
-Gradients are those of plain automatic differentiation, the log-sum-exp's included. Tests call this module and nothing
-else does: it is as slow as it looks.
+Gradients are those of plain automatic differentiation, the log-sum-exp's included. Only tests call this
+module: it is as slow as it looks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
 
 
 def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Attention of canonical operands, see above.
+    """Computes attention of canonical operands by the definition at the top of this module.
 
     Returns:
         out `[B, T, N, D]` in the dtype of the operands, and the log-sum-exp `[B, T, N]` in float32 (float64 for
@@ -91,7 +91,7 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
 
 
 def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
-    """Which query sees which key: bool `[B, N, T, S]`."""
+    """Returns which query sees which key, bool `[B, N, T, S]`."""
     operands = packed.by_token(operands)
     batch, query_length, num_heads, _ = operands.query.shape
     key_length = operands.key.shape[1]
@@ -124,7 +124,7 @@ def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
 
 
 def padding_rows(operands: Operands) -> jax.Array:
-    """Rows from query_seq_lengths on, and packed rows that belong to no sequence: bool `[B, T]`."""
+    """Returns which rows are padding, bool `[B, T]`: from query_seq_lengths on, and packed rows of no sequence."""
     batch, query_length = operands.query.shape[:2]
     padding = jnp.zeros((batch, query_length), bool)
     if operands.query_seq_lengths is not None:
