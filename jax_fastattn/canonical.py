@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""From what users pass to the canonical operands of spec.py and back: each reshape stands beside its inverse.
+"""From the arguments of users to the canonical operands of spec.py and back: each reshape stands next to its inverse.
 
-(Called canonical, since "lowering" in JAX means jaxpr to StableHLO.)
+The word is "canonical", since "lowering" in JAX means jaxpr to StableHLO.
 """
 
 from __future__ import annotations
@@ -110,15 +110,15 @@ def canonicalize_packed(
 
 
 def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Inverse of both on the results: drops an added batch axis, and a log-sum-exp that nobody asked for."""
+    """Inverts both on the results: drops an added batch axis, and a log-sum-exp that was not requested."""
     out, lse = results if batched else jax.tree.map(drop_batch, results)
     return out if lse is None else (out, lse)
 
 
 def problem_of(canonicalize: Callable[..., tuple[AttentionSpec, Operands]], **arguments: Any) -> Problem:
-    """Returns what a call with the arguments of `canonicalize` would be lowered for; nothing runs.
+    """Returns the problem that a call with the arguments of `canonicalize` would be lowered for; nothing runs.
 
-    Arrays may be abstract. Any other argument stays what it is, so that it gets the error that the call gives it.
+    Arrays may be abstract. Any other argument is passed on unchanged, so that it raises the error of the call.
     """
     static = {name: x for name, x in arguments.items() if name in _STATIC or (name == "scale" and not _is_abstract(x))}
     operands = {name: x for name, x in arguments.items() if name not in static}
@@ -134,12 +134,12 @@ def problem_of(canonicalize: Callable[..., tuple[AttentionSpec, Operands]], **ar
 
 
 def _is_abstract(x: Any) -> bool:
-    """Whether x is a JAX array, or stands for one."""
+    """Returns whether x is a JAX array, or stands for one."""
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct, jax.core.ShapedArray))
 
 
 def _has_shape_alone(x: Any) -> bool:
-    """Whether a call checks no value of x. It checks those of integers on the host."""
+    """Returns whether a call checks no value of x. It checks those of integers on the host."""
     if isinstance(x, np.ndarray):
         return x.dtype.isnative and x.dtype.name in ("bool", *validation.FLOATS)
     return _is_abstract(x)
@@ -155,7 +155,7 @@ def _resolve(
     logits_soft_cap: Any = None,
     deterministic: Any = False,
 ) -> tuple[AttentionSpec, Operands]:
-    """The static facts of a call, defaults filled in."""
+    """Returns the static facts of a call with defaults filled in, and operands that agree with them."""
     head_dim = operands.query.shape[-1]
     if isinstance(scale, jax.Array):
         operands, scale = operands._replace(scale=_check_scale(scale, operands.query.dtype)), 1.0
@@ -179,9 +179,10 @@ def _resolve(
 
 
 def _precision(dtype: Any) -> str:
-    """The precision of products that JAX is set to here: a call may be lowered and differentiated elsewhere.
+    """Returns the precision of products that JAX is set to when a call is traced.
 
-    Products of 16-bit operands are exact at any precision, and a higher one would only slow them down.
+    The call may be lowered and differentiated under another setting. Products of 16-bit operands are exact at any
+    precision, and a higher one would only slow them down.
     """
     setting: str | None = jax.config.jax_default_matmul_precision  # pyright: ignore (settings are made at run time)
     return "default" if setting is None or dtype != jnp.float32 else setting
@@ -199,7 +200,7 @@ def _letters(name: str, batched: bool) -> str:
 
 
 def _check_qkv(query: Any, key: Any, value: Any, *, packed: bool) -> tuple[validation.Axes, list[jax.Array]]:
-    """Query, key and value with a batch axis, and their sizes by name."""
+    """Returns query, key and value with a batch axis, and their sizes by name."""
     arrays = {name: validation.as_array(name, x) for name, x in zip(QKV, (query, key, value), strict=True)}
     validation.check_float_operands(**arrays)
     if not packed and arrays["query"].ndim not in (3, 4):
@@ -231,35 +232,35 @@ def _check_segment_ids(
 
 
 def _check_sinks(axes: validation.Axes, sinks: Any, dtype: Any) -> jax.Array:
-    """`[1, N]` in the dtype of the logits of operands of `dtype`."""
+    """Returns sinks `[1, N]` in the dtype of the logits of operands of `dtype`."""
     sinks = _checked("sinks", sinks, "float")
     axes.bind("sinks", sinks, _letters("sinks", batched=False))
     return sinks.astype(np.promote_types(dtype, np.float32))[None]
 
 
 def _check_scale(scale: jax.Array, dtype: Any) -> jax.Array:
-    """`[1, 1]` in the dtype of the logits of operands of `dtype`."""
+    """Returns scale `[1, 1]` in the dtype of the logits of operands of `dtype`."""
     validation.check_scalar_array("scale", scale)
     return scale.astype(np.promote_types(dtype, np.float32)).reshape(1, 1)
 
 
 def add_batch(x: jax.Array, batched_ndim: int) -> jax.Array:
-    """`TNH` to `BTNH`: a leading batch axis of 1 where it is missing."""
+    """Adds a leading batch axis of 1 if it is missing: `TNH` to `BTNH`."""
     return x[None] if x.ndim == batched_ndim - 1 else x
 
 
 def drop_batch(x: jax.Array) -> jax.Array:
-    """Inverse of `add_batch`."""
+    """Inverts `add_batch`."""
     return jnp.squeeze(x, axis=0)
 
 
 def expand_to_bnts(x: jax.Array) -> jax.Array:
-    """Bias or mask with leading axes of 1, so that it has four; broadcast sizes stay 1."""
+    """Adds leading axes of 1 to a bias or mask until it has four; broadcast sizes stay 1."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def to_int32(x: jax.Array) -> jax.Array:
-    """Integers as int32; what does not fit becomes the nearest value that does."""
+    """Converts integers to int32; a value that does not fit becomes the nearest one that does."""
     if x.dtype == jnp.int32:
         return x
     limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
@@ -267,7 +268,7 @@ def to_int32(x: jax.Array) -> jax.Array:
 
 
 def offset_per_batch(query_offset: Any, batch: int) -> jax.Array | None:
-    """int32 `[B]`; None for the common 0, which then costs nothing."""
+    """Returns the offset of each batch entry, int32 `[B]`; None for the common 0, which then costs nothing."""
     if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
         validation.check_int32("query_offset", int(query_offset))
         return jnp.full((batch,), query_offset, jnp.int32) if query_offset else None
@@ -278,7 +279,7 @@ def offset_per_batch(query_offset: Any, batch: int) -> jax.Array | None:
 
 
 def _packed_offset(query_offset: Any, sequences: jax.Array) -> jax.Array | None:
-    """int32 `[C - 1]`, one for each sequence; None for the common 0."""
+    """Returns the offset of each sequence, int32 `[C - 1]`; None for the common 0."""
     if not isinstance(query_offset, str):
         return offset_per_batch(query_offset, sequences.shape[0] - 2)
     if query_offset != "bottom_right":
@@ -303,7 +304,7 @@ def _near_offset(
 def fold_wide_window(
     offset: jax.Array | None, window: tuple[int | None, int | None], query_length: int, key_length: int
 ) -> tuple[jax.Array | None, tuple[int | None, int | None]]:
-    """Moves sides too wide for an offset that is clamped to UNBOUNDED into the offset. Every query sees the same keys.
+    """Moves sides too wide for an offset that is clamped to UNBOUNDED into the offset. Queries see the same keys.
 
     Query i sees the keys from i + low to i + high, with low = offset - left and high = offset + right. Either may be
     clamped to [-T, S]. In a window this wide, at most one of them is inside that range, as T + S is smaller.
@@ -330,7 +331,7 @@ def _saturating_sum(x: jax.Array, y: int) -> jax.Array:
 
 
 def unify_varying(operands: Operands) -> Operands:
-    """Inside `shard_map`: every operand varies over the union of the manual axes, as one kernel reads them all."""
+    """Marks every operand as varying over the union of the manual axes of a `shard_map`: one kernel reads them all."""
     axes = frozenset().union(*(_compat.varying_axes(x) for x in operands.arrays()))
     unified: list[Any] = [None if x is None else _compat.as_varying(x, axes) for x in operands]
     return Operands(*unified)
