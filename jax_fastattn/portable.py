@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain JAX: the XLA path of every platform. Means what `reference.py` means.
+"""Attention in plain JAX: the XLA path of every platform. Its results are those that `reference.py` defines.
 
 A call with few logits is computed at once, by a softmax over whole rows. Any other call takes memory that is linear in
 the sequence length: an online softmax over chunks of queries and keys. The backward pass recomputes the probabilities
 from the saved log-sum-exp either way. A bias or mask keeps its broadcast dimensions of size 1.
 
-What stays out: differentiation and batching rules (`ops/` has them; the loops here have dynamic bounds, through which
-reverse-mode differentiation does not go).
+What stays out: differentiation and batching rules, which `ops/` has. The loops here have dynamic bounds, through which
+reverse-mode differentiation does not go.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ State = TypeVar("State")
 
 
 def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tuple[jax.Array, jax.Array]:
-    """Attention of canonical operands.
+    """Computes attention of canonical operands.
 
     Returns:
         out `[B, T, N, D]` in the dtype of the operands, and the log-sum-exp `[B, T, N]` in float32 (float64 for
@@ -55,11 +55,11 @@ def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tu
 
 
 def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array, jax.Array]:
-    """Output `[B, K, G, t, D]` and log-sum-exp of queries that see no key but these.
+    """Returns output `[B, K, G, t, D]` and log-sum-exp of queries that see no key except `keys`.
 
-    Without sinks, each reduction meets its row again through a maximum with a constant alone, which leaves XLA for GPUs
-    a softmax that it makes one kernel of. With sinks there is no such kernel, and weights are rounded before they are
-    divided: the greatest one is then 1, exactly, and the gradient of sinks is a sum of small differences.
+    Without sinks, each reduction is combined with its row only through a maximum with a constant, so XLA for GPUs
+    recognizes a softmax and compiles it to one kernel. With sinks there is no such kernel, and weights are rounded
+    before they are divided: the greatest one is then exactly 1, since the gradient of sinks sums small differences.
     """
     visible = blocks.visible(queries, keys)
     logits, _ = blocks.logits(queries, keys, visible)
@@ -79,7 +79,7 @@ def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array,
 
 
 def _rows(blocks: Blocks, queries: Span) -> tuple[jax.Array, jax.Array]:
-    """As `_rows_at_once`, over chunks of keys."""
+    """Computes what `_rows_at_once` does, over chunks of keys."""
 
     def key_chunk(j: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         out, top, total = state
@@ -112,13 +112,13 @@ def backward(
     wanted: Collection[str] = DIFFERENTIABLE,
     tuning: Tuning = CPU,
 ) -> Gradients:
-    """Gradients of `forward` from its results and their cotangents.
+    """Computes the gradients of `forward` from its results and their cotangents.
 
     Args:
-        out, lse: what `forward` returned.
+        out, lse: the results of `forward`.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`, or None for zero.
-        wanted: names of operands; of bias, sinks and scale only those named get a gradient, and the others None.
+        wanted: names of operands. Bias, sinks and scale get a gradient only if they are named, else None.
     """
     blocks = Blocks.of(spec, operands, tuning)
     dtype, num_kv_heads = operands.query.dtype, operands.key.shape[2]
@@ -195,7 +195,7 @@ def backward(
 
 
 def scale_gradient(operands: Operands, dscaled: jax.Array) -> jax.Array | None:
-    """The gradient of a scale that is an operand, from that of the scaled query, `[B, T, N, H]`."""
+    """Returns the gradient of a scale operand from that of the scaled query `[B, T, N, H]`; None without one."""
     if operands.scale is None:
         return None
     dscaled = dscaled.astype(operands.scale.dtype)
@@ -205,12 +205,12 @@ def scale_gradient(operands: Operands, dscaled: jax.Array) -> jax.Array | None:
 
 
 def _loop(axis: Axis, bounds: tuple[Index, Index], body: Callable[[Index, State], State], state: State) -> State:
-    """`fori_loop` over chunks of an axis; a single chunk needs no loop."""
+    """Runs `fori_loop` over the chunks of an axis; a single chunk needs no loop."""
     return body(0, state) if axis.count == 1 else lax.fori_loop(*bounds, body, state)
 
 
 def _padding_rows(operands: Operands) -> jax.Array | None:
-    """bool `[B, T]`; None where there are no lengths and the input is not packed."""
+    """Returns which rows are padding, bool `[B, T]`; None without lengths of queries and without packed sequences."""
     if operands.query_seq_lengths is not None:
         return jnp.arange(operands.query.shape[1], dtype=jnp.int32)[None, :] >= operands.query_seq_lengths[:, None]
     return padding_rows(operands)
