@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of the plane of logits: what one block of queries and keys holds, once `chunks.py` has cut the plane.
+"""The contents of one block of queries and keys, once `chunks.py` has cut the plane of logits into blocks.
 
 `portable.py` visits the blocks. In product equations: b batch, t query, s key, k key/value head, g query head within
 its group, h head_dim, d v_head_dim.
@@ -33,11 +33,11 @@ FEW_QUERIES = 16
 
 @dataclass(frozen=True)
 class Blocks:
-    """The operands with the heads of a group apart, and the blocks of their `T x S` plane.
+    """The operands with the group as a separate axis, and the blocks of their `T x S` plane.
 
     Attributes:
-        query: `[B, K, G, T, H]`; key `[B, S, K, H]`; value `[B, S, K, D]`.
-        bias: `[b, k, g, t, s]`; mask as well, with g = 1 if it has one row for each key/value head.
+        query, key, value: `[B, K, G, T, H]`, `[B, S, K, H]` and `[B, S, K, D]`.
+        bias, mask: `[b, k, g, t, s]`. In a mask with one row for each key/value head, g is 1.
         bands: queries of a band and the keys that they may see, if the call is computed at once; else empty.
         queries, keys: the chunks of T and of S otherwise.
         sequences: the operand, if sequences are packed.
@@ -132,31 +132,31 @@ class Blocks:
         return lax.cond(jnp.isfinite(out).all(), lambda: out, of_seen_keys)
 
     def sinks(self) -> jax.Array | None:
-        """`[b, K, G, 1]`."""
+        """Returns the sinks `[b, K, G, 1]`; None if they are absent."""
         sinks = self.operands.sinks
         if sinks is None:
             return None
         return split_heads(sinks, self.key.shape[2], 1).astype(self.zero.dtype)[..., None]
 
     def scale(self, ndim: int) -> jax.Array | float:
-        """The factor on query . key, in a form that multiplies arrays `[B, ...]` of `ndim` axes."""
+        """Returns the factor on query . key in a shape that broadcasts to arrays `[B, ...]` of `ndim` axes."""
         scale = self.operands.scale
         return self.spec.scale if scale is None else scale.reshape(-1, *(1,) * (ndim - 1))
 
     def take_query(self, x: jax.Array, queries: Span) -> jax.Array:
-        """The rows of x `[B, K, G, T, ...]`."""
+        """Returns the rows of x `[B, K, G, T, ...]` that are in `queries`."""
         return queries.take(x, 3, self.queries.length)
 
     def take_key(self, x: jax.Array, keys: Span) -> jax.Array:
-        """The rows of x `[B, S, ...]`."""
+        """Returns the rows of x `[B, S, ...]` that are in `keys`."""
         return keys.take(x, 1, self.keys.length)
 
     def take_plane(self, x: jax.Array, queries: Span, keys: Span) -> jax.Array:
-        """The block of a bias or mask."""
+        """Returns the block of a bias or mask."""
         return keys.take(self.take_query(x, queries), 4, self.keys.length)
 
     def add_plane(self, dbias: jax.Array, dlogits: jax.Array, queries: Span, keys: Span) -> jax.Array:
-        """dbias with the gradient of one block added, summed over the broadcast dimensions."""
+        """Adds the gradient of one block, summed over the broadcast dimensions, to dbias."""
         block = self.take_plane(dbias, queries, keys)
         block = block + reduce_to(block.shape, dlogits)
         if block.shape == dbias.shape:
@@ -166,7 +166,7 @@ class Blocks:
         return lax.dynamic_update_slice(dbias, block, [jnp.int32(start) for start in (0, 0, 0, *starts)])
 
     def query_positions(self, queries: Span) -> jax.Array:
-        """int32 `[b, t]`: where the queries stand among the keys."""
+        """Returns the positions of the queries among the keys, int32 `[b, t]`."""
         positions = queries.positions()[None, :]
         offset = self.operands.query_offset
         if offset is None:
@@ -175,7 +175,7 @@ class Blocks:
         return positions + jnp.clip(offset, -UNBOUNDED, UNBOUNDED)
 
     def key_chunks(self, queries: Span) -> tuple[Index, Index]:
-        """The chunks of keys of which the queries may see any: [begin, end)."""
+        """Returns the range [begin, end) of chunks with keys that the queries may see."""
         if self.keys.count == 1:
             return 0, 1
         left, right = self.spec.bounds
@@ -199,7 +199,7 @@ class Blocks:
         return begin, end
 
     def visible(self, queries: Span, keys: Span, *, skip_stored_queries: bool = False) -> jax.Array | None:
-        """bool, broadcasts to `[B, K, G, t, s]`; None where all of any block is visible."""
+        """Returns which pairs are visible, broadcastable to `[B, K, G, t, s]`; None if every pair of every block is."""
         operands = self.operands
         query_positions, key_positions = queries.positions(), keys.positions()
         terms: list[jax.Array] = []
@@ -242,7 +242,7 @@ class Blocks:
         return logits + lax.optimization_barrier(jnp.zeros((), logits.dtype))
 
     def logits(self, queries: Span, keys: Span, visible: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """`[B, K, G, t, s]`, -inf where invisible, and the derivative of the soft cap, or None without one."""
+        """Returns logits `[B, K, G, t, s]`, -inf where invisible, and the derivative of the soft cap (None without)."""
         query, key = self.take_query(self.query, queries), self.take_key(self.key, keys)
         logits = self.product("bkgth,bskh->bkgts", query, key) * self.scale(5)
         if self.bias is not None:
@@ -256,7 +256,7 @@ class Blocks:
 
 
 def bands(spec: AttentionSpec, operands: Operands, tuning: Tuning) -> tuple[tuple[Span, Span], ...]:
-    """Bands of queries, each with the keys that any of them sees by position; none of too many or symbolic logits."""
+    """Returns bands of queries, each with the keys that it sees by position; () if logits are too many or symbolic."""
     batch, query_length, num_heads, _ = operands.query.shape
     key_length = operands.key.shape[1]
     if not is_known(query_length) or not is_known(key_length):
@@ -290,12 +290,12 @@ def split_heads(x: jax.Array, num_kv_heads: int, axis: int) -> jax.Array:
 
 
 def rows_of(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """`[B, T, N, ...]` to `[B, K, G, T, ...]`."""
+    """Transposes `[B, T, N, ...]` to `[B, K, G, T, ...]`."""
     return jnp.moveaxis(split_heads(x, num_kv_heads, 2), 1, 3)
 
 
 def merge_rows(x: jax.Array) -> jax.Array:
-    """Inverse of `rows_of`."""
+    """Inverts `rows_of`."""
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
 
@@ -307,7 +307,7 @@ def reduce_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
 
 
 def zero_unseen_keys(x: jax.Array, visible: jax.Array | None) -> jax.Array:
-    """x `[B, s, K, ...]` with 0 for keys that no query of the block sees: 0 * NaN would be NaN."""
+    """Returns x `[B, s, K, ...]` with 0 for keys that no query of the block sees: 0 * NaN would be NaN."""
     if visible is None:
         return x
     seen = jnp.any(visible, axis=(2, 3))
@@ -315,7 +315,7 @@ def zero_unseen_keys(x: jax.Array, visible: jax.Array | None) -> jax.Array:
 
 
 def zero_unseeing_queries(x: jax.Array, visible: jax.Array | None) -> jax.Array:
-    """x `[B, K, G, t, ...]` with 0 for queries that see no key of the block."""
+    """Returns x `[B, K, G, t, ...]` with 0 for queries that see no key of the block."""
     if visible is None:
         return x
     return jnp.where(jnp.any(visible, axis=4)[..., None], x, jnp.zeros((), x.dtype))

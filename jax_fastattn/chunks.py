@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a platform wants the plane of logits cut, and the spans of queries and keys that it is cut into.
+"""The sizes of blocks by platform, and the spans of queries and keys that the plane of logits is cut into.
 
 `blocks.py` says what a block of two spans holds. Nothing here knows about masks or products.
 """
@@ -21,7 +21,7 @@ Index = jax.Array | int
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a platform wants the plane of logits cut; decides about speed and memory alone.
+    """Sizes by which the plane of logits is cut on a platform. They affect only speed and memory.
 
     Attributes:
         whole: the most logits, over batch and heads, that are in memory at once. A call of no more is not cut into
@@ -29,7 +29,7 @@ class Tuning:
         band: the fewest logits of a band.
         block: about how many logits, over batch and heads, a chunk of queries and keys has.
         chunk: the most queries and keys of a chunk, unless there are fewer queries than that.
-        min_chunk: the fewest, even if they have more logits than `block`.
+        min_chunk: the fewest queries and keys of a chunk, even if they have more logits than `block`.
         barriers: whether to work around faults of XLA:CPU, see `Blocks.product` and `Blocks.rounded`.
         copied: the most bytes of values of which few queries get a copy without unseen keys, see `Blocks.weighted`.
     """
@@ -61,7 +61,7 @@ class Span(NamedTuple):
     Attributes:
         start: the first one; a Python number if it is known when the call is traced.
         size: how many there are.
-        own: the span before this one has those before `own`; None if it has none of this span.
+        own: elements before `own` belong to the previous span too; None if the spans do not overlap.
     """
 
     start: Index
@@ -69,11 +69,11 @@ class Span(NamedTuple):
     own: Index | None = None
 
     def positions(self) -> jax.Array:
-        """int32 `[size]`."""
+        """Returns the positions of the elements, int32 `[size]`."""
         return self.start + jnp.arange(self.size, dtype=jnp.int32)
 
     def take(self, x: jax.Array, axis: int, length: int) -> jax.Array:
-        """The part of x, or x itself if it is broadcast along the axis, of which `length` is the whole."""
+        """Returns the part of x along an axis of size `length`, or x itself if it is broadcast along that axis."""
         if self.size == length or x.shape[axis] != length:
             return x
         if isinstance(self.start, int):
@@ -81,7 +81,7 @@ class Span(NamedTuple):
         return lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
 
     def put(self, x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
-        """x with `part` in the place of what `take` returns."""
+        """Returns x with `part` in the place of what `take` returns."""
         part = part.astype(x.dtype)
         return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, self.start, axis)
 
@@ -102,7 +102,7 @@ class Axis:
 
     @classmethod
     def cut(cls, length: int, limit: int) -> Axis:
-        """The fewest chunks of at most `limit` elements, as even as can be; one of a symbolic length."""
+        """Cuts into the fewest chunks of at most `limit` elements, equal in size; a symbolic length is one chunk."""
         if not is_known(length):
             return cls(length, length, 1)
         count = max(-(-length // limit), 1)
