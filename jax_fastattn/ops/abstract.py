@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Abstract values of results, derived from operands' so that manual axes and explicit shardings carry over."""
+"""Abstract values of results, derived from those of operands, so that manual axes and explicit shardings carry over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_fastattn.spec import QKV, AttentionSpec
 
 
 def like(aval: Any, shape: tuple[int, ...], dtype: Any = None, axes: tuple[int | None, ...] | None = None) -> Any:
-    """`aval` with another shape; its axis i is sharded as axis `axes[i]` of `aval` (default: not at all)."""
+    """Returns `aval` with another shape, whose axis i is sharded as axis `axes[i]` of `aval` (default: not at all)."""
     spec = tuple(aval.sharding.spec) + (None,) * (len(aval.shape) - len(aval.sharding.spec))
     axes = axes or (None,) * len(shape)
     sharding = aval.sharding.update(spec=PartitionSpec(*(None if axis is None else spec[axis] for axis in axes)))
@@ -25,12 +25,12 @@ def like(aval: Any, shape: tuple[int, ...], dtype: Any = None, axes: tuple[int |
 
 
 def statistics_dtype(dtype: Any) -> Any:
-    """Dtype of log-sum-exps: float32, and float64 for float64 operands."""
+    """Returns the dtype of log-sum-exps: float32, or float64 for float64 operands."""
     return np.promote_types(np.float32, dtype) if dtype == np.float64 else np.dtype(np.float32)
 
 
 def forward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
-    """Abstract output and log-sum-exp."""
+    """Returns the abstract output and log-sum-exp."""
     query, _, value, *_ = arrays
     rows = query.shape[:-1]
     axes = tuple(range(len(rows)))
@@ -53,7 +53,7 @@ def backward_results(spec: AttentionSpec, arrays: Any, wanted: tuple[str, ...]) 
 
 
 def lower_on_one_device(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, *values: Any) -> Any:
-    """Lowers `function` of the operands with no mesh in sight: one device's share is plain arrays."""
+    """Lowers `function` of the operands without a mesh: one device's share is plain arrays."""
 
     def plain(avals: Any) -> list[Any]:
         return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]

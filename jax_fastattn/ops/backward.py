@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward op: gradients of the operands from the cotangents. Its rules, in order, are all of its rules.
 
-Binds the operands, then output, log-sum-exp, the output's cotangent and, `with_dlse`, the log-sum-exp's.
+The primitive binds the operands, then output, log-sum-exp, the output's cotangent and, `with_dlse`, the log-sum-exp's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def backward(
     dlse: jax.Array | None,
     wanted: Collection[str],
 ) -> Gradients:
-    """Returns gradients of query, key and value, and in float32 or wider those of other operands in `wanted`."""
+    """Returns the gradients of query, key and value, and those of other operands in `wanted` in float32 or wider."""
     names = tuple(name for name in DIFFERENTIABLE if name in QKV or name in wanted)
     cotangents = [out, lse, dout] + ([] if dlse is None else [dlse])
     found = _op(spec, dlse is not None, names)(*operands.arrays(), *cotangents)
@@ -49,7 +49,7 @@ def _abstract(*arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: tuple[
 
 
 def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> list[jax.Array]:
-    """`run` on what is bound; gradients that are not wanted left out."""
+    """Calls `run` on the bound arrays and returns the gradients that are wanted."""
     count = len(spec.present)
     found = run(spec, spec.operands(arrays[:count]), *arrays[count:], *(() if with_dlse else (None,)), wanted)
     return [getattr(found, name) for name in wanted]
@@ -78,7 +78,7 @@ mlir.register_lowering(backward_p, functools.partial(_lower_portable, ACCELERATO
 
 @functools.lru_cache(maxsize=batching.CACHED_OPS)
 def _op(spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> Callable[..., Any]:
-    """The primitive with its sharding rule around it, and its batching rule around that."""
+    """Wraps the primitive in its sharding rule, and that in its batching rule."""
     params = {"spec": spec, "with_dlse": with_dlse, "wanted": wanted}
     operand_axes = [OPERANDS[name].letters for name in spec.present]
     cotangent_axes = ["BTND", "BTN", "BTND", "BTN"][: 3 + with_dlse]

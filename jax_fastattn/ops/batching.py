@@ -32,7 +32,7 @@ HEAD_AXIS = {name: x.axes.upper().index("N") for name, x in OPERANDS.items() if 
 
 @dataclass(frozen=True)
 class Fold:
-    """How V and B become one axis.
+    """The way in which V and B become one axis.
 
     Attributes:
         size: size of V.
@@ -57,7 +57,7 @@ class Fold:
     def fold(self, x: jax.Array, is_mapped: bool, *, may_broadcast: bool = False) -> jax.Array:
         """Folds one operand, `[V, B, ...]` or not mapped `[B, ...]`, to `[V * B, ...]`.
 
-        An operand that is the same for all of V and B stays of size 1 where it `may_broadcast`.
+        An operand that is the same for all of V and B keeps its size of 1 if it `may_broadcast`.
         """
         if not is_mapped:
             if may_broadcast and x.shape[0] == 1:
@@ -74,7 +74,7 @@ class Fold:
         return x.reshape((self.size * self.batch, *x.shape[2:]))
 
     def unfold(self, x: jax.Array) -> jax.Array:
-        """Inverse of `fold` on a result: `[V * B, ...]` to `[V, B, ...]`."""
+        """Inverts `fold` on a result: `[V * B, ...]` to `[V, B, ...]`."""
         if self._is_batch_major:
             return jnp.swapaxes(x.reshape((self.batch, self.size, *x.shape[1:])), 0, 1)
         return x.reshape((self.size, self.batch, *x.shape[1:]))
@@ -86,14 +86,15 @@ def _mesh_axes(entry: Any) -> set[Any]:
 
 
 def inner_batch(x: jax.Array, is_mapped: bool) -> int:
-    """B of an array with or without a vmapped axis in front."""
+    """Returns B of an array with or without a leading vmapped axis."""
     return x.shape[1 if is_mapped else 0]
 
 
 def becomes_heads(names: Sequence[str], mapped: Sequence[bool], shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Returns whether the mapped axis, ahead in each of `shapes` that is mapped, should become query heads.
+    """Returns whether the mapped axis, which comes first in each mapped shape, should become query heads.
 
-    Not if that repeats a bias or mask which the batch would not repeat: these can be larger than keys and values.
+    It should not if that repeats a bias or mask which the batch would not repeat: these can be larger than keys and
+    values.
     """
     if not mapped[0] or any(m and name not in HEAD_AXIS for name, m in zip(names, mapped, strict=True)):
         return False
@@ -138,7 +139,7 @@ def fold_heads(names: Sequence[str], mapped: Sequence[bool], arrays: Sequence[ja
 
 
 def unfold_heads(x: jax.Array, size: int, heads: int, kv_heads: int) -> jax.Array:
-    """Inverse of `fold_heads` on a result: `[B, T, K * V * G, ...]` to `[V, B, T, K * G, ...]`; `heads` is K * G."""
+    """Inverts `fold_heads` on a result: `[B, T, K * V * G, ...]` to `[V, B, T, K * G, ...]`; `heads` is K * G."""
     rows, rest = x.shape[:2], x.shape[3:]
     x = x.reshape((*rows, kv_heads, size, heads // max(kv_heads, 1), *rest))
     return jnp.moveaxis(x, 3, 0).reshape((size, *rows, heads, *rest))

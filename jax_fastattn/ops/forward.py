@@ -24,7 +24,7 @@ forward_p.multiple_results = True
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """The output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`."""
+    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`."""
     out, lse = _op(spec, (False,) * len(spec.present))(*operands.arrays())
     return out, lse
 
@@ -36,7 +36,7 @@ def _abstract(*arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> li
 
 
 def _results(run: Any, arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Any:
-    """Calls `run` on what is bound."""
+    """Calls `run` on the bound arrays, with a mapped axis folded into query heads."""
     if not any(mapped):
         return run(spec, spec.operands(arrays))
     (size, _, _, heads, _), kv_heads = arrays[0].shape, arrays[1].shape[2]
@@ -81,7 +81,7 @@ mlir.register_lowering(forward_p, functools.partial(_elsewhere, ACCELERATOR), in
 def _op(spec: AttentionSpec, ahead: tuple[bool, ...]) -> Callable[..., Any]:
     """Wraps the primitive in its sharding rule, and that in its batching rule.
 
-    `ahead` says which operands have a mapped axis ahead of their own already, which becomes query heads.
+    `ahead` says which operands already have a mapped axis before their own axes; it becomes query heads.
     """
     params = {"spec": spec, "mapped": ahead}
     axis = "V" if any(ahead) else ""

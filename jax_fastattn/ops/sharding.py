@@ -71,7 +71,9 @@ def _mark(identity: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _may_be_split(axis_context: Any) -> bool:
-    """Whether XLA partitions a program that is lowered in this context: not for one device, nor inside `shard_map`.
+    """Returns whether XLA partitions a program that is lowered in this context.
+
+    It does not for one device, nor inside `shard_map`.
 
     A context of an unknown kind counts as one that may be split: a mark that is not needed changes no result.
     """
@@ -183,7 +185,7 @@ def own_letters(letters: str, shape: Sequence[int], heads: tuple[int, int]) -> s
 
 @dataclass(frozen=True)
 class _Split:
-    """How one call is split over a mesh: by batch and heads as its query is, as far as that divides evenly.
+    """The split of one call over a mesh: by batch and heads as its query is, as far as that divides evenly.
 
     Attributes:
         names: mesh axes that split each axis letter of SPLITTABLE. Those of "K" are the first ones of "N".

@@ -3,8 +3,8 @@
 """The derivative rule: residuals are query, key, value, output and log-sum-exp (FlashAttention, algorithm 4).
 
 JAX tells the forward rule which operands are differentiated and the backward rule which cotangents are zero, so that
-neither a gradient nor a cotangent is computed that nobody asked for. What the forward rule is told reaches the backward
-rule as the keys of a dict without values, which is structure, not data.
+only the gradients and cotangents that are needed are computed. The names of the differentiated operands reach the
+backward rule as the keys of a dict without values, which is structure, not data.
 """
 
 from __future__ import annotations
