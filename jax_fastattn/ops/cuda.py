@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by CUDA kernels: sizes to launches. Head dims that no kernel takes are padded here, and nowhere else."""
+"""Attention by CUDA kernels: from sizes to launches. Head dims that no kernel takes are padded only here."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ HEAD_DIM_MULTIPLE = 8
 
 
 def pad_head_dim(x: jax.Array) -> jax.Array:
-    """Zero columns up to the next head dim that kernels take; no operation where it is one already."""
+    """Pads x with zero columns up to the next head dim that kernels take; returns x itself if it has one."""
     missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def cut_head_dim(x: jax.Array, head_dim: int) -> jax.Array:
-    """Inverse of `pad_head_dim`."""
+    """Inverts `pad_head_dim`."""
     return x[..., :head_dim] if x.shape[-1] != head_dim else x
 
 
@@ -49,23 +49,23 @@ def _padded(operands: Operands) -> Operands:
 
 
 def _scaled(x: jax.Array, operands: Operands) -> jax.Array:
-    """x `[B, T, N, H]` times a scale that is an operand, rounded once."""
+    """Multiplies x `[B, T, N, H]` by a scale that is an operand, and rounds once."""
     if operands.scale is None:
         return x
     return (x.astype(operands.scale.dtype) * operands.scale[:, :, None, None]).astype(x.dtype)
 
 
 def _for_kernels(operands: Operands) -> Operands:
-    """What kernels take, sinks apart: no scale on the device, so that one is multiplied into the query."""
+    """Returns operands for kernels, sinks unchanged. Kernels take no scale operand; it is multiplied into the query."""
     return _padded(operands._replace(query=_scaled(operands.query, operands), scale=None))
 
 
 def forward(spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None = None) -> tuple[jax.Array, jax.Array]:
-    """One custom call: the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`.
+    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]` from one custom call.
 
     Args:
-        spec: what is computed.
-        operands: of the call.
+        spec: the static facts of the call.
+        operands: the arrays of the call.
         kernel: the compile key; by default the one that `kernel_spec` chooses.
     """
     padded = _for_kernels(operands)
@@ -89,7 +89,7 @@ def backward(
     wanted: Collection[str] = DIFFERENTIABLE,
     kernel: KernelSpec | None = None,
 ) -> Gradients:
-    """One custom call, which launches every kernel of the backward pass.
+    """Returns the gradients from one custom call, which launches every kernel of the backward pass.
 
     See `portable.backward` for `wanted`, and `forward` for `kernel`.
     """
@@ -118,7 +118,7 @@ def backward(
 
 
 def _launched(spec: AttentionSpec, operands: Operands) -> tuple[Problem, dict[str, jax.Array | None]]:
-    """What a launch computes, and its operands by name. Batch entries with packed sequences become one."""
+    """Returns the problem of a launch and its operands by name. Batch entries with packed sequences become one."""
     problem = Problem.of(spec, operands)
     if not operands.is_packed:
         return problem, operands._asdict()
@@ -134,7 +134,7 @@ def _launched(spec: AttentionSpec, operands: Operands) -> tuple[Problem, dict[st
 
 
 def _joined_shape(shape: tuple[int, ...], operands: Operands) -> tuple[int, ...]:
-    """A shape `[B, T, ...]` as a launch has it."""
+    """Returns a shape `[B, T, ...]` as a launch has it."""
     return (1, shape[0] * shape[1], *shape[2:]) if operands.is_packed else shape
 
 
@@ -143,7 +143,7 @@ def _joined(x: jax.Array, operands: Operands) -> jax.Array:
 
 
 def _records(kernel: KernelSpec, operands: Operands) -> dict[str, jax.Array]:
-    """The records of tiles by name; none unless sequences are packed."""
+    """Returns the records of tiles by name; none unless sequences are packed."""
     if operands.sequences is None:
         return {}
     lengths, rows = (operands.query.shape[1], operands.key.shape[1]), kernel.config.slot_rows
@@ -152,11 +152,11 @@ def _records(kernel: KernelSpec, operands: Operands) -> dict[str, jax.Array]:
 
 
 def sinks_gradient(sinks: jax.Array, terms: jax.Array, batch: int) -> jax.Array:
-    """Adds up what rows add to the gradient of sinks `[1 or B, N]`.
+    """Sums the terms of rows to the gradient of sinks `[1 or B, N]`.
 
     Args:
         sinks: the operand.
-        terms: `[B, N, T]`; where a launch has joined batch entries `[1, N, B T]`.
+        terms: `[B, N, T]`, or `[1, N, B T]` if a launch has joined batch entries.
         batch: B.
     """
     launched, heads, rows = terms.shape
@@ -171,16 +171,16 @@ def _launch(
     operands: Mapping[str, jax.Array | None],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, jax.Array]:
-    """One custom call; the buffers are those of `present_buffers`.
+    """Binds one custom call; its buffers are those of `present_buffers`.
 
     Args:
         kernel: the compile key.
-        problem: what it is made from.
+        problem: the problem that the kernel was chosen for.
         operands: the operands by name; None is absent.
-        shapes: of the results and of scratch, by name.
+        shapes: the shapes of the results and of scratch, by name.
 
     Returns:
-        results and scratch by name.
+        The results and scratch by name.
     """
     buffers = {name: buffer for name, buffer in present_buffers(kernel).items() if buffer is not None}
     names = [name for name, buffer in buffers.items() if buffer.role == "operand"]
