@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation runs: asked when a call is lowered for CUDA, and by `explain`."""
+"""The choice of an implementation, made when a call is lowered for CUDA and reported by `explain`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _MAX_CALL_SITES = 256
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would run, and why.
+    """The implementation that a call would run, and the reasons.
 
     Attributes:
         implementation: "cuda" or "xla".
         kernel: families of the CUDA kernels, such as "sm90 forward, sm80 backward"; None on the XLA path.
         tile: tile sizes of forward and backward, in words; None on the XLA path.
         variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
-        reasons: why the CUDA kernels are not taken, each one; empty if they are.
+        reasons: every reason why the CUDA kernels are not taken; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
-        note: what else there is to know about the speed of the CUDA kernels; mostly empty.
+        note: a caveat about the speed of the CUDA kernels; empty on most GPUs.
     """
 
     implementation: str
@@ -98,7 +98,7 @@ def faster_on_xla(problem: Problem, multiprocessors: int) -> str | None:
 
 
 def _most_keys(problem: Problem) -> int:
-    """How many keys the only query may see, as far as is known when a call is lowered."""
+    """Returns how many keys the only query may see, as far as is known when a call is lowered."""
     left, right = problem.spec.bounds
     if right is None or (left is None and "query_offset" in problem.spec.present):
         return problem.key_length
@@ -106,10 +106,10 @@ def _most_keys(problem: Problem) -> int:
 
 
 def takes_cuda(problem: Problem) -> bool:
-    """Whether a call that is lowered for CUDA runs the kernels.
+    """Returns whether a call that is lowered for CUDA runs the kernels.
 
     Raises:
-        NotImplementedError: the caller insisted on them, and they cannot; names every reason.
+        NotImplementedError: `implementation` is "cuda" and no kernel can run the call; the message lists every reason.
     """
     implementation = problem.spec.implementation
     if implementation == "xla" or problem.is_empty:
@@ -130,7 +130,7 @@ def refuse_platform(problem: Problem) -> None:
 
 
 def explain(problem: Problem) -> Explanation:
-    """What `attention` would do with `problem` on the GPU that `ffi.target_arch` names, else on the default backend."""
+    """Returns what would run `problem` on the GPU that `ffi.target_arch` names, else on the default backend."""
     if problem.spec.implementation == "xla":
         reasons = [Reason("implementation", '`implementation` is "xla"')]
     elif problem.is_empty:
@@ -164,7 +164,7 @@ def _site_key(problem: Problem) -> object:
 
 
 def _user_frame() -> str:
-    """File and line of the innermost frame that belongs to no library."""
+    """Returns file and line of the innermost frame that belongs to no library."""
     frame = inspect.currentframe()
     assert frame is not None  # CPython has frames
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
@@ -173,7 +173,7 @@ def _user_frame() -> str:
 
 
 def _variant(problem: Problem, arch: str) -> str:
-    """Which kernels run, and how dq is added up."""
+    """Describes which kernels run, and how dq is added up."""
     forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
     length = "any length" if forward == configured(forward) else "short lengths"
     if not backward.config.adds_dq:
@@ -195,7 +195,7 @@ def _warn_once(problem: Problem, reasons: list[Reason]) -> None:
     if warned:
         return
     warned.append(True)
-    site = _call_sites.get(_site_key(problem), "a place that is not known")
+    site = _call_sites.get(_site_key(problem), "an unknown place")
     warnings.warn(
         f"jax_fastattn takes the XLA path for the call at {site}: {'; '.join(map(str, reasons))}. "
         'Pass implementation="xla" to accept that without this warning.',
@@ -205,6 +205,6 @@ def _warn_once(problem: Problem, reasons: list[Reason]) -> None:
 
 @functools.lru_cache(maxsize=1024)  # a new head dim is a new reason
 def _warned(reasons: tuple[Reason, ...]) -> list[bool]:
-    """An empty list until somebody has warned of these reasons."""
+    """Returns a list that is empty until `_warn_once` has warned of these reasons."""
     del reasons
     return []
