@@ -153,8 +153,8 @@ UNTRUSTED_ENTRIES = {
     "an entry can be written by its group": lambda path, _: path.chmod(0o620),
     "an entry can be written by .*others": lambda path, _: path.chmod(0o602),
     "an entry is a link": lambda path, _: _make_link(path),
-    "an entry is no regular file": lambda path, _: _make_fifo(path),
-    "an entry is no regular file ": lambda path, _: _make_directory(path),
+    "an entry is not a regular file": lambda path, _: _make_fifo(path),
+    "an entry is not a regular file ": lambda path, _: _make_directory(path),
     "an entry is a socket": lambda path, _: _make_socket(path),
     "an entry is larger than any kernel": lambda path, _: os.truncate(path, 1 << 40),
 }

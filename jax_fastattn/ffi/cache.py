@@ -3,13 +3,13 @@
 """Compiled kernels on disk: one file per key, in the user's cache directory.
 
 A key holds everything that decides about an object: the spec, which holds the tile sizes, the version of the compiler
-and of its CUDA libraries, the kernel sources and the CPU that the launcher is for. Deliberately not in it: paths, the
-environment, JAX's version (kernels do not see them).
+and of its CUDA libraries, the kernel sources and the CPU that the launcher is for. It deliberately omits paths,
+the environment and JAX's version, since kernels do not see them.
 
 A file holds a digest and the object. It is written whole or not at all, so that any number of processes may write the
-same key, and read only if its digest fits; everything else counts as absent and is written again. The digest does not
+same key. It is read only if its digest matches; otherwise it counts as absent and is written again. The digest does not
 protect against other users, who can compute it too. An object is code that this process will run. Hence a file is read
-only if no other user can write it and the directory, and both belong to the user or root.
+only if no other user can write it or the directory, and both belong to the user or root.
 
 Writing an entry deletes entries that have not been read for 90 days, and files of writers that were killed.
 """
@@ -55,10 +55,11 @@ _unreadable: set[Path] = set()
 
 
 def directory() -> Path | None:
-    """The directory of compiled kernels: `$JAX_FASTATTN_CACHE_DIR`, else `jax_fastattn` in the user's cache directory.
+    """Finds the directory of compiled kernels.
 
     Returns:
-        None if the user has no home directory and the environment names no other place.
+        `$JAX_FASTATTN_CACHE_DIR`, else `jax_fastattn` in the user's cache directory; None if the user has no home
+        directory and the environment names no other place.
     """
     override = os.environ.get("JAX_FASTATTN_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -72,7 +73,7 @@ def directory() -> Path | None:
 
 
 def kernel_key(spec: KernelSpec) -> str:
-    """Name of the kernel that `spec` compiles to here and now: 64 hexadecimal digits.
+    """Returns the name of the kernel that `spec` compiles to in this process: 64 hexadecimal digits.
 
     Raises:
         ImportError: nvidia-cutlass-dsl is not installed.
@@ -84,14 +85,14 @@ def kernel_key(spec: KernelSpec) -> str:
 
 @functools.cache
 def sources_digest() -> str:
-    """Returns a digest of the sources that an object is made of; kernels take a constant from `spec.py`."""
+    """Returns a digest of the sources that an object is compiled from; kernels take a constant from `spec.py`."""
     package = Path(__file__).parents[1]
     others = [package / "ffi" / "compiler.py", package / "spec.py"]
     return files_digest(package, sorted((package / "kernels").rglob("*.py")) + others)
 
 
 def files_digest(root: Path, paths: Iterable[Path]) -> str:
-    """Returns a digest of files, and of where they are below `root`."""
+    """Returns a digest of files and of their paths relative to `root`."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -104,7 +105,7 @@ class State:
 
     Attributes:
         path: the directory; None if the user has no home directory and the environment names no other place.
-        exists: whether it is there; the first entry creates it.
+        exists: whether the directory exists; the first entry creates it.
         entries, size: compiled kernels that this process can read, and their bytes.
         is_writable: whether this process can add kernels.
         problem: why kernels in it are not used, or cannot be added; empty if nothing is in the way.
@@ -121,11 +122,11 @@ class State:
 
 
 class _UntrustedError(Exception):
-    """Somebody else may write what was found; the message says why."""
+    """Signals that another user may write a file or directory of the cache; the message says why."""
 
 
 def load(key: str) -> bytes | None:
-    """Returns the object kept under `key`, or None if there is none that is whole.
+    """Returns the object kept under `key`, or None if there is none or it is damaged.
 
     Warns once if an entry cannot be trusted, or cannot be read although it may exist.
     """
@@ -147,7 +148,7 @@ def load(key: str) -> bytes | None:
 
 
 def store(key: str, kernel: bytes) -> None:
-    """Keeps an object under `key`, and deletes what nobody uses. If that is impossible, warns once and goes on."""
+    """Keeps an object under `key`, and deletes unused entries. If that is impossible, warns once and returns."""
     target = directory()
     if target is None:
         _warn_unwritable("anywhere, since the user's home directory is unknown")
@@ -175,7 +176,7 @@ def store(key: str, kernel: bytes) -> None:
 
 
 def state() -> State:
-    """Says what the cache directory holds and whether this process can use it. Changes nothing."""
+    """Returns what the cache directory holds and whether this process can use it; changes nothing."""
     target = directory()
     if target is None:
         return State(None, problem="the user's home directory is unknown", remedy=_OWN_DIRECTORY)
@@ -200,10 +201,10 @@ def clear() -> tuple[int, int]:
     """Deletes all compiled kernels, and files of writers that were killed more than a day ago. Other files stay.
 
     Returns:
-        how many files were deleted, and their bytes.
+        The number of deleted files, and their bytes.
 
     Raises:
-        OSError: the directory cannot be opened or changed, or somebody else may write it.
+        OSError: the directory cannot be opened or changed, or another user may write it.
     """
     target = directory()
     sizes: list[int] = []
@@ -264,7 +265,7 @@ def _digest(key: str, kernel: bytes) -> bytes:
 
 
 def _read(target: Path, key: str) -> bytes:
-    """Bytes of an entry; raises OSError or _UntrustedError."""
+    """Returns the bytes of an entry; raises OSError or _UntrustedError."""
     with _opened(target, stat.S_IFDIR) as parent, _opened(key, stat.S_IFREG, parent) as descriptor:
         status = os.fstat(descriptor)
         if status.st_size > _MAX_SIZE:
@@ -278,9 +279,9 @@ def _read(target: Path, key: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path | str, kind: int, parent: int | None = None) -> Generator[int, None, None]:
-    """A descriptor of the cache's directory, or of an entry in `parent`, that nobody else can write.
+    """Opens the cache's directory, or an entry in `parent`; raises _UntrustedError if another user can write it.
 
-    What is checked is what was opened: no link is followed, and no name is looked up twice.
+    The checks apply to the file that was opened: no link is followed, and no name is looked up twice.
     """
     name = "it" if parent is None else "an entry"
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would wait for a writer
@@ -295,7 +296,7 @@ def _opened(path: Path | str, kind: int, parent: int | None = None) -> Generator
     try:
         status = os.fstat(descriptor)
         if stat.S_IFMT(status.st_mode) != kind:
-            raise _UntrustedError(f"{name} is no {'directory' if kind == stat.S_IFDIR else 'regular file'}")
+            raise _UntrustedError(f"{name} is not a {'directory' if kind == stat.S_IFDIR else 'regular file'}")
         if status.st_uid not in (os.geteuid(), 0):
             raise _UntrustedError(f"{name} belongs to user {status.st_uid}, neither this user nor root")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -314,7 +315,7 @@ def _create(target: Path) -> None:
 
 
 def _prune(target: Path) -> None:
-    """Deletes entries that nobody read for 90 days, and files of writers that were killed more than a day ago."""
+    """Deletes entries that were not read for 90 days, and files of writers that were killed more than a day ago."""
     with contextlib.suppress(OSError), os.scandir(target) as found:
         for file in found:
             is_temporary, is_entry = file.name.startswith(_TEMPORARY_PREFIX), _ENTRY.fullmatch(file.name)
@@ -333,7 +334,7 @@ def _warn_untrusted(target: Path, problem: str) -> None:
 
 
 def _warn_unreadable(target: Path, key: str) -> None:
-    """Warns, once for each directory, that this user may not open an entry, or the way to it."""
+    """Warns, once for each directory, that this user may not open an entry, or a directory above it."""
     if target in _unreadable:
         return
     _unreadable.add(target)
@@ -355,7 +356,7 @@ def _unreadable_remedy(target: Path, key: str) -> str:
 
 
 def _closed(target: Path, key: str) -> Path:
-    """Returns what this user may not open on the way to an entry: the first such directory, or the entry."""
+    """Returns the first directory above an entry that this user may not open, or the entry itself."""
     closed = [path for path in target.absolute().parents if not os.access(path, os.X_OK, effective_ids=True)]
     if closed:
         return closed[-1]
