@@ -207,8 +207,8 @@ def test_kernels_take_tested_versions_of_the_compiler_alone(
     with ffi.target_arch("sm_80"):
         reasons = [reason.text for reason in dispatch.cuda_reasons(Case(dtype="bfloat16").problem())]
     expected = (
-        f"nvidia-cutlass-dsl {version} is installed, and the kernels of this jax_fastattn were tested with versions "
-        ">=4.8,<4.9 alone; run `pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'`, or "
+        f"nvidia-cutlass-dsl {version} is installed, but the kernels of this jax_fastattn were tested only with "
+        "versions >=4.8,<4.9; run `pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'`, or "
         "`pip install 'nvidia-cutlass-dsl>=4.8,<4.9'` for CUDA 12"
     )
     assert reasons == ([] if is_taken else [expected])
@@ -223,7 +223,9 @@ def test_a_compiler_without_metadata_is_a_reason(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(registry, "_is_installed", lambda module: True)
     monkeypatch.setattr(registry, "compiler_version", version)
     (reason,) = ffi.missing_parts()
-    assert reason.startswith("nvidia-cutlass-dsl is installed in part: its modules are there, and its metadata is not;")
+    assert reason.startswith(
+        "nvidia-cutlass-dsl is installed in part: its modules are present, but its metadata is missing;"
+    )
 
 
 def test_no_runtime_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this process runs on: the FFI target, the libraries that it needs, and the architecture to compile for.
+"""The FFI target of this process, the libraries that it needs, and the architecture to compile for.
 
-Everything is found without being loaded, until `register` loads the C++ extension.
+Libraries are found without being loaded; only `register` loads the C++ extension.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DRIVER = "libcuda.so.1"
 
 
 def _capability(arch: str) -> str:
-    """The compute capability that `arch` is named after, as JAX writes it: "10.3" for `"sm_103a"`."""
+    """Returns the compute capability that `arch` is named after, as JAX writes it: "10.3" for `"sm_103a"`."""
     digits = arch.removeprefix("sm_").removesuffix("a")
     return f"{digits[:-1]}.{digits[-1]}"
 
@@ -58,9 +58,9 @@ _target: Any = jax.make_user_context(default_value=None)
 def target_arch(arch: str | None) -> contextlib.AbstractContextManager[None]:
     """Names the GPU to lower for inside a `with` block, in this thread, instead of the local ones.
 
-    Serves to lower, compile or export a computation where its GPU is not. A function that is lowered for several
-    architectures in turn holds each time the kernels of the one that is named then. What is traced inside the block
-    must also be lowered inside it.
+    Use it to lower, compile or export a computation on a machine without its GPU. If a function is lowered for several
+    architectures in turn, each program holds the kernels of the architecture that was named for it. A function that is
+    traced inside the block must also be lowered inside it.
 
     Args:
         arch: one of the names in docs/support.md, such as `"sm_80"`, `"sm_90a"` (H100, H200) or `"sm_103a"`; None means
@@ -68,7 +68,7 @@ def target_arch(arch: str | None) -> contextlib.AbstractContextManager[None]:
 
     Raises:
         TypeError: `arch` is not a string.
-        ValueError: `arch` is no name of an architecture that the kernels run on.
+        ValueError: `arch` is not an architecture that the kernels run on.
     """
     if arch is not None and not isinstance(arch, str):
         raise TypeError(f'`arch` is a {type(arch).__name__}; pass a string such as "sm_90a", or None')
@@ -87,15 +87,15 @@ def _inside(arch: str | None) -> Generator[None, None, None]:
 
 
 def named_arch() -> str | None:
-    """The architecture that `target_arch` names in this thread; None outside its block."""
+    """Returns the architecture that `target_arch` names in this thread; None outside its block."""
     return _target.value
 
 
 def arch() -> str:
-    """The architecture to compile for: that of `target_arch`, else that of this process's CUDA devices.
+    """Returns the architecture to compile for: that of `target_arch`, else that of this process's CUDA devices.
 
     Returns:
-        such as `"sm_90a"`; for devices that no kernel is written for a name that `unsupported_reasons` refuses.
+        A name such as `"sm_90a"`. `unsupported_reasons` refuses the names of devices that no kernel is written for.
 
     Raises:
         RuntimeError: there is no CUDA device and none was named, or the devices are of different architectures.
@@ -126,10 +126,10 @@ def _arch_of(capability: str) -> str:
 
 
 def multiprocessors() -> int:
-    """Streaming multiprocessors of the GPU to lower for, by which kernels size their grids.
+    """Returns the streaming multiprocessors of the GPU to lower for, by which kernels size their grids.
 
     Returns:
-        those of the local CUDA device with the fewest; those of an H100 SXM if `target_arch` names the GPU.
+        Those of the local CUDA device with the fewest, or those of an H100 SXM if `target_arch` names the GPU.
     """
     if named_arch() is not None:
         return H100_MULTIPROCESSORS
@@ -137,7 +137,7 @@ def multiprocessors() -> int:
 
 
 def missing_parts() -> list[str]:
-    """Returns what the installation lacks to launch kernels, each with its remedy; an empty list if it is complete."""
+    """Returns the parts that are missing to launch kernels, each with its remedy; an empty list if none are."""
     missing = [] if _is_installed(_EXTENSION) else [_without_extension()]
     if problem := _compiler_problem():
         missing.append(
@@ -153,13 +153,13 @@ def _compiler_problem() -> str:
     try:
         found = compiler_version()
     except importlib.metadata.PackageNotFoundError:
-        return "nvidia-cutlass-dsl is installed in part: its modules are there, and its metadata is not"
+        return "nvidia-cutlass-dsl is installed in part: its modules are present, but its metadata is missing"
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and _COMPILER_FROM <= tuple(map(int, numbers.groups())) < _COMPILER_BELOW:
         return ""
     return (
-        f"nvidia-cutlass-dsl {found} is installed, and the kernels of this jax_fastattn were tested with versions "
-        f"{_versions()} alone"
+        f"nvidia-cutlass-dsl {found} is installed, but the kernels of this jax_fastattn were tested only with versions "
+        f"{_versions()}"
     )
 
 
@@ -199,26 +199,26 @@ def _without_extension() -> str:
 
 
 def _installed_elsewhere() -> Path | None:
-    """Finds a package with an extension that is on Python's path too; None without any."""
+    """Finds a package with an extension elsewhere on Python's path; returns None if there is none."""
     folders = [str(Path(entry, "jax_fastattn", "ffi")) for entry in sys.path]
     found = importlib.machinery.PathFinder.find_spec("_ffi", folders)
     return Path(found.origin).parents[1] if found and found.origin else None
 
 
 def compiler_reasons(arch: str | None) -> list[str]:
-    """Why the installed compiler cannot compile for `arch`, with the remedy; empty when it can."""
+    """Returns why the installed compiler cannot compile for `arch`, with the remedy; an empty list if it can."""
     needed = _FIRST_CUDA.get(arch or "")
     found = toolkit() if needed else None
     if needed is None or found is None or found >= needed:
         return []
     return [
-        f"nvidia-cutlass-dsl compiles for {arch} with its libraries for CUDA {needed} only, and finds those for CUDA "
+        f"nvidia-cutlass-dsl compiles for {arch} only with its libraries for CUDA {needed}, but finds those for CUDA "
         f"{found}; run `pip install '{_requirement(needed)}'`"
     ]
 
 
 def register() -> None:
-    """Registers the FFI target for CUDA with XLA. Lowering does it too; any number of calls is one call.
+    """Registers the FFI target for CUDA with XLA. Lowering does so too; repeated calls have no effect.
 
     A process that runs programs without lowering them, such as one that deserialises a `jax.export` file, calls this
     first.
@@ -241,16 +241,16 @@ def _register_once() -> None:
 
 
 def runtime_library() -> str | None:
-    """Path of the CuTe DSL runtime of `toolkit`; None without any."""
+    """Returns the path of the CuTe DSL runtime for `toolkit`; None if there is none."""
     found = toolkit()
     return None if found is None else str(runtime_libraries()[found])
 
 
 def toolkit() -> int | None:
-    """The CUDA version, such as 13, of the CuTe DSL libraries that this process compiles and launches with.
+    """Returns the CUDA version of the CuTe DSL libraries that this process compiles and launches with, such as 13.
 
     Returns:
-        the newest installed one that the driver can run, or the newest one without a driver; None if there is none.
+        The newest installed one that the driver can run, or the newest one without a driver; None if there is none.
         The compiler picks its libraries by the same rule, when it is imported.
     """
     driver = driver_version()
@@ -267,7 +267,7 @@ def runtime_libraries() -> dict[int, Path]:
 
 @functools.cache
 def driver_version() -> int | None:
-    """The major CUDA version of the driver, which needs no initialization for it; None without a driver."""
+    """Returns the major CUDA version of the driver, without initializing it; None if there is no driver."""
     version = ctypes.c_int(0)
     try:
         error = ctypes.CDLL(_DRIVER).cuDriverGetVersion(ctypes.byref(version))
