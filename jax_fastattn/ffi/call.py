@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel launch as an XLA custom call that carries its kernel, so that a later process needs nothing of this one.
+"""A kernel launch as an XLA custom call that carries its kernel, so that a later process needs nothing from this one.
 
-Kernels are looked for in memory, then on disk, and compiled last.
+A kernel is looked up in memory, then on disk, and is compiled if neither has it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _compile_count = 0
 
 
 def compile_count() -> int:
-    """How many kernels this process has compiled; those found on disk do not count."""
+    """Returns how many kernels this process has compiled; those found on disk do not count."""
     return _compile_count
 
 
@@ -75,13 +75,13 @@ def custom_call(
     """Emits the launch of the kernel of `spec`, in a lowering rule for CUDA.
 
     Args:
-        ctx: of a primitive whose operands are `operands` and whose results are the kernel's.
+        ctx: the context of a primitive whose operands are `operands` and whose results are those of the kernel.
         spec: the compile key.
-        operands: the operands that `launch_buffers(spec)` has, in its order, as ir values. Row-major.
+        operands: the operands that `launch_buffers(spec)` has, in its order, as row-major ir values.
         ints, floats: see `launch_scalars`.
 
     Returns:
-        the results, as ir values.
+        The results, as ir values.
 
     Raises:
         ValueError: the kernel takes another number of operands and results, or one of them in another dtype; or
@@ -134,9 +134,9 @@ def _check_export(ctx: mlir.LoweringRuleContext) -> None:
 
 
 def _disabled_checks() -> Sequence[Any] | None:
-    """Returns what `jax.export` was told to leave unchecked; None if that is not to be found.
+    """Returns the checks that `jax.export` was told to disable; None if they cannot be found.
 
-    JAX tells lowering rules that they lower for an export, and nothing else of it. Its own frame knows.
+    JAX tells lowering rules only that they lower for an export. The disabled checks are in the frame of `do_export`.
     """
     frame = inspect.currentframe()
     while frame is not None:

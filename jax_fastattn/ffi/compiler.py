@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A compile key to an object file, by CuTe DSL. Needs no GPU; importing this module takes seconds.
+"""Compiles a compile key to an object file with CuTe DSL.
+
+Compilation needs no GPU. Importing this module takes seconds.
 
 The object holds the cubin of every kernel that the host function launches, and the host function as CPU code. The
 architecture is an option of each compilation, so that neither the environment nor later compilations see it.
@@ -50,10 +52,10 @@ _lock = threading.Lock()
 
 
 def compile_kernel(spec: KernelSpec) -> bytes:
-    """Compiles the kernel of `spec` for `spec.arch`. Thread-safe.
+    """Compiles the kernel of `spec` for `spec.arch`; is safe to call from several threads.
 
     Returns:
-        an ELF object file with one function, `FUNCTION_PREFIX`. It takes the buffers that `launch_buffers(spec)` has,
+        An ELF object file with one function, `FUNCTION_PREFIX`. It takes the buffers that `launch_buffers(spec)` has,
         then the scalars of `launch_scalars`, then the stream.
     """
     return _compile(spec, lambda *_: None)

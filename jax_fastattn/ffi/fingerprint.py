@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this process lowers calls with: all that decides about a lowered program besides the call itself.
+"""The facts of this process that decide about a lowered program, in addition to the call itself.
 
-JAX's own cache keys hold the versions of JAX and XLA and the devices. They do not hold what is listed here.
+JAX's own cache keys hold the versions of JAX and XLA and the devices. They do not hold the facts that are listed here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax_fastattn.ffi import cache, registry
 
 
 def process_fingerprint() -> tuple[object, ...]:
-    """Returns the package's sources, the compiler, the GPU to compile for, the CPU, and what is missing of these.
+    """Returns a digest of the package's sources, the compiler, the GPU to compile for, the CPU, and the missing parts.
 
     A process without a part takes the XLA path. Its programs must not serve a process that has the part.
     """
@@ -25,7 +25,7 @@ def process_fingerprint() -> tuple[object, ...]:
 
 
 def _gpu() -> tuple[str | None, int] | None:
-    """Returns the architecture to compile for and its multiprocessors; None if nothing says which GPU that is."""
+    """Returns the architecture to compile for and its multiprocessors; None if the GPU is unknown."""
     try:
         return registry.arch(), registry.multiprocessors()
     except RuntimeError:
