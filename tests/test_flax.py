@@ -243,7 +243,7 @@ def test_linen_decodes_with_bound_causality() -> None:
 
 def test_causality_of_one_query_without_a_mask_raises() -> None:
     x = jnp.zeros((2, QUERIES, HEADS, 8))
-    with pytest.raises(ValueError, match="shows it the first key only"):
+    with pytest.raises(ValueError, match="lets the query see only the first key"):
         bind(is_causal=True)(x[:, :1], x, x)
 
 
@@ -262,7 +262,7 @@ def flax_dropout(family: str, ours: Callable[..., jax.Array], call: dict[str, An
     call = {"deterministic": False} | call
     integration._warn_of_dropout.cache_clear()
     with jax.numpy_dtype_promotion("standard"):
-        with pytest.warns(UserWarning, match=r"hands calls with dropout .* to flax.linen's own attention"):
+        with pytest.warns(UserWarning, match=r"passes calls with dropout .* to flax.linen's own attention"):
             got = outputs_and_gradients(layers[0], params, inputs, **call)
         want = outputs_and_gradients(layers[1], params, inputs, **call)
         assert_same(got, want, tolerance=2e-5)
@@ -290,7 +290,7 @@ def test_bound_causality_with_dropout_equals_a_causal_mask() -> None:
     params = make_layer("linen")(None, *inputs)
     causal, keys = nn.make_causal_mask(jnp.ones((2, QUERIES)), dtype=bool), jnp.arange(QUERIES)[None, None, None] != 2
     integration._warn_of_dropout.cache_clear()
-    with pytest.warns(UserWarning, match="hands calls with dropout"):
+    with pytest.warns(UserWarning, match="passes calls with dropout"):
         got = ours(params, *inputs, mask=keys, deterministic=False)
     assert_same(got, theirs(params, *inputs, mask=causal & keys, deterministic=False), tolerance=2e-5)
 

@@ -82,7 +82,7 @@ def test_wrong_packed_batches_raise() -> None:
             attention_fn(x, x, x, mask=packed)
     with pytest.raises(ValueError, match=r"`cu_seqlens` of `mask` has shape \(4,\); expected the batch axes \(2,\)"):
         attention_fn(x, x, x, mask=Packed(cu_seqlens=BOUNDARIES[0]))
-    with pytest.raises(NotImplementedError, match="`bias`: attention inside boundaries has none"):
+    with pytest.raises(NotImplementedError, match="`bias`: attention inside `cu_seqlens` takes no bias"):
         attention_fn(x, x, x, jnp.zeros((QUERIES, QUERIES)), Packed(cu_seqlens=BOUNDARIES))
     with pytest.raises(NotImplementedError, match=r"lacks `segment_ids`; set `dropout_rate=0.0`"):
         attention_fn(x, x, x, mask=Packed(SEGMENT_IDS), dropout_rate=0.1, dropout_rng=jax.random.key(0))

@@ -173,6 +173,6 @@ def test_flax_takes_a_mask_per_key_value_head() -> None:
     calls.assert_same(bind()(queries, keys, values, mask=mask), bind()(queries, keys, values, mask=whole))
     dropout = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(0)}
     integration._warn_of_dropout.cache_clear()
-    with pytest.warns(UserWarning, match="hands calls with dropout"):
+    with pytest.warns(UserWarning, match="passes calls with dropout"):
         found = bind()(queries, keys, values, mask=mask, **dropout)
     calls.assert_same(found, bind()(queries, keys, values, mask=whole, **dropout))

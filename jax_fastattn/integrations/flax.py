@@ -5,7 +5,7 @@
     flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention_fn)
     flax.nnx.MultiHeadAttention(8, 512, attention_fn=bind(is_causal=True, implementation="cuda"), rngs=rngs)
 
-A packed batch goes where a mask would, as data of the call, so that new segment ids and boundaries trace nothing again:
+A packed batch takes the place of the mask. It is data of the call, so new segment ids and boundaries cause no retrace:
 
     layer = flax.nnx.MultiHeadAttention(8, 512, attention_fn=bind(is_causal=True), decode=False, rngs=rngs)
 
@@ -13,11 +13,11 @@ A packed batch goes where a mask would, as data of the call, so that new segment
     def step(layer, x, segment_ids):  # x [batch, length, 512], segment_ids [batch, length]
         return layer(x, mask=Packed(segment_ids=segment_ids))
 
-Every argument that a module may pass is honored or raises. Differences from Flax's own function: softmax is in float32
-whatever the dtype, and a query that sees no key gives 0 where Flax gives the mean of the values.
+Every argument that a module may pass is honored or raises. Two things differ from Flax's own function: softmax is in
+float32 for every dtype, and a query that sees no key gives 0, while Flax gives the mean of the values.
 
-The attention weights never exist in memory. Sowing them raises, and a call with dropout on them goes to Flax's own
-function, with one warning: such a call means what Flax means by it.
+The attention weights never exist in memory. Sowing them raises an error. A call with dropout on them goes to
+Flax's own function, with one warning, so its result is that of Flax.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jax_fastattn.api import attention, attention_varlen
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
-    """Says which tokens of a packed batch attend to each other. A module takes it in the place of a mask.
+    """The tokens of a packed batch that attend to each other. A module takes it in the place of a mask.
 
     Modules of Flax hand the mask of a call to their attention_fn unchanged, unless they decode. A `Packed` is a pytree,
     so it may also be an argument of `jax.jit`, `nnx.jit`, `nn.remat` and the like. Give one of the two attributes:
@@ -56,7 +56,7 @@ class Packed:
     cu_seqlens: Any = None
 
     def given(self) -> list[str]:
-        """The names of what is there."""
+        """Returns the names of the attributes that are not None."""
         return [
             name for name, x in (("segment_ids", self.segment_ids), ("cu_seqlens", self.cu_seqlens)) if x is not None
         ]
@@ -86,40 +86,42 @@ def attention_fn(
     deterministic_gradients: bool = False,
     **options: Any,
 ) -> jax.Array:
-    """Attends as `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention` do. `bind` sets options.
+    """Computes attention as `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention` do.
+
+    `bind` sets options for modules that have no argument for them.
 
     Args:
         query: `[batch..., T, N, H]` with any number of batch axes, none included.
-        key: `[batch..., S, K, H]`; K divides N.
+        key: `[batch..., S, K, H]`, where K divides N.
         value: `[batch..., S, K, D]`.
         bias: broadcastable to `[batch..., N, T, S]`, added to the scaled logits. Default None.
-        mask: broadcastable to `[batch..., N, T, S]`, or with K heads, which groups of query heads share; bool or
-            numbers as Flax's mask makers give them: a query may attend where it is not 0. Or a `Packed`: tokens attend
-            inside their own sequence. Default None.
+        mask: broadcastable to `[batch..., N, T, S]`, or with K heads, which groups of query heads share. It
+            holds bools, or numbers as the mask functions of Flax return them; a query may attend where it is not 0. A
+            `Packed` instead lets tokens attend inside their own sequence. Default None.
         broadcast_dropout, dropout_rng: as in Flax.
         dropout_rate: on the attention weights. If it is not 0 (the default) and not `deterministic`, Flax's function
             computes the call.
-        deterministic: Flax's meaning: dropout is off. Default False.
-        dtype: what query, key and value are cast to. Default None: their common dtype.
+        deterministic: whether dropout is off, as in Flax. Default False.
+        dtype: the dtype that query, key and value are cast to. Default None: their common dtype.
         precision: of products of float32, as in Flax: a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, the name
             of one, or a pair of the same. Default None: that of `jax.default_matmul_precision`.
         module: where to sow the attention weights; must be None, the default.
-        force_fp32_for_softmax: either way the softmax is in float32.
+        force_fp32_for_softmax: accepted and not used, since the softmax is always in float32.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None, the default.
         is_causal: query i sees the keys up to i. Default False. Do not set it with `functools.partial`: nnx passes its
             own at every call; `bind` joins the two.
-        input_positions: accepted and not used, as positions matter to rotary embeddings alone: rotate query and key
-            before. Default None.
+        input_positions: accepted and not used, since only rotary embeddings need positions; rotate query and key
+            before the call. Default None.
         deterministic_gradients: `deterministic` of `jax_fastattn.attention`. Default False.
-        **options: further keyword arguments of `jax_fastattn.attention`. Where there are several batch axes, those
-            with a batch axis want them as one.
+        **options: further keyword arguments of `jax_fastattn.attention`. If there are several batch axes, arguments
+            with a batch axis must have them flattened into one.
 
     Returns:
         `[batch..., T, N, D]` in the common dtype.
 
     Raises:
-        NotImplementedError: for sown weights, einsums of one's own, another precision, or dropout together with options
-            that Flax's function lacks; every one is listed.
+        NotImplementedError: for sown weights, custom einsums, a precision without a name, or dropout together with
+            options that Flax's function lacks; the message lists every one.
         ValueError: for shapes that do not fit, or `is_causal` in a decoding step.
     """
     del input_positions
@@ -147,8 +149,8 @@ def attention_fn(
     batch, (query_length, key_length) = query.shape[:-3], (query.shape[-3], key.shape[-3])
     if is_causal and query_length == 1 < key_length and "query_offset" not in options:
         raise ValueError(
-            f"`is_causal` with one query and {key_length} keys shows it the first key only. In a decoding step "
-            "the module's mask hides the future already: leave `is_causal` out, or bind `query_offset`."
+            f"`is_causal` with one query and {key_length} keys lets the query see only the first key. In a decoding "
+            "step the module's mask already hides the future: leave `is_causal` out, or bind `query_offset`."
         )
     if drops:
         assert not isinstance(mask, Packed)  # refused above
@@ -182,21 +184,22 @@ def attention_fn(
 
 
 def bind(*, is_causal: bool = False, **options: Any) -> Callable[..., jax.Array]:
-    """An `attention_fn` with options set, for what a Flax module has no argument for.
+    """Returns an `attention_fn` with options set, for options that a Flax module has no argument for.
 
-    Like `functools.partial`, except that attention is causal if either the module or `bind` asks for it (nnx modules
-    pass `is_causal=False` at every call, which would overrule a partial's) and that nothing bound is ever overruled.
+    It differs from `functools.partial` in two ways. Attention is causal if either the module or `bind` asks for it; nnx
+    modules pass `is_causal=False` at every call, which would override the value of a partial. No bound option can be
+    overridden.
 
     Args:
         is_causal: query i sees the keys up to i, without a mask array. Default False. In a decoding step of the module
-            (one query, several keys, and a mask of the module's) the mask alone hides the future.
+            (one query, several keys, and a mask of the module's) only the mask hides the future.
         **options: `bias`, `deterministic_gradients` and the keyword arguments of `jax_fastattn.attention`, such as
             `implementation`, `local_window_size` or `logits_soft_cap`. Segment ids that change from call to call do
             not belong here: to nnx a module with another attention_fn is another module, so that a jitted step is
             traced again at every call. Pass `mask=Packed(segment_ids=...)` to the module instead.
 
     Returns:
-        A function with the signature of `attention_fn`. It raises `TypeError` when called with what is bound.
+        A function with the signature of `attention_fn`. It raises `TypeError` if a bound option is passed to it again.
     """
     bound_is_causal = is_causal
 
@@ -245,7 +248,7 @@ def _attend_with_dropout(
     is_causal: bool,
     **arguments: Any,
 ) -> jax.Array:
-    """Attends by linen's function, whose dropout draws the same weights as that of nnx."""
+    """Calls linen's function, whose dropout draws the same weights as that of nnx."""
     from flax import linen  # takes a second, which calls without dropout need not wait for
 
     _warn_of_dropout()
@@ -262,18 +265,18 @@ def _attend_with_dropout(
 @functools.cache
 def _warn_of_dropout() -> None:
     warnings.warn(
-        "jax_fastattn's attention_fn hands calls with dropout on the attention weights to flax.linen's own attention, "
-        "which makes the whole array of weights. Set the module's `dropout_rate=0.0` for fused attention.",
+        "jax_fastattn's attention_fn passes calls with dropout on the attention weights to flax.linen's own attention, "
+        "which materializes the weights. Set `dropout_rate=0.0` in the module to use fused attention.",
         stacklevel=2,
     )
 
 
 def _refuse(**arguments: Any) -> None:
-    """Raises `NotImplementedError` with every argument that asks for what fused attention cannot do."""
+    """Raises `NotImplementedError` with every argument that fused attention cannot honor."""
     lacking = ", ".join(f"`{name}`" for name in arguments["dropout"])
     remedies = {
         "dropout": f"Flax's own attention computes it and lacks {lacking}; set `dropout_rate=0.0`",
-        "bias": "attention inside boundaries has none: give `Packed` the `segment_ids`",
+        "bias": "attention inside `cu_seqlens` takes no bias: give `Packed` the `segment_ids` instead",
         "module": "the weights to sow never exist in memory: call the module with `sow_weights=False`",
         "precision": "set one precision for both operands, by a name that `jax.default_matmul_precision` takes",
         "einsum_dot_general": "the products are part of the kernel: leave it out",
@@ -287,12 +290,12 @@ def _refuse(**arguments: Any) -> None:
         raise NotImplementedError(
             "jax_fastattn's attention_fn cannot honor "
             + "; ".join(asked)
-            + ". Or leave the module its own attention_fn, which makes the whole array of weights."
+            + ". Alternatively, keep the module's default attention_fn, which materializes the weights."
         )
 
 
 def _precision_name(precision: Any) -> str:
-    """The name that `jax.default_matmul_precision` takes; "" for what it has no name for."""
+    """Returns the name that `jax.default_matmul_precision` takes for a precision; "" if it has none."""
     if isinstance(precision, (tuple, list)):
         first, *others = {_precision_name(x) for x in precision}  # pyright: ignore (any objects)
         return "" if others else first
@@ -304,7 +307,7 @@ def _precision_name(precision: Any) -> str:
 
 
 def _fold_broadcast(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """Brings what broadcasts to `[batch..., N, T, S]` to four axes; the batch axis stays 1 where `x` has none."""
+    """Reshapes `x`, which broadcasts to `[batch..., N, T, S]`, to four axes; a batch axis that `x` lacks is 1."""
     rank = len(batch) + 3
     if x.ndim > rank:
         raise ValueError(f"`{name}` has shape {x.shape}; expected at most {rank} axes, [batch..., heads, query, key].")

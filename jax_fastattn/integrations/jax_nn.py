@@ -5,9 +5,9 @@
     with jax_nn.installed():        # or jax_nn.install(), until jax_nn.uninstall()
         model.fit(...)
 
-Keras, equimo, ejkernel and Flax's nnx look the function up in `jax.nn` at each call, and then call ours. Not reached is
-what looked it up before (`from jax.nn import dot_product_attention`), and what was traced before: functions that JAX
-has cached keep the attention that they were traced with. The replacement holds for all threads of the process.
+Keras, equimo, ejkernel and Flax's nnx look the function up in `jax.nn` at each call, and then call ours. Code that
+looked it up earlier (`from jax.nn import dot_product_attention`) keeps the original, and so do functions that JAX traced
+and cached earlier. The replacement holds for all threads of the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _replaced: list[Callable[..., Any]] = []
 
 @functools.wraps(jax.nn.dot_product_attention)
 def dot_product_attention(*args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
-    """Attends as `jax_fastattn.attention`, with every `implementation` of `jax.nn`.
+    """Calls `jax_fastattn.attention`, and takes every `implementation` of `jax.nn`.
 
     Args:
         *args, **kwargs: as for `jax_fastattn.attention`.
@@ -35,27 +35,27 @@ def dot_product_attention(*args: Any, implementation: str | None = None, **kwarg
             values are those of `jax_fastattn.attention`.
 
     Returns:
-        What `jax_fastattn.attention` returns; docs/semantics.md lists what differs from `jax.nn`.
+        The results of `jax_fastattn.attention`; docs/semantics.md lists what differs from `jax.nn`.
     """
     return attention(*args, implementation=None if implementation in ("xla", "cudnn") else implementation, **kwargs)  # pyright: ignore (attention checks it)
 
 
 def install() -> None:
-    """Puts the function above into `jax.nn`, until `uninstall`. A second call changes nothing."""
+    """Puts `dot_product_attention` into `jax.nn`, until `uninstall`. A second call changes nothing."""
     if getattr(jax.nn, _NAME) is not dot_product_attention:
         _replaced.append(getattr(jax.nn, _NAME))
         setattr(jax.nn, _NAME, dot_product_attention)
 
 
 def uninstall() -> None:
-    """Restores what `install` replaced; nothing if it is not installed."""
+    """Restores the function that `install` replaced; does nothing if ours is not installed."""
     if getattr(jax.nn, _NAME) is dot_product_attention:
         setattr(jax.nn, _NAME, _replaced.pop())
 
 
 @contextlib.contextmanager
 def installed() -> Generator[None, None, None]:
-    """Installs the function inside a `with` block, and restores what was there before the block."""
+    """Installs the function inside a `with` block, and restores the previous one after the block."""
     before = getattr(jax.nn, _NAME)
     install()
     try:
