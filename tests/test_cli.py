@@ -362,7 +362,7 @@ WRONG = {
     "warmup --model llama3-8b --causal --arch sm_80": "--model sets the whole call; leave out --causal",
     "warmup --model llama3-8b": "this machine has no GPU; name the GPU to compile for, such as --arch sm_90a",
     "warmup --model llama3-8b --batch 3 --arch sm_80": "--batch alone chooses no kernel",
-    "warmup --heads 4 --head-dim 264 --with bias --arch sm_80": "no kernel on sm_80: `query` has head dim 264; at most",
+    "warmup --heads 4 --head-dim 264 --with bias --arch sm_80": "no kernel on sm_80: `query` has head dim 264; the",
     "warmup --model llama3-8b --dtype float32 --arch sm_80": "the dtype is float32",
     "bench --heads 4 --head-dim 8": "the following arguments are required: --length",
     "bench --heads 4 --head-dim 8 --length 8 --seconds 0": "`0` is not a number of seconds",

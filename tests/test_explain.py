@@ -46,7 +46,7 @@ def test_elsewhere_names_every_reason() -> None:
     found = explain(query, key, value, is_causal=True, segment_ids=jnp.zeros((2, 5), jnp.int32))
     assert found.reasons[0] == "the platform is cpu"
     assert "the dtype is float32; the kernels take bfloat16 and float16" in found.reasons
-    assert "`query` has head dim 264; at most 256" in found.reasons
+    assert "`query` has head dim 264; the kernels take at most 256" in found.reasons
     assert all(reason in str(found) for reason in found.reasons)
 
 

@@ -162,7 +162,7 @@ def test_symbolic_sizes_for_kernels_say_what_to_pass(
     """In words, where comparing them raised `InconclusiveDimensionOperation`; `explain` says the same."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
     export = functools.partial(jax.export.export, platforms=platforms, disabled_checks=CHECKS)
-    words = r'sizes are symbolic: B = b, T = t, S = t \(export for sizes that are numbers, .*`implementation="xla"`\)'
+    words = r'sizes are symbolic: B = b, T = t, S = t \(export one program for each set of sizes, .*"xla"`\)'
     with pytest.raises(NotImplementedError, match=words):
         export(jax.jit(attention))(*SYMBOLIC)
     with pytest.raises(NotImplementedError, match=words), target_arch("sm_90a"):

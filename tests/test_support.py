@@ -56,8 +56,8 @@ def test_every_gpu_case_is_supported(arch: str) -> None:
 
 ALONE = {
     "dtype": ({"dtype": "float32"}, "the dtype is float32; the kernels take bfloat16 and float16"),
-    "head-dim": ({"head_dim": 264, "v_head_dim": 64}, "`query` has head dim 264; at most 256"),
-    "v-head-dim": ({"v_head_dim": 264}, "`value` has head dim 264; at most 256"),
+    "head-dim": ({"head_dim": 264, "v_head_dim": 64}, "`query` has head dim 264; the kernels take at most 256"),
+    "v-head-dim": ({"v_head_dim": 264}, "`value` has head dim 264; the kernels take at most 256"),
 }
 
 

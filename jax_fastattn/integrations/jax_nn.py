@@ -6,8 +6,8 @@
         model.fit(...)
 
 Keras, equimo, ejkernel and Flax's nnx look the function up in `jax.nn` at each call, and then call ours. Code that
-looked it up earlier (`from jax.nn import dot_product_attention`) keeps the original, and so do functions that JAX traced
-and cached earlier. The replacement holds for all threads of the process.
+looked it up earlier (`from jax.nn import dot_product_attention`) keeps the original, and so do functions that JAX
+traced and cached earlier. The replacement holds for all threads of the process.
 """
 
 from __future__ import annotations

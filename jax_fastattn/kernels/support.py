@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which problems the CUDA kernels take: dispatch, error texts, test skips and docs/support.md all read this."""
+"""The problems that the CUDA kernels take; dispatch, error texts, test skips and docs/support.md all read this."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Reason:
-    """Why no CUDA kernel runs a call.
+    """One reason why no CUDA kernel runs a call.
 
     Attributes:
-        kind: what is in the way, for code that tells reasons apart.
-        text: the same, for people.
+        kind: the kind of obstacle, for code that tells reasons apart.
+        text: the obstacle in words.
         remedy: what to do instead; empty if no argument can remove the reason, or if the text says it.
     """
 
@@ -44,12 +44,14 @@ class Reason:
 
 _REMEDIES: dict[Kind, str] = {
     "dtype": "cast query, key and value to bfloat16",
-    "bias": "if it hides pairs, pass what hides them by number, as for `mask`",
+    "bias": (
+        "if it only hides pairs, leave it out and pass `is_causal=True`, `key_value_seq_lengths` or `local_window_size`"
+    ),
     "mask": (
         "leave the array out and pass `is_causal=True` for a causal mask, `key_value_seq_lengths` for padding, or "
         "`local_window_size` for a band"
     ),
-    "symbolic": 'export for sizes that are numbers, a program for each, or pass `implementation="xla"`',
+    "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
     "segment_ids": "pass boundaries to `attention_varlen` instead; docs/packed.md shows how to get them",
 }
 
@@ -67,20 +69,20 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         ),
         (problem.dtype in DTYPES, "dtype", f"the dtype is {problem.dtype}; the kernels take {' and '.join(DTYPES)}"),
         *(
-            (size <= MAX_HEAD_DIM, "head_dim", f"`{name}` has head dim {size}; at most {MAX_HEAD_DIM}")
+            (size <= MAX_HEAD_DIM, "head_dim", f"`{name}` has head dim {size}; the kernels take at most {MAX_HEAD_DIM}")
             for name, size in zip(("query", "value"), head_dims, strict=True)
         ),
         (not symbolic, "symbolic", f"sizes are symbolic: {', '.join(symbolic)}"),
-        (longest <= UNBOUNDED, "length", f"a length is over {UNBOUNDED}"),
-        ("bias" not in present, "bias", "`bias` is given"),
-        ("mask" not in present, "mask", "`mask` is given"),
-        ("query_segment_ids" not in present, "segment_ids", "segment ids are given"),
+        (longest <= UNBOUNDED, "length", f"a length is {longest}; the kernels take at most {UNBOUNDED}"),
+        ("bias" not in present, "bias", "`bias` is given; the kernels take none"),
+        ("mask" not in present, "mask", "`mask` is given; the kernels take none"),
+        ("query_segment_ids" not in present, "segment_ids", "segment ids are given; the kernels take none"),
     ]
     return [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
 
 
 def speed_note(arch: str) -> str:
-    """What a user of `arch` should know about the speed of the kernels; empty where there is nothing to say."""
+    """Returns a caveat about the speed of the kernels on `arch`; an empty string if there is none."""
     if arch not in UNTIMED:
         return ""
     return (
@@ -90,7 +92,7 @@ def speed_note(arch: str) -> str:
 
 
 def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
-    """Families, and query rows x keys of the tiles, that `problem` runs with on `arch`, in words."""
+    """Describes the families, and query rows x keys of the tiles, that `problem` runs with on `arch`."""
     forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
     families = f"{forward.family} forward, {backward.family} backward"
     return families, f"{forward.config.tiles}, {backward.config.tiles}"
