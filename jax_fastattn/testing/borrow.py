@@ -11,7 +11,7 @@ def borrow(arch: str) -> None:
 
     Args:
         arch: "sm_90-a100" or "sm_90-rtx" for tiles that fit the shared memory of an A100 or of an RTX card, "sm_90" for
-            those that fit the GPU's own.
+            tiles that fit the GPU's own.
 
     Raises:
         ValueError: `arch` is none of these.

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Named attention problems: what tests and benchmarks run over.
+"""Named attention problems, over which tests and benchmarks run.
 
 Sizes within a case are pairwise distinct and greater than 1 where the case is not about being 1, so that a swapped axis
 cannot go unnoticed. A case is data: its arrays are drawn from a key when they are asked for.
@@ -36,7 +36,7 @@ class Case:
         num_kv_heads, group: K and the query heads for each; N = K * group.
         head_dim, v_head_dim: H, D; D None is H.
         scale: None is H ** -0.5.
-        scale_is_array: whether scale is an operand, not a static number.
+        scale_is_array: whether scale is an operand instead of a static number.
         is_causal, window, logits_soft_cap: as in `AttentionSpec`.
         bias, mask: the axes that are not broadcast, such as "nts"; None is absent. A mask "kts" has one row for each
             key/value head.
@@ -152,8 +152,8 @@ class Case:
     def _avals(self) -> Operands:
         """Returns shapes and dtypes of the operands.
 
-        They are written down, not traced: `GPU_CASES` needs them at import, where tracing `operands` took 5 s, and a
-        list of cases must not start a client.
+        They are computed from sizes, not traced: `GPU_CASES` needs them at import, where tracing `operands` took 5 s,
+        and a list of cases must not start a client.
         """
         num_sequences, columns = len(self.packed[0]) if self.packed else 0, 4 if self.query_offset is None else 5
         sizes = self.shape | {"M": num_sequences + 2, "R": columns}
@@ -186,7 +186,7 @@ class Case:
         return {"bias": self.bias, "mask": self.mask, "sinks": self.sinks}
 
     def operands(self, key: jax.Array) -> Operands:
-        """Random canonical operands, standard normal where they are floats."""
+        """Draws random canonical operands; floats are standard normal."""
         keys = iter(jax.random.split(key, 8))
         shapes = self._avals()
 
@@ -213,7 +213,7 @@ class Case:
         )
 
     def cotangents(self, key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Random cotangents of the output and, with `dlse`, of the log-sum-exp."""
+        """Draws random cotangents of the output and, with `dlse`, of the log-sum-exp."""
         sizes = self.shape
         dout_key, dlse_key = jax.random.split(key)
         dout = jax.random.normal(dout_key, tuple(sizes[axis] for axis in "BTND"), jnp.float32).astype(self.dtype)
@@ -252,7 +252,7 @@ def _int32(x: Any) -> jax.Array | None:
 
 
 def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
-    """The distinct kernels that the cases need, forward and backward: what has to be compiled."""
+    """Returns the distinct kernels that the cases need, forward and backward, each to be compiled."""
     found: dict[KernelSpec, None] = {}
     for case in cases:
         problem = case.problem()
@@ -463,7 +463,7 @@ _SHORTER = [
     *_vary(_on(_MHA, dlse=True), {}, *_ODD),
     *_vary(_on(_GQA, head_dim=128, is_causal=True, sinks="bn", dlse=True), {}, {"scale": -0.1}, *_FEW),
     *_vary(_on(_GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS, {**_BOTH_LENGTHS[1], "scale_is_array": True}),
-    # So many heads that statistics of the last ones are computed beside the first ones.
+    # So many heads that statistics of the last ones are computed concurrently with the first ones.
     *_vary(
         _on(_MHA, batch=3, num_kv_heads=40, query_length=193, key_length=577),
         {},

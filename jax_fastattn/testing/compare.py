@@ -42,7 +42,7 @@ _Results = namedtuple("_Results", ("out", "lse", *_GRADIENTS), defaults=[None] *
 
 
 class Results(_Results):
-    """Everything that a call gives: output, log-sum-exp and the gradients; None where an operand is absent."""
+    """All results of a call: output, log-sum-exp and the gradients. A gradient is None if its operand is absent."""
 
     @classmethod
     def of(cls, out: Any, lse: Any, gradients: Gradients) -> Results:
@@ -54,7 +54,7 @@ class Results(_Results):
 def evaluate(
     attention: Attention, spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None
 ) -> Results:
-    """Results of `attention` and, by `jax.vjp`, the gradients for the cotangents dout and dlse (None: zero)."""
+    """Returns the results of `attention` and its gradients by `jax.vjp` for cotangents dout and dlse (None: zero)."""
     names = [name for name in DIFFERENTIABLE if name in spec.present]
 
     def function(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,7 +69,7 @@ def evaluate(
 def expected(
     spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None
 ) -> tuple[Results, Results]:
-    """Results of the oracle and of the baseline."""
+    """Returns the results of the oracle and of the baseline."""
     dtype = np.promote_types(operands.query.dtype, np.float32)
     wide = {name: getattr(operands, name) for name in DIFFERENTIABLE if name in spec.present}
     wide = operands._replace(**{name: x.astype(dtype) for name, x in wide.items()})
@@ -95,7 +95,7 @@ def _typical_errors(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> dict[str, jax.Array]:
-    """The typical error of each element of some results: the baseline's, and that of `delta` from a stored output.
+    """Returns typical errors of each element of some results: the baseline's, and those of `delta` by a stored output.
 
     The errors of rows are independent, so each draw changes the signs of rows of the cotangents. A row that sees few
     keys may have most of such a sum, where the rounding of the output is ten times the baseline's other errors.
@@ -119,18 +119,18 @@ def _typical_errors(
 
 
 def _rounding_of_output(operands: Operands, out: jax.Array, dout: jax.Array) -> jax.Array:
-    """Of each product that `delta` sums, its error from storing the output in the dtype of the operands."""
+    """Returns the error of each product that `delta` sums, from storing the output in the dtype of the operands."""
     return (_rounded(out, operands.query.dtype).astype(out.dtype) - out) * dout.astype(out.dtype)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in another dtype; the conversion alone is dropped by XLA for GPUs if the result is converted back."""
+    """Rounds x to another dtype. XLA for GPUs would drop a plain conversion if the result is converted back."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(dtype)
 
 
 def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """The contract of `attention_reference` with the roundings of jax.nn's XLA path.
+    """Computes what `attention_reference` does, with the roundings of jax.nn's XLA path.
 
     Logits are accumulated and the softmax is taken in float32; probabilities, output and the cotangent of the logits
     are rounded to the dtype of the operands. The log-sum-exp stays float32, unlike jax.nn's. A scale that is an operand
@@ -183,7 +183,7 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _round_cotangent(x: jax.Array, dtype: Any) -> jax.Array:
-    """x; its cotangent is rounded to dtype."""
+    """Returns x, and rounds its cotangent to dtype."""
     del dtype
     return x
 
@@ -197,11 +197,11 @@ def assert_within_budget(
     """Raises AssertionError naming every result whose error is over `factor` times the baseline's, plus rounding.
 
     Args:
-        actual: what is under test; a None in it where the baseline has a result is an error.
+        actual: the results under test. If one is None and the baseline's is not, that is an error.
         oracle, baseline: as from `expected`.
-        factor: how much worse than the baseline is allowed.
-        rounding: allowed on top, times `1 + the largest element of the oracle`. The largest error gets half a unit in
-            the last place of that element besides: to either side of a value its dtype has a neighbour.
+        factor: the allowed ratio to the baseline's error.
+        rounding: an additional allowance, times `1 + the largest element of the oracle`. The largest error may also
+            have half a unit in the last place of that element, since a value has a neighbor on either side.
     """
     fields = zip(Results._fields, actual, oracle, baseline, strict=True)
     found = [
@@ -217,7 +217,7 @@ def _failure(name: str, actual: Any, oracle: Any, baseline: Any, factor: float, 
     if actual is None and baseline is None:
         return None
     if actual is None or baseline is None:
-        return f"{name}: is {'absent' if actual is None else 'there'}, the baseline's is not"
+        return f"{name}: is {'absent' if actual is None else 'present'}, unlike the baseline's"
     if (actual.shape, actual.dtype) != (baseline.shape, baseline.dtype):
         return f"{name}: {actual.shape} {actual.dtype}, expected {baseline.shape} {baseline.dtype}"
     precision = float(jnp.finfo(actual.dtype).eps)
@@ -226,7 +226,7 @@ def _failure(name: str, actual: Any, oracle: Any, baseline: Any, factor: float, 
     same = np.where(finite, np.isfinite(actual), (actual == oracle) | (np.isnan(actual) & np.isnan(oracle)))
     if not same.all():
         at = tuple(int(i) for i in np.argwhere(~same)[0])
-        return f"{name}: {actual[at]} at {at}, expected {oracle[at]}; {np.sum(~same)} of {same.size} differ so"
+        return f"{name}: {actual[at]} at {at}, expected {oracle[at]}; {np.sum(~same)} of {same.size} differ like this"
     error, allowed = (
         np.abs(np.subtract(x, oracle, where=finite, out=np.zeros_like(oracle))) for x in (actual, baseline)
     )

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Random packed calls: a few kinds, each of one program and one set of kernels, with many lengths and boundaries.
+"""Random packed calls of a few kinds, each with one program, one set of kernels, and many lengths and boundaries.
 
-A seed fixes all draws. They are cases, so that poison, oracle and comparison are those of the named ones;
-`evaluate` calls the public function.
+A seed fixes all draws. They are cases, so poison, oracle and comparison are those of the named cases. `evaluate` calls
+the public function.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def packed_draws(
     Args:
         seed: fixes the kinds and the draws.
         count, kinds: calls, and combinations of what is static. Calls of a kind differ in lengths, padding and offsets.
-        dtypes, head_dims, rows: what kinds choose from. A head dim is a pair `(H, D)`. There are at most so many rows
-            of queries, and of keys, padding included.
+        dtypes, head_dims, rows: the choices for kinds. A head dim is a pair `(H, D)`. `rows` limits the rows of
+            queries, and of keys, padding included.
     """
     random = np.random.default_rng(seed)
     found = _kinds(random, kinds, dtypes=dtypes, head_dims=head_dims, rows=rows)
@@ -50,7 +50,7 @@ def packed_draws(
 
 
 def wild_draws(seed: int, count: int, kinds: int, **choices: Sequence[Any]) -> list[Case]:
-    """Returns calls as `packed_draws` does, deterministic, whose boundaries decrease and leave the rows."""
+    """Returns deterministic calls as `packed_draws` does, with boundaries that decrease or lie outside of the rows."""
     random = np.random.default_rng(seed)
     found = []
     for i, kind in enumerate(packed_draws(seed, count, kinds, **choices)):
@@ -67,7 +67,7 @@ def wild_draws(seed: int, count: int, kinds: int, **choices: Sequence[Any]) -> l
 
 
 def moved(case: Case) -> Case:
-    """Returns a packed call with its boundaries as they count: the largest one so far, inside of `[0, rows]`."""
+    """Returns a packed call with its effective boundaries: each is the largest one so far, within `[0, rows]`."""
     assert case.packed is not None
     found = []
     for first, lengths, rows in zip(case.first, case.packed, (case.query_length, case.key_length), strict=True):
@@ -76,7 +76,7 @@ def moved(case: Case) -> Case:
 
 
 def with_boundaries(case: Case, *boundaries: np.ndarray) -> Case:
-    """Returns a case with such boundaries of queries and of keys."""
+    """Returns a case with the given boundaries of queries and of keys."""
     queries, keys = boundaries
     firsts = int(queries[0]), int(keys[0])
     lengths = tuple(np.diff(queries).tolist()), tuple(np.diff(keys).tolist())
@@ -84,7 +84,7 @@ def with_boundaries(case: Case, *boundaries: np.ndarray) -> Case:
 
 
 def _kinds(random: np.random.Generator, count: int, **choices: Sequence[Any]) -> list[Case]:
-    """Returns cases with everything that is static, and with empty sequences. No option is left out by chance."""
+    """Returns cases with all static facts and with empty sequences. No option is left out by chance."""
 
     def some(options: Sequence[Any]) -> Iterator[Any]:
         return iter([options[i % len(options)] for i in random.permutation(count)])
@@ -147,18 +147,19 @@ def _lengths(random: np.random.Generator, count: int) -> list[int]:
 
 
 def _fitted(lengths: list[int], rows: int) -> tuple[int, ...]:
-    """Returns the lengths of what lies within the rows."""
+    """Returns the lengths of the parts that lie within the rows."""
     ends = np.minimum(np.cumsum([0, *lengths]), rows)
     return tuple(int(x) for x in np.diff(ends))
 
 
 def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> Results:
-    """Returns what `attention_varlen` gives for a packed case, gradients and residual included.
+    """Returns the results of `attention_varlen` for a packed case, gradients and residual included.
 
     Args:
-        case: names boundaries and offsets.
+        case: the source of boundaries and offsets.
         spec: the static facts.
-        operands, dout, dlse: of the case, poisoned or not. If dlse is None, the log-sum-exp is not differentiated.
+        operands, dout, dlse: those of the case, poisoned or not. If dlse is None, the log-sum-exp is not
+            differentiated.
     """
     offset = case.query_offset
     named = offset if isinstance(offset, str) else None

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""docs/kernels/memory.md, from the tables that kernels read.
+"""Generates docs/kernels/memory.md from the tables that kernels read.
 
 Run `python -m jax_fastattn.testing.memory_map > docs/kernels/memory.md`.
 """
@@ -40,8 +40,8 @@ class Section(NamedTuple):
     """A kernel with one of its configurations.
 
     Attributes:
-        title: of the section.
-        config: what the table is for, in words.
+        title: the heading of the section.
+        config: the configuration of the table, in words.
         table: its shared memory.
         named: its named barriers; None if it has none.
     """
@@ -107,7 +107,7 @@ def _named(named: type[NamedBarrier]) -> str:
 
 
 def memory_map() -> str:
-    """Returns the page."""
+    """Returns the page docs/kernels/memory.md."""
     page = [_HEAD]
     for title, config, table, named in sections():
         page.append(f"## {title}\n\nFor {config}: {table.nbytes} bytes.\n\n{_rows(table)}\n")

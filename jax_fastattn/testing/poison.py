@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""NaN and Inf where nothing may read: what is multiplied by 0 instead of being left out shows up in the results.
+"""NaN and Inf in everything that no result may depend on: a product with 0 in place of a mask shows in the results.
 
-What is invisible comes from `visible_pairs`, pair by pair. No plan, range or tile of an implementation is in it.
+`visible_pairs` decides what is invisible, pair by pair. It uses no plan, range or tile of an implementation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def poison(
 ) -> tuple[Operands, jax.Array, jax.Array | None]:
     """Returns operands and cotangents with NaN and Inf in everything that no result depends on.
 
-    That is: queries that see no key and their `dout`; keys and values that no query sees; biases that no visible pair
-    reads; `dlse` of padding rows, and without sinks of every query that sees no key.
+    These are queries that see no key and their `dout`, keys and values that no query sees, biases that no visible pair
+    reads, and `dlse` of padding rows and, without sinks, of every query that sees no key.
     """
     sees, seen, pairs = visible_rows(spec, operands)
     unread = jnp.logical_not(sees)
@@ -57,7 +57,7 @@ def visible_rows(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ja
 
 
 def fill(x: jax.Array, hidden: jax.Array, axis: int = 1) -> jax.Array:
-    """Returns x with NaN and Inf, by turns along an axis, where `hidden` is True; it lacks trailing axes of x."""
+    """Returns x with NaN and Inf, alternating along an axis, where `hidden` is True; it may lack trailing axes of x."""
     is_odd = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) % 2 == 1
     hidden = jnp.broadcast_to(hidden.reshape(hidden.shape + (1,) * (x.ndim - hidden.ndim)), x.shape)
     return jnp.where(hidden, jnp.where(is_odd, jnp.inf, jnp.nan).astype(x.dtype), x)

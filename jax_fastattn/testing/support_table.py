@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""docs/support.md, made from what dispatch asks: `python -m jax_fastattn.testing.support_table > docs/support.md`."""
+"""Generates docs/support.md from the checks of dispatch.
+
+Run `python -m jax_fastattn.testing.support_table > docs/support.md`.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +48,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """What is known of the kernels for an architecture.
+    """The checks that the kernels for an architecture have passed.
 
     Attributes:
-        gpus: some that have it.
-        compiled: what `tests/kernels/test_resources.py` compiles in every run: `ALL_ROWS`, `ONE_ROW` (of each
+        gpus: some GPUs of the architecture.
+        compiled: the rows that `tests/kernels/test_resources.py` compiles in every run: `ALL_ROWS`, `ONE_ROW` (of each
             operation; the rest with `-m every_arch`), or `SAME_CODE`.
         emulated: whether tests run its PTX in an emulator on the CPU.
-        ran: which GPUs ran what.
+        ran: the GPUs that ran kernels, and which.
     """
 
     gpus: str
@@ -108,7 +111,7 @@ sm_90a has kernels of its own; all others run the portable family with tiles tha
 
 
 def problems() -> dict[str, Problem]:
-    """A problem for each row of the table."""
+    """Returns a problem for each row of the table."""
     base = _BASE.problem()
     found = {name: dataclasses.replace(_BASE, **change).problem() for name, change in FEATURES.items()}
     return found | {
@@ -118,7 +121,7 @@ def problems() -> dict[str, Problem]:
 
 
 def _gpus() -> str:
-    """The section on architectures."""
+    """Returns the section on architectures."""
     rows = [["", "GPUs", "shared memory of a CTA", "compiled", "emulated", "ran on a GPU"], ["---"] * 6]
     for arch, known in COVERAGE.items():
         shared = f"{shared_memory_limit(arch) // 1024} KB"
@@ -131,7 +134,7 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def support_table() -> str:
-    """The page."""
+    """Returns the page docs/support.md."""
     rows = [["", *ARCHITECTURES], ["---", *(":-:" for _ in ARCHITECTURES)]]
     found: dict[str, None] = {}
     for name, problem in problems().items():
