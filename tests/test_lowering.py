@@ -217,7 +217,7 @@ def test_a_fallback_warns_once_with_its_reasons() -> None:
     ("option", "remedies"),
     [
         ({"mask": jnp.ones((5, 7), bool)}, ["`is_causal=True`", "`key_value_seq_lengths`", "`local_window_size`"]),
-        ({"bias": jnp.ones((5, 7))}, ["as for `mask`"]),
+        ({"bias": jnp.ones((5, 7))}, ["if it only hides pairs", "`local_window_size`"]),
         ({"segment_ids": (jnp.zeros((2, 5), int), jnp.zeros((2, 7), int))}, ["`attention_varlen`", "docs/packed.md"]),
     ],
     ids=["mask", "bias", "segment-ids"],
