@@ -23,6 +23,7 @@ import jax
 import pytest
 from test_import import COMPILER, WITHOUT
 
+import jax_fastattn
 from jax_fastattn import target_arch
 from jax_fastattn.cli import bench, info, machine, shapes, warmup
 from jax_fastattn.cli.main import build_parser, main
@@ -47,9 +48,11 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def started(*command: str) -> subprocess.CompletedProcess[str]:
     """A process that sees no GPU."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "error"}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    # The package that this process has, which may be installed: the source tree need not have the extension.
+    paths = [str(Path(jax_fastattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-P", *command], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
