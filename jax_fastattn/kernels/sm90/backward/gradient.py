@@ -1,25 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper backward kernels share: the score gradient in registers.
+"""The statistics (lse2, delta) of query rows as the Hopper backward kernels read them; `score.py` has the formulas.
 
-With s = scale * q . k, capped or not, and the statistics (lse2, delta) of a query row, lse2 in base 2:
-
-    P = 2^(log2(e) s - lse2)        dS = P (dP - delta) [(1 - tanh^2)]        dP = dout . v
-
-with the tanh of the forward pass (`KernelSpec.exact_cap`), so that every row of P adds up to 1 at most. dS is the
-gradient of s before the factor `scale`, which dq and dk receive once, when they are stored. A row that sees no key has
-lse2 = +inf and delta = 0, so that its P and dS vanish without a mask as long as its scores are numbers.
-
-Where one kernel computes dq too, the products subtract the statistics, and lse / scale takes the place of lse2,
+Where one kernel computes dq too, the products subtract the statistics. The logit of a score is then a factor times the
+product q . k, and lse / scale takes the place of lse2:
 
     P = 2^(log2(e) scale (q . k - lse / scale))        dS = P (dout . v - delta)
 
-but for soft caps: there the product with minus lse2 is added to capped scores in base 2.
+With a soft cap or a score function, lse2 is subtracted from logits in base 2, by a product of its own.
 
 Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes. Where
 one kernel computes dq too, they are bfloat16 `[B, N, 2, padded_rows(T), 8]`: minus the statistic in three parts, then
-zeros. A product of [1, 1, 1, 0, ...] with them is as exact as float32, and no thread loads them: shared memory would
-let it wait, behind the additions to dq.
+zeros. A product of [1, 1, 1, 0, ...] with them is as exact as float32. No thread loads them, because such a load would
+wait in shared memory for the additions to dq.
 """
 
 import cutlass
