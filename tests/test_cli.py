@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -178,7 +179,7 @@ def test_a_kernel_that_fails_stops_no_other(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcomes = iter(["compiled in 1.0 s", "failed: out of luck"])
-    monkeypatch.setattr(warmup, "_prepared", lambda specs, processes: [(spec, next(outcomes)) for spec in specs])
+    monkeypatch.setattr(warmup, "_prepared", lambda specs, *more: [(spec, next(outcomes)) for spec in specs])
     assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 1
     assert "1 compiled, 0 in the cache before, 1 failed" in capsys.readouterr().out
 
@@ -205,6 +206,42 @@ def test_warmup_compiles_nothing_that_it_cannot_keep(directory: Path, capsys: py
     directory.chmod(0o777)
     assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 1
     assert f"cannot keep kernels in {directory}: it will not be used, since it can be" in capsys.readouterr().err
+
+
+def test_a_user_who_only_reads_the_cache_learns_whether_it_has_everything(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may write everywhere, so the test says that this user may not."""
+    specs = [*warm_specs("sm_80", *SHAPE)]
+    cache.store(cache.kernel_key(specs[0]), b"kernel")
+    find_state = cache.state
+    monkeypatch.setattr(cache, "state", lambda: dataclasses.replace(find_state(), is_writable=False))
+    assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 1
+    assert f"in {directory}: it lacks 1 of 2, and this user cannot write to it. Run" in capsys.readouterr().err
+    cache.store(cache.kernel_key(specs[1]), b"kernel")
+    assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 0
+    assert "0 compiled, 2 in the cache before, 0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("user", "compiled", "text"),
+    [
+        (0, 2, "To let other users of this machine or image read them: chmod -R a+rX"),
+        (1000, 2, "No other user can use what this user compiled"),
+        (1000, 0, "Processes find these kernels"),
+    ],
+)
+def test_warmup_says_who_can_use_its_kernels(
+    user: int,
+    compiled: int,
+    text: str,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    warmup._print_end(2, compiled, 0)
+    assert capsys.readouterr().out.splitlines()[-1].startswith(text)
 
 
 def test_info_in_a_process_of_its_own(directory: Path) -> None:
@@ -259,6 +296,7 @@ def test_info_names_the_kernels_of_each_gpu(
         (12, None, "pip install 'jax[cuda12]'"),
         (13, None, "pip install 'jax[cuda13]'"),
         (13, "0.12", "JAX finds no CUDA device: Unknown backend"),
+        (None, "0.12", "JAX's CUDA plugin prints a traceback about it; JAX_PLATFORMS=cpu avoids that"),
     ],
 )
 def test_info_says_why_there_is_no_gpu(
@@ -287,6 +325,13 @@ def test_info_on_a_cache_that_is_not_used(directory: Path, capsys: pytest.Captur
     assert f"{directory}, not usable" in text
     assert f"  - cache directory {directory}: it will not be used, since it can be written by its group or by" in text
     assert "Delete that directory, or set `JAX_FASTATTN_CACHE_DIR`" in text
+    assert "Root must fill a directory that several users share." in text
+
+
+def test_info_without_a_cache_directory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cache, "directory", lambda: None)
+    assert main(["info"]) == 0
+    assert "  - no cache directory: the user's home directory is unknown. Set" in capsys.readouterr().out
 
 
 def test_cache_clear_deletes_kernels_alone(directory: Path) -> None:
@@ -345,9 +390,9 @@ def test_an_interrupt_is_a_status_without_a_traceback(
 
 
 WRONG = {
-    "": "the following arguments are required: COMMAND",
+    "": "the following arguments are required: {info,warmup,cache,bench}",
     "frobnicate": "invalid choice: 'frobnicate'",
-    "cache": "the following arguments are required: ACTION",
+    "cache": "the following arguments are required: {clear}",
     "info --heads 4": "pass --heads and --head-dim",
     "info --arch sm_80": "--arch explains a call; describe it",
     "info --heads 4/3 --head-dim 8": "`4/3` has 3 key/value heads, which do not divide the 4 query heads",
@@ -360,7 +405,7 @@ WRONG = {
     "info --heads 4 --head-dim 8 --with masks": "invalid choice: 'masks'",
     "info --heads 4 --head-dim 8 --packed --with mask": "attention_varlen, and so --packed, has no mask",
     "warmup --arch sm_80": "pass --heads and --head-dim",
-    "warmup --model llama3-8b --arch sm_99": "invalid choice: 'sm_99'",
+    "warmup --model llama3-8b --arch H100": "`H100` is not an architecture that has kernels; pass one of sm_80 (A100),",
     "warmup --model llama3-9b": "invalid choice: 'llama3-9b'",
     "warmup --model llama3-8b --causal --arch sm_80": "--model sets the whole call; leave out --causal",
     "warmup --model llama3-8b": "this machine has no GPU; name the GPU to compile for, such as --arch sm_90a",

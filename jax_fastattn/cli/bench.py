@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""`bench`: times one call beside both implementations of `jax.nn.dot_product_attention`.
+"""`bench`: times one call next to both implementations of `jax.nn.dot_product_attention`.
 
 It measures and does not check results; `benchmarks/run.py` of the repository does both, for more peers.
 """
@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "bench",
-        help="time a call beside jax.nn.dot_product_attention",
+        help="time a call next to jax.nn.dot_product_attention",
         description="Times forward and backward passes of a call, of this package and of both implementations of "
         "jax.nn.dot_product_attention. Without a GPU it times the XLA paths on the CPU.",
     )

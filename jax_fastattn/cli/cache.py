@@ -15,7 +15,7 @@ from jax_fastattn.ffi import cache
 def add_parser(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser("cache", help="delete compiled kernels")
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    actions = parser.add_subparsers(metavar="{clear}", required=True)
     clear_parser = actions.add_parser(
         "clear",
         help="delete every compiled kernel",

@@ -161,19 +161,22 @@ def _missing(devices: list[Any], why_none: str, state: cache.State) -> list[str]
         found += ffi.compiler_reasons(arch)
     found += _old_driver()
     if state.problem:
-        found.append(f"cache directory {state.path or ''}: {state.problem}. {state.remedy}")
+        where = "no cache directory" if state.path is None else f"cache directory {state.path}"
+        found.append(f"{where}: {state.problem}. {state.remedy}")
     return found
 
 
 def _without_gpu(why_none: str) -> str:
     """Says why JAX has no CUDA device."""
     driver = registry.driver_version()
+    has_plugin = any(machine.version(f"jax-cuda{cuda}-plugin") for cuda in (12, 13))
     if driver is None:
+        quiet = ". JAX's CUDA plugin prints a traceback about it; JAX_PLATFORMS=cpu avoids that" if has_plugin else ""
         return (
             "no NVIDIA driver (libcuda.so.1) is found, so calls take the XLA path; on a machine with a GPU install the "
-            "driver, or start the container with its GPUs (docker run --gpus all). `warmup --arch` needs no GPU"
+            f"driver, or start the container with its GPUs (docker run --gpus all). `warmup --arch` needs no GPU{quiet}"
         )
-    if not any(machine.version(f"jax-cuda{cuda}-plugin") for cuda in (12, 13)):
+    if not has_plugin:
         return f"JAX has no CUDA plugin; run `pip install 'jax[cuda{12 if driver < 13 else 13}]'`"
     hidden = {name: os.environ[name] for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES") if name in os.environ}
     where = f"; the environment has {', '.join(f'{name}={x}' for name, x in hidden.items())}" if hidden else ""
@@ -204,7 +207,7 @@ def _page(found: dict[str, Any]) -> str:
         ("runtime", _relative(compiler["runtime"])),
         ("cache", _cache_line(state)),
     ]
-    rows += [(f"kernels for {families}", ", ".join(archs)) for families, archs in _by_family(found).items()]
+    rows += [(f"served by {families}", ", ".join(archs)) for families, archs in _by_family(found).items()]
     parts = [columns(rows), _list("missing", found["missing"]) if found["missing"] else "missing: nothing"]
     parts += [f"{call['call']}{_on(call['arch'])}:\n  {call['explanation']}" for call in found.get("calls", [])]
     return "\n\n".join(parts)

@@ -20,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jax_fastattn", description="Exact attention for JAX: diagnosis, ahead-of-time kernels, timing."
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="{info,warmup,cache,bench}", required=True)
     for command in (info, warmup, cache, bench):
         command.add_parser(commands)
     return parser

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from jax_fastattn.cli.errors import UsageError
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.testing.cases import MODELS, Case
+from jax_fastattn.testing.support_table import COVERAGE
 
 # Arguments of `attention` that are arrays or results of their own.
 WITH = (
@@ -71,7 +72,7 @@ def add_size(parser: argparse.ArgumentParser, batch_help: str, length_help: str,
 
 def add_arch(parser: argparse.ArgumentParser, text: str) -> None:
     """Adds the option of architectures."""
-    parser.add_argument("--arch", action="append", choices=ARCHITECTURES, metavar="ARCH", help=text)
+    parser.add_argument("--arch", action="append", type=_architecture, metavar="ARCH", help=text)
 
 
 def layers(options: argparse.Namespace) -> dict[str, Case]:
@@ -222,6 +223,13 @@ def _head_dims(text: str) -> tuple[int, int]:
 
 def _lengths(text: str) -> tuple[int, int]:
     return _pair(text, "a length such as 4096, or 1/4096 for 1 query and 4096 keys")
+
+
+def _architecture(text: str) -> str:
+    if text not in ARCHITECTURES:
+        known = ", ".join(f"{name} ({COVERAGE[name].gpus})" for name in ARCHITECTURES)
+        _refuse(text, f"an architecture that has kernels; pass one of {known}")
+    return text
 
 
 def _window(text: str) -> tuple[int | None, int | None]:

@@ -55,10 +55,10 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError("; ".join(missing))
     cases = [case for layer in shapes.layers(options).values() for case in cases_of(layer, options)]
     specs = list(dict.fromkeys(spec for arch in _architectures(options) for spec in _specs(cases, arch)))
-    _check_cache()
+    absent = _absent(specs)
     print(f"{len(specs)} kernels, by {_compiler()}, into {cache.directory()}", flush=True)
     failed, compiled = 0, 0
-    for number, (spec, outcome) in enumerate(_prepared(specs, options.processes), 1):
+    for number, (spec, outcome) in enumerate(_prepared(specs, absent, options.processes), 1):
         failed, compiled = failed + outcome.startswith("failed"), compiled + outcome.startswith("compiled")
         print(f"[{number}/{len(specs)}] {describe(spec)}: {outcome}", flush=True)
     _print_end(len(specs), compiled, failed)
@@ -109,26 +109,31 @@ def _specs(cases: list[Case], arch: str) -> list[KernelSpec]:
     return kernel_specs(cases, arch)
 
 
-def _check_cache() -> None:
-    """Raises if kernels could not be kept."""
+def _absent(specs: list[KernelSpec]) -> list[KernelSpec]:
+    """Returns the kernels that the cache lacks; raises if there are any and they could not be kept.
+
+    A user who can only read the cache may thus ask whether it has everything.
+    """
     state = cache.state()
-    if not state.is_writable:
-        problem = state.problem or "this user cannot write to it"
+    unusable = bool(state.problem) and not state.is_writable
+    absent = specs if unusable else [spec for spec in specs if cache.load(cache.kernel_key(spec)) is None]
+    if absent and not state.is_writable:
+        problem = state.problem or f"it lacks {len(absent)} of {len(specs)}, and this user cannot write to it"
         remedy = state.remedy or "Run this as its owner, or set `JAX_FASTATTN_CACHE_DIR` to a directory of your own."
         raise CommandError(f"cannot keep kernels in {state.path or 'a cache directory'}: {problem}. {remedy}")
+    return absent
 
 
 def _compiler() -> str:
     return f"nvidia-cutlass-dsl {registry.compiler_version()} for CUDA {registry.toolkit()}"
 
 
-def _prepared(specs: list[KernelSpec], processes: int | None) -> Iterator[tuple[KernelSpec, str]]:
+def _prepared(
+    specs: list[KernelSpec], absent: list[KernelSpec], processes: int | None
+) -> Iterator[tuple[KernelSpec, str]]:
     """Yields each kernel with what became of it, as soon as that is known."""
-    absent: list[KernelSpec] = []
     for spec in specs:
-        if cache.load(cache.kernel_key(spec)) is None:
-            absent.append(spec)
-        else:
+        if spec not in absent:
             yield spec, "in the cache already"
     if not absent:
         return
@@ -198,3 +203,5 @@ def _print_end(count: int, compiled: int, failed: int) -> None:
     )
     if os.geteuid() == 0:
         print(f"To let other users of this machine or image read them: chmod -R a+rX {state.path}")
+    elif compiled:
+        print("No other user can use what this user compiled. To fill a cache for several users, run this as root.")

@@ -48,7 +48,10 @@ _TEMPORARY_PREFIX = ".writing-"
 _ENTRY = re.compile("[0-9a-f]{64}")
 
 _OWN_DIRECTORY = "Set `JAX_FASTATTN_CACHE_DIR` to a directory that only you can write."
-_UNTRUSTED_REMEDY = "Delete that directory, or set `JAX_FASTATTN_CACHE_DIR` to one that only you can write."
+_UNTRUSTED_REMEDY = (
+    "Delete that directory, or set `JAX_FASTATTN_CACHE_DIR` to one that only you can write. Root must fill a directory "
+    "that several users share."
+)
 
 # Directories that a warning has said cannot be read.
 _unreadable: set[Path] = set()
