@@ -8,11 +8,12 @@ r"""Trains a small byte-level GPT on the sources of Python's standard library, w
     python examples/train_gpt.py ... --implementation jax --output gpt-jax --compare gpt-cuda/metrics.json
     python examples/train_gpt.py --packed --length 1024 --batch 2       # whole documents, packed into rows
 
+If a wheel is installed, `python -m jax_fastattn.examples.train_gpt` runs the same file without a clone.
 Writes `metrics.json` and `loss.png` to the output folder, then prints a sample and a summary. A seed fixes the initial
 parameters and the order of the data, whatever the implementation and the mesh, so that curves can be compared. With
 `--packed`, a row holds documents of their own lengths (`jax_fastattn.attention_varlen`), and the metrics compare its
 tokens per second with those of the same documents padded to the longest one. Padding does not count as tokens.
-Needs the packages flax, optax, matplotlib and tqdm.
+Needs flax, optax, matplotlib and tqdm: the extra `examples` of jax_fastattn.
 """
 
 from __future__ import annotations
@@ -86,9 +87,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="at the peak of warm-up and cosine decay")
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="default here: %(default)s")
-    parser.add_argument("--remat", action="store_true", help="recompute each block in its backward pass, but attention")
+    parser.add_argument(
+        "--remat", action="store_true", help="recompute each block in its backward pass, except for attention"
+    )
     parser.add_argument("--output", type=Path, default=Path("gpt-run"), help="folder for metrics.json and loss.png")
-    parser.add_argument("--compare", type=Path, nargs="*", default=[], help="metrics.json of runs to draw beside this")
+    parser.add_argument(
+        "--compare", type=Path, nargs="*", default=[], help="metrics.json of runs to draw in the same plot"
+    )
     parser.add_argument("--quiet", action="store_true", help="print no progress bar and no sample")
     options = parser.parse_args(argv)
     if options.width % options.heads or options.heads % options.kv_heads or options.heads % options.tensor_parallel:

@@ -6,9 +6,9 @@
 
 Builds the sdist, and a wheel for each minor version of Python on this machine, up to that of `.venv-newest`. auditwheel
 gives the wheels the platform tag that an index accepts. Each archive is installed with its dependencies in
-`build/installed`, where the quickstart of README.md runs and the C++ extension loads; mypy and pyright check
-`tests/typed_calls.py` against each wheel. Then twine checks all archives, and `problems` their contents. The archives
-stay in `build/dist`. Nothing is uploaded.
+`build/installed`. There the quickstart of README.md runs, the C++ extension loads, and the example trains for two
+steps; mypy and pyright check `tests/typed_calls.py` against each wheel. Then twine checks all archives, and `problems`
+their contents. The archives stay in `build/dist`. Nothing is uploaded.
 
 `tests/environments.py` says which interpreters there are and how they install; the tools are those of `.venv-newest`.
 """
@@ -42,7 +42,8 @@ TOOLS = Path(sys.executable).parent
 ON_PATH = {"PATH": f"{TOOLS}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 # All that an sdist holds, at its top level.
-SDIST = {"CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "csrc", "jax_fastattn", "pyproject.toml"}
+SDIST = {"CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
+SDIST |= {"csrc", "examples", "jax_fastattn"}
 URLS = {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
 PLACEHOLDER = "https://jax-fastattn.example/"
 
@@ -62,6 +63,10 @@ assert out.shape == dq.shape == q.shape, (out.shape, dq.shape)
 jax_fastattn.register_ffi_targets()
 assert "jax_fastattn.ffi._ffi" in sys.modules
 """
+
+# The example in a tiny size.
+TRAINING = ["--layers", "1", "--width", "16", "--heads", "4", "--kv-heads", "2"]
+TRAINING += ["--length", "48", "--batch", "2", "--steps", "2", "--sample", "4"]
 
 
 def must(command: Iterable[str | Path], variables: dict[str, str] | None = None, folder: Path = ROOT) -> None:
@@ -121,13 +126,15 @@ def quickstart() -> str:
 
 
 def try_out(archive: Path, home: Path) -> None:
-    """Installs an archive into the empty environment `home`, and runs the quickstart there."""
+    """Installs an archive into the empty environment `home`, and runs the quickstart and the example there."""
     python = home / "bin" / "python"
     options, variables = environments.build_constraints()
     variables.pop("PIP_CONSTRAINT", None)  # would bind dependencies, too
-    must([*environments.installer(python), "-c", CONSTRAINTS, *options, archive], variables)
+    must([*environments.installer(python), "-c", CONSTRAINTS, *options, f"{archive}[examples]"], variables)
+    variables = {"PYTHONPATH": "", "JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
-        must([python, "-P", "-c", quickstart() + CHECKS], {"PYTHONPATH": "", "JAX_PLATFORMS": "cpu"}, Path(folder))
+        must([python, "-P", "-c", quickstart() + CHECKS], variables, Path(folder))
+        must([python, "-P", "-m", "jax_fastattn.examples.train_gpt", *TRAINING], variables, Path(folder))
 
 
 def check_types(home: Path) -> None:
@@ -149,7 +156,7 @@ def make_wheel(interpreter: Interpreter) -> Path:
     wheel = build_wheel(interpreter, home)
     try_out(wheel, home)
     check_types(home)
-    say(f"{wheel.name}: installed, ran the quickstart, checked by mypy and pyright ({interpreter})")
+    say(f"{wheel.name}: installed, ran quickstart and example, checked by mypy and pyright ({interpreter})")
     return wheel
 
 
@@ -159,7 +166,7 @@ def make_sdist(interpreter: Interpreter) -> Path:
     home = INSTALLED / "sdist"
     environments.make(home, interpreter)
     try_out(sdist, home)
-    say(f"{sdist.name}: installed, ran the quickstart ({interpreter})")
+    say(f"{sdist.name}: installed, ran quickstart and example ({interpreter})")
     return sdist
 
 

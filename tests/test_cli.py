@@ -434,10 +434,14 @@ def test_wrong_input_of_a_process() -> None:
     assert done.stderr.splitlines()[-1].startswith("python -m jax_fastattn warmup: error: pass --heads and --head-dim")
 
 
-def test_commands_of_the_page() -> None:
-    """Every command line of docs/cli.md is one that the parser takes."""
-    page = (ROOT / "docs" / "cli.md").read_text().replace("\\\n", " ")
-    lines = re.findall(r"^\$? ?python -m jax_fastattn (.*?)(?:#.*)?$", page, re.MULTILINE)
-    assert {line.split()[0] for line in lines} == {"info", "warmup", "cache", "bench"}
+@pytest.mark.parametrize(
+    ("page", "commands"),
+    [("docs/cli.md", {"info", "warmup", "cache", "bench"}), ("README.md", {"info", "warmup", "bench"})],
+)
+def test_commands_of_the_pages(page: str, commands: set[str]) -> None:
+    """The parser takes every command line of the page."""
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    lines = re.findall(r"^\$? ?python -m jax_fastattn (.*?)(?:#.*)?$", text, re.MULTILINE)
+    assert {line.split()[0] for line in lines} == commands
     for line in lines:
         options_of(*shlex.split(line))
