@@ -144,7 +144,7 @@ def attention(
         logits_soft_cap: `cap * tanh(x / cap)` on the biased logits, before masks (Gemma 2,
             https://arxiv.org/abs/2408.00118). Default: off.
         segment_ids: integers `[B, T]` (with T = S), or a pair `([B, T], [B, S])`; tokens attend inside equal ids.
-        sinks: floating `[N]`, one learnt logit per head that joins the softmax denominator, with no value
+        sinks: floating `[N]`, one learned logit per head that joins the softmax denominator, with no value
             (https://arxiv.org/abs/2309.17453). Differentiable.
         query_offset: int or integers `[B]`: query i stands at key position i + query_offset for `is_causal` and
             windows. Default 0 is `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.

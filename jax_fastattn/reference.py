@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The executable specification: attention as it is defined, on canonical operands, with every logit materialised.
+"""The executable specification: attention as it is defined, on canonical operands, with every logit materialized.
 
 This docstring and the function below are the contract that every implementation is tested against.
 

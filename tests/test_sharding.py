@@ -87,7 +87,7 @@ def placed(mesh: Mesh, arrays: calls.Arrays, split: Any = SPLIT) -> calls.Arrays
 
 
 def collectives(compiled: Any) -> list[str]:
-    """The kinds of collective operations in the optimised HLO of one device."""
+    """The kinds of collective operations in the optimized HLO of one device."""
     kinds = r"all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
     return re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text())
 

@@ -159,7 +159,7 @@ def _milliseconds(call: Callable[..., Any], arrays: tuple[Any, ...], seconds: fl
 
 
 def _ours(case: Case, operands: Operands) -> Any:
-    """`attention`, or `attention_varlen` of packed sequences."""
+    """Calls `attention`, or `attention_varlen` for packed sequences."""
     options: dict[str, Any] = {
         "is_causal": case.is_causal,
         "local_window_size": case.window,
@@ -181,7 +181,7 @@ def _ours(case: Case, operands: Operands) -> Any:
 
 
 def _jax_nn_xla(case: Case, operands: Operands) -> Any:
-    """`jax.nn` by XLA, which holds all logits in memory, and more than once in the backward pass."""
+    """Calls `jax.nn` by XLA, which holds all logits in memory, and more than once in the backward pass."""
     logits = 4 * case.batch * case.num_heads * case.query_length * case.key_length
     if _is_too_large(3 * logits):
         raise _Unsupported(f"not run: it holds {file_size(logits)} of logits, several times over")
@@ -189,7 +189,7 @@ def _jax_nn_xla(case: Case, operands: Operands) -> Any:
 
 
 def _jax_nn_cudnn(case: Case, operands: Operands) -> Any:
-    """`jax.nn` by cuDNN."""
+    """Calls `jax.nn` by cuDNN."""
     if jax.default_backend() != "gpu":
         raise _Unsupported("needs an NVIDIA GPU")
     return _jax_nn(case, operands, "cudnn")

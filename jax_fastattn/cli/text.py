@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes, tables and counts in words."""
+"""Formats sizes and tables."""
 
 from __future__ import annotations
 

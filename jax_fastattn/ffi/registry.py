@@ -220,7 +220,7 @@ def compiler_reasons(arch: str | None) -> list[str]:
 def register() -> None:
     """Registers the FFI target for CUDA with XLA. Lowering does so too; repeated calls have no effect.
 
-    A process that runs programs without lowering them, such as one that deserialises a `jax.export` file, calls this
+    A process that runs programs without lowering them, such as one that deserializes a `jax.export` file, calls this
     first.
 
     Raises:

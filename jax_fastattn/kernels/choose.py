@@ -23,7 +23,7 @@ _ORDERED_MEAN_LENGTH = 1536
 
 
 def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
-    """Whether CTAs add to sums of dq in one order: if gradients are to have the same bits, or if that is faster.
+    """Returns whether CTAs add to sums of dq in one order: for the same bits in every run, or because it is faster.
 
     It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
     to the next, which takes short heads; and if CTAs that begin together wait for each other less than that saves,
@@ -67,7 +67,7 @@ def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
 def kernel_spec(
     problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False, dsinks: bool = False
 ) -> KernelSpec:
-    """The compile key for a problem that `unsupported_reasons` lets through; see `KernelSpec` for dlse and dsinks."""
+    """Returns the compile key of a problem that kernels run; see `KernelSpec` for dlse and dsinks."""
     spec = problem.spec
     left, right = spec.bounds
     packed = problem.num_sequences > 0

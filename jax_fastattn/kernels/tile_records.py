@@ -47,5 +47,5 @@ WORDS = len(Record._fields)
 
 
 def slot_count(rows: Any, tile_rows: int, sequences: Any) -> Any:
-    """How many slots tiles of so many packed rows need."""
+    """Returns how many slots the tiles of packed rows need."""
     return rows // tile_rows + sequences

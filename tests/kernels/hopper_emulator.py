@@ -14,7 +14,7 @@ and what threads store for products or bulk copies without a proxy fence.
 It also catches races in shared memory, whatever the turns were. Every warpgroup and every mbarrier is an agent with a
 time; an arrival hands on the times that a warpgroup knows, and a wait learns them. A warpgroup that uses a byte has to
 know of the accesses before it, those of copies included; a warpgroup that uses an mbarrier has to know of its
-initialisation. A CTA may exit when it knows of the end of all copies to it.
+initialization. A CTA may exit when it knows of the end of all copies to it.
 
 A product reads until the wait that ends it. A copy may overwrite what others have read only if the barrier that its
 warp waited for last knows of those reads, so that a buffer that is released too early shows even where another barrier

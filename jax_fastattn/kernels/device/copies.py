@@ -21,7 +21,7 @@ from jax_fastattn.spec import UNBOUNDED
 
 
 def _with_device_min_max(module: ModuleType) -> dict[str, Any]:
-    """The functions of `plan`, and its `Bounds`, bound to the DSL's min and max.
+    """Returns the functions of `plan`, and its `Bounds`, bound to the DSL's min and max.
 
     The builtin ones ask a device value for its truth.
     """
@@ -48,7 +48,7 @@ place_in_sections = _device_plan["place_in_sections"]  # plan.place_in_sections 
 
 
 def count(length: Int32, rows: int) -> Int32:
-    """How many tiles of `rows` rows cover a length."""
+    """Returns how many tiles of `rows` rows cover a length."""
     return (length + (rows - 1)) // rows
 
 
@@ -69,7 +69,7 @@ def key_section(spec: KernelSpec, scalars: Scalars, key_tiles: Int32, running: I
 
 
 def clamp(x: Int32, low: Any, high: Any) -> Int32:
-    """x moved into [low, high]."""
+    """Returns the number in [low, high] that is nearest to x."""
     return Int32(cutlass.min(cutlass.max(x, Int32(low)), Int32(high)))
 
 
@@ -167,7 +167,7 @@ def negate_tile(tile: SharedTile, threads: int, thread: Int32, shared: Int32) ->
 def store_rows(
     tile: SharedTile, rows: int, lane: Int32, shared: Int32, target: Int64, stride: Int64, valid_rows: Int32
 ) -> None:
-    """One warp copies `rows` rows of a tile from shared to global memory, 16 bytes at a time.
+    """Copies rows of a tile from shared to global memory by one warp, 16 bytes at a time.
 
     Args:
         tile: layout of the rows in shared memory; only its real columns are stored.
@@ -194,14 +194,14 @@ def store_rows(
 
 
 def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any) -> Int32:
-    """An int32 operand `[B]` at one batch entry, moved into [low, high]; `otherwise` where there is no operand."""
+    """Returns an int32 operand `[B]` at one batch entry, clamped to [low, high]; `otherwise` if there is no operand."""
     if pointer is None:
         return otherwise
     return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
 
 
 def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> plan.Bounds:
-    """What the rows of one batch entry may see."""
+    """Returns what the rows of one batch entry may see."""
     offset = load_entry(buffers.query_offset, batch, Int32(0), -UNBOUNDED, UNBOUNDED)
     queries, keys = scalars.query_length, scalars.key_length
     query_end = load_entry(buffers.query_seq_lengths, batch, queries, 0, queries)
@@ -212,7 +212,7 @@ def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scal
 def bounds(
     kind: plan.BoundsKind, query_end: Int32, key_end: Int32, offset: Int32, scalars: Scalars | Sizes
 ) -> plan.Bounds:
-    """What the rows of a sequence may see, given its ends and its offset."""
+    """Returns what the rows of a sequence may see, given its ends and its offset."""
     return _Bounds(
         query_end=query_end,
         key_end=key_end,

@@ -11,7 +11,7 @@ Fragments of `mma.sync.m16n8k16` (g = lane // 4, t = lane % 4; all element types
     B [16 x  8]  b0 (k = 2t, n = g)            b1 (k = 2t + 8, n = g)
     C [16 x  8]  c0 c1 (g, 2t and 2t + 1)      c2 c3 (g + 8, 2t and 2t + 1)
 
-So two neighbouring C fragments, packed to 16 bits, are one A fragment: a0 = (c0, c1) and a1 = (c2, c3) of the left one,
+So two neighboring C fragments, packed to 16 bits, are one A fragment: a0 = (c0, c1) and a1 = (c2, c3) of the left one,
 a2 and a3 the same of the right one. P and dS need no trip through shared memory between two products.
 """
 
@@ -26,7 +26,7 @@ CHUNK = 8  # elements of one 16-byte access
 
 
 def padded(columns: int, align: int = 16) -> int:
-    """The columns that the mma k or n loops see: the next multiple of `align`."""
+    """Returns the columns that the k or n loops of mma see: the next multiple of `align`."""
     return (columns + align - 1) // align * align
 
 
@@ -70,30 +70,30 @@ class SharedTile:
         return self.rows * self.pitch
 
     def offset(self, row: Int, column: Int) -> Int:
-        """Byte offset of an element."""
+        """Returns the byte offset of an element."""
         return row * self.pitch + column * 2
 
 
 def plain_lane(lane: Int) -> tuple[Int, Int]:
-    """(row, column) inside a 16 x 16 block that a lane passes to ldmatrix.x4 for a fragment
+    """Returns the (row, column) inside a 16 x 16 block that a lane passes to ldmatrix.x4 for a fragment
 
     - A, from a tile stored [m, k] (no transpose), or
-    - two neighbouring B (n and n + 8), from a tile stored [k, n], with `.trans`: registers b0 b1 of n, b0 b1 of n + 8.
+    - two neighboring B (n and n + 8), from a tile stored [k, n], with `.trans`: registers b0 b1 of n, b0 b1 of n + 8.
     """
     return lane % 16, lane // 16 * 8
 
 
 def crossed_lane(lane: Int) -> tuple[Int, Int]:
-    """(row, column) inside a 16 x 16 block that a lane passes to ldmatrix.x4 for a fragment
+    """Returns the (row, column) inside a 16 x 16 block that a lane passes to ldmatrix.x4 for a fragment
 
-    - two neighbouring B (n and n + 8), from a tile stored [n, k] (no transpose): b0 b1 of n, b0 b1 of n + 8, or
+    - two neighboring B (n and n + 8), from a tile stored [n, k] (no transpose): b0 b1 of n, b0 b1 of n + 8, or
     - A, from a tile stored [k, m], with `.trans`.
     """
     return lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8
 
 
 def accumulator_lane(lane: Int) -> tuple[Int, Int]:
-    """(row, column) of c0 in a C fragment; c1 is one column to the right, c2 and c3 are eight rows below."""
+    """Returns (row, column) of c0 in a C fragment; c1 is one column to the right, c2 and c3 are eight rows below."""
     return lane // 4, lane % 4 * 2
 
 
@@ -123,7 +123,7 @@ class CopyShape:
         return self.threads // self.lanes
 
     def passes(self) -> list[tuple[int, int, bool, bool]]:
-        """What one thread does: `(first row, first chunk, rows may end, columns may end)` for each of its copies.
+        """Returns each copy of a thread: `(first row, first chunk, rows may end, columns may end)`.
 
         Add the thread's own row and chunk. "Rows may end" means that the thread's row may lie past the tile and the
         copy must then be left out; "columns may end" that its chunk may be the zero-filled one.
@@ -135,5 +135,5 @@ class CopyShape:
         ]
 
     def thread_chunk(self, thread: Int) -> tuple[Int, Int]:
-        """(row, chunk) of a thread in the first pass."""
+        """Returns the (row, chunk) of a thread in the first pass."""
         return thread // self.lanes, thread % self.lanes

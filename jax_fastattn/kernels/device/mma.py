@@ -20,12 +20,12 @@ Accumulator = Any  # a list or a register tensor of Float32
 
 
 def zeros(m_blocks: int, n_blocks: int) -> list[Float32]:
-    """A fresh accumulator."""
+    """Returns a fresh accumulator."""
     return [Float32(0.0)] * (m_blocks * n_blocks * 4)
 
 
 def accumulator_row(m: int, element: int) -> int:
-    """Which of a lane's `2 m_blocks` rows element 0..3 of fragment row m lies in."""
+    """Returns which of a lane's `2 m_blocks` rows element 0..3 of fragment row m lies in."""
     return 2 * m + element // 2
 
 
@@ -36,7 +36,7 @@ def gemm(
     load_b: Callable[[int, int], Fragment],
     dtype: str,
 ) -> None:
-    """acc += A B. ptxas moves each ldmatrix ahead of the products that use it; prefetching here changed no code.
+    """Adds A B to acc. ptxas moves each ldmatrix ahead of the products that use it; prefetching here changed no code.
 
     Args:
         acc: the accumulator, updated in place.
@@ -59,27 +59,27 @@ def gemm(
 
 
 def load_a(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
-    """A from a tile stored [m, k]; `address` is the first row plus `tile.offset(*plain_lane(lane))`."""
+    """Loads A from a tile stored [m, k]; `address` is the first row plus `tile.offset(*plain_lane(lane))`."""
     return lambda m, k: ptx.ldmatrix(address + tile.offset(16 * m, 16 * k))
 
 
 def load_a_transposed(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
-    """A from a tile stored [k, m]; `address` is the first row plus `tile.offset(*crossed_lane(lane))`."""
+    """Loads A from a tile stored [k, m]; `address` is the first row plus `tile.offset(*crossed_lane(lane))`."""
     return lambda m, k: ptx.ldmatrix(address + tile.offset(16 * k, 16 * m), transpose=True)
 
 
 def load_b(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
-    """B from a tile stored [n, k]; `address` is the first row plus `tile.offset(*crossed_lane(lane))`."""
+    """Loads B from a tile stored [n, k]; `address` is the first row plus `tile.offset(*crossed_lane(lane))`."""
     return lambda n, k: ptx.ldmatrix(address + tile.offset(8 * n, 16 * k))
 
 
 def load_b_transposed(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
-    """B from a tile stored [k, n]; `address` is the first row plus `tile.offset(*plain_lane(lane))`."""
+    """Loads B from a tile stored [k, n]; `address` is the first row plus `tile.offset(*plain_lane(lane))`."""
     return lambda n, k: ptx.ldmatrix(address + tile.offset(16 * k, 8 * n), transpose=True)
 
 
 def pack_fragment(acc: Accumulator, n_blocks: int, m: int, k: int, dtype: str) -> Fragment:
-    """The A fragment of columns 16 k .. 16 k + 15 of an accumulator, rounded to 16 bits."""
+    """Returns the A fragment of columns 16 k .. 16 k + 15 of an accumulator, rounded to 16 bits."""
     left = (m * n_blocks + 2 * k) * 4
     right = left + 4
     pairs = [(left, left + 1), (left + 2, left + 3), (right, right + 1), (right + 2, right + 3)]

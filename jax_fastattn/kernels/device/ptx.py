@@ -233,7 +233,7 @@ def load_shared_pair(address: Int32, *, loc: Any = None, ip: Any = None) -> list
 
 @dsl_user_op
 def load_shared_pairs(address: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
-    """Loads two neighbouring pairs of float32."""
+    """Loads two neighboring pairs of float32."""
     return _asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", [address], True, loc, ip)
 
 

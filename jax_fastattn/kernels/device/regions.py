@@ -32,7 +32,7 @@ class Region:
         name: differs from that of every other row of a table.
         nbytes: bytes of a stage.
         count: stages.
-        align: every stage starts at a multiple of so many bytes.
+        align: every stage starts at a multiple of this many bytes.
         over: the earlier region whose bytes this one uses again, from its start on; by default it has its own bytes.
     """
 

@@ -17,7 +17,7 @@ NEVER = float("-inf")
 
 
 def row_maxima(acc: Accumulator, m_blocks: int, n_blocks: int) -> list[Float32]:
-    """Maximum of each of the lane's `2 m_blocks` rows, over all lanes that share the row."""
+    """Returns the maximum of each of the lane's `2 m_blocks` rows, over all lanes that share the row."""
     maxima = []
     for row in range(2 * m_blocks):
         indices = _row_indices(row, n_blocks)
@@ -58,12 +58,12 @@ def _tree_sum(terms: list[Float32]) -> Float32:
 
 
 def quad_maximum(x: Float32) -> Float32:
-    """Maximum over the four lanes that share an accumulator row."""
+    """Returns the maximum over the four lanes that share an accumulator row."""
     x = ptx.maximum(x, cute.arch.shuffle_sync_bfly(x, offset=1))
     return ptx.maximum(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 
 
 def quad_sum(x: Float32) -> Float32:
-    """Sum over the four lanes that share an accumulator row."""
+    """Returns the sum over the four lanes that share an accumulator row."""
     x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)

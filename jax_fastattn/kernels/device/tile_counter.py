@@ -54,7 +54,7 @@ class NextTile:
         cute.arch.mbarrier_arrive(self.full)
 
     def get(self, phase: Int32) -> list[Int32]:
-        """The words of the next tile; `phase` is 0 for the first one, then 1, 0 and so on."""
+        """Returns the words of the next tile; `phase` is 0 for the first one, then 1, 0 and so on."""
         wgmma.wait(self.full, phase)
         words = [cute.arch.make_warp_uniform(ptx.load_shared(self._address(i))) for i in range(self.words)]
         wgmma.release(self.empty, ptx.thread_index() % 32 == 31)
@@ -68,7 +68,7 @@ class ResetKernel:
     """Sets the counter of the forward kernel, which is launched next, to no tile."""
 
     def launch(self, buffers: ForwardBuffers) -> Launch:
-        """The launch."""
+        """Returns the launch."""
         return Launch(self.kernel, (buffers,), grid=1, block=32, min_blocks=0)
 
     @cute.kernel
@@ -80,5 +80,5 @@ class ResetKernel:
 
 
 def fetch_next(counter: Any) -> Int32:
-    """The index of the next tile, given the address of the counter."""
+    """Returns the index of the next tile, given the address of the counter."""
     return ptx.fetch_add_global(counter, Int32(1), "relaxed")

@@ -26,7 +26,7 @@ class TmaOperand(NamedTuple):
     coordinates: cute.Tensor
 
     def copy(self, shared: cute.Tensor, head: Int32, span: Span) -> Callable[[Int32, Any, cute.Pointer], None]:
-        """A function `(tile, stage, barrier)` by which one warp loads a tile of rows; TMA completes the barrier.
+        """Returns a function `(tile, stage, barrier)` by which a warp loads a tile of rows; TMA completes the barrier.
 
         Args:
             shared: `[rows, columns, stage]`.
@@ -66,7 +66,7 @@ class Box(NamedTuple):
     box_columns: int
 
     def operand(self) -> TmaOperand:
-        """The operand with its descriptor; to be called from a `cute.jit` function."""
+        """Returns the operand with its descriptor; call it from a `cute.jit` function."""
         row_stride = cute.assume(Int64(self.heads) * self.head_dim, divby=8)
         batch_stride = cute.assume(Int64(self.heads) * self.head_dim * Int64(self.rows), divby=8)
         layout = cute.make_layout(
@@ -129,7 +129,7 @@ class Tma(NamedTuple):
         buffers: ForwardBuffers | BackwardBuffers,
         scalars: Scalars,
     ) -> "Tma":
-        """The boxes of a launch.
+        """Returns the boxes of a launch.
 
         Args:
             spec: the compile key.
@@ -152,7 +152,7 @@ class Tma(NamedTuple):
         )
 
     def operands(self) -> "Tma":
-        """The operands of these boxes; to be called from a `cute.jit` function."""
+        """Returns the operands of these boxes; call it from a `cute.jit` function."""
         return Tma(*[box if box is None else box.operand() for box in self])
 
     def prefetch_descriptors(self) -> None:

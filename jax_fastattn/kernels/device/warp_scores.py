@@ -15,7 +15,7 @@ from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
 
 
 def swizzled_offset(row: Any, step: Any, half: Any, rows: int, columns: int) -> Any:
-    """Byte offset in a `wgmma.tile_layout` tile `[rows, columns]` of 8 columns, from column 16 step + 8 half on.
+    """Returns the byte offset of 8 columns, from 16 step + 8 half on, in a `wgmma.tile_layout` tile.
 
     Atoms of 64 or 32 columns lie one after the other, each with all rows; chunks of 16 bytes are swizzled by the row.
 
@@ -36,7 +36,7 @@ def swizzled_offset(row: Any, step: Any, half: Any, rows: int, columns: int) -> 
 def warp_scores(
     scores: cute.Tensor, query: Int32, key: Int32, *, warp: Int32, lane: Int32, keys: int, head_dim: int, mma_dtype: str
 ) -> None:
-    """S = Q K^T of the 16 rows of one warp.
+    """Returns S = Q K^T of the 16 rows of one warp.
 
     Args:
         scores: the wgmma accumulator `[64, keys]`, overwritten.
@@ -52,7 +52,7 @@ def warp_scores(
     a_row, a_column = plain_lane(lane)
     b_row, b_column = crossed_lane(lane)
 
-    # Unrolled: for accumulators that a loop carries ptxas found no place beside those of the main loop.
+    # Unrolled: for accumulators that a loop carries ptxas found no place next to those of the main loop.
     for k in range(head_dim // 16):
         a = ptx.ldmatrix(query + swizzled_offset(warp * 16 + a_row, k, a_column // 8, 64, head_dim))
         first = key + swizzled_offset(b_row, k, b_column // 8, keys, head_dim)

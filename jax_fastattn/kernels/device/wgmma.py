@@ -3,7 +3,7 @@
 """WGMMA vocabulary of the Hopper kernels: swizzled tiles, products of a warpgroup, rings of stages, loops.
 
 Layouts, descriptors and fragments come from CuTe's own partitioning. A warpgroup's accumulator, like that of `mma.py`
-with `m_blocks = 1`, holds element e of column block n at flat index `4 n + e`; two neighbouring blocks rounded to 16
+with `m_blocks = 1`, holds element e of column block n at flat index `4 n + e`; two neighboring blocks rounded to 16
 bits are one A fragment of 16 columns.
 """
 

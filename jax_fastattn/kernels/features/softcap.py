@@ -44,12 +44,12 @@ class SoftCap(Feature):
 
 
 def _tanh(score: Float32, inner: Float32) -> Float32:
-    """tanh(score * inner / (2 log2(e))) as 1 - 2 / (2^(inner * score) + 1): absolute error 2e-7, two MUFU."""
+    """Returns tanh(score * inner / (2 log2(e))) as 1 - 2 / (2^(inner * score) + 1): absolute error 2e-7, two MUFU."""
     return ptx.fma(Float32(-2.0), ptx.reciprocal(ptx.exp2(score * inner) + Float32(1.0)), Float32(1.0))
 
 
 def _rough_tanh(score: Float32, inner: Float32) -> Float32:
-    """As `_tanh`, by one MUFU: relative error 2^-11, so that at a logit of 8 that of P is 2^-8, as of bfloat16.
+    """Does what `_tanh` does, by one MUFU: relative error 2^-11, so that of P at a logit of 8 is 2^-8, as of bfloat16.
 
     1 - tanh^2 has an absolute error of 2^-10. Not for sinks: their gradient, a sum over all rows, would show that the
     error is not even.

@@ -4,7 +4,7 @@
 
 The features of a launch share one region. Of each stage they have one part after the other, each aligned to 128 bytes.
 
-Pure Python, no import of the DSL: tables of shared memory are made from it on any machine.
+This module does not import the DSL, so that tables of shared memory can be made on any machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def loaded_nbytes(features: tuple[Any, ...], queries: int, keys: int) -> int:
 
 
 def ring_rows(features: tuple[Any, ...], queries: int, keys: int, warps: int) -> tuple[Row, ...]:
-    """Returns the rows of a ring of its own, whose stages so many consumer warps give back."""
+    """Returns the rows of a ring of its own, whose stages that `warps` consumer warps release."""
     return tuple(
         row
         for region in stage_rows(features, queries, keys, _STAGES)

@@ -63,7 +63,7 @@ class ForwardConfig:
         return f"forward {self.rows}x{self.keys}"
 
     def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
-        """Bytes of shared memory."""
+        """Returns the bytes of shared memory."""
         return self.table(head_dim, v_head_dim).nbytes
 
     def table(self, head_dim: int, v_head_dim: int) -> SharedTable:
@@ -79,7 +79,7 @@ class ForwardConfig:
 
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:
-    """The tiling for a compile key."""
+    """Returns the tiling for a compile key."""
     return first_fit(_forward_candidates(spec), spec)
 
 
@@ -94,7 +94,10 @@ def first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
 
 
 def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
-    """Best first. Output accumulators take `rows_per_warp * D / 32` registers: 32 rows go up to 128 columns."""
+    """Returns tilings, the best one first.
+
+    Output accumulators take `rows_per_warp * D / 32` registers: 32 rows go up to 128 columns.
+    """
     base = (ForwardConfig(16, 8, 64), ForwardConfig(16, 8, 48), ForwardConfig(16, 8, 32))
     if min(padded(spec.head_dim), padded(spec.v_head_dim)) > 192:
         # Fetched for each key tile, Q would be 16 of the 144 ldmatrix that a warp issues.

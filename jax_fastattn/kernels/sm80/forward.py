@@ -12,7 +12,7 @@ registers, only K and V pass through shared memory. Key tiles are visited from t
 Keys and values that no query of the batch entry sees may hold anything. A tile that holds some of them at its end is
 the first one visited, whose copies are predicated. If such keys may come first, every copy is predicated.
 
-The maximum that shifts the exponentials is allowed to lag behind the true one by a factor of 2^8: the accumulator is
+The maximum that shifts the exponentials may be below the true one by a factor of up to 2^8: the accumulator is
 rescaled only when a row outgrows that, which after the first tiles is almost never.
 """
 

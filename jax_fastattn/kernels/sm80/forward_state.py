@@ -53,7 +53,7 @@ class Place:
 
     @classmethod
     def of(cls, work: Work, rows: int, thread: Int32) -> "Place":
-        """Returns the place of a thread whose CTA works on a tile of so many query rows."""
+        """Returns the place of a thread whose CTA works on a tile of `rows` query rows."""
         assert work.head is not None
         return cls(
             thread=thread,
@@ -141,7 +141,7 @@ class RowState:
 
     Attributes:
         out: accumulator of O, `[m_blocks * out_blocks * 4]` float32, relative to `maxima`.
-        maxima: `[2 * m_blocks]` float32, maximum of the unscaled scores of each row; may lag behind the true one.
+        maxima: `[2 * m_blocks]` float32, maximum of the unscaled scores of each row; may be below the true one.
         sums: `[2 * m_blocks]` float32, the lane's part of the sum of each row's exponentials, relative to `maxima`.
     """
 

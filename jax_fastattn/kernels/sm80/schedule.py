@@ -178,5 +178,5 @@ class PackedTiles:
 
 
 def schedule(spec: KernelSpec, rows: int) -> Schedule:
-    """Returns the schedule of a compile key, for tiles of so many rows."""
+    """Returns the schedule of a compile key, for tiles of `rows` rows."""
     return (PackedTiles if spec.packed else EntryTiles)(spec, rows)

@@ -31,5 +31,5 @@ class Registers(NamedTuple):
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Columns of a tile: whole swizzle atoms of 32 columns, of 64 where that adds nothing. TMA fills in zeros."""
+    """Returns the columns of a tile: whole swizzle atoms of 32, or 64 if that adds none. TMA fills in zeros."""
     return padded(head_dim, 32)

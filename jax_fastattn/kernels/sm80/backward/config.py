@@ -118,7 +118,7 @@ class DkdvDqConfig:
         return DkdvDqMemory(self, head_dim, v_head_dim)
 
     def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
-        """Bytes of shared memory."""
+        """Returns the bytes of shared memory."""
         return self.memory(head_dim, v_head_dim).nbytes
 
 

@@ -35,7 +35,7 @@ class ConvertKernel:
         self.factor = 2.0 ** -gradient.log2_probability_factor(spec, config)
 
     def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, query_tiles: Int32) -> Launch:
-        """Its launch; `query_tiles` is how many there are of all heads."""
+        """Returns the launch; `query_tiles` is the number of query tiles of all heads."""
         return Launch(
             self.kernel,
             (buffers, scalars),

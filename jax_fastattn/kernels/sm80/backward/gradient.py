@@ -20,7 +20,7 @@ def log2_probability_factor(spec: KernelSpec, config: DkdvDqConfig) -> int:
 
 
 def row_stride(heads: Int32, head_dim: int) -> Int64:
-    """Bytes from one row to the next of an operand [rows, heads, head_dim] of 16-bit elements."""
+    """Returns the bytes from one row to the next of an operand [rows, heads, head_dim] of 16-bit elements."""
     return Int64(heads) * (2 * head_dim)
 
 

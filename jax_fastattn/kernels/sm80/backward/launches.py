@@ -36,7 +36,7 @@ class BackwardKernel:
         start_all(self.launches(buffers, scalars, self.order(scalars)), stream)
 
     def launches(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
-        """What is launched, in order."""
+        """Returns what is launched, in order."""
         query_tiles = self.preprocess.schedule.blocks(scalars.query_length, scalars.batch, scalars.num_heads)
         return [
             self.preprocess.launch(buffers, scalars, query_tiles),
@@ -45,7 +45,7 @@ class BackwardKernel:
         ]
 
     def order(self, scalars: Scalars) -> HeadOrder:
-        """In which order CTAs take key tiles."""
+        """Returns the order in which CTAs take key tiles."""
         spec, key_tiles = self.spec, copies.count(scalars.key_length, self.config.keys)
         most_rows = plan.section_rows(ORDERED_NBYTES, spec.head_dim, spec.v_head_dim)
         running = scalars.multiprocessors * self.config.blocks

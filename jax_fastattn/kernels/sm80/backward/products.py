@@ -63,7 +63,7 @@ class Products:
     def load_queries(
         self, state: DkdvDqState, which: str, threads: int, member: Int32, first: Int32, stage: Any
     ) -> None:
-        """Starts the copy of rows of Q or dO from row `first` of head `member` on, by so many threads."""
+        """Starts the copy of rows of Q or dO from row `first` of head `member` on, by `threads` threads."""
         _, _, tile, start = self._operands(which)
         thread = state.at.thread if threads == self.config.threads else state.at.role_thread
         rows = copies.Rows.live(state.live_queries, first)

@@ -46,7 +46,7 @@ from jax_fastattn.kernels.visits import Phase
 
 
 def wait(barrier: RoleBarrier, threads: int, index: Any = 0) -> None:
-    """Arrives at a barrier of so many threads and waits for the others; `index` is that of one of several."""
+    """Arrives at a barrier of `threads` threads and waits for the others; `index` picks one of several barriers."""
     cute.arch.barrier(barrier_id=barrier.at(index), number_of_threads=threads)
 
 

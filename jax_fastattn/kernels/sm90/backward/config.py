@@ -31,12 +31,12 @@ DKDV_DQ_HEAD_DIM = 128
 
 
 def padded_rows(rows: Any) -> Any:
-    """Rows of a head in the statistics and in the sums of dq; for Python and device integers."""
+    """Returns the rows of a head in the statistics and in the sums of dq; for Python and device integers."""
     return (rows + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
 
 
 def stats_row_nbytes(adds_dq: bool) -> int:
-    """Bytes of a statistic of a row: a float32, or where dq is added eight bfloat16 for a product."""
+    """Returns the bytes of a statistic of a row: a float32, or where dq is added eight bfloat16 for a product."""
     return 16 if adds_dq else 4
 
 
@@ -128,7 +128,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
 
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
-        """The layout of a compile key."""
+        """Returns the layout of a compile key."""
         rows = stages.stage_rows(spec.programs, config.queries, config.keys, config.stages)
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), rows)
 
@@ -219,7 +219,7 @@ class DqConfig:
     Attributes:
         keys: keys of a tile, a multiple of 16.
         stages: tiles of V or K in the ring, at least 3 (5 with overlap, lest loads come late).
-        overlap: whether dS K of a tile is issued behind Q K^T of the next one, so that it runs under its exponentials.
+        overlap: whether dS K of a tile is issued after Q K^T of the next one, so that it runs under its exponentials.
             Both accumulators of scores and dS then live at a time.
     """
 
@@ -261,7 +261,7 @@ class DqMemory(OperandMemory[DqConfig]):
 
     @classmethod
     def of(cls, spec: KernelSpec, config: DqConfig) -> DqMemory:
-        """The layout of a compile key."""
+        """Returns the layout of a compile key."""
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
 
     @property

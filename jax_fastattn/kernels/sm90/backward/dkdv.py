@@ -68,7 +68,7 @@ class DkdvKernel:
             self._produce(shared, call, warp_index)
         else:
             self.common.compute(DkdvConsumer.start, shared, call, thread, warp_index)
-        # For the kernel before it, beside which it runs: what is launched next relies on both.
+        # For the kernel before it, which runs concurrently: what is launched next relies on both.
         cute.arch.griddepcontrol_wait()
 
     def _produce(self, shared: BackwardShared, call: Call, warp_index: Int32) -> None:

@@ -73,7 +73,7 @@ class DkdvDqKernel:
                 self._add_dq(shared, call, thread)
         else:
             self.common.compute(DkdvDqConsumer.start, shared, call, thread, warp_index)
-        # For the kernel before it, beside which it runs: what is launched next relies on both.
+        # For the kernel before it, which runs concurrently: what is launched next relies on both.
         cute.arch.griddepcontrol_wait()
 
     # Roles.

@@ -84,7 +84,7 @@ class DqCounters:
         return head_ready.toint() + Int64(head_index) * 4
 
     def wait_for_head(self, work: KeyTile, head_ready: cute.Pointer, zeroing_warps: int) -> None:
-        """Waits for the statistics of a head, and for so many zeroing warps of each tile of keys. Runs in one warp."""
+        """Waits for the statistics of a head, and for `zeroing_warps` warps of each tile of keys. Runs in one warp."""
         counter = self.of_head(head_ready, work.head_index)
 
         def wait() -> None:

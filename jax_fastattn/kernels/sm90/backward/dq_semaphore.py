@@ -10,7 +10,7 @@ ahead of the third warpgroup, and count its additions once they are visible.
 A turn always comes, whatever the length and the number of heads: it waits for earlier tiles of keys of the same head
 alone, see `KeySchedule.each`.
 
-The tiles of a head begin one after the other, as far apart as tiles of other heads of a section lie between them
+The key tiles of a head begin one after the other, with one tile of each other head of the section between two of them
 (`EntryKeyTiles.order`), and all of them begin with the same tile of dq. If heads are short, a CTA then hardly ever
 waits. A section of long heads is one head: its CTAs begin together, each waits until the one before it has had the
 first tile of dq, and then they stay one tile apart.

@@ -94,7 +94,7 @@ class CountingWarp:
 
     @classmethod
     def start(cls, stage: Int32) -> "CountingWarp":
-        """Returns the warp of a stage before it counts."""
+        """Returns the counter of a stage before its first tile."""
         return cls(stage, wgmma.Uniform(Int32(0), Int32(0)))
 
     def wait_for_additions(self, shared: BackwardShared) -> None:

@@ -23,7 +23,7 @@ from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 
 
 def nonzero(scale: Float32) -> Float32:
-    """The scale, or one as good as 0 that a log-sum-exp can be divided by."""
+    """Returns the scale, or a tiny one instead of 0 that a log-sum-exp can be divided by."""
     tiny = Float32(1e-30)
     return ptx.where(cutlass.max(scale, -scale) < tiny, tiny, scale)
 
@@ -43,7 +43,7 @@ def in_products(lse: Float32, scale: Float32) -> Float32:
 
 
 def split_bf16x3(x: Float32) -> list[Int32]:
-    """Eight bfloat16: three that add up to x, the largest first, and zeros."""
+    """Returns eight bfloat16: three that add up to x, the largest first, and zeros."""
     parts = []
     for _ in range(3):
         part = ptx.unpack(ptx.pack(x, Float32(0.0)))[0]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Backward attention with TMA and WGMMA, behind a pass over memory for the statistics of the rows.
+"""Backward attention with TMA and WGMMA, after a pass over memory for the statistics of the rows.
 
 Up to head dim 128 one key-stationary kernel computes dk, dv and dq. The five products run once. All CTAs add to float32
 sums of dq, and the last CTA to add rounds them. With `spec.ordered` they add in one order; without it in any, so that
@@ -9,7 +9,7 @@ memory, the same bits in every run.
 
 Each kernel lets the next one begin before it ends (programmatic dependent launch), as soon as what that one cannot wait
 for by itself is written: CTAs of the next one take the SMs that have nothing left to do. The last kernel ends after the
-one before it, so that whoever comes next waits for both.
+one before it, so that the launch after it waits for both.
 """
 
 from typing import NamedTuple
@@ -56,12 +56,12 @@ class BackwardKernel:
         start_all(self.launches(buffers, scalars, self.orders(scalars)), stream)
 
     def orders(self, scalars: Scalars) -> HeadOrders:
-        """In which orders the kernels work on heads."""
+        """Returns the orders in which the kernels work on heads."""
         keys = self.preprocess.order(scalars, self.main.common.schedule.order(scalars))
         return HeadOrders(keys, None if self.spec.config.adds_dq else self.dq.schedule.order(scalars))
 
     def launches(self, buffers: BackwardBuffers, scalars: Scalars, orders: HeadOrders) -> list[Launch]:
-        """What is launched, in order."""
+        """Returns what is launched, in order."""
         launches = self.preprocess.launches(buffers, scalars, orders.keys)
         if orders.queries is not None:
             launches.append(self.dq.launch(buffers, scalars, orders.queries))

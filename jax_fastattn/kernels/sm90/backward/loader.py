@@ -35,7 +35,7 @@ class Producer:
         score: Score,
         begin: Callable[[KeyTile, Int32], None] | None,
     ) -> Callable[[KeyTile, Int32], None]:
-        """A function that loads everything for a tile of keys.
+        """Returns a function that loads everything for a tile of keys.
 
         Args:
             shared: tiles and barriers.

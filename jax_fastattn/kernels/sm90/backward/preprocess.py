@@ -48,7 +48,7 @@ class _Rows(NamedTuple):
 
     Attributes:
         before: index of the head's first row among all rows of all heads.
-        num_heads: rows of all heads are so many apart from the next ones.
+        num_heads: query heads, which is also the distance from a row of the head to the next one.
         first: the first one of the rows.
         last: the last one of the head that is read.
     """
@@ -100,7 +100,7 @@ class PreprocessKernel:
         return self.config.adds_dq
 
     def order(self, scalars: Scalars, order: HeadOrder) -> HeadOrder:
-        """That of a launch, with what is not left to `background`: the first `prefetch_distance` heads, or all."""
+        """Returns the order of a launch; its `prologue` has the first `prefetch_distance` heads, or all of them."""
         if not self.has_background:
             return order._replace(prologue=self.schedule.parts(order, scalars))
         if self.spec.packed:
@@ -121,7 +121,7 @@ class PreprocessKernel:
         return ptx.where(few, slots, Int32(cutlass.min(slots, _PROLOGUE_WAVES * begun)))
 
     def launches(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
-        """What is launched: `prologue`, and `background` if heads are left to that.
+        """Returns what is launched: `prologue`, and `background` if heads are left to it.
 
         The first CTAs of `prologue` set counters, if dq is added up. Where nothing is left a CTA of `background` does
         nothing.
@@ -142,12 +142,12 @@ class PreprocessKernel:
         return launches
 
     def _counter_blocks(self, scalars: Scalars) -> Int32:
-        """CTAs that set counters."""
+        """Returns how many CTAs set counters."""
         return (self.schedule.dq_tiles(scalars) + (THREADS - 1)) // THREADS
 
     @cute.kernel
     def prologue(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
-        """Statistics and zeros of the first heads; all counters."""
+        """Writes statistics and zeros of the first heads, and all counters."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
@@ -182,7 +182,7 @@ class PreprocessKernel:
 
     @cute.kernel
     def background(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
-        """Statistics of the other heads, in the order in which they are worked on; counts each of them."""
+        """Writes the statistics of the other heads in the order in which kernels visit them, and counts each head."""
         thread, _, _ = cute.arch.thread_idx()
         # The kernel of `dkdv_dq.py`, which this lets begin, relies on what `prologue` has written.
         cute.arch.griddepcontrol_wait()
@@ -207,7 +207,7 @@ class PreprocessKernel:
         )
 
     def _write_rows(self, buffers: BackwardBuffers, scalars: Scalars, work: Work, lane: Int32) -> None:
-        """Statistics of a unit of rows. If no key sees them, no CTA adds to their dq: it is zeroed here."""
+        """Writes the statistics of a unit of rows. If no key sees them, no CTA adds to their dq: it is zeroed here."""
         queries, bounds, first = work.sequence.queries, work.sequence.bounds(), work.tile * _ROWS
         # Past the end the last row is read once more, or the first one, which always exists, and dropped.
         last = Int32(cutlass.max(bounds.query_end - 1, 0))

@@ -122,7 +122,7 @@ class PackedSlots:
 
 
 def dq_schedule(spec: KernelSpec, rows: int) -> DqSchedule:
-    """Returns the schedule of the kernel of dq alone, for tiles of so many rows."""
+    """Returns the schedule of the kernel of dq alone, for tiles of `rows` rows."""
     return (PackedSlots if spec.packed else SectionedTiles)(spec, rows)
 
 
@@ -356,7 +356,7 @@ class PackedRowUnits:
 
 
 def preprocess_schedule(spec: KernelSpec, rows: int, queries: int) -> PreprocessSchedule:
-    """Returns the schedule of `PreprocessKernel`, for units of so many rows and tiles of dq of so many queries."""
+    """Returns the schedule of `PreprocessKernel`, for units of `rows` rows and tiles of dq of `queries` queries."""
     return (PackedRowUnits if spec.packed else RowUnits)(spec, rows, queries)
 
 

@@ -52,7 +52,7 @@ class FeatureRing:
         return cls(shared, wgmma.Ring(full, empty, table[stages.NAME].count))
 
     def producer_load(self, score: Score, tile: QueryTile, index: Int32) -> None:
-        """The producer's step: loads the next stage for a key tile."""
+        """Loads the next stage for a key tile, in the producer."""
         if self.ring is None:
             return
 
@@ -63,7 +63,7 @@ class FeatureRing:
         self.ring.producer_load(copy, index, stages.loaded_nbytes(score.features, config.rows, config.keys))
 
     def consumer_wait(self, rows: ScoreRows, tile: QueryTile, index: Int32) -> LoadedStage:
-        """The consumers' step: waits for the next stage, that of a key tile."""
+        """Waits for the next stage, that of a key tile, in a consumer."""
         if self.ring is None:
             return LoadedStage(rows, None)
         stage = self.ring.consumer_wait()
