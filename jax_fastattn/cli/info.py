@@ -171,7 +171,8 @@ def _without_gpu(why_none: str) -> str:
     driver = registry.driver_version()
     has_plugin = any(machine.version(f"jax-cuda{cuda}-plugin") for cuda in (12, 13))
     if driver is None:
-        quiet = ". JAX's CUDA plugin prints a traceback about it; JAX_PLATFORMS=cpu avoids that" if has_plugin else ""
+        is_loud = has_plugin and not os.environ.get("JAX_PLATFORMS")
+        quiet = ". JAX's CUDA plugin prints a traceback about it; JAX_PLATFORMS=cpu avoids that" if is_loud else ""
         return (
             "no NVIDIA driver (libcuda.so.1) is found, so calls take the XLA path; on a machine with a GPU install the "
             f"driver, or start the container with its GPUs (docker run --gpus all). `warmup --arch` needs no GPU{quiet}"

@@ -88,7 +88,7 @@ class EntryTiles:
         return copies.count(length, self.rows) * batch * heads
 
     def pitch(self, scalars: Scalars) -> Int32:
-        """Returns how many query tiles are from one head to the next."""
+        """Returns the distance from one head to the next, in query tiles."""
         return copies.count(scalars.query_length, self.rows)
 
     def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:

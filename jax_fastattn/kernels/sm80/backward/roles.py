@@ -335,7 +335,7 @@ class ProbabilityRole:
 @final
 @dataclass(frozen=True, eq=False)
 class GradientRole:
-    """Emits the code of the second role: dP^T, dS^T, dK, and its part of dQ. P that it gets is masked already.
+    """Emits the code of the second role: dP^T, dS^T, dK, and its part of dQ. The P that it reads is masked.
 
     Attributes:
         warp: its registers, and what any role does with them.
