@@ -245,7 +245,7 @@ class HeadSlots:
         return own - 1 - position, head
 
     def work(self, words: list[Int32], scalars: Scalars) -> Work:
-        """Returns the tile of a record and a head, which are `words`."""
+        """Returns the tile of the record and the head that `words` hold."""
         record, head = Record(*words[:-1]), words[-1]
         sequence = Sequence.from_record(self.spec, record, scalars, of_keys=False)
         return Work(record.tile, head, head // self.spec.group, sequence)
