@@ -113,12 +113,14 @@ class Blocks:
             x, y = lax.optimization_barrier((x, y))
         return jnp.einsum(equation, x, y, precision=self.spec.precision, preferred_element_type=self.zero.dtype)
 
-    def weighted(self, weights: jax.Array, keys: Span, visible: jax.Array | None) -> jax.Array:
+    def weighted(self, weights: jax.Array, value: jax.Array, keys: Span, visible: jax.Array | None) -> jax.Array:
         """Sums the values of `keys` with weights `[B, K, G, t, s]`. Unseen keys may have values that are NaN.
+
+        `value` is `[B, S, K, D]`: the values themselves, or their tangents.
 
         0 * NaN is NaN, so such values become 0 in a copy. Few queries use it only if the sum without it is not finite.
         """
-        value = self.take_key(self.value, keys)
+        value = self.take_key(value, keys)
         weights = weights.astype(value.dtype)
 
         def of_seen_keys() -> jax.Array:

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax import lax
 from jax_fastattn.spec import is_known
 
 Index = jax.Array | int
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Tuning:
     min_chunk: int
     barriers: bool
     copied: int
+
+    def with_planes(self, count: int) -> Tuning:
+        """Returns the sizes for an op that holds `count` planes of logits at once, in the memory of one plane."""
+        return replace(self, whole=self.whole // count)
 
 
 # These sizes fit a CPU's cache. On two cores of an AMD EPYC with AVX-512, with 8 heads of 64, a forward pass of 2**21
@@ -114,3 +120,7 @@ class Axis:
         own = jnp.int32(i) * self.chunk
         overlaps = self.chunk * self.count != self.length
         return Span(jnp.minimum(own, self.length - self.chunk), self.chunk, own if overlaps else None)
+
+    def loop(self, bounds: tuple[Index, Index], body: Callable[[Index, State], State], state: State) -> State:
+        """Runs `fori_loop` over the chunks within `bounds`; a single chunk needs no loop."""
+        return body(0, state) if self.count == 1 else lax.fori_loop(*bounds, body, state)

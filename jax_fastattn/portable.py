@@ -6,25 +6,21 @@ A call with few logits is computed at once, by a softmax over whole rows. Any ot
 the sequence length: an online softmax over chunks of queries and keys. The backward pass recomputes the probabilities
 from the saved log-sum-exp either way. A bias or mask keeps its broadcast dimensions of size 1.
 
-What stays out: differentiation and batching rules, which `ops/` has. The loops here have dynamic bounds, through which
-reverse-mode differentiation does not go.
+What stays out: tangents and second derivatives (`tangents.py`), and differentiation and batching rules, which `ops/`
+has. The loops here have dynamic bounds, through which `jax.jvp` goes and reverse-mode differentiation does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_fastattn.blocks import Blocks, merge_rows, reduce_to, rows_of, zero_unseeing_queries, zero_unseen_keys
-from jax_fastattn.chunks import CPU, Axis, Index, Span, Tuning
+from jax_fastattn.chunks import CPU, Index, Span, Tuning
 from jax_fastattn.packed import padding_rows
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
-
-State = TypeVar("State")
 
 
 def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tuple[jax.Array, jax.Array]:
@@ -49,7 +45,7 @@ def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tu
         out, lse = bands[0] if len(bands) == 1 else (jnp.concatenate(x, axis=3) for x in zip(*bands, strict=True))
     else:
         results = blocks.full((*rows, v_head_dim), 0.0).astype(operands.query.dtype), blocks.full(rows, -jnp.inf)
-        out, lse = _loop(blocks.queries, (0, blocks.queries.count), query_chunk, results)
+        out, lse = blocks.queries.loop((0, blocks.queries.count), query_chunk, results)
     out, lse, padding = merge_rows(out), merge_rows(lse), _padding_rows(operands)
     return out, lse if padding is None else jnp.where(padding[:, :, None], -jnp.inf, lse)
 
@@ -73,7 +69,7 @@ def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array,
     total = total if sinks is None else total + jnp.exp(sinks - shift)
     total = jnp.maximum(total, limits.tiny)
     weights = weights if sinks is not None else weights / total[..., None]
-    out = blocks.weighted(weights, keys, visible)
+    out = blocks.weighted(weights, blocks.value, keys, visible)
     out = out if sinks is None else out / total[..., None]
     return out.astype(blocks.value.dtype), top + jnp.log(total)
 
@@ -90,7 +86,7 @@ def _rows(blocks: Blocks, queries: Span) -> tuple[jax.Array, jax.Array]:
         # The maximum of a row that has seen nothing yet is -inf; with 0 in its place every exponential is 0.
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         weights, decay = jnp.exp(logits - shift[..., None]), jnp.exp(top - shift)
-        weighted = blocks.weighted(weights, keys, visible)
+        weighted = blocks.weighted(weights, blocks.value, keys, visible)
         return out * decay[..., None] + weighted, new_top, total * decay + weights.sum(-1)
 
     # A sink is a logit that has been seen before the first key.
@@ -98,7 +94,7 @@ def _rows(blocks: Blocks, queries: Span) -> tuple[jax.Array, jax.Array]:
     top = top if sinks is None else jnp.maximum(top, sinks)
     total = jnp.where(top == -jnp.inf, 0.0, 1.0).astype(top.dtype)
     state = blocks.full((*top.shape, blocks.value.shape[3]), 0.0), top, total
-    out, top, total = _loop(blocks.keys, blocks.key_chunks(queries), key_chunk, state)
+    out, top, total = blocks.keys.loop(blocks.key_chunks(queries), key_chunk, state)
     return out / jnp.where(total == 0.0, 1.0, total)[..., None], top + jnp.log(total)
 
 
@@ -124,11 +120,9 @@ def backward(
     dtype, num_kv_heads = operands.query.dtype, operands.key.shape[2]
     # Rows without a visible key have no gradient, whatever their cotangent holds.
     empty = lse == -jnp.inf
-    products = out.astype(lse.dtype) * dout.astype(lse.dtype)
-    if operands.sinks is not None:
-        # A row whose log-sum-exp is its sink alone is not empty. Its output is 0, and its cotangent may be NaN.
-        products = jnp.where(out == 0.0, 0.0, products)
-    delta = jnp.sum(products, axis=-1)
+    # A row whose log-sum-exp is its sink alone is not empty. Its output is 0, and its cotangent may be NaN.
+    multiply = jnp.multiply if operands.sinks is None else _product_or_zero
+    delta = jnp.sum(multiply(out.astype(lse.dtype), dout.astype(lse.dtype)), axis=-1)
     delta = jnp.where(empty, 0.0, delta if dlse is None else delta - dlse)
     lse = jnp.where(empty, 0.0, lse)
     dsinks = None
@@ -166,7 +160,7 @@ def backward(
             return add_block(queries, blocks.keys.span(j), *state)
 
         state = no_gradient(queries), sums
-        dquery, sums = _loop(blocks.keys, blocks.key_chunks(queries), key_chunk, state)
+        dquery, sums = blocks.keys.loop(blocks.key_chunks(queries), key_chunk, state)
         return sums._replace(query=queries.add(sums.query, dquery, 3))
 
     sums = Gradients(
@@ -179,7 +173,7 @@ def backward(
         dquery, sums = add_block(queries, keys, no_gradient(queries), sums)
         sums = sums._replace(query=queries.put(sums.query, dquery, 3))
     if not blocks.bands:
-        sums = _loop(blocks.queries, (0, blocks.queries.count), query_chunk, sums)
+        sums = blocks.queries.loop((0, blocks.queries.count), query_chunk, sums)
     dbias = None
     if operands.bias is not None and sums.bias is not None:
         dbias = sums.bias.reshape(operands.bias.shape)
@@ -200,13 +194,26 @@ def scale_gradient(operands: Operands, dscaled: jax.Array) -> jax.Array | None:
         return None
     dscaled = dscaled.astype(operands.scale.dtype)
     # A query that sees no key may be NaN; the gradient is exactly 0 there.
-    products = jnp.where(dscaled == 0.0, 0.0, operands.query.astype(dscaled.dtype) * dscaled)
+    products = _product_or_zero(dscaled, operands.query.astype(dscaled.dtype))
     return reduce_to(operands.scale.shape, products.sum(axis=(1, 2, 3))[:, None])
 
 
-def _loop(axis: Axis, bounds: tuple[Index, Index], body: Callable[[Index, State], State], state: State) -> State:
-    """Runs `fori_loop` over the chunks of an axis; a single chunk needs no loop."""
-    return body(0, state) if axis.count == 1 else lax.fori_loop(*bounds, body, state)
+@jax.custom_jvp
+def _product_or_zero(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns x * y, and 0 where x is 0, whatever y is.
+
+    A `where` alone would also have no derivative along x where x is 0. `ops/` calls this inside primitives only, in
+    which no transformation of the user's can drop the rule.
+    """
+    return jnp.where(x == 0.0, 0.0, x * y)
+
+
+@_product_or_zero.defjvp
+def _product_or_zero_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x, y), (dx, dy) = primals, tangents
+    return _product_or_zero(x, y), _product_or_zero(dx, y) + _product_or_zero(x, dy)
 
 
 def _padding_rows(operands: Operands) -> jax.Array | None:

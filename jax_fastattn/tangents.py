@@ -1,0 +1,285 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tangents and second derivatives of attention in plain JAX, at once or in chunks as `portable.py` does it.
+
+With the saved log-sum-exp, one pass over the keys is enough. If ds is the tangent of a logit and P its probability,
+
+    dlse = sum(P ds) + P_sink dsink        dout = sum(P (ds - dlse) v) + sum(P dv)
+
+Second derivatives are `jax.jvp` of a tangent or of the backward pass. Output and log-sum-exp are functions of the
+operands: along a direction of the operands, both move, and their tangents are recomputed here.
+
+What stays out: transposes. Those of all functions here are among them and `portable.backward` (`ops/tangents.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastattn.blocks import Blocks, merge_rows, rows_of, split_heads, zero_unseen_keys
+from jax_fastattn.chunks import CPU, Index, Span, Tuning
+from jax_fastattn.portable import backward
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
+
+# Planes of logits in float32 that an op holds at once.
+TANGENT_PLANES = 5
+SECOND_DERIVATIVE_PLANES = 10
+
+Results = tuple[jax.Array, jax.Array]
+Tangents = Mapping[str, jax.Array]
+
+
+def tangent(
+    spec: AttentionSpec, operands: Operands, out: jax.Array, lse: jax.Array, moved: Tangents, tuning: Tuning = CPU
+) -> Results:
+    """Computes the tangents of `portable.forward`'s results.
+
+    Args:
+        out, lse: the results of `forward`.
+        moved: tangents of operands by name, at least one, each in the shape and dtype of its operand. Other operands do
+            not move.
+
+    Returns:
+        dout `[B, T, N, D]` and dlse `[B, T, N]`. Both are 0 for rows without a visible key.
+    """
+    return _tangent(spec, operands, out, lse, moved, tuning.with_planes(TANGENT_PLANES))
+
+
+def second_tangent(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    first: Tangents,
+    second: Tangents,
+    tuning: Tuning = CPU,
+) -> Results:
+    """Computes the second derivatives of `portable.forward`'s results along two directions; see `tangent`."""
+    results = tangent(spec, operands, out, lse, second, tuning)
+
+    def along(given: Tangents, out: jax.Array, lse: jax.Array) -> Results:
+        planes = tuning.with_planes(SECOND_DERIVATIVE_PLANES)
+        return _tangent(spec, operands._replace(**given), out, lse, first, planes)
+
+    given = {name: getattr(operands, name) for name in second}
+    return jax.jvp(along, (given, out, lse), (dict(second), *results))[1]
+
+
+def second_backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    moved: Tangents,
+    wanted: Collection[str] = DIFFERENTIABLE,
+    tuning: Tuning = CPU,
+) -> Gradients:
+    """Computes the tangents of `portable.backward`'s gradients as operands move and the cotangents do not.
+
+    As a map from `moved` to gradients it is a Hessian, and so its own transpose.
+    """
+    results = tangent(spec, operands, out, lse, moved, tuning)
+
+    def along(given: Tangents, out: jax.Array, lse: jax.Array) -> Gradients:
+        planes = tuning.with_planes(SECOND_DERIVATIVE_PLANES)
+        return backward(spec, operands._replace(**given), out, lse, dout, dlse, wanted, planes)
+
+    given = {name: getattr(operands, name) for name in moved}
+    return jax.jvp(along, (given, out, lse), (dict(moved), *results))[1]
+
+
+def _tangent(
+    spec: AttentionSpec, operands: Operands, out: jax.Array, lse: jax.Array, moved: Tangents, tuning: Tuning
+) -> Results:
+    motion = _Motion.of(Blocks.of(spec, operands, tuning), out, lse, moved)
+    blocks = motion.blocks
+
+    def query_chunk(i: Index, results: Results) -> Results:
+        queries = blocks.queries.span(i)
+        is_whole = blocks.keys.count == 1
+        chunks = motion.rows_at_once(queries, blocks.keys.span(0)) if is_whole else motion.rows(queries)
+        dout, dlse = (queries.put(x, chunk, 3) for x, chunk in zip(results, chunks, strict=True))
+        return dout, dlse
+
+    if blocks.bands:
+        bands = [motion.rows_at_once(*band) for band in blocks.bands]
+        dout, dlse = bands[0] if len(bands) == 1 else (jnp.concatenate(x, axis=3) for x in zip(*bands, strict=True))
+    else:
+        shape = blocks.query.shape[:4]
+        results = blocks.full((*shape, out.shape[3]), 0.0).astype(out.dtype), blocks.full(shape, 0.0)
+        dout, dlse = blocks.queries.loop((0, blocks.queries.count), query_chunk, results)
+    return merge_rows(dout).astype(out.dtype), merge_rows(dlse)
+
+
+@dataclass(frozen=True)
+class _Motion:
+    """The tangents of operands, in the axes in which `Blocks` has the operands; None does not move.
+
+    Attributes:
+        out, lse: rows `[B, K, G, T, D]` and `[B, K, G, T]` of the forward pass; 0 in the place of an lse of -inf.
+        query, key, value: `[B, K, G, T, H]`, `[B, S, K, H]` and `[B, S, K, D]`.
+        bias: `[b, k, g, t, s]`.
+        scale: `[b, 1, 1, 1, 1]`.
+        sinks: `[b, K, G, 1]`.
+        sink_weights: probabilities of sinks `[B, K, G, T]`; None without sinks.
+        has_keys: which rows `[B, K, G, T]` give their keys a weight that counts.
+    """
+
+    blocks: Blocks
+    out: jax.Array
+    lse: jax.Array
+    query: jax.Array | None
+    key: jax.Array | None
+    value: jax.Array | None
+    bias: jax.Array | None
+    scale: jax.Array | None
+    sinks: jax.Array | None
+    sink_weights: jax.Array | None
+    has_keys: jax.Array
+
+    @classmethod
+    def of(cls, blocks: Blocks, out: jax.Array, lse: jax.Array, moved: Tangents) -> _Motion:
+        num_kv_heads, dtype, sinks = blocks.key.shape[2], blocks.zero.dtype, blocks.sinks()
+        lse = rows_of(lse, num_kv_heads)
+        empty = lse == -jnp.inf
+        lse = jnp.where(empty, 0.0, lse)
+        sink_weights = None if sinks is None else jnp.where(empty, 0.0, jnp.exp(sinks - lse))
+        return cls(
+            blocks=blocks,
+            out=rows_of(out, num_kv_heads),
+            lse=lse,
+            query=rows_of(moved["query"], num_kv_heads) if "query" in moved else None,
+            key=moved.get("key"),
+            value=moved.get("value"),
+            bias=split_heads(moved["bias"], num_kv_heads, 1).astype(dtype) if "bias" in moved else None,
+            scale=moved["scale"].reshape(-1, 1, 1, 1, 1) if "scale" in moved else None,
+            sinks=split_heads(moved["sinks"], num_kv_heads, 1).astype(dtype)[..., None] if "sinks" in moved else None,
+            sink_weights=sink_weights,
+            has_keys=~empty if sink_weights is None else ~empty & (sink_weights < 0.999),
+        )
+
+    def rows_at_once(self, queries: Span, keys: Span) -> Results:
+        """Returns tangents `[B, K, G, t, D]` and `[B, K, G, t]` of queries that see no key except `keys`."""
+        visible, weights, dlogits = self._block(queries, keys)
+        dlse = self._from_sinks(queries, None)
+        dlse = dlse if dlogits is None else dlse + jnp.sum(weights * dlogits, axis=-1)
+        dout = self._no_dout(queries)
+        if dlogits is not None or self.sinks is not None:
+            dweights = weights * ((0.0 if dlogits is None else dlogits) - dlse[..., None])
+            dout = dout + self.blocks.weighted(dweights, self.blocks.value, keys, visible)
+        if self.value is not None:
+            dout = dout + self.blocks.weighted(weights, self.value, keys, visible)
+        return dout, dlse
+
+    def rows(self, queries: Span) -> Results:
+        """Computes what `rows_at_once` does, over chunks of keys.
+
+        `dlse` is known after the last key, so `dlse out` is subtracted then, and `out` is rounded. Where all logits of
+        a row move alike, dout is a small difference of large products; hence what `_shift` returns is not in them.
+        """
+        blocks, shift = self.blocks, self._shift(queries)
+
+        def key_chunk(j: Index, state: Results) -> Results:
+            dout, dlse = state
+            keys = blocks.keys.span(j)
+            visible, weights, dlogits = self._block(queries, keys)
+            if dlogits is not None:
+                dweights = weights * (dlogits if shift is None else dlogits - shift[..., None])
+                dout, dlse = dout + blocks.weighted(dweights, blocks.value, keys, visible), dlse + dweights.sum(-1)
+            if self.value is not None:
+                dout = dout + blocks.weighted(weights, self.value, keys, visible)
+            return dout, dlse
+
+        state = self._no_dout(queries), self._from_sinks(queries, shift)
+        dout, dlse = blocks.keys.loop(blocks.key_chunks(queries), key_chunk, state)
+        dout = dout - dlse[..., None] * blocks.take_query(self.out, queries).astype(dlse.dtype)
+        return dout, dlse if shift is None else dlse + shift
+
+    def _no_dout(self, queries: Span) -> jax.Array:
+        return self.blocks.full((*self.lse.shape[:3], queries.size, self.out.shape[4]), 0.0)
+
+    def _from_sinks(self, queries: Span, shift: jax.Array | None) -> jax.Array:
+        """Returns what a sink adds to dlse, `[B, K, G, t]`, if its tangent is reduced by `shift`."""
+        moves = [x for x in (self.sinks, None if shift is None else -shift) if x is not None]
+        nothing = self.blocks.full((*self.lse.shape[:3], queries.size), 0.0)
+        if self.sink_weights is None or not moves:
+            return nothing
+        return nothing + self.blocks.take_query(self.sink_weights, queries) * functools.reduce(jnp.add, moves)
+
+    def _block(self, queries: Span, keys: Span) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
+        """Returns which pairs are visible (None is all), and `[B, K, G, t, s]`: probabilities, tangents of logits.
+
+        The tangents are 0 where invisible, and None if no logit moves.
+        """
+        blocks = self.blocks
+        visible = blocks.visible(queries, keys)
+        logits, slope = blocks.logits(queries, keys, visible)
+        weights = jnp.exp(logits - blocks.take_query(self.lse, queries)[..., None])
+        query, key = blocks.take_query(blocks.query, queries), blocks.take_key(blocks.key, keys)
+
+        def product(query: jax.Array, key: jax.Array) -> jax.Array:
+            return blocks.product("bkgth,bskh->bkgts", query, key)
+
+        scaled: list[jax.Array] = []
+        if self.query is not None:
+            scaled.append(product(blocks.take_query(self.query, queries), key))
+        if self.key is not None:
+            scaled.append(product(query, blocks.take_key(self.key, keys)))
+        terms = [functools.reduce(jnp.add, scaled) * blocks.scale(5)] if scaled else []
+        if self.scale is not None:
+            terms.append(product(query, key) * self.scale)
+        if self.bias is not None:
+            terms.append(jnp.broadcast_to(blocks.take_plane(self.bias, queries, keys), logits.shape))
+        if not terms:
+            return visible, weights, None
+        dlogits = functools.reduce(jnp.add, terms)
+        dlogits = dlogits if slope is None else dlogits * slope
+        return visible, weights, dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
+
+    def _shift(self, queries: Span) -> jax.Array | None:
+        """Returns the mean of a row's tangents of logits over the first keys, `[B, K, G, t]`.
+
+        The results do not depend on it: a constant of a row moves its log-sum-exp alone. The mean over all keys that
+        some query of the chunk sees takes no product of planes. With a soft cap no move of operands is a constant.
+        """
+        blocks = self.blocks
+        if blocks.spec.logits_soft_cap is not None:
+            return None
+        keys = blocks.keys.span(blocks.key_chunks(queries)[0])
+        visible = blocks.visible(queries, keys)
+        seen = zero_unseen_keys(jnp.ones((1, keys.size, 1, 1), blocks.zero.dtype), visible).sum(axis=1)
+
+        def mean_product(query: jax.Array, key: jax.Array) -> jax.Array:
+            key = zero_unseen_keys(blocks.take_key(key, keys), visible).astype(blocks.zero.dtype)
+            mean = key.sum(axis=1) / jnp.maximum(seen, 1.0)
+            return jnp.einsum("bkgth,bkh->bkgt", blocks.take_query(query, queries).astype(mean.dtype), mean)
+
+        terms: list[jax.Array] = []
+        if self.query is not None:
+            terms.append(mean_product(self.query, blocks.key) * blocks.scale(4))
+        if self.key is not None:
+            terms.append(mean_product(blocks.query, self.key) * blocks.scale(4))
+        if self.scale is not None:
+            terms.append(mean_product(blocks.query, blocks.key) * self.scale[..., 0])
+        if self.bias is not None:
+            terms.append(self._mean_bias(queries, keys, visible))
+        if not terms:
+            return None
+        shift = functools.reduce(jnp.add, terms)
+        # A query that sees no key may be NaN.
+        return jnp.where(blocks.take_query(self.has_keys, queries) & jnp.isfinite(shift), shift, 0.0)
+
+    def _mean_bias(self, queries: Span, keys: Span, visible: jax.Array | None) -> jax.Array:
+        assert self.bias is not None
+        plane = self.blocks.take_plane(self.bias, queries, keys)
+        if visible is None:
+            return plane.mean(axis=-1)
+        seen = jnp.broadcast_to(visible, jnp.broadcast_shapes(visible.shape, plane.shape))
+        return jnp.where(seen, plane, 0.0).sum(axis=-1) / jnp.maximum(seen.sum(axis=-1, dtype=plane.dtype), 1.0)

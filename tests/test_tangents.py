@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tangents and second derivatives of the XLA path, at once and in chunks, against those of the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fastattn import canonical, chunks, portable, tangents
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
+
+# Chunks that divide no length of the cases.
+SMALL = dataclasses.replace(chunks.CPU, whole=0, block=8, chunk=3, min_chunk=2)
+TUNINGS = {"at-once": chunks.CPU, "in-chunks": SMALL}
+
+EVERYTHING = dataclasses.replace(calls.EVERYTHING, dtype="float64")
+CASES = {
+    "everything": EVERYTHING,
+    "no-cap": dataclasses.replace(EVERYTHING, logits_soft_cap=None),
+    "lengths": dataclasses.replace(
+        EVERYTHING, logits_soft_cap=None, segments=0, query_seq_lengths=(3, 4), key_value_seq_lengths=(5, 0), bias="ns"
+    ),
+    "window": dataclasses.replace(
+        EVERYTHING, logits_soft_cap=None, segments=0, mask=None, sinks=None, window=(2, None), bias=None
+    ),
+}
+Moved = dict[str, jax.Array]
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def moved(operands: Operands, seed: int) -> Moved:
+    """A tangent of every operand that has one."""
+    given = {name: x for name in DIFFERENTIABLE if (x := getattr(operands, name)) is not None}
+    keys = jax.random.split(jax.random.key(seed), len(given))
+    return {name: jax.random.normal(k, x.shape, x.dtype) for k, (name, x) in zip(keys, given.items(), strict=True)}
+
+
+def finite(results: Any, lse: jax.Array) -> Any:
+    """Log-sum-exps of -inf do not move."""
+    out, dlse = results
+    return out, jnp.where(jnp.isfinite(lse), dlse, 0.0)
+
+
+def reference_of(spec: AttentionSpec, operands: Operands) -> Any:
+    return lambda given: attention_reference(spec, operands._replace(**given))
+
+
+def derivatives(spec: AttentionSpec, operands: Operands, u: Moved, w: Moved, dout: Any, dlse: Any) -> dict[str, Any]:
+    """What the three functions should give, by `jax.jvp` and `jax.grad` of the reference."""
+    f, (_, lse) = reference_of(spec, operands), attention_reference(spec, operands)
+    given = {name: getattr(operands, name) for name in u}
+
+    def loss(given: Any) -> jax.Array:
+        out, lse = f(given)
+        total = jnp.sum(out * dout)
+        return total if dlse is None else total + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0) * dlse)
+
+    return {
+        "tangent": finite(jax.jvp(f, (given,), (u,))[1], lse),
+        "second_tangent": finite(jax.jvp(lambda x: jax.jvp(f, (x,), (u,))[1], (given,), (w,))[1], lse),
+        "second_backward": jax.jvp(jax.grad(loss), (given,), (u,))[1],
+    }
+
+
+def ours(
+    tuning: chunks.Tuning, spec: AttentionSpec, operands: Operands, u: Moved, w: Moved, dout: Any, dlse: Any
+) -> dict[str, Any]:
+    out, lse = portable.forward(spec, operands)
+    gradients = tangents.second_backward(spec, operands, out, lse, dout, dlse, u, tuning=tuning)
+    return {
+        "tangent": tangents.tangent(spec, operands, out, lse, u, tuning),
+        "second_tangent": tuple(tangents.second_tangent(spec, operands, out, lse, u, w, tuning)),
+        "second_backward": {name: getattr(gradients, name) for name in u},
+    }
+
+
+def check(spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any) -> None:
+    """Compares all three functions, at once and in chunks, in float64."""
+    arguments = operands, moved(operands, 3), moved(operands, 4), dout, dlse
+    expected = calls.quick_jit(functools.partial(derivatives, spec))(*arguments)
+    assert all(np.any(x) for x in jax.tree.leaves(expected))
+    for tuning in TUNINGS.values():
+        calls.assert_same(calls.quick_jit(functools.partial(ours, tuning, spec))(*arguments), expected, 1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_second_derivatives_in_float64(case: calls.Case) -> None:
+    spec, operands, cotangents = case.spec(), case.operands(jax.random.key(0)), case.cotangents(jax.random.key(1))
+    wider = {n: x.astype(jnp.float64) for n, x in operands._asdict().items() if n in DIFFERENTIABLE and x is not None}
+    check(spec, operands._replace(**wider), *cotangents)
+
+
+@pytest.mark.usefixtures("x64")
+def test_packed_sequences() -> None:
+    query, key, value = (x[0].astype(jnp.float64) for x in EVERYTHING.operands(jax.random.key(0))[:3])
+    starts = jnp.array([0, 2, 5]), jnp.array([0, 4, 7])
+    spec, operands = canonical.canonicalize_packed(
+        query, key, value, *starts, sinks=jnp.linspace(-1.0, 2.0, 6), query_offset=0, is_causal=True
+    )
+    dout, dlse = EVERYTHING.cotangents(jax.random.key(1))
+    check(spec, operands, dout[:1], None if dlse is None else dlse[:1])
+
+
+def widened(operands: Operands, dtype: Any) -> Operands:
+    given = {name: getattr(operands, name) for name in DIFFERENTIABLE}
+    return operands._replace(**{name: x.astype(dtype) for name, x in given.items() if x is not None})
+
+
+@pytest.mark.parametrize("which", ["query", "key", "scale", "bias", "key-sinks"])
+def test_moving_all_logits_of_a_row_alike_in_bfloat16(which: str) -> None:
+    """dout is 0 without sinks. In chunks it is what `dlse out` leaves of a sum, and `out` is rounded."""
+    name, _, sinks = which.partition("-")
+    case = calls.Case(
+        query_length=40, key_length=150, num_kv_heads=2, group=2, head_dim=16, dtype="bfloat16", is_causal=True,
+        query_offset=(110, 90), scale=0.25, scale_is_array=True, bias="nts", sinks="n" if sinks else None,
+    )  # fmt: skip
+    spec, operands = case.spec(), case.operands(jax.random.key(0))
+    operands = operands._replace(key=jnp.broadcast_to(operands.key[:, :1], operands.key.shape))
+    x = getattr(operands, name)
+    u = {name: 10 * x if name in ("query", "key") else jnp.full_like(x, 10.0)}
+    # The logits are bilinear in these two, so that a second derivative moves all of a row alike, too.
+    w = {other: getattr(operands, other) for other in ("query", "key") if other != name}
+    out, lse = portable.forward(spec, operands)
+    tuning = dataclasses.replace(SMALL, chunk=32, block=1 << 12)
+    first = tangents.tangent(spec, operands, out, lse, u, tuning)
+    second = tangents.second_tangent(spec, operands, out, lse, u, w, tuning)
+
+    f, wide = reference_of(spec, widened(operands, jnp.float32)), widened(operands, jnp.float32)
+    given = {n: getattr(wide, n) for n in u | w}
+    still = {n: jnp.zeros_like(y) for n, y in given.items()}
+    along_u, along_w = (still | {n: y.astype(given[n].dtype) for n, y in move.items()} for move in (u, w))
+    slope = lambda given: jax.jvp(f, (given,), (along_u,))[1]
+    expected_first, expected_second = jax.jvp(slope, (given,), (along_w,))
+    assert np.max(np.abs(expected_first[1])) > 5
+    for found, expected in ((first, expected_first), (second, expected_second)):
+        for x, y in zip(found, expected, strict=True):
+            bound = 2e-3 + 2.0**-7 * np.max(np.abs(y))
+            np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0, atol=bound)
