@@ -149,8 +149,3 @@ def test_gradient_through_packed_sinks() -> None:
 
     sinks = jnp.linspace(-1.0, 2.0, 6)
     calls.assert_same(jax.jit(jax.grad(packed))(sinks), jax.jit(jax.grad(apart))(sinks))
-
-
-def test_forward_mode_says_that_it_is_absent() -> None:
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(attention, QKV, QKV)

@@ -19,10 +19,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastattn import attention
 from jax_fastattn.ffi import TARGET_NAME
-from jax_fastattn.ops import backward, forward
-from jax_fastattn.ops.batching import CACHED_OPS
+from jax_fastattn.ops.backward import gradient_op
+from jax_fastattn.ops.forward import attend_op
+from jax_fastattn.ops.partitioned import CACHED_FUNCTIONS
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
-from jax_fastattn.spec import AttentionSpec
+from jax_fastattn.spec import QKV, AttentionSpec
 
 POLICIES = jax.checkpoint_policies
 
@@ -173,19 +174,22 @@ def test_export_for_several_devices_inside_shard_map() -> None:
         jax.export.export(jax.jit(attention))(query, query, query).serialize()
 
 
-@pytest.mark.parametrize(
-    "op",
-    [lambda spec: forward._op(spec, (False,) * 3), lambda spec: backward._op(spec, False, ("query", "key", "value"))],
-    ids=["forward", "backward"],
-)
-def test_a_new_scale_does_not_grow_caches_for_ever(request: pytest.FixtureRequest, op: Any) -> None:
-    def new_op(scale: float) -> weakref.ref[Any]:
-        return weakref.ref(op(AttentionSpec(scale=scale, present=("query", "key", "value"))))
+OPS = {"forward": (attend_op, {"mapped": (False,) * 3}), "backward": (gradient_op, {"with_dlse": False, "wanted": QKV})}
 
-    first = new_op(-1.0)
+
+@pytest.mark.parametrize("kept", ["partitioned", "jitted"])
+@pytest.mark.parametrize("name", OPS)
+def test_a_new_scale_does_not_grow_caches_for_ever(name: str, kept: str) -> None:
+    op, params = OPS[name]
+    make = getattr(op, kept)
+
+    def new_function(scale: float) -> weakref.ref[Any]:
+        return weakref.ref(make(tuple(({"spec": AttentionSpec(scale=scale)} | params).items())))
+
+    first = new_function(-1.0)
     x = jnp.ones((1, 2, 1, 4))
-    jax.block_until_ready(first()(*[x] * 3, *((x, x[..., 0], x) if "backward" in request.node.name else ())))
-    last = [new_op(float(scale)) for scale in range(CACHED_OPS)][-1]
+    jax.block_until_ready(first()(*[x] * 3, *((x, x[..., 0], x) if name == "backward" else ())))
+    last = [new_function(float(scale)) for scale in range(CACHED_FUNCTIONS)][-1]
     gc.collect()
     assert first() is None
     assert last() is not None

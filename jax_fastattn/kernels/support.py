@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 256
 # Dispatch alone finds reasons of the first line.
 # fmt: off
 Kind = Literal[
-    "implementation", "empty", "platform", "speed", "installation",
+    "implementation", "empty", "platform", "speed", "installation", "derivative",
     "architecture", "dtype", "head_dim", "symbolic", "length", "bias", "mask", "segment_ids",
 ]
 # fmt: on

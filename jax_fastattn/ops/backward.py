@@ -1,61 +1,67 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The backward op: gradients of the operands from the cotangents. Its rules, in order, are all of its rules.
+"""The backward op: gradients of the operands from the cotangents.
 
-The primitive binds the operands, then output, log-sum-exp, the output's cotangent and, `with_dlse`, the log-sum-exp's.
+It binds the operands, then output, log-sum-exp, the output's cotangent and, `with_dlse`, the log-sum-exp's. `linear.py`
+batches and partitions it, `tangents.py` has its derivative.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-from jax.custom_batching import custom_vmap
 from jax.interpreters import mlir
 
-from jax_fastattn import portable
-from jax_fastattn._compat import Primitive
+from jax_fastattn import _compat, portable
 from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
-from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
-from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, QKV, AttentionSpec, Gradients, Operands, Problem
+from jax_fastattn.ops import abstract, cuda, dispatch, linear
+from jax_fastattn.ops.linear import Names
+from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Problem
 
-# What one device computes of its share.
-backward_p = Primitive("jax_fastattn_backward")
-backward_p.multiple_results = True
-
-
-def backward(
-    spec: AttentionSpec,
-    operands: Operands,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    wanted: Collection[str],
-) -> Gradients:
-    """Returns the gradients of query, key and value, and those of other operands in `wanted` in float32 or wider."""
-    names = tuple(name for name in DIFFERENTIABLE if name in QKV or name in wanted)
-    cotangents = [out, lse, dout] + ([] if dlse is None else [dlse])
-    found = _op(spec, dlse is not None, names)(*operands.arrays(), *cotangents)
-    return Gradients(**dict(zip(names, found, strict=True)))
+Saved = Sequence[jax.Array]
+Cotangents = tuple[jax.Array | None, jax.Array | None]
 
 
-@backward_p.def_abstract_eval
-def _abstract(*arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> list[Any]:
+def gradient(
+    spec: AttentionSpec, saved: Saved, cotangents: Cotangents, wanted: Collection[str]
+) -> dict[str, jax.Array]:
+    """Returns the gradients of query, key and value, and in float32 or wider those of other operands in `wanted`.
+
+    Args:
+        saved: operands, output and log-sum-exp.
+        cotangents: those of both; either may be None, which is zero.
+    """
+    arrays, names = cotangent_arrays(saved, cotangents), wanted_names(wanted)
+    found = gradient_op.bind(*saved, *arrays, spec=spec, with_dlse=len(arrays) > 1, wanted=names)
+    return dict(zip(names, found, strict=True))
+
+
+def cotangent_arrays(saved: Saved, cotangents: Cotangents) -> list[jax.Array]:
+    """Returns the cotangents as an op binds them: that of the log-sum-exp only if it is not zero."""
+    dout, dlse = cotangents
+    dout = _compat.zeros_like(saved[-2]) if dout is None else dout
+    return [dout] if dlse is None else [dout, dlse]
+
+
+def wanted_names(wanted: Collection[str]) -> Names:
+    return tuple(name for name in DIFFERENTIABLE if name in QKV or name in wanted)
+
+
+def _abstract(*arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: Names) -> list[Any]:
     del with_dlse
     return abstract.backward_results(spec, arrays, wanted)
 
 
-def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> list[jax.Array]:
+def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: Names) -> list[jax.Array]:
     """Calls `run` on the bound arrays and returns the gradients that are wanted."""
     count = len(spec.present)
     found = run(spec, spec.operands(arrays[:count]), *arrays[count:], *(() if with_dlse else (None,)), wanted)
     return [getattr(found, name) for name in wanted]
 
 
-@backward_p.def_impl
 def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> list[jax.Array]:
     return _gradients(functools.partial(portable.backward, tuning=tuning), arrays, **params)
 
@@ -70,35 +76,4 @@ def _lower_portable(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any,
     return abstract.lower_on_one_device(functools.partial(_portable, tuning=tuning, **params), ctx, *values)
 
 
-# Not inlined: the layers of a model share one function, on every path.
-mlir.register_lowering(backward_p, _cuda, platform="cuda", inline=False)
-mlir.register_lowering(backward_p, functools.partial(_lower_portable, CPU), platform="cpu", inline=False)
-mlir.register_lowering(backward_p, functools.partial(_lower_portable, ACCELERATOR), inline=False)
-
-
-@functools.lru_cache(maxsize=batching.CACHED_OPS)
-def _op(spec: AttentionSpec, with_dlse: bool, wanted: tuple[str, ...]) -> Callable[..., Any]:
-    """Wraps the primitive in its sharding rule, and that in its batching rule."""
-    params = {"spec": spec, "with_dlse": with_dlse, "wanted": wanted}
-    operand_axes = [OPERANDS[name].letters for name in spec.present]
-    cotangent_axes = ["BTND", "BTN", "BTND", "BTN"][: 3 + with_dlse]
-    differentiable = [spec.present.index(name) for name in wanted]
-    result_axes = [operand_axes[i] for i in differentiable]
-    # Each example's own gradient is asked for: a shared bias or sink is repeated, its gradient summed over B alone.
-    stays_shared = [name in batching.BROADCAST and name not in DIFFERENTIABLE for name in spec.present]
-    stays_shared += [False] * len(cotangent_axes)
-    op = custom_vmap(sharding.partitioned(backward_p, params, operand_axes + cotangent_axes, result_axes))
-
-    @op.def_vmap
-    def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
-        into = batching.Fold.of(arrays[0], mapped[0], size, batch_axis=int(mapped[0]))
-        folded = [
-            into.fold(x, is_mapped, may_broadcast=stays)
-            for x, is_mapped, stays in zip(arrays, mapped, stays_shared, strict=True)
-        ]
-        found = [into.unfold(x) for x in _op(spec, with_dlse, wanted)(*folded)]
-        own_batches = [batching.inner_batch(arrays[i], mapped[i]) for i in differentiable]
-        results = [x.sum(axis=1, keepdims=True) if own == 1 else x for x, own in zip(found, own_batches, strict=True)]
-        return results, [True] * len(results)
-
-    return jax.jit(op, inline=True)
+gradient_op = linear.define("jax_fastattn_gradient", "jax_fastattn_backward", _abstract, _portable, _cuda)

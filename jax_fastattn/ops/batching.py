@@ -20,9 +20,6 @@ from jax.sharding import PartitionSpec
 
 from jax_fastattn.spec import OPERANDS
 
-# Ops that are kept, forward and backward each. One of them is made for every new spec, such as a new scale.
-CACHED_OPS = 256
-
 # Operands whose batch axis may be of size 1 and then serves every batch entry.
 BROADCAST = tuple(name for name, x in OPERANDS.items() if x.axes.startswith("b"))
 
@@ -83,6 +80,13 @@ class Fold:
 def _mesh_axes(entry: Any) -> set[Any]:
     """Returns the mesh axes of an entry of a `PartitionSpec`."""
     return set(entry) if isinstance(entry, tuple) else {entry} - {None}
+
+
+def leading(arrays: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[int, tuple[bool, ...], list[jax.Array]]:
+    """Returns the size of the mapped axis, which arrays have it, and the arrays with that axis first."""
+    mapped = tuple(dim is not None for dim in dims)
+    moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
+    return next(x.shape[0] for x, is_mapped in zip(moved, mapped, strict=True) if is_mapped), mapped, moved
 
 
 def inner_batch(x: jax.Array, is_mapped: bool) -> int:

@@ -24,6 +24,11 @@ ONE_QUERY_SHARE = 1 / 4
 ONE_QUERY_SHARE_OF_SEVERAL = 1 / 12
 
 
+# Why tangents and second derivatives take the XLA path, whatever the call is.
+NO_DERIVATIVE_KERNELS = (
+    "no kernel computes tangents (forward mode) or second derivatives; outputs and gradients still run the kernels"
+)
+
 # Packages whose frames are not the user's.
 _LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox", "equimo", "ejkernel")
 
@@ -121,6 +126,19 @@ def takes_cuda(problem: Problem) -> bool:
         _warn_once(problem, reasons)
         return False
     return implementation == "cuda" or faster_on_xla(problem, ffi.multiprocessors()) is None
+
+
+def note_derivative(problem: Problem) -> None:
+    """Warns of a tangent or a second derivative that is lowered for CUDA, if the call itself runs the kernels.
+
+    Raises:
+        NotImplementedError: `implementation` is "cuda".
+    """
+    reason = Reason("derivative", NO_DERIVATIVE_KERNELS)
+    if problem.spec.implementation == "cuda" and not problem.is_empty:
+        raise _refusal([reason])
+    if takes_cuda(problem):
+        _warn_once(problem, [reason])
 
 
 def refuse_platform(problem: Problem) -> None:

@@ -1,38 +1,45 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The forward op: output and log-sum-exp of canonical operands. Its rules, in order, are all of its rules."""
+"""The forward op: output and log-sum-exp of canonical operands. All of its rules are here, except that `vjp.py` has the
+derivative.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.custom_batching import custom_vmap
+from jax.interpreters import batching as jax_batching
 from jax.interpreters import mlir
 
 from jax_fastattn import portable
-from jax_fastattn._compat import Primitive
 from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
-from jax_fastattn.ops import abstract, batching, cuda, dispatch, sharding
-from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands, Problem
-
-# What one device computes of its share. `mapped` says which operands have a vmapped axis ahead; it becomes query heads.
-forward_p = Primitive("jax_fastattn_forward")
-forward_p.multiple_results = True
+from jax_fastattn.ops import abstract, batching, cuda, dispatch
+from jax_fastattn.ops.partitioned import Axes, Op
+from jax_fastattn.spec import OPERANDS, AttentionSpec, Problem
 
 
-def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`."""
-    out, lse = _op(spec, (False,) * len(spec.present))(*operands.arrays())
-    return out, lse
-
-
-@forward_p.def_abstract_eval
 def _abstract(*arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> list[Any]:
     del mapped
     return abstract.forward_results(spec, arrays)
+
+
+def _axes(spec: AttentionSpec, mapped: tuple[bool, ...]) -> Axes:
+    axis = "V" if any(mapped) else ""
+    operands = ["V" * m + OPERANDS[name].letters for name, m in zip(spec.present, mapped, strict=True)]
+    return Axes(operands, [axis + "BTND", axis + "BTN"])
+
+
+# `mapped` says which operands have a vmapped axis before their own axes; it becomes query heads.
+attend_op = Op("jax_fastattn_attend", "jax_fastattn_forward", _abstract, _axes)
+attend_p, forward_p = attend_op.primitive, attend_op.share
+
+
+def forward(spec: AttentionSpec, arrays: Sequence[jax.Array], mapped: Sequence[bool] = ()) -> list[jax.Array]:
+    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]` of the operands that are present."""
+    return attend_op.bind(*arrays, spec=spec, mapped=tuple(mapped) or (False,) * len(arrays))
 
 
 def _results(run: Any, arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Any:
@@ -77,40 +84,36 @@ mlir.register_lowering(forward_p, functools.partial(_elsewhere, CPU), platform="
 mlir.register_lowering(forward_p, functools.partial(_elsewhere, ACCELERATOR), inline=False)
 
 
-@functools.lru_cache(maxsize=batching.CACHED_OPS)
-def _op(spec: AttentionSpec, ahead: tuple[bool, ...]) -> Callable[..., Any]:
-    """Wraps the primitive in its sharding rule, and that in its batching rule.
+def _batch(
+    arrays: Any, dims: Any, *, needs_devices: Any, spec: AttentionSpec, mapped: tuple[bool, ...]
+) -> tuple[list[jax.Array], list[int]]:
+    del needs_devices
+    ahead, (size, mapped, arrays) = mapped, batching.leading(arrays, dims)
+    if any(ahead) and mapped == ahead:  # two mapped axes become one
+        both = batching.Fold.of(arrays[0], True, size, batch_axis=1)
+        merged = [both.fold(x, True) if m else x for x, m in zip(arrays, mapped, strict=True)]
+        results = [both.unfold(x) for x in forward(spec, merged, ahead)]
+    elif not any(ahead) and batching.becomes_heads(spec.present, mapped, [x.shape for x in arrays]):
+        results = forward(spec, arrays, mapped)
+    else:
+        results = _into_batch(spec, ahead, size, mapped, arrays)
+    return results, [0] * len(results)
 
-    `ahead` says which operands already have a mapped axis before their own axes; it becomes query heads.
-    """
-    params = {"spec": spec, "mapped": ahead}
-    axis = "V" if any(ahead) else ""
-    operand_axes = ["V" * a + OPERANDS[name].letters for name, a in zip(spec.present, ahead, strict=True)]
-    op = custom_vmap(sharding.partitioned(forward_p, params, operand_axes, [axis + "BTND", axis + "BTN"]))
 
-    @op.def_vmap
-    def batch(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
-        if any(ahead) and tuple(mapped) == ahead:  # two mapped axes become one
-            both = batching.Fold.of(arrays[0], True, size, batch_axis=1)
-            merged = [both.fold(x, True) if m else x for x, m in zip(arrays, mapped, strict=True)]
-            results = [both.unfold(x) for x in _op(spec, ahead)(*merged)]
-        elif not any(ahead) and batching.becomes_heads(spec.present, mapped, [x.shape for x in arrays]):
-            results = _op(spec, tuple(mapped))(*arrays)
-        else:
-            results = into_batch(size, mapped, arrays)
-        return list(results), [True] * len(results)
+def _into_batch(
+    spec: AttentionSpec, ahead: tuple[bool, ...], size: int, mapped: tuple[bool, ...], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    into = batching.Fold.of(arrays[0], mapped[0], size, batch_axis=mapped[0] + ahead[0])
 
-    def into_batch(size: int, mapped: list[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        into = batching.Fold.of(arrays[0], mapped[0], size, batch_axis=mapped[0] + ahead[0])
+    def fold(name: str, x: jax.Array, is_mapped: bool, is_ahead: bool) -> jax.Array:
+        def one(x: jax.Array) -> jax.Array:
+            return into.fold(x, is_mapped, may_broadcast=name in batching.BROADCAST)
 
-        def fold(name: str, x: jax.Array, is_mapped: bool, is_ahead: bool) -> jax.Array:
-            def one(x: jax.Array) -> jax.Array:
-                return into.fold(x, is_mapped, may_broadcast=name in batching.BROADCAST)
+        return jax.vmap(one, in_axes=int(is_mapped))(x) if is_ahead else one(x)
 
-            return jax.vmap(one, in_axes=int(is_mapped))(x) if is_ahead else one(x)
+    folded = [fold(*x) for x in zip(spec.present, arrays, mapped, ahead, strict=True)]
+    unfold = jax.vmap(into.unfold, out_axes=1) if any(ahead) else into.unfold
+    return [unfold(x) for x in forward(spec, folded, ahead)]
 
-        folded = [fold(*x) for x in zip(spec.present, arrays, mapped, ahead, strict=True)]
-        unfold = jax.vmap(into.unfold, out_axes=1) if any(ahead) else into.unfold
-        return [unfold(x) for x in _op(spec, ahead)(*folded)]
 
-    return jax.jit(op, inline=True)
+jax_batching.primitive_batchers[attend_p] = _batch

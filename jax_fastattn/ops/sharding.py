@@ -1,150 +1,28 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Partitions calls under a mesh: batch and heads are split, every other axis is whole on each device.
+"""The axes that a mesh may split: batch and heads; every other axis is whole on each device.
 
-One description serves Shardy (`sharding_rule`), GSPMD (`infer_sharding_from_operands`) and the partition callback:
-a string of axis letters for each array, as in spec.py.
+One description serves Shardy (`sharding_rule`), GSPMD (`infer_sharding_from_operands`) and the partition callback, all
+of `partitioned.py`: a string of axis letters for each array, as in spec.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
-from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_fastattn import ffi
-from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract
 
 # Axes that a mesh may split; V is an axis that `vmap` put ahead of others.
 SPLITTABLE = "VBNK"
-
-# A device's part of a partitioned call, lowered with no mesh in sight. If the partitioner runs in a thread with an
-# Explicit mesh, jax otherwise puts sharding constraints even into the reduction of a psum, and XLA refuses them.
-part_p = Primitive("jax_fastattn_part")
-part_p.multiple_results = True
-part_p.def_abstract_eval(lambda *_, results, **__: results)
-mlir.register_lowering(
-    part_p,
-    lambda ctx, *values, function, results: abstract.lower_on_one_device(function, ctx, *values),
-)
-
-# A call that XLA may partition. The lowered program names a Python callback of this process and says nothing of what
-# the callback computes, so that two calls with equal operands look the same to JAX's compilation cache if it leaves the
-# name out (`jax_remove_custom_partitioning_ptr_from_cache_key`). Hence the lowering marks the call with a digest.
-partitioned_p = Primitive("jax_fastattn_partitioned")
-partitioned_p.multiple_results = True
-partitioned_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-partitioned_p.def_impl(lambda *arrays, function, **_: function(*arrays))
-
-
-def _lower_partitioned(
-    ctx: mlir.LoweringRuleContext, *values: Any, function: Callable[..., Any], identity: str, jaxpr: Any
-) -> Any:
-    del jaxpr  # jax looks into it, and hands the devices to a lowering that meets a `custom_partitioning`
-    marked = _mark(identity) if _may_be_split(ctx.module_context.axis_context) else contextlib.nullcontext()
-    with marked:
-        return mlir.lower_fun(function)(ctx, *values)
-
-
-mlir.register_lowering(partitioned_p, _lower_partitioned)
-
-
-def _mark(identity: str) -> contextlib.AbstractContextManager[None]:
-    """Puts a digest of all that the partition callback reads into the operations that are traced inside."""
-    facts = repr((identity, jax.config.jax_enable_x64, ffi.process_fingerprint()))  # pyright: ignore[reportAttributeAccessIssue]
-    return set_xla_metadata(jax_fastattn=hashlib.sha256(facts.encode()).hexdigest())
-
-
-def _may_be_split(axis_context: Any) -> bool:
-    """Returns whether XLA partitions a program that is lowered in this context.
-
-    It does not for one device, nor inside `shard_map`.
-
-    A context of an unknown kind counts as one that may be split: a mark that is not needed changes no result.
-    """
-    if hasattr(axis_context, "manual_axes"):
-        return set(axis_context.manual_axes) != set(axis_context.mesh.axis_names)
-    return getattr(axis_context, "num_devices", 2) > 1
-
-
-def partitioned(
-    primitive: Any, params: Mapping[str, Any], operand_axes: Sequence[str], result_axes: Sequence[str]
-) -> Callable[..., Any]:
-    """Returns a function that binds `primitive`, of which each device computes its share under a mesh.
-
-    Where query heads are split further than key/value heads, a device slices the key/value heads that its query heads
-    read. A result whose batch or head axis is of size 1 while that axis is split is a sum over it, and so is the
-    gradient of a key/value head that several devices read: the devices' shares are added up.
-
-    Args:
-        primitive: one device's share of the work, on any number of batch entries and heads.
-        params: its parameters. Their `repr` tells calls apart in JAX's compilation cache.
-        operand_axes, result_axes: axis letters of each array; trailing letters that an array lacks are ignored.
-    """
-    local = functools.partial(primitive.bind, **params)
-
-    def infer(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> list[NamedSharding]:
-        split = _Split.of(mesh, operand_axes[0], *arg_shapes[:2])
-        return [split.sharding(a, x.shape) for a, x in zip(result_axes, result_shapes, strict=True)]
-
-    def partition(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> Any:
-        split = _Split.of(mesh, operand_axes[0], *arg_shapes[:2])
-        axes = [own_letters(a, x.shape, split.heads) for a, x in zip(operand_axes, arg_shapes, strict=True)]
-        args = tuple(split.sharding(a, x.shape) for a, x in zip(axes, arg_shapes, strict=True))
-
-        def part(*arrays: jax.Array) -> Any:
-            results = local(*(split.take_heads(a, x) for a, x in zip(axes, arrays, strict=True)))
-            return [
-                split.sum_shares(a, whole.shape, x)
-                for a, whole, x in zip(result_axes, result_shapes, results, strict=True)
-            ]
-
-        shardings = infer(mesh, arg_shapes, result_shapes)
-        results = tuple(
-            jax.core.ShapedArray(sharding.shard_shape(x.shape), x.dtype)
-            for sharding, x in zip(shardings, result_shapes, strict=True)
-        )
-        return split.mesh, functools.partial(part_p.bind, function=part, results=results), shardings, args
-
-    def rule(mesh: Mesh, operand_types: Sequence[Any], result_types: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-        return shardy_rule(
-            mesh.size,
-            [(a, tuple(t.shape)) for a, t in zip(operand_axes, operand_types, strict=True)],
-            [(a, tuple(t.shape)) for a, t in zip(result_axes, result_types, strict=True)],
-        )
-
-    function = custom_partitioning(local)
-    function.def_partition(
-        partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule, decode_shardings=False
-    )
-    identity = repr((primitive.name, params, operand_axes, result_axes))
-
-    def call(*arrays: jax.Array) -> Any:
-        # If a `shard_map` has only some axes of the mesh, XLA passes shardings that jax cannot read. XLA itself then
-        # splits the call over the other axes.
-        mesh = jax.sharding.get_abstract_mesh()
-        is_partly_manual = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
-        if is_partly_manual:
-            return local(*arrays)
-        jaxpr = jax.make_jaxpr(function)(*arrays)
-        return partitioned_p.bind(*arrays, function=function, identity=identity, jaxpr=jaxpr)
-
-    return call
 
 
 def shardy_rule(
@@ -184,7 +62,7 @@ def own_letters(letters: str, shape: Sequence[int], heads: tuple[int, int]) -> s
 
 
 @dataclass(frozen=True)
-class _Split:
+class Split:
     """The split of one call over a mesh: by batch and heads as its query is, as far as that divides evenly.
 
     Attributes:
@@ -197,7 +75,7 @@ class _Split:
     heads: tuple[int, int]
 
     @classmethod
-    def of(cls, mesh: Mesh, letters: str, query: Any, key: Any) -> _Split:
+    def of(cls, mesh: Mesh, letters: str, query: Any, key: Any) -> Split:
         mesh = _finest_mesh(query) if mesh.empty else mesh
         names = {
             letter: _dividing(mesh, _names(mesh, query, axis), query.shape[axis])

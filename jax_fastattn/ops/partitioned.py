@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Primitives that JAX transforms and XLA partitions, each with its share: what one device computes of it.
+
+An `Op` is an outer primitive, which has the rules of differentiation and batching, and an inner one, `share`. Lowering
+the outer one yields a `custom_partitioning` of the inner one. No rule of an outer primitive can be dropped, as JAX
+drops those of a `custom_vjp` where it evaluates a scan partially.
+
+`sharding.py` says which axes are split. The rules are where each op is defined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.interpreters import mlir
+from jax.sharding import Mesh, NamedSharding
+
+from jax_fastattn import ffi
+from jax_fastattn._compat import Primitive
+from jax_fastattn.ops import abstract
+from jax_fastattn.ops.sharding import Split, own_letters, shardy_rule
+
+# Functions that an op keeps. A new one is made for every new spec, such as a new scale.
+CACHED_FUNCTIONS = 256
+
+# A device's part of a partitioned call, lowered with no mesh in sight. If the partitioner runs in a thread with an
+# Explicit mesh, jax otherwise puts sharding constraints even into the reduction of a psum, and XLA refuses them.
+part_p = Primitive("jax_fastattn_part")
+part_p.multiple_results = True
+part_p.def_abstract_eval(lambda *_, results, **__: results)
+mlir.register_lowering(
+    part_p,
+    lambda ctx, *values, function, results: abstract.lower_on_one_device(function, ctx, *values),
+)
+
+
+class Axes(NamedTuple):
+    """Axis letters of each operand and of each result, as in `spec.py`; letters that an array lacks are ignored."""
+
+    operands: Sequence[str]
+    results: Sequence[str]
+
+
+class Op:
+    """A primitive that JAX transforms, and its share.
+
+    Attributes:
+        primitive: has one parameter more than `share`, `needs_devices`.
+        share: one device's part of the work, on any number of batch entries and heads.
+    """
+
+    def __init__(self, name: str, share: str, results: Callable[..., list[Any]], axes: Callable[..., Axes]) -> None:
+        """Makes both primitives. The caller says how the share is lowered and run.
+
+        Args:
+            name, share: the names of the primitives.
+            results: the abstract results, from abstract arrays and the parameters.
+            axes: the axes of arrays and results, from the parameters. The `repr` of parameters tells calls apart in
+                JAX's compilation cache.
+        """
+        self.primitive, self.share, self._axes = Primitive(name), Primitive(share), axes
+        self.primitive.multiple_results = self.share.multiple_results = True
+        self.share.def_abstract_eval(results)
+        self.primitive.def_abstract_eval(lambda *arrays, needs_devices, **params: results(*arrays, **params))
+        self.primitive.def_impl(self._run)
+        mlir.register_lowering(self.primitive, self._lower)
+        self.partitioned = functools.lru_cache(CACHED_FUNCTIONS)(self._partitioned)
+        self.jitted = functools.lru_cache(CACHED_FUNCTIONS)(self._jit)
+
+    def bind(self, *arrays: Any, **params: Any) -> list[jax.Array]:
+        return self.primitive.bind(*arrays, needs_devices=_needs_devices(), **params)
+
+    def _run(self, *arrays: jax.Array, needs_devices: Any, **params: Any) -> list[jax.Array]:
+        del needs_devices
+        with jax.disable_jit(False):  # under `disable_jit` this would call itself for ever
+            return self.jitted(tuple(params.items()))(*arrays)
+
+    def _jit(self, params: tuple[tuple[str, Any], ...]) -> Callable[..., list[jax.Array]]:
+        return jax.jit(functools.partial(self.bind, **dict(params)))
+
+    def _partitioned(self, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+        return _partitioned(functools.partial(self.share.bind, **dict(params)), self._axes(**dict(params)))
+
+    def _lower(self, ctx: mlir.LoweringRuleContext, *values: Any, needs_devices: Any, **params: Any) -> Any:
+        del needs_devices
+        # If a `shard_map` has only some axes of the mesh, XLA passes shardings that jax cannot read. XLA itself then
+        # splits the call over the other axes.
+        mesh = jax.sharding.get_abstract_mesh()
+        if 0 < len(mesh.manual_axes) < len(mesh.axis_names):
+            return mlir.lower_fun(functools.partial(self.share.bind, **params))(ctx, *values)
+        is_split = _may_be_split(ctx.module_context.axis_context)
+        identity = self.share.name, params, self._axes(**params)
+        with _mark(identity) if is_split else contextlib.nullcontext():
+            return mlir.lower_fun(self.partitioned(tuple(params.items())))(ctx, *values)
+
+
+@functools.cache
+def _needs_devices() -> Any:
+    """Returns a jaxpr with a `custom_partitioning` in it, for a parameter of the primitives.
+
+    JAX lowers a program without its devices, which a `custom_partitioning` needs, unless it finds one in the jaxpr or
+    in a jaxpr among the parameters of its equations. It does not see what a lowering rule will trace.
+    """
+    function = custom_partitioning(lambda x: x)
+    function.def_partition(partition=None, infer_sharding_from_operands=None, sharding_rule="i -> i")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((1,), jnp.float32))
+
+
+def _mark(identity: object) -> contextlib.AbstractContextManager[None]:
+    """Puts a digest of all that the partition callback reads into the operations that are traced inside.
+
+    The lowered program names a Python callback of this process and says nothing of what the callback computes. Two
+    calls with equal operands would look the same to JAX's compilation cache if it leaves the name out
+    (`jax_remove_custom_partitioning_ptr_from_cache_key`).
+    """
+    facts = repr((identity, jax.config.jax_enable_x64, ffi.process_fingerprint()))  # pyright: ignore[reportAttributeAccessIssue]
+    return set_xla_metadata(jax_fastattn=hashlib.sha256(facts.encode()).hexdigest())
+
+
+def _may_be_split(axis_context: Any) -> bool:
+    """Returns whether XLA partitions a program that is lowered in this context.
+
+    It does not for one device, nor inside `shard_map`.
+
+    A context of an unknown kind counts as one that may be split: a mark that is not needed changes no result.
+    """
+    if hasattr(axis_context, "manual_axes"):
+        return set(axis_context.manual_axes) != set(axis_context.mesh.axis_names)
+    return getattr(axis_context, "num_devices", 2) > 1
+
+
+def _partitioned(local: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
+    """Returns a function that calls `local`, of which each device computes its share under a mesh.
+
+    Where query heads are split further than key/value heads, a device slices the key/value heads that its query heads
+    read. A result whose batch or head axis is of size 1 while that axis is split is a sum over it, and so is the
+    gradient of a key/value head that several devices read: the devices' shares are added up.
+    """
+
+    def infer(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> list[NamedSharding]:
+        split = Split.of(mesh, axes.operands[0], *arg_shapes[:2])
+        return [split.sharding(a, x.shape) for a, x in zip(axes.results, result_shapes, strict=True)]
+
+    def partition(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> Any:
+        split = Split.of(mesh, axes.operands[0], *arg_shapes[:2])
+        letters = [own_letters(a, x.shape, split.heads) for a, x in zip(axes.operands, arg_shapes, strict=True)]
+        args = tuple(split.sharding(a, x.shape) for a, x in zip(letters, arg_shapes, strict=True))
+
+        def part(*arrays: jax.Array) -> Any:
+            results = local(*(split.take_heads(a, x) for a, x in zip(letters, arrays, strict=True)))
+            return [
+                split.sum_shares(a, whole.shape, x)
+                for a, whole, x in zip(axes.results, result_shapes, results, strict=True)
+            ]
+
+        shardings = infer(mesh, arg_shapes, result_shapes)
+        results = tuple(
+            jax.core.ShapedArray(sharding.shard_shape(x.shape), x.dtype)
+            for sharding, x in zip(shardings, result_shapes, strict=True)
+        )
+        return split.mesh, functools.partial(part_p.bind, function=part, results=results), shardings, args
+
+    def rule(mesh: Mesh, operand_types: Sequence[Any], result_types: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        return shardy_rule(
+            mesh.size,
+            [(a, tuple(t.shape)) for a, t in zip(axes.operands, operand_types, strict=True)],
+            [(a, tuple(t.shape)) for a, t in zip(axes.results, result_types, strict=True)],
+        )
+
+    function = custom_partitioning(local)
+    function.def_partition(
+        partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule, decode_shardings=False
+    )
+    return function
