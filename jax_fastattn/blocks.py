@@ -56,7 +56,7 @@ class Blocks:
     queries: Axis
     keys: Axis
     barriers: bool
-    copied: int
+    copied: float
     sequences: jax.Array | None
     zero: jax.Array
 
@@ -127,7 +127,9 @@ class Blocks:
             return self.product("bkgts,bskd->bkgtd", weights, zero_unseen_keys(value, visible))
 
         is_many = not is_known(self.queries.length) or self.queries.length > FEW_QUERIES
-        is_small = is_known(value.size) and value.size * value.dtype.itemsize <= self.copied
+        is_small = self.copied == math.inf or (
+            is_known(value.size) and value.size * value.dtype.itemsize <= self.copied
+        )
         if visible is None or is_many or is_small:
             return of_seen_keys()
         out = self.product("bkgts,bskd->bkgtd", weights, value)

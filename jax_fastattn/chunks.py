@@ -33,7 +33,8 @@ class Tuning:
         chunk: the most queries and keys of a chunk, unless there are fewer queries than that.
         min_chunk: the fewest queries and keys of a chunk, even if they have more logits than `block`.
         barriers: whether to work around faults of XLA:CPU, see `Blocks.product` and `Blocks.rounded`.
-        copied: the most bytes of values of which few queries get a copy without unseen keys, see `Blocks.weighted`.
+        copied: the most bytes of values of which few queries get a copy without unseen keys, see `Blocks.weighted`; inf
+            is any number of bytes.
     """
 
     whole: int
@@ -42,7 +43,7 @@ class Tuning:
     chunk: int
     min_chunk: int
     barriers: bool
-    copied: int
+    copied: float
 
     def with_planes(self, count: int) -> Tuning:
         """Returns the sizes for an op that holds `count` planes of logits at once, in the memory of one plane."""

@@ -15,8 +15,9 @@ What stays out: transposes. Those of all functions here are among them and `port
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,7 @@ def second_tangent(
     results = tangent(spec, operands, out, lse, second, tuning)
 
     def along(given: Tangents, out: jax.Array, lse: jax.Array) -> Results:
-        planes = tuning.with_planes(SECOND_DERIVATIVE_PLANES)
-        return _tangent(spec, operands._replace(**given), out, lse, first, planes)
+        return _tangent(spec, operands._replace(**given), out, lse, first, _second(tuning))
 
     given = {name: getattr(operands, name) for name in second}
     return jax.jvp(along, (given, out, lse), (dict(second), *results))[1]
@@ -88,11 +88,19 @@ def second_backward(
     results = tangent(spec, operands, out, lse, moved, tuning)
 
     def along(given: Tangents, out: jax.Array, lse: jax.Array) -> Gradients:
-        planes = tuning.with_planes(SECOND_DERIVATIVE_PLANES)
-        return backward(spec, operands._replace(**given), out, lse, dout, dlse, wanted, planes)
+        return backward(spec, operands._replace(**given), out, lse, dout, dlse, wanted, _second(tuning))
 
     given = {name: getattr(operands, name) for name in moved}
     return jax.jvp(along, (given, out, lse), (dict(moved), *results))[1]
+
+
+def _second(tuning: Tuning) -> Tuning:
+    """Returns the sizes for a function that `jax.jvp` differentiates.
+
+    Whether values have NaN in rows that no query sees does not say whether their tangents do. So these get a copy
+    without such rows always.
+    """
+    return replace(tuning.with_planes(SECOND_DERIVATIVE_PLANES), copied=math.inf)
 
 
 def _tangent(

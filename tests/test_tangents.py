@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from jax_fastattn import canonical, chunks, portable, tangents
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
+from jax_fastattn.testing.poison import poison
 
 # Chunks that divide no length of the cases.
 SMALL = dataclasses.replace(chunks.CPU, whole=0, block=8, chunk=3, min_chunk=2)
@@ -43,11 +45,19 @@ def x64() -> Iterator[None]:
         yield
 
 
+def differentiable(operands: Operands) -> Moved:
+    return {name: x for name in DIFFERENTIABLE if (x := getattr(operands, name)) is not None}
+
+
 def moved(operands: Operands, seed: int) -> Moved:
     """A tangent of every operand that has one."""
-    given = {name: x for name in DIFFERENTIABLE if (x := getattr(operands, name)) is not None}
+    given = differentiable(operands)
     keys = jax.random.split(jax.random.key(seed), len(given))
     return {name: jax.random.normal(k, x.shape, x.dtype) for k, (name, x) in zip(keys, given.items(), strict=True)}
+
+
+def widened(operands: Operands, dtype: Any) -> Operands:
+    return operands._replace(**{name: x.astype(dtype) for name, x in differentiable(operands).items()})
 
 
 def finite(results: Any, lse: jax.Array) -> Any:
@@ -102,8 +112,7 @@ def check(spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any) -> None
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_second_derivatives_in_float64(case: calls.Case) -> None:
     spec, operands, cotangents = case.spec(), case.operands(jax.random.key(0)), case.cotangents(jax.random.key(1))
-    wider = {n: x.astype(jnp.float64) for n, x in operands._asdict().items() if n in DIFFERENTIABLE and x is not None}
-    check(spec, operands._replace(**wider), *cotangents)
+    check(spec, widened(operands, jnp.float64), *cotangents)
 
 
 @pytest.mark.usefixtures("x64")
@@ -115,11 +124,6 @@ def test_packed_sequences() -> None:
     )
     dout, dlse = EVERYTHING.cotangents(jax.random.key(1))
     check(spec, operands, dout[:1], None if dlse is None else dlse[:1])
-
-
-def widened(operands: Operands, dtype: Any) -> Operands:
-    given = {name: getattr(operands, name) for name in DIFFERENTIABLE}
-    return operands._replace(**{name: x.astype(dtype) for name, x in given.items() if x is not None})
 
 
 @pytest.mark.parametrize("which", ["query", "key", "scale", "bias", "key-sinks"])
@@ -152,3 +156,38 @@ def test_moving_all_logits_of_a_row_alike_in_bfloat16(which: str) -> None:
         for x, y in zip(found, expected, strict=True):
             bound = 2e-3 + 2.0**-7 * np.max(np.abs(y))
             np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0, atol=bound)
+
+
+def test_invisible_rows_are_not_read_in_chunks() -> None:
+    """NaN in rows of operands, and of tangents alone; some queries see their sink alone, some nothing."""
+    case = dataclasses.replace(CASES["lengths"], dtype="float32")
+    spec, operands, (dout, dlse) = case.spec(), case.operands(jax.random.key(0)), case.cotangents(jax.random.key(1))
+    x, u, w = operands, moved(operands, 3), moved(operands, 4)
+    bad, bad_dout, bad_dlse = poison(spec, x, dout, dlse)
+    assert np.isnan(bad.query).any()
+    bad_u, bad_w = (differentiable(poison(spec, x._replace(**z), dout, dlse)[0]) for z in (u, w))
+    run = calls.quick_jit(functools.partial(ours, SMALL, spec))
+    expected = run(x, u, w, dout, dlse)
+    for arguments in ((bad, bad_u, bad_w), (x, bad_u, w), (x, u, bad_w)):
+        calls.assert_same(run(*arguments, bad_dout, bad_dlse), expected, 1e-6)
+
+
+def test_the_bound_on_logits_counts_the_planes_of_an_op() -> None:
+    """With as many logits as a forward pass computes at once, a tangent and a second derivative loop over chunks."""
+    operands = calls.Case(query_length=64, key_length=64, num_kv_heads=2, group=1, head_dim=8).operands(
+        jax.random.key(0)
+    )
+    spec, u = AttentionSpec(scale=1.0), moved(operands, 3)
+    logits = operands.query.shape[0] * 2 * 64 * 64
+    out, lse = portable.forward(spec, operands)
+
+    def loops(whole: int, function: Any, *arguments: Any) -> bool:
+        tuning = dataclasses.replace(chunks.CPU, whole=whole, block=1, chunk=32, min_chunk=16)
+        run = functools.partial(function, spec, tuning=tuning)
+        return re.search(r"\b(while|scan)\[", str(jax.make_jaxpr(run)(operands, *arguments))) is not None
+
+    assert [loops(logits * n, portable.forward) for n in (0, 1)] == [True, False]
+    assert [loops(logits * n, tangents.tangent, out, lse, u) for n in (1, 4, 5)] == [True, True, False]
+    for second in (tangents.second_tangent, tangents.second_backward):
+        last = (u, u) if second is tangents.second_tangent else (out, lse, u)
+        assert [loops(logits * n, second, out, lse, *last) for n in (5, 9, 10)] == [True, True, False]
