@@ -114,6 +114,9 @@ def attention(
     as in FlashAttention (https://arxiv.org/abs/2205.14135). Keys, values and rows that are invisible never reach a
     result, even if they are NaN.
 
+    First and second derivatives work in forward and reverse mode; a third one raises `NotImplementedError`. On a GPU,
+    XLA computes tangents and second derivatives; kernels compute outputs and gradients.
+
     Three things differ from `jax.nn`. A query with no visible key gets output 0, log-sum-exp -inf and zero gradients;
     `jax.nn` returns the mean of `value`. The log-sum-exp is float32 and differentiable; `jax.nn` returns it in the
     dtype of `query` and stops its gradient. `implementation` may be None, "cuda" or "xla"; `jax.nn` takes "xla" or
@@ -196,6 +199,8 @@ def explain(
     **options: Any,
 ) -> dispatch.Explanation:
     """Returns which implementation a call of `attention` or `attention_varlen` with these arguments would run, and why.
+
+    It knows the call alone, not how it is differentiated: tangents and second derivatives take the XLA path always.
 
     Args:
         query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s are enough, since nothing

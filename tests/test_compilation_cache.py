@@ -118,6 +118,20 @@ def test_programs_for_cuda_under_a_mesh_differ_in_each_field(differentiated: boo
     assert len(set(texts.values())) == len(texts)
 
 
+def test_second_derivatives_under_a_mesh_differ_in_each_field() -> None:
+    split, _ = split_input()
+
+    def text(options: dict[str, Any]) -> str:
+        run = function(options, differentiated=True)
+        traced = jax.jit(lambda x: jax.jvp(run, (x,), (x,))).trace(split)
+        return re.sub(r'backend_config = "\d+"', "", traced.lower().as_text())
+
+    texts = {name: text(x) for name, x in ({"base": {}} | VARIANTS).items()}
+    assert len(set(texts.values())) == len(texts)
+    # The marks of forward pass, tangent, gradient and second gradient.
+    assert len(set(re.findall(r'jax_fastattn = "\w+"', texts["base"]))) == 4
+
+
 @pytest.mark.parametrize(
     "fact",
     {

@@ -222,5 +222,5 @@ def test_an_executable_of_shard_map_is_serialized_and_one_under_a_mesh_is_not() 
     mapped = jax.jit(jax.shard_map(attention, mesh=mesh, in_specs=split, out_specs=split)).lower(x, x, x).compile()
     loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(mapped))
     np.testing.assert_array_equal(loaded(x, x, x), mapped(x, x, x))
-    with pytest.raises(AttributeError, match="local object '_partitioned"):
+    with pytest.raises(AttributeError, match="local object 'partitioned"):
         serialize_executable.serialize(jax.jit(attention).lower(x, x, x).compile())

@@ -89,7 +89,7 @@ class Op:
         return jax.jit(functools.partial(self.bind, **dict(params)))
 
     def _partitioned(self, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-        return _partitioned(functools.partial(self.share.bind, **dict(params)), self._axes(**dict(params)))
+        return partitioned(functools.partial(self.share.bind, **dict(params)), self._axes(**dict(params)))
 
     def _lower(self, ctx: mlir.LoweringRuleContext, *values: Any, needs_devices: Any, **params: Any) -> Any:
         del needs_devices
@@ -140,7 +140,7 @@ def _may_be_split(axis_context: Any) -> bool:
     return getattr(axis_context, "num_devices", 2) > 1
 
 
-def _partitioned(local: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
+def partitioned(local: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
     """Returns a function that calls `local`, of which each device computes its share under a mesh.
 
     Where query heads are split further than key/value heads, a device slices the key/value heads that its query heads
