@@ -80,7 +80,7 @@ def test_packed_sequences_on_each_device() -> None:
 
 @pytest.mark.parametrize(("packed", "check_vma"), [(False, True), (True, False)], ids=["attention", "packed"])
 def test_without_jit(packed: bool, check_vma: bool) -> None:
-    """jax refuses a `custom_vjp` with symbolic zeros here unless it is jitted."""
+    """jax evaluates a `shard_map` primitive by primitive then."""
     arrays = CASE.operands(jax.random.key(0))[:3]
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
