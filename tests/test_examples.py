@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -127,6 +128,32 @@ def test_packed_documents_are_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             alone = model(jnp.asarray(document[None, :-1][:, :20]))
             np.testing.assert_allclose(logits[row, inside], alone[0], atol=1e-5)
     assert (batch.targets >= 0).sum() == sum(min(len(x) - 1, 20) for x in documents)
+
+
+def test_mean_flow_samples_in_one_step() -> None:
+    """Without the jvp in its target the same model samples at a distance of 0.9."""
+    printed = run("examples/mean_flow.py", optimized=True)
+    found = re.fullmatch(r"distance from the nearest wave: noise (\S+), samples in one step (\S+)\n", printed)
+    assert found, printed
+    noise, samples = map(float, found.groups())
+    assert samples < 0.6 < 1 < noise
+
+
+def test_sharpness_is_the_largest_eigenvalue_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = run("examples/sharpness.py", "--steps", "50", optimized=True)
+    (before, _), (after, bound) = re.findall(r"step +\d+: loss (\S+), step sizes are stable up to (\S+)\n", printed)
+    assert float(after) < 0.7 * float(before) and float(bound) > 0
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import sharpness
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        params, x = sharpness.init(jax.random.key(1)), jax.random.normal(jax.random.key(2), (4, 6, sharpness.WIDTH))
+        found = sharpness.sharpness(lambda params: sharpness.loss(params, x), params, jax.random.key(3), steps=200)
+        flat, unflatten = jax.flatten_util.ravel_pytree(params)
+        monkeypatch.setattr(sharpness, "attention", jax.nn.dot_product_attention)
+        hessian = jax.jit(jax.hessian(lambda flat: sharpness.loss(unflatten(flat), x)))(flat)
+    eigenvalues = np.linalg.eigvalsh(np.asarray(hessian, np.float64))
+    np.testing.assert_allclose(found, max(eigenvalues, key=abs), rtol=1e-3)
 
 
 def test_benchmark_trains_with_one_implementation_after_the_other(tmp_path: Path) -> None:
