@@ -240,14 +240,14 @@ def measure(row: Row, programs: dict[str, Any], options: argparse.Namespace) -> 
     outputs: dict[str, Any] = {}
     for name, program in functions.items():
         outputs[name] = jax.tree.leaves(jax.block_until_ready(program(arrays)))[0].astype(jnp.float32)
-        once = elapsed_ms(program, arrays, 1)
+        once = elapsed_ms(program, (arrays,), 1)
         calls[name] = max(round(options.measurement_ms / max(once, 1e-3)), 1)
     differences = {name: float(jnp.abs(x - outputs[THEIRS]).max()) for name, x in outputs.items()}
     del outputs
     times: dict[str, list[float]] = {name: [] for name in compiled}
     for _ in range(options.rounds):
         for name, program in functions.items():
-            times[name].append(elapsed_ms(program, arrays, calls[name]))
+            times[name].append(elapsed_ms(program, (arrays,), calls[name]))
     medians = {name: statistics.median(found) for name, found in times.items()}
     return {
         "ms": {name: round(ms, 4) for name, ms in medians.items()},
@@ -259,11 +259,11 @@ def measure(row: Row, programs: dict[str, Any], options: argparse.Namespace) -> 
     }
 
 
-def elapsed_ms(program: Any, arrays: dict[str, jax.Array], calls: int) -> float:
+def elapsed_ms(program: Any, arguments: tuple[Any, ...], calls: int) -> float:
     """Milliseconds of one of `calls` calls that follow each other."""
     begun = time.perf_counter()
     for _ in range(calls):
-        results = program(arrays)
+        results = program(*arguments)
     jax.block_until_ready(results)
     return (time.perf_counter() - begun) * 1e3 / calls
 
