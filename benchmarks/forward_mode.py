@@ -129,6 +129,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", choices=SETS, required=True)
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="of the set (default: all)")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=[OURS, THEIRS, CUDNN])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--gpus", type=int, default=1, help="that share the rows, a process each (default: 1)")
     parser.add_argument(
         "--budget-seconds", type=float, default=140.0, help="after which no row is begun (default: 140)"
@@ -156,7 +157,8 @@ def measure_case(case: Case, options: argparse.Namespace) -> list[dict[str, Any]
     arrays, records = jax.jit(functools.partial(draw, case))(), []
     with concurrent.futures.ThreadPoolExecutor(max(len(os.sched_getaffinity(0)) // 2, 1)) as pool:
         futures = {
-            mode: {name: pool.submit(program, name, mode, case) for name in options.implementations} for mode in MODES
+            mode: {name: pool.submit(program, name, mode, case) for name in options.implementations}
+            for mode in options.modes
         }
     for mode, of_mode in futures.items():
         programs, errors = dict[str, Any](), dict[str, str]()
@@ -169,14 +171,18 @@ def measure_case(case: Case, options: argparse.Namespace) -> list[dict[str, Any]
                 errors[name] = f"{type(error).__name__}: {error}"[:300]
         record = {"mode": mode, "case": str(case), "errors": errors} | measure(programs, arrays, options)
         records.append(record | {"ran": str(dispatch.explain(case.problem()))})
-    forward, _, *others = (record["ms"].get(OURS) for record in records)
-    for record in records[2:]:
-        record["fused"] = fused_estimate(forward, others[0], record["ms"].get(OURS))
+    ours = {record["mode"]: record["ms"].get(OURS) for record in records}
+    for record in records:
+        if record["mode"] in ("jvp", "hvp"):
+            record["fused"] = fused_estimate(ours.get("forward"), ours.get("jvp"), ours[record["mode"]])
     return records
 
 
 def fused_estimate(forward: float | None, jvp: float | None, ms: float | None) -> dict[str, float] | None:
-    """Returns what `ms`, the time of a jvp or an hvp, would be with a fused tangent kernel, and how often that fits."""
+    """Returns what `ms`, the time of a jvp or an hvp, would be with a fused tangent kernel, and their ratio.
+
+    XLA may share products of the tangent and of the second derivative; the estimate is too good for such an hvp.
+    """
     if forward is None or jvp is None or ms is None:
         return None
     tangent = jvp - forward
@@ -199,12 +205,11 @@ def measure(programs: dict[str, Any], arrays: Any, options: argparse.Namespace) 
         for name, function in functions.items():
             times[name].append(elapsed_ms(function, arrays, calls[name]))
     medians = {name: statistics.median(found) for name, found in times.items()}
+    theirs, expected = medians.get(THEIRS), outputs.get(THEIRS)
     return {
         "ms": {name: round(ms, 4) for name, ms in medians.items()},
-        "ratio": {x: round(medians[x] / medians[THEIRS], 3) for x in medians if x != THEIRS in medians},
-        "largest_difference": {
-            x: largest_difference(outputs[x], outputs[THEIRS]) for x in outputs if THEIRS in outputs
-        },
+        "ratio": {name: round(ms / theirs, 3) for name, ms in medians.items() if theirs and name != THEIRS},
+        "largest_difference": {name: largest_difference(x, expected) for name, x in outputs.items() if expected},
         "temporaries_mib": {name: memory(pair[1]) for name, pair in programs.items()},
         "times_ms": times,
         "calls": calls,

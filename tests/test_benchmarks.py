@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import cases
 import compare
+import forward_mode
 import jax_nn
 import parallel
 import peers
@@ -270,6 +271,52 @@ def test_beside_jax_nn(tmp_path: Path) -> None:
             jax_nn.OUR_XLA: pytest.approx(record["ms"][jax_nn.OUR_XLA] / record["ms"][jax_nn.THEIRS], rel=0.2)
         }
         assert max(record["largest_difference"].values()) < 1e-5
+
+
+def test_forward_mode_next_to_jax_nn(tmp_path: Path) -> None:
+    """A case has a record for each mode, and who cannot run one has an error (here cuDNN, which needs a GPU)."""
+    output = tmp_path / "records.jsonl"
+    quick = ["--rounds", "2", "--measurement-ms", "0.1", "--warm-up-seconds", "0", "--commit", "0"]
+    forward_mode.main(["--set", "tiny", "--rows", "d8-causal-32-float32", "--output", str(output), *quick])
+    records = {x["mode"]: x for x in map(json.loads, output.read_text().splitlines())}
+    assert tuple(records) == forward_mode.MODES
+    for record in records.values():
+        assert set(record["ms"]) == {forward_mode.OURS, forward_mode.THEIRS} == set(record["temporaries_mib"])
+        assert set(record["errors"]) == {forward_mode.CUDNN}
+        assert record["largest_difference"][forward_mode.OURS] < 1e-5
+    forward, jvp = (records[mode]["ms"][forward_mode.OURS] for mode in ("forward", "jvp"))
+    assert records["jvp"]["fused"]["fused_ms"] == pytest.approx(3.6 * forward)
+    assert records["hvp"]["fused"]["tangent_ms"] == pytest.approx(jvp - forward)
+
+
+@pytest.mark.parametrize("mode", forward_mode.MODES)
+def test_forward_mode_differentiates_both_alike(mode: str) -> None:
+    case = forward_mode.SETS["tiny"]["d8-causal-16-float32"]
+    arrays = forward_mode.draw(case)
+    names = forward_mode.OURS, forward_mode.THEIRS
+    ours, theirs = (jax.tree.leaves(forward_mode.program(name, mode, case)[0](*arrays)) for name in names)
+    assert len(ours) == {"forward": 1, "grad": 3, "jvp": 2, "hvp": 3}[mode]
+    assert forward_mode.largest_difference(ours, [2 * x for x in ours]) == pytest.approx(0.5)
+    assert forward_mode.largest_difference(ours, theirs) < 1e-5
+
+
+def test_gpus_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, list[str]]] = []
+
+    class Process:
+        def __init__(self, command: list[str], env: dict[str, str]):
+            started.append((env["CUDA_VISIBLE_DEVICES"], command[command.index("--rows") + 1 :]))
+            assert forward_mode.parse_arguments(command[2:]).gpus == 1
+
+        def wait(self) -> int:
+            return int(len(started) > 3)
+
+    monkeypatch.setattr(forward_mode.subprocess, "Popen", Process)
+    forward_mode.main(["--set", "gpu", "--gpus", "3"])
+    assert [gpu for gpu, _ in started] == ["0", "1", "2"]
+    assert sorted(name for _, rows in started for name in rows) == sorted(forward_mode.SETS["gpu"])
+    with pytest.raises(SystemExit, match="2 of 2 processes failed"):
+        forward_mode.main(["--set", "gpu", "--gpus", "2"])
 
 
 def test_two_devices_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
