@@ -282,6 +282,7 @@ def test_forward_mode_next_to_jax_nn(tmp_path: Path) -> None:
     assert tuple(records) == forward_mode.MODES
     for record in records.values():
         assert set(record["ms"]) == {forward_mode.OURS, forward_mode.THEIRS} == set(record["temporaries_mib"])
+        assert min(record["cpu_ms"].values()) > 0
         assert set(record["errors"]) == {forward_mode.CUDNN}
         assert record["largest_difference"][forward_mode.OURS] < 1e-5
     forward, jvp = (records[mode]["ms"][forward_mode.OURS] for mode in ("forward", "jvp"))
