@@ -21,8 +21,16 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from jax_fastattn.ffi import registry
-from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars, launch_buffers, named_buffers
+from jax_fastattn.kernels.arguments import (
+    SCALAR_DTYPES,
+    VISIT_SCALARS,
+    PrepassScalars,
+    Scalars,
+    launch_buffers,
+    named_buffers,
+)
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.prepass import kernel as prepass
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
 from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
 from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
@@ -35,6 +43,8 @@ FUNCTION_PREFIX = "jax_fastattn"
 _ALIGNMENT = 16
 
 _KERNELS: dict[tuple[str, str], Any] = {
+    # Portable, and the same for both families.
+    ("sm80", "prepass"): prepass.PrepassKernel,
     ("sm80", "forward"): sm80_forward.ForwardKernel,
     ("sm80", "backward"): sm80_backward.BackwardKernel,
     ("sm90", "forward"): sm90_forward.ForwardKernel,
@@ -45,6 +55,7 @@ _DTYPES = {
     "float16": cutlass.Float16,
     "float32": cutlass.Float32,
     "int32": cutlass.Int32,
+    "bool": cutlass.Uint8,
 }
 
 # Tracing changes state of the whole process.
@@ -95,8 +106,14 @@ def fake_arguments(spec: KernelSpec) -> list[Any]:
     """Returns what a host function is traced with."""
     pointers = {name: _fake_pointer(dtype) for name, dtype in launch_buffers(spec).items()}
     buffers = named_buffers(spec, pointers)
-    scalars = Scalars(**{name: _DTYPES[dtype](0) for name, dtype in SCALAR_DTYPES.items()})
-    return [buffers, scalars, make_fake_stream()]
+    return [buffers, _fake_scalars(spec), make_fake_stream()]
+
+
+def _fake_scalars(spec: KernelSpec) -> Scalars | PrepassScalars:
+    if spec.op == "prepass":
+        return PrepassScalars(*[cutlass.Int32(0) for _ in PrepassScalars._fields])
+    absent = () if spec.listed else VISIT_SCALARS
+    return Scalars(**{name: None if name in absent else _DTYPES[x](0) for name, x in SCALAR_DTYPES.items()})
 
 
 def _fake_pointer(dtype: str | None) -> Any:

@@ -46,6 +46,7 @@ class ForwardBuffers(NamedTuple):
         key_value_seq_lengths: `[B]`.
         query_offset: `[B]`.
         query_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
+        key_lists, key_bits: of tiles of queries, see `tile_lists.py`.
         sinks: `[b, N]`.
         added: a named tuple with the operands that programs add; None if there are none.
         out: `[B, T, N, D]`.
@@ -60,6 +61,8 @@ class ForwardBuffers(NamedTuple):
     key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
     query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
+    key_lists: Annotated[Any, Buffer("operand", "int32", needs="listed")]
+    key_bits: Annotated[Any, Buffer("operand", "int32", needs="listed")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
     added: Any
     out: Annotated[Any, Buffer("result")]
@@ -79,6 +82,8 @@ class BackwardBuffers(NamedTuple):
         query_offset: `[B]`.
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`. A slot of
             queries has `ROW_ALIGNMENT` rows. The padded rows of a head are the rows of its slots.
+        query_lists, query_bits, key_tile_counts: of tiles of keys, see `tile_lists.py`.
+        key_lists, key_bits: of the tiles of queries of the kernel that computes dq alone.
         sinks: `[b, N]`.
         out: `[B, T, N, D]`, from the forward pass.
         lse: `[B, T, N]`, from the forward pass.
@@ -106,6 +111,11 @@ class BackwardBuffers(NamedTuple):
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
     query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
     key_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
+    query_lists: Annotated[Any, Buffer("operand", "int32", needs="listed")]
+    query_bits: Annotated[Any, Buffer("operand", "int32", needs="listed")]
+    key_tile_counts: Annotated[Any, Buffer("operand", "int32", needs="listed")]
+    key_lists: Annotated[Any, Buffer("operand", "int32", needs="lists_keys")]
+    key_bits: Annotated[Any, Buffer("operand", "int32", needs="lists_keys")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
@@ -129,6 +139,7 @@ class PortableBackwardBuffers(NamedTuple):
     Attributes:
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
+        query_lists, query_bits, key_tile_counts: see `BackwardBuffers`.
         sinks, out, lse, dout, dlse, added, dq, dk, dv, dsinks_terms: see `BackwardBuffers`.
         stats, dq_accum, tile_counter, dq_semaphore: see `sm80/backward/config.backward_scratch`.
     """
@@ -141,6 +152,9 @@ class PortableBackwardBuffers(NamedTuple):
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
     query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
     key_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
+    query_lists: Annotated[Any, Buffer("operand", "int32", needs="listed")]
+    query_bits: Annotated[Any, Buffer("operand", "int32", needs="listed")]
+    key_tile_counts: Annotated[Any, Buffer("operand", "int32", needs="listed")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
@@ -157,7 +171,58 @@ class PortableBackwardBuffers(NamedTuple):
     dq_semaphore: Annotated[Any, Buffer("scratch", "int32", needs="ordered")]
 
 
+class PrepassBuffers(NamedTuple):
+    """Buffers of the prepass, for all kernels of both families; `tile_lists.shapes` has the shapes of what it writes.
+
+    Attributes:
+        mask: `[b, n, t, s]`, True where a query may attend to a key.
+        query_segment_ids: `[B, T]`.
+        key_value_segment_ids: `[B, S]`.
+        query_seq_lengths, key_value_seq_lengths, query_offset: `[B]`.
+        lists: header and entries of the list of each own tile.
+        bits: of edge tiles, with the live rows of the visited side.
+        counts: how many lists a query tile is in.
+        classes: of pairs of tiles.
+        places: where a query tile is in the list of a key tile; -1 if it is not.
+    """
+
+    mask: Annotated[Any, Buffer("operand", "bool", needs="mask")]
+    query_segment_ids: Annotated[Any, Buffer("operand", "int32", needs="segment_ids")]
+    key_value_segment_ids: Annotated[Any, Buffer("operand", "int32", needs="segment_ids")]
+    query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
+    key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
+    query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
+    added: Any
+    lists: Annotated[Any, Buffer("result", "int32")]
+    bits: Annotated[Any, Buffer("result", "int32")]
+    counts: Annotated[Any, Buffer("result", "int32", needs="config.transposed")]
+    classes: Annotated[Any, Buffer("scratch", "int32")]
+    places: Annotated[Any, Buffer("scratch", "int32", needs="config.transposed")]
+
+
 Buffers = ForwardBuffers | BackwardBuffers | PortableBackwardBuffers
+
+
+class PrepassScalars(NamedTuple):
+    """Numbers of a launch of the prepass, int32 each.
+
+    Attributes:
+        batch, heads, members, query_length, key_length: see `tile_lists.Sizes`.
+        mask_batch: planes `[t, s]` of the mask from one batch entry to the next; 0 if all entries share them.
+        mask_rows, mask_keys: t and s; where they are 1, all queries or all keys share them.
+        window_left, window_right: see `Scalars`.
+    """
+
+    batch: Any
+    heads: Any
+    members: Any
+    query_length: Any
+    key_length: Any
+    mask_batch: Any
+    mask_rows: Any
+    mask_keys: Any
+    window_left: Any
+    window_right: Any
 
 
 class Scalars(NamedTuple):
@@ -173,6 +238,8 @@ class Scalars(NamedTuple):
         window_right: the same to the right.
         sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
         multiprocessors: of the GPU; decides about speed alone.
+        visit_batch, visit_head, visit_kv_head, visit_tile: see `visits.Planes`; None, which is no parameter, if the
+            compile key has no lists.
         scale: factor on q . k, of any sign.
         logits_soft_cap: the cap; 0, and not read, if the compile key has none.
     """
@@ -185,12 +252,17 @@ class Scalars(NamedTuple):
     window_right: Annotated[Any, "int32"]
     sinks_stride: Annotated[Any, "int32"]
     multiprocessors: Annotated[Any, "int32"]
+    visit_batch: Annotated[Any, "int32"]
+    visit_head: Annotated[Any, "int32"]
+    visit_kv_head: Annotated[Any, "int32"]
+    visit_tile: Annotated[Any, "int32"]
     scale: Annotated[Any, "float32"]
     logits_soft_cap: Annotated[Any, "float32"]
 
     def of_dtype(self, dtype: str) -> tuple[Any, ...]:
-        """Those of one dtype, in order."""
-        return tuple(value for name, value in self._asdict().items() if SCALAR_DTYPES[name] == dtype)
+        """Those of one dtype, in order, without those that are absent."""
+        values = self._asdict()
+        return tuple(values[name] for name, x in SCALAR_DTYPES.items() if x == dtype and values[name] is not None)
 
 
 class Sizes(NamedTuple):
@@ -201,6 +273,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         query_length, key_length, num_heads, batch, window_left, window_right, scale, logits_soft_cap: see `Scalars`.
+        visit_batch, visit_head, visit_kv_head, visit_tile: see `Scalars`.
     """
 
     query_length: Any
@@ -209,6 +282,10 @@ class Sizes(NamedTuple):
     batch: Any
     window_left: Any
     window_right: Any
+    visit_batch: Any
+    visit_head: Any
+    visit_kv_head: Any
+    visit_tile: Any
     scale: Any
     logits_soft_cap: Any
 
@@ -218,13 +295,18 @@ class Sizes(NamedTuple):
         return cls(**{name: getattr(scalars, name) for name in cls._fields})
 
 
+# Those that only launches with lists have.
+VISIT_SCALARS = ("visit_batch", "visit_head", "visit_kv_head", "visit_tile")
+
 SCALAR_DTYPES: Mapping[str, str] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Scalars, include_extras=True).items()
 }
 
 
-def buffers_type(spec: KernelSpec) -> type[Buffers]:
+def buffers_type(spec: KernelSpec) -> type[Buffers | PrepassBuffers]:
     """The buffers of a compile key's launch."""
+    if spec.op == "prepass":
+        return PrepassBuffers
     if spec.op == "forward":
         return ForwardBuffers
     return BackwardBuffers if spec.family == "sm90" else PortableBackwardBuffers
@@ -249,7 +331,7 @@ def added_buffers(spec: KernelSpec) -> dict[str, Buffer]:
     return {name: buffer for program in programs for name, buffer in program.buffers().items()}
 
 
-def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> Buffers:
+def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> Buffers | PrepassBuffers:
     """Returns the buffers of a launch, given what `present_buffers` names; an absent one may be left out or None."""
     names, added = buffers_type(spec), tuple(added_buffers(spec))
     members = {name: values.get(name) for name in names._fields}
@@ -263,12 +345,15 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
     return {name: buffer and buffer.dtype for name, buffer in present_buffers(spec).items()}
 
 
-def launch_scalars(problem: Problem, multiprocessors: int) -> Scalars:
+def launch_scalars(
+    problem: Problem, multiprocessors: int, visit: tuple[int | None, ...] = (None,) * len(VISIT_SCALARS)
+) -> Scalars:
     """Returns the run-time scalars of a launch.
 
     Args:
         problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
         multiprocessors: how many the GPU has.
+        visit: those of lists, see `visits.Planes`.
     """
     left, right = problem.spec.bounds
     return Scalars(
@@ -280,13 +365,14 @@ def launch_scalars(problem: Problem, multiprocessors: int) -> Scalars:
         window_right=UNBOUNDED if right is None else min(right, UNBOUNDED),
         sinks_stride=problem.num_heads if problem.sinks_per_batch else 0,
         multiprocessors=multiprocessors,
+        **dict(zip(VISIT_SCALARS, visit, strict=True)),
         scale=problem.spec.scale,
         logits_soft_cap=problem.spec.logits_soft_cap or 0.0,
     )
 
 
 @functools.cache
-def _definition(buffers: type[Buffers]) -> Mapping[str, Buffer | None]:
+def _definition(buffers: type[Buffers | PrepassBuffers]) -> Mapping[str, Buffer | None]:
     """The members of a launch's buffers; None for those that programs add."""
     hints = get_type_hints(buffers, include_extras=True)
     return {name: None if name == "added" else hint.__metadata__[0] for name, hint in hints.items()}

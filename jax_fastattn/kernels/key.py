@@ -20,7 +20,7 @@ class KernelSpec:
     """Everything that is compiled into one kernel object.
 
     Attributes:
-        op: "forward" or "backward".
+        op: "forward", "backward" or "prepass", which writes the lists and bits of `tile_lists.py` for a mask or ids.
         arch: target architecture, such as "sm_80" or "sm_90a", or one of `architectures.BORROWED`, which may have a
             suffix.
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
@@ -37,14 +37,17 @@ class KernelSpec:
         exact_cap: whether that tanh is exact, see `features/softcap.py`; the same in both passes.
         ordered: `adds_in_order`: CTAs that take keys of a head add to sums of dq in one order, so that dq has the same
             bits in every run.
+        listed: whether tiles are visited by lists, which stand for the whole predicate. The key then has no window, no
+            offset, and no lengths except for those of queries in the forward pass.
+        mask, segment_ids: which of these the prepass reads; its window, offset and lengths are those of the call.
         programs: score functions compiled into the kernel, in the order in which they apply; see kernels/features.
             Their `repr` names them in the cache.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for the backward pass
-            `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper). None in a key that `choose.configured` has yet to
-            complete.
+            `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper), or for the prepass `PrepassConfig`. None in a key
+            that `choose.configured` has yet to complete.
     """
 
-    op: Literal["forward", "backward"]
+    op: Literal["forward", "backward", "prepass"]
     arch: str
     dtype: Literal["bfloat16", "float16"]
     head_dim: int
@@ -63,6 +66,9 @@ class KernelSpec:
     dsinks: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
     ordered: bool = False
+    listed: bool = False
+    mask: bool = False
+    segment_ids: bool = False
     programs: tuple[Any, ...] = ()
     config: Any = None
 
@@ -75,6 +81,11 @@ class KernelSpec:
     def offset_operand(self) -> bool:
         """Whether offsets are an operand of their own."""
         return self.query_offset and not self.packed
+
+    @property
+    def lists_keys(self) -> bool:
+        """Whether a backward pass with lists has those of tiles of queries, for a kernel that computes dq alone."""
+        return self.listed and not self.config.adds_dq
 
     @property
     def has_tile_counter(self) -> bool:

@@ -4,7 +4,8 @@
 
 Tiles are visited by position. Kernels count positions and compare them; where they make an address or a limit from a
 tile, and nowhere else, they ask `Visit.tile` which tile is at a position. For a range of tiles (`plan.TileRange`, which
-`plan.Bounds` computes) positions are the tiles themselves.
+`plan.Bounds` computes) positions are the tiles themselves. For a list of tiles (`tile_lists.py`, which the prepass
+writes) they are places in the list.
 
 A visit knows when it is made which loops it has, so that kernels ask no compile key about it. `phases` and `rest` run
 on Python integers too: tests compare them with brute force.
@@ -12,15 +13,18 @@ on Python integers too: tests compare them with brute force.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Int64, cute
 
+from jax_fastattn.kernels import tile_lists
+from jax_fastattn.kernels.arguments import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.plan import Bounds, Order, TileRange
+from jax_fastattn.kernels.tile_lists import DEAD_ROWS, HEADER_WORDS, LIVE, RANK_MASK, RANK_SHIFT, TILE_MASK
 
 Int = Any  # a Python int or a device integer
 
@@ -67,6 +71,95 @@ class Phase(NamedTuple):
         return self.edges is not None
 
 
+class Turn(NamedTuple):
+    """The turn of a tile of keys among those that a query tile sees.
+
+    Attributes:
+        before: how many come before it.
+        is_first: whether none does.
+        is_last: whether none comes after it.
+    """
+
+    before: Int
+    is_first: Any
+    is_last: Any
+
+
+class Planes(NamedTuple):
+    """Where batch entries and heads have their lists and bits, as launches know it.
+
+    Attributes:
+        batch: planes of bits from one batch entry to the next; 0 if all entries share them.
+        head, kv_head: planes from one query head, or from one key/value head, to the next. One of them is 1 and the
+            other one 0; both are 0 if all heads share a plane.
+        tile: 1; 0 if all tiles of queries share the first one's list, since no query differs from another.
+    """
+
+    batch: Any
+    head: Any
+    kv_head: Any
+    tile: Any
+
+    @classmethod
+    def of(cls, scalars: Scalars | Sizes) -> Planes:
+        """Returns those of a launch."""
+        return cls(scalars.visit_batch, scalars.visit_head, scalars.visit_kv_head, scalars.visit_tile)
+
+    def bits(self, batch: Int, head: Int, kv_head: Int) -> Int:
+        """Returns the plane of bits of a query head; of tiles of queries it is that of lists as well."""
+        return batch * self.batch + head * self.head + kv_head * self.kv_head
+
+    def query_lists(self, batch: Int, kv_head: Int, kv_heads: Int) -> Int:
+        """Returns the plane of lists of tiles of keys, which the heads of a group share."""
+        return batch * cutlass.min(self.batch, kv_heads) + kv_head * (self.head + self.kv_head)
+
+    def row(self, plane: Int, tile: Int, tiles: Int) -> Int:
+        """Returns the index of the list of an own tile, of so many; `bits_address` wants it, too."""
+        return plane * ((tiles - 1) * self.tile + 1) + tile * self.tile
+
+
+@dataclass(frozen=True)
+class GlobalList:
+    """A list in global memory, see `tile_lists.py`.
+
+    Attributes:
+        address: of its header.
+    """
+
+    address: Int64
+
+    @classmethod
+    def of(cls, lists: cute.Pointer, row: Int32, visited_tiles: Int32) -> GlobalList:
+        """Returns the list of an own tile, given its index (`Planes.row`) and how many tiles the visited side has."""
+        return cls(lists.toint() + Int64(row) * tile_lists.list_words(visited_tiles) * 4)
+
+    def counts(self) -> tuple[Int32, Int32, Int32]:
+        """Loads how many edge and full tiles there are, and whether some own row is dead."""
+        edges, fulls, has_dead_rows, _ = (cute.arch.make_warp_uniform(x) for x in ptx.load_global_chunk(self.address))
+        return edges, fulls, has_dead_rows
+
+    def live_rows(self) -> list[Int32]:
+        """Loads which of up to 128 own rows are live."""
+        return ptx.load_global_chunk(self.address + 4 * LIVE)
+
+    def load(self, position: Int32) -> Int32:
+        """Loads an entry. One load in 32 misses L1."""
+        return ptx.load_global_int(self.address + (HEADER_WORDS + position) * 4)
+
+
+def bits_address(bits: cute.Pointer, row: Int32, tile: Int32, visited_tiles: Int32, nbytes: int) -> Int64:
+    """Returns the address of the bits of a tile, which its live rows follow.
+
+    Args:
+        bits: of the launch.
+        row: index of the own tile, see `Planes.row`.
+        tile: the visited tile.
+        visited_tiles: how many there are.
+        nbytes: `PrepassConfig.tile_nbytes`.
+    """
+    return bits.toint() + (Int64(row) * visited_tiles + tile) * nbytes
+
+
 @dataclass(frozen=True)
 class Visit:
     """Visits the positions [begin, end); of these, [full_begin, full_end) need no mask.
@@ -79,6 +172,7 @@ class Visit:
             kernel takes apart from its loops, see `rest`.
         edges: what masked tiles may hold.
         masks_high: whether a loop visits masked tiles after the full ones.
+        entries: the list that positions are places of; None for a range. Tests have one without a device.
     """
 
     begin: Int
@@ -87,6 +181,7 @@ class Visit:
     full_end: Int
     edges: Edges
     masks_high: bool
+    entries: Any = None
 
     @classmethod
     def of_range(cls, tiles: TileRange, edges: Edges, *, masks_high: bool | None = None) -> Visit:
@@ -99,9 +194,62 @@ class Visit:
         """
         return cls(*tiles, edges, edges.high if masks_high is None else masks_high)
 
+    @classmethod
+    def listed(cls, entries: GlobalList, edges: Int, fulls: Int, *, fulls_first: bool) -> Visit:
+        """Returns the visit of a list of tiles.
+
+        Args:
+            entries: the list.
+            edges, fulls: how many edge and full tiles it has.
+            fulls_first: whether full tiles come first, as in lists of tiles of queries.
+        """
+        count = edges + fulls
+        if fulls_first:
+            return cls(Int32(0), count, Int32(0), fulls, Edges(False, True), True, entries)
+        return cls(Int32(0), count, edges, count, Edges(True, False), False, entries)
+
+    @classmethod
+    def of_list(cls, entries: GlobalList, *, fulls_first: bool) -> Visit:
+        """Returns the visit of a list in global memory; see `listed`."""
+        edges, fulls, _ = entries.counts()
+        return cls.listed(entries, edges, fulls, fulls_first=fulls_first)
+
+    def entry(self, position: Int) -> Int:
+        """Returns what is known of the tile at a position: a list's entry, else the position.
+
+        A role that has to know several things, or knows the position early, keeps it.
+        """
+        return position if self.entries is None else self.entries.load(position)
+
+    def tile_of(self, entry: Int) -> Int:
+        """Returns the index of the tile of an entry."""
+        return entry if self.entries is None else entry & TILE_MASK
+
     def tile(self, position: Int) -> Int:
         """Returns the index of the tile at a position."""
-        return position
+        return self.tile_of(self.entry(position))
+
+    def is_edge(self, position: Int) -> Any:
+        """Returns whether the tile at a position needs a mask."""
+        return (position < self.full_begin) | (position >= self.full_end)
+
+    def has_dead_rows(self, entry: Int) -> Any:
+        """Returns whether an edge tile of a list has rows that see nothing, or that nothing sees, in it."""
+        return (entry & DEAD_ROWS) != 0
+
+    def turn(self, entry: Int, own: Int, seen: Callable[[Int], TileRange]) -> Turn:
+        """Returns the turn of the visiting tile of keys among those that see the query tile of an entry.
+
+        Args:
+            entry: see `entry`.
+            own: the tile of keys.
+            seen: computes the tiles of keys that a query tile sees; called if no list knows the turn.
+        """
+        if self.entries is None:
+            tiles = seen(entry)
+            return Turn(own - tiles.begin, tiles.begin == own, tiles.end == own + 1)
+        before = (entry >> RANK_SHIFT) & RANK_MASK
+        return Turn(before, before == 0, entry < 0)
 
     def phases(self, order: Order) -> list[Phase]:
         """Returns the loops of the visit, in order; those that can never have a position are left out."""
@@ -142,7 +290,12 @@ class Visit:
         return replace(self, begin=begin, full_begin=full_begin, full_end=full_end)
 
     def own(self, bounds: Bounds, row: Int32, rows: int, keys: int) -> Visit:
-        """Returns those positions of a CTA's visit that the query rows [row, row + rows) see, in tiles of `keys`."""
+        """Returns those positions of a CTA's visit that the query rows [row, row + rows) see, in tiles of `keys`.
+
+        Of a list these are all.
+        """
+        if self.entries is not None:
+            return self
         seen = bounds.key_tiles(row, rows, keys)
         end = _clamp(seen.end, self.begin, self.end)
         begin = _clamp(seen.begin, self.begin, end)
@@ -153,7 +306,8 @@ class Visit:
     def uniform(self) -> Visit:
         """Tells the compiler that all lanes run through loops around wgmma equally often."""
         ends = (self.begin, self.end, self.full_begin, self.full_end)
-        return Visit(*[cute.arch.make_warp_uniform(Int32(end)) for end in ends], self.edges, self.masks_high)
+        uniform = [cute.arch.make_warp_uniform(Int32(end)) for end in ends]
+        return Visit(*uniform, self.edges, self.masks_high, self.entries)
 
 
 def mask_past_end(tiles: TileRange, has_some: Any, *, low: bool) -> TileRange:

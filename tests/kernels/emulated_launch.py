@@ -15,7 +15,7 @@ from emulated_backward import Sizes
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import fake_arguments
-from jax_fastattn.kernels.arguments import Scalars, launch_buffers, named_buffers
+from jax_fastattn.kernels.arguments import VISIT_SCALARS, Scalars, launch_buffers, named_buffers
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec
 
@@ -45,6 +45,7 @@ def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
         window_right=sizes.right,
         sinks_stride=sizes.kv_heads * spec.group,
         multiprocessors=MULTIPROCESSORS,
+        **dict.fromkeys(VISIT_SCALARS),
         scale=sizes.scale,
         logits_soft_cap=sizes.cap,
     )

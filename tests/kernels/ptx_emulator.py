@@ -313,6 +313,14 @@ class Cta:
     def do_rcp(self, *a: Any) -> None:
         self._simple(np.reciprocal, *a)
 
+    def do_popc(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        self.put(operands[0], np.bitwise_count(self.get(operands[1], np.uint32)).astype(np.uint32), active)
+
+    def do_bmsk(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        first, count = (np.minimum(self.get(x, np.uint32), 32).astype(np.uint64) for x in operands[1:])
+        one = np.uint64(1)
+        self.put(operands[0], (((one << count) - one) << first).astype(np.uint32), active)
+
     def do_tanh(self, *a: Any) -> None:
         self._simple(np.tanh, *a)
 
@@ -417,6 +425,9 @@ class Cta:
 
     def do_vote(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         warps = (self.registers[operands[1]] & active).reshape(-1, 32)
+        if "ballot" in parts:
+            words = (warps.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32)
+            return self.put(operands[0], np.repeat(words, 32), active)
         self.put(operands[0], np.repeat(warps.any(1), 32), active)
 
     def do_bar(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:

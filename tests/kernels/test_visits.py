@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from jax_fastattn.kernels.plan import Order, TileRange
-from jax_fastattn.kernels.visits import Edges, Phase, Visit
+from jax_fastattn.kernels.tile_lists import DEAD_ROWS, LAST, RANK_SHIFT
+from jax_fastattn.kernels.visits import Edges, Phase, Planes, Turn, Visit
 
 ENDS = range(2, 7)
 
@@ -64,3 +65,49 @@ def test_the_high_edge_may_be_in_the_tile_taken_apart() -> None:
         if tiles.begin < tiles.end and tiles.full_end >= tiles.end - 1:
             visit = Visit.of_range(tiles, Edges(True, True), masks_high=False)
             assert visited(visit.rest(Order.DOWN).phases(Order.DOWN)) == expected(tiles, Order.DOWN)[1:]
+
+
+class ListOnHost(list[int]):
+    """A list without header, for visits on Python integers."""
+
+    load = list.__getitem__
+
+
+@pytest.mark.parametrize("fulls_first", [True, False])
+def test_a_list_is_visited_from_its_end(fulls_first: bool) -> None:
+    for edges, fulls in itertools.product(range(4), repeat=2):
+        # Tiles 10, 11, ... are edges, 20, 21, ... are full.
+        groups = [[10 + i for i in range(edges)], [20 + i for i in range(fulls)]]
+        entries = ListOnHost(itertools.chain(*(groups[::-1] if fulls_first else groups)))
+        visit = Visit.listed(entries, edges, fulls, fulls_first=fulls_first)
+        positions = visited(visit.phases(Order.DOWN))
+        assert [(visit.tile(i), masked) for i, masked in positions] == [(x, x < 20) for x in entries[::-1]]
+        assert all(bool(visit.is_edge(i)) == masked for i, masked in positions)
+        if entries:
+            assert visited(visit.rest(Order.DOWN).phases(Order.DOWN)) == positions[1:]
+
+
+def test_what_an_entry_says() -> None:
+    entries = ListOnHost([7, 7 | DEAD_ROWS | 3 << RANK_SHIFT, 8 | LAST, 9 | LAST | 1 << RANK_SHIFT])
+    visit = Visit.listed(entries, 4, 0, fulls_first=False)
+    assert [visit.tile(i) for i in range(4)] == [7, 7, 8, 9]
+    assert [visit.has_dead_rows(x) for x in entries] == [False, True, False, False]
+    turns = [visit.turn(x, 0, lambda _: pytest.fail("a list knows")) for x in entries]
+    assert turns == [Turn(0, True, False), Turn(3, False, False), Turn(0, True, True), Turn(1, False, True)]
+
+
+def test_the_turn_in_a_range() -> None:
+    visit = Visit.of_range(TileRange(0, 4, 0, 4), Edges(False, False))
+    assert visit.turn(2, 5, lambda tile: TileRange(tile + 1, 7, 0, 0)) == Turn(2, False, False)
+    assert visit.turn(2, 3, lambda tile: TileRange(tile + 1, 4, 0, 0)) == Turn(0, True, True)
+
+
+def test_planes() -> None:
+    # Two entries of four query heads and two key/value heads, all with bits of their own.
+    planes = Planes(4, 1, 0, 1)
+    assert [planes.bits(b, h, h // 2) for b in range(2) for h in range(4)] == list(range(8))
+    assert [planes.query_lists(b, k, 2) for b in range(2) for k in range(2)] == list(range(4))
+    # The same with bits for each key/value head, and with one plane for each entry.
+    assert [Planes(2, 0, 1, 1).bits(b, h, h // 2) for b in range(2) for h in range(4)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [Planes(1, 0, 0, 1).query_lists(b, k, 2) for b in range(2) for k in range(2)] == [0, 0, 1, 1]
+    assert planes.row(3, 2, 5) == 17 and Planes(4, 1, 0, 0).row(3, 2, 5) == 3

@@ -337,3 +337,21 @@ def wait_global(address: Int64, count: Int32, *, loc: Any = None, ip: Any = None
 def load_global_ordered(address: Int64, *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """Loads four float32 that other CTAs have written, behind a fence."""
     return _asm("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", [address], True, loc, ip)
+
+
+@dsl_user_op
+def load_global_int(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Loads 4 bytes."""
+    return _asm("ld.global.b32 $0, [$1];", "r", "l", [address], True, loc, ip)
+
+
+@dsl_user_op
+def load_global_byte(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Loads a byte."""
+    return _asm("ld.global.u8 $0, [$1];", "r", "l", [address], True, loc, ip)
+
+
+@dsl_user_op
+def bit_range(first: Int32, count: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Returns a word whose bits [first, first + count) are set; both numbers are 0 to 32."""
+    return _asm("bmsk.clamp.b32 $0, $1, $2;", "r", "rr", [Int32(first), Int32(count)], False, loc, ip)

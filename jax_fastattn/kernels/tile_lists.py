@@ -1,0 +1,207 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of tiles and bits of scores: what the prepass writes for a boolean mask or segment ids, and kernels read.
+
+An attention kernel works on tiles of queries (`key_lists`: the key tiles of each) or on tiles of keys (`query_lists`:
+the query tiles of each). The side whose tiles have lists is the own side, the other one the visited side. The prepass
+classifies every pair of tiles by the whole predicate: mask, window, lengths, offset and ids. An empty tile is left out,
+a full one needs no predicate, and an edge tile has bits. docs/kernels/masks.md has drawings.
+
+A list is a row of int32: a header, then an entry for each visited tile that is not empty. Key lists have the full tiles
+first and query lists the edge tiles, each group ascending; kernels visit a list from its last entry to its first one.
+
+Pure Python, no import of the DSL: `classify` is the rule of the prepass, which tests compare with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Int = Any  # a Python int or a device integer
+
+# Words of a list's header: how many edge and full tiles it has, whether some own row is dead, and which own rows are
+# live, a bit each. A row is live if it sees something, or if it lies past the end of the array.
+HEADER_WORDS = 8
+EDGES, FULLS, HAS_DEAD_ROWS, LIVE = 0, 1, 2, 4
+LIVE_WORDS = 4
+
+# Parts of an entry. The rank says how many own tiles before this one visit the tile, in query lists only, and the last
+# bit that none after this one does. An edge tile has dead rows if a row of the visited side is not live in it.
+TILE_MASK = 0x7FFF
+DEAD_ROWS = 1 << 15
+RANK_SHIFT, RANK_MASK = 16, 0x7FFF
+LAST = -(1 << 31)
+
+# Up to how many rows an own side has live rows in the header; kernels with larger tiles do not ask.
+MAX_LIVE_ROWS = 32 * LIVE_WORDS
+
+# How many tiles a side may have.
+MAX_TILES = TILE_MASK + 1
+
+
+@dataclass(frozen=True)
+class PrepassConfig:
+    """The tiles of the kernel that reads the results.
+
+    Attributes:
+        rows: queries of a tile, a multiple of 32.
+        keys: keys of a tile, a multiple of 16.
+        transposed: whether lists are those of tiles of keys; rows of the kernel's accumulators are keys then.
+    """
+
+    rows: int
+    keys: int
+    transposed: bool = False
+
+    @property
+    def own(self) -> int:
+        """Rows of a tile of the own side, which are those of the kernel's accumulators."""
+        return self.keys if self.transposed else self.rows
+
+    @property
+    def visited(self) -> int:
+        """Rows of a tile of the visited side, which are columns of the kernel's accumulators."""
+        return self.rows if self.transposed else self.keys
+
+    @property
+    def words(self) -> int:
+        """Words of a lane for 16 accumulator rows: one for each 64 columns."""
+        return -(-self.visited // 64)
+
+    @property
+    def bits_nbytes(self) -> int:
+        """Bytes of the bits of a tile."""
+        return self.own // 16 * self.words * 128
+
+    @property
+    def tile_nbytes(self) -> int:
+        """Bytes from one tile to the next: bits, then the live words of the visited side, in 16 bytes."""
+        return self.bits_nbytes + 4 * LIVE_WORDS
+
+
+def list_words(visited_tiles: Int) -> Int:
+    """Returns the int32 words of a list, a multiple of 4, given how many tiles the visited side has."""
+    return HEADER_WORDS + (visited_tiles + 3) // 4 * 4
+
+
+class Sizes(NamedTuple):
+    """What the shapes of the results depend on.
+
+    Attributes:
+        batch: batch entries with lists of their own, B or 1.
+        heads: heads with bits of their own, in each entry: query heads, key/value heads, or 1.
+        members: heads that share a list: those of a group, where lists are those of keys.
+        query_length, key_length: of the evaluated matrix.
+    """
+
+    batch: int
+    heads: int
+    members: int
+    query_length: int
+    key_length: int
+
+
+def shapes(config: PrepassConfig, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the buffers that the prepass writes, by name; all are int32."""
+    query_tiles, key_tiles = -(-sizes.query_length // config.rows), -(-sizes.key_length // config.keys)
+    own, visited = (key_tiles, query_tiles) if config.transposed else (query_tiles, key_tiles)
+    planes = (sizes.batch, sizes.heads // sizes.members)
+    found = {
+        "lists": (*planes, own, list_words(visited)),
+        "bits": (sizes.batch, sizes.heads, own, visited, config.tile_nbytes // 4),
+        "classes": (*planes, own, visited),
+    }
+    if config.transposed:
+        found |= {"counts": (*planes, query_tiles), "places": (*planes, query_tiles, key_tiles)}
+    return found
+
+
+class Entry(NamedTuple):
+    """An entry of a list, on Python integers.
+
+    Attributes:
+        tile: the visited tile.
+        has_dead_rows: see `DEAD_ROWS`.
+        rank: see `RANK_SHIFT`; 0 in key lists.
+        is_last: see `LAST`; False in key lists.
+    """
+
+    tile: int
+    has_dead_rows: bool
+    rank: int = 0
+    is_last: bool = False
+
+    @classmethod
+    def of(cls, word: int) -> Entry:
+        """Reads an entry off its word."""
+        return cls(word & TILE_MASK, bool(word & DEAD_ROWS), word >> RANK_SHIFT & RANK_MASK, word < 0)
+
+
+@dataclass(frozen=True)
+class TileList:
+    """A list, on Python integers.
+
+    Attributes:
+        edges, fulls: its entries, ascending.
+        live: for each own row that exists, whether it sees something.
+    """
+
+    edges: list[Entry]
+    fulls: list[Entry]
+    live: list[bool]
+
+
+# A matrix [queries, keys] of booleans, of Python or of numpy.
+Seen = Sequence[Sequence[bool]]
+
+
+def classify(config: PrepassConfig, planes: Sequence[Seen], query_end: int | None = None) -> list[TileList]:
+    """Returns the list of each own tile: the rule that the prepass implements.
+
+    Args:
+        config: sizes of the tiles.
+        planes: what is visible, for each of the heads that share lists; a tile is full if it is in all of them.
+        query_end: queries from there on are padding, whose results key-list kernels discard: they make no tile an edge
+            there. Query lists hide them.
+    """
+    sees = [[list(map(bool, row)) for row in plane] for plane in planes]
+    end = len(sees[0]) if query_end is None else query_end
+    hidden = [[row if i < end else [False] * len(row) for i, row in enumerate(plane)] for plane in sees]
+    length = len(sees[0]) if config.transposed else end
+    if config.transposed:
+        sides = [[list(column) for column in zip(*plane, strict=True)] for plane in hidden]
+        lists = [_tile_list(config, sides, first, length) for first in range(0, len(sides[0]), config.own)]
+        return [_ranked(lists, i) for i in range(len(lists))]
+    return [_tile_list(config, hidden, first, length) for first in range(0, len(hidden[0]), config.own)]
+
+
+def _tile_list(config: PrepassConfig, planes: Sequence[Seen], first: int, queries: int) -> TileList:
+    """Returns the list of the own tile with a first row; `planes` are `[own, visited]`."""
+    rows = [plane[first : first + config.own] for plane in planes]
+    edges, fulls, size = [], [], config.visited
+    for tile, start in enumerate(range(0, len(planes[0][0]), size)):
+        blocks = [[row[start : start + size] for row in plane] for plane in rows]
+        if not any(any(map(any, block)) for block in blocks):
+            continue
+        # Queries past the end count as full, keys past the end as hidden.
+        keys = len(rows[0]) if config.transposed else len(blocks[0][0])
+        counted = blocks if config.transposed else [block[: max(queries - first, 0)] for block in blocks]
+        if keys == config.keys and all(all(map(all, block)) for block in counted):
+            fulls.append(Entry(tile, False))
+        else:
+            edges.append(Entry(tile, not all(any(column) for block in blocks for column in zip(*block, strict=True))))
+    live = [any(any(plane[i]) for plane in rows) for i in range(len(rows[0]))]
+    return TileList(edges, fulls, live)
+
+
+def _ranked(lists: list[TileList], own: int) -> TileList:
+    """Returns a query list with ranks."""
+
+    def ranked(entry: Entry) -> Entry:
+        visits = [any(entry.tile == x.tile for x in (*other.edges, *other.fulls)) for other in lists]
+        return entry._replace(rank=sum(visits[:own]), is_last=not any(visits[own + 1 :]))
+
+    found = lists[own]
+    return TileList([ranked(x) for x in found.edges], [ranked(x) for x in found.fulls], found.live)

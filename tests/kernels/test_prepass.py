@@ -1,0 +1,57 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The prepass in the emulator: lists, ranks, live rows and bits against a brute-force predicate."""
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import emulated_prepass
+from emulated_prepass import Predicate
+
+from jax_fastattn.kernels.tile_lists import PrepassConfig
+
+# One kind of each: tiles of one and of several words, keys that fill no word, more rows than live words.
+TILES = (
+    PrepassConfig(64, 64),
+    PrepassConfig(192, 96),
+    PrepassConfig(128, 80),
+    PrepassConfig(64, 128, transposed=True),
+    PrepassConfig(32, 48, transposed=True),
+)
+
+CASES = {
+    "random": Predicate(mask=(2, 1, 133, 201)),
+    "aligned-blocks": Predicate(mask=(2, 1, 300, 320), queries=300, keys=320, blocks=64, density=0.6),
+    "per-head": Predicate(mask=(1, 4, 133, 208), query_heads=4, group=2, keys=208, blocks=50),
+    "per-kv-head": Predicate(mask=(2, 2, 133, 201), query_heads=4, group=2, blocks=50),
+    "one-row": Predicate(mask=(2, 1, 1, 201), blocks=50),
+    "one-column": Predicate(mask=(2, 1, 133, 1)),
+    "one-element": Predicate(mask=(1, 1, 1, 1)),
+    "causal": Predicate(mask=(1, 1, 133, 201), right=0, blocks=50),
+    "window": Predicate(mask=(1, 1, 300, 320), queries=300, keys=320, left=70, right=3, density=1.0),
+    "offsets": Predicate(mask=(1, 1, 133, 201), right=0, left=90, offsets=(-20, 64), density=0.9, blocks=20),
+    "lengths": Predicate(
+        mask=(1, 1, 133, 201), query_lengths=(70, 0), key_lengths=(201, 100), density=0.9, blocks=20
+    ),
+    "ids": Predicate(segments=4, queries=300, keys=320),
+    "unsorted-ids": Predicate(segments=2, sorted_ids=False),
+    "aligned-documents": Predicate(segments=1, document=128, queries=384, keys=256),
+    "one-document-causal": Predicate(segments=1, document=999, queries=256, keys=256, right=0),
+    "everything": Predicate(
+        mask=(2, 1, 133, 201),
+        segments=2,
+        right=4,
+        left=100,
+        offsets=(3, -5),
+        query_lengths=(133, 90),
+        key_lengths=(180, 201),
+        density=0.9,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=lambda x: f"{x.rows}x{x.keys}{'-transposed' * x.transposed}")
+@pytest.mark.parametrize("predicate", CASES.values(), ids=CASES)
+def test_lists_and_bits(predicate: Predicate, tiles: PrepassConfig) -> None:
+    emulated_prepass.check(predicate, tiles)

@@ -1,0 +1,97 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The rule of the prepass against brute force, on small matrices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jax_fastattn.kernels.tile_lists import Entry, PrepassConfig, Sizes, TileList, classify, list_words, shapes
+
+TILES = tuple(
+    PrepassConfig(rows, keys, transposed) for rows in (2, 3) for keys in (1, 2) for transposed in (False, True)
+)
+
+
+def matrices() -> Iterator[np.ndarray]:
+    """Every 3 x 3 matrix, and random larger ones."""
+    for bits in itertools.product((False, True), repeat=9):
+        yield np.array(bits).reshape(3, 3)
+    random = np.random.default_rng(0)
+    for density in (0.2, 0.7, 0.95):
+        yield random.random((7, 5)) < density
+
+
+def own_side(config: PrepassConfig, seen: np.ndarray) -> np.ndarray:
+    """Returns the matrix `[own, visited]`."""
+    return seen.T if config.transposed else seen
+
+
+def entries(each: TileList) -> list[Entry]:
+    return each.edges + each.fulls
+
+
+@pytest.mark.parametrize("config", TILES, ids=str)
+def test_a_list_has_what_is_visible(config: PrepassConfig) -> None:
+    for seen in matrices():
+        matrix, lists = own_side(config, seen), classify(config, [seen])
+        assert len(lists) == -(-len(matrix) // config.own)
+        for own, each in enumerate(lists):
+            rows = matrix[own * config.own :][: config.own]
+            tiles = {i: rows[:, i : i + config.visited] for i in range(0, matrix.shape[1], config.visited)}
+            visible = [i // config.visited for i, tile in tiles.items() if tile.any()]
+            assert sorted(entry.tile for entry in entries(each)) == visible
+            assert each.live == list(rows.any(1))
+            for entry in entries(each):
+                tile = tiles[entry.tile * config.visited]
+                # Keys past the end of the array are hidden, queries past it are not looked at.
+                keys = tile.shape[0] if config.transposed else tile.shape[1]
+                assert (entry in each.fulls) == (tile.all() and keys == config.keys)
+                assert entry.has_dead_rows == (entry in each.edges and not tile.any(0).all())
+
+
+def test_ranks_count_the_lists_before() -> None:
+    for seen in matrices():
+        config = PrepassConfig(2, 1, transposed=True)
+        lists = [{entry.tile: entry for entry in entries(each)} for each in classify(config, [seen])]
+        for tile in range(-(-len(seen) // config.rows)):
+            found = [each[tile] for each in lists if tile in each]
+            assert [entry.rank for entry in found] == list(range(len(found)))
+            assert [entry.is_last for entry in found] == [i == len(found) - 1 for i in range(len(found))]
+
+
+def test_heads_that_share_a_list() -> None:
+    config, some, none = PrepassConfig(2, 2, transposed=True), np.ones((2, 2), bool), np.zeros((2, 2), bool)
+    assert classify(config, [some, some]) == [TileList([], [Entry(0, False, 0, True)], [True, True])]
+    assert classify(config, [some, none]) == [TileList([Entry(0, True, 0, True)], [], [True, True])]
+    assert classify(config, [none, none]) == [TileList([], [], [False, False])]
+
+
+def test_padding_queries() -> None:
+    seen = np.ones((4, 2), bool)
+    queries = classify(PrepassConfig(4, 2), [seen], query_end=3)
+    assert queries == [TileList([], [Entry(0, False)], [True, True, True, False])]
+    keys = classify(PrepassConfig(4, 2, transposed=True), [seen], query_end=3)
+    assert keys == [TileList([Entry(0, True, 0, True)], [], [True, True])]
+
+
+def test_an_entry_is_read_as_it_is_written() -> None:
+    assert Entry.of(5 | 1 << 15 | 3 << 16) == Entry(5, True, 3, False)
+    assert Entry.of(0x7FFF - (1 << 31)) == Entry(0x7FFF, False, 0, True)
+
+
+def test_shapes_are_those_of_the_kernels_tiles() -> None:
+    found = shapes(PrepassConfig(64, 128, transposed=True), Sizes(2, 6, 3, 130, 300))
+    assert found == {
+        "lists": (2, 2, 3, list_words(3)),
+        "bits": (2, 6, 3, 3, (1024 + 16) // 4),
+        "classes": (2, 2, 3, 3),
+        "counts": (2, 2, 3),
+        "places": (2, 2, 3, 3),
+    }
+    assert list_words(3) == 12 and list_words(4) == 12 and list_words(5) == 16
+    assert PrepassConfig(128, 80).tile_nbytes == 2064 and PrepassConfig(192, 128).bits_nbytes == 3072
