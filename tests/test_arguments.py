@@ -13,6 +13,7 @@ import pytest
 from jax_fastattn import ffi
 from jax_fastattn.kernels.arguments import (
     SCALAR_DTYPES,
+    VISIT_SCALARS,
     Scalars,
     Sizes,
     buffers_type,
@@ -46,7 +47,8 @@ def test_operands_come_before_results_and_results_before_scratch(spec: KernelSpe
 def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     plain = configured(KernelSpec("backward", "sm_90a", "float16", 64, 64, family="sm90"))
     absent = {"query_seq_lengths", "key_value_seq_lengths", "query_offset", "dlse"}
-    tiles, sinks = {"query_tiles", "key_tiles"}, {"sinks", "dsinks_terms"}
+    listed = {"query_lists", "query_bits", "key_tile_counts"}
+    tiles, sinks = {"query_tiles", "key_tiles", "key_lists", "key_bits", *listed}, {"sinks", "dsinks_terms"}
     assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks
     # Backward, sinks alone do not say that their gradient is asked for.
     full = dataclasses.replace(plain, sinks=True, **dict.fromkeys(absent, True))
@@ -58,6 +60,10 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     assert launch_buffers(full)["dq"] == "float16" and launch_buffers(full)["head_ready"] == "int32"
     dkdv = launch_buffers(configured(dataclasses.replace(full, head_dim=192)))
     assert dkdv["dq_accum"] is dkdv["dq_semaphore"] is None
+    # A kernel that computes dq alone visits keys.
+    lists = [configured(dataclasses.replace(plain, listed=True, head_dim=head_dim)) for head_dim in (64, 192)]
+    assert all(launch_buffers(spec)[name] == "int32" for spec in lists for name in listed)
+    assert [launch_buffers(spec)["key_lists"] for spec in lists] == [None, "int32"]
 
 
 def test_integers_come_before_floats() -> None:
@@ -66,6 +72,14 @@ def test_integers_come_before_floats() -> None:
     assert set(SCALAR_DTYPES.values()) == {"int32", "float32"}
     assert scalars.of_dtype("int32") + scalars.of_dtype("float32") == tuple(scalars)
     assert Sizes.of(scalars) == Sizes._fields
+
+
+def test_scalars_of_lists_are_no_parameters_without_lists() -> None:
+    absent = dict.fromkeys(VISIT_SCALARS)
+    scalars = Scalars(**{name: name for name in Scalars._fields} | absent)
+    assert scalars.of_dtype("int32") == tuple(
+        x for x in Scalars._fields if SCALAR_DTYPES[x] == "int32" and x not in absent
+    )
 
 
 def test_a_launch_takes_all_operands_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,7 +238,7 @@ class Scalars(NamedTuple):
         window_right: the same to the right.
         sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
         multiprocessors: of the GPU; decides about speed alone.
-        visit_batch, visit_head, visit_kv_head, visit_tile: see `visits.Planes`; None, which is no parameter, if the
+        visit_batch, visit_head, visit_kv_head, visit_tile: see `lists.Planes`; None, which is no parameter, if the
             compile key has no lists.
         scale: factor on q . k, of any sign.
         logits_soft_cap: the cap; 0, and not read, if the compile key has none.
@@ -353,7 +353,7 @@ def launch_scalars(
     Args:
         problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
         multiprocessors: how many the GPU has.
-        visit: those of lists, see `visits.Planes`.
+        visit: those of lists, see `lists.Planes`.
     """
     left, right = problem.spec.bounds
     return Scalars(

@@ -108,4 +108,5 @@ class KernelSpec:
             offset=self.query_offset,
             packed=self.packed,
             rules=any(program.has_rule for program in self.programs),
+            listed=self.listed,
         )

@@ -92,6 +92,7 @@ class BoundsKind:
         offset: whether there are offsets.
         packed: whether rows are those of packed sequences.
         rules: whether a feature hides scores one by one, so that no tile is full.
+        listed: whether lists stand for all bounds, see `tile_lists.py`.
     """
 
     left: bool = False
@@ -101,6 +102,7 @@ class BoundsKind:
     offset: bool = False
     packed: bool = False
     rules: bool = False
+    listed: bool = False
 
     @property
     def hides_first_keys(self) -> bool:
@@ -134,8 +136,8 @@ class BoundsKind:
 
     @property
     def one_sided_window(self) -> bool:
-        """Whether some tiles see much more than others: the window has one bound."""
-        return self.left != self.right
+        """Whether some tiles see much more than others: the window has one bound, or lists may say so."""
+        return self.listed or self.left != self.right
 
 
 @dataclass(frozen=True)

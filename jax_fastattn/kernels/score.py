@@ -21,6 +21,7 @@ from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.features.bits import BitRow, Bits
 from jax_fastattn.kernels.features.bounds import Visibility, hide
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
@@ -37,11 +38,11 @@ class Edge(NamedTuple):
     """What is hidden in an edge tile.
 
     Attributes:
-        rows: what each of the lane's accumulator rows sees by its limits.
+        rows: what each of the lane's accumulator rows sees by its limits, or by bits.
         rules: features that hide scores.
     """
 
-    rows: Sequence[Visibility]
+    rows: Sequence[Visibility] | Sequence[BitRow]
     rules: tuple[Feature, ...]
 
     def select(self, x: Float32, at: Element) -> Float32:
@@ -132,23 +133,26 @@ class Score:
         for i in range(_size(acc)) if self.steps else ():
             acc[i] = self.logit(acc[i], tile.at(i)).value
 
-    def edge(self, acc: Accumulator, tile: ScoreTile, limits: Sequence[Limits], *, check_low: bool) -> None:
+    def edge(self, acc: Accumulator, tile: ScoreTile, seen: Sequence[Limits] | Bits, *, check_low: bool) -> None:
         """As `full`, and puts -inf where a score does not count.
 
         Args:
             acc: the accumulator.
             tile: where it lies.
-            limits: the columns that each of the lane's accumulator rows sees.
-            check_low: whether their lower end can lie above the first column of a tile.
+            seen: the limits of the columns that each of the lane's accumulator rows sees, or bits.
+            check_low: whether the lower limit can lie above the first column of a tile.
         """
         self.full(acc, tile)
-        self.hide(acc, tile, limits, Float32(float("-inf")), check_low=check_low)
+        self.hide(acc, tile, seen, Float32(float("-inf")), check_low=check_low)
 
     def hide(
-        self, acc: Accumulator, tile: ScoreTile, limits: Sequence[Limits], hidden: Float32, *, check_low: bool
+        self, acc: Accumulator, tile: ScoreTile, seen: Sequence[Limits] | Bits, hidden: Float32, *, check_low: bool
     ) -> None:
         """Puts `hidden` where a score does not count, in place; see `edge`."""
-        hide(acc, tile, limits, hidden, check_low=check_low)
+        if isinstance(seen, Bits):
+            seen.hide(acc, tile, hidden)
+        else:
+            hide(acc, tile, seen, hidden, check_low=check_low)
         for rule in self.rules:
             for i in range(_size(acc)):
                 acc[i] = ptx.where(rule.sees(tile.at(i)), acc[i], hidden)
@@ -192,8 +196,8 @@ class Score:
     def _probability(logit: Logit, lse2: Float32) -> Float32:
         return ptx.exp2(logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2))
 
-    def edges(self, rows: Sequence[Visibility]) -> Edge:
-        """Returns what is hidden in an edge tile, given what rows see by their limits."""
+    def edges(self, rows: Sequence[Visibility] | Sequence[BitRow]) -> Edge:
+        """Returns what is hidden in an edge tile, given what rows see by their limits, or by bits."""
         return Edge(rows, self.rules)
 
 

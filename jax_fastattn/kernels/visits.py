@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, cute
 
-from jax_fastattn.kernels import tile_lists
-from jax_fastattn.kernels.arguments import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.lists import GlobalList
 from jax_fastattn.kernels.plan import Bounds, Order, TileRange
-from jax_fastattn.kernels.tile_lists import DEAD_ROWS, HEADER_WORDS, LIVE, RANK_MASK, RANK_SHIFT, TILE_MASK
+from jax_fastattn.kernels.tile_lists import DEAD_ROWS, RANK_MASK, RANK_SHIFT, TILE_MASK
 
 Int = Any  # a Python int or a device integer
 
@@ -83,81 +82,6 @@ class Turn(NamedTuple):
     before: Int
     is_first: Any
     is_last: Any
-
-
-class Planes(NamedTuple):
-    """Where batch entries and heads have their lists and bits, as launches know it.
-
-    Attributes:
-        batch: planes of bits from one batch entry to the next; 0 if all entries share them.
-        head, kv_head: planes from one query head, or from one key/value head, to the next. One of them is 1 and the
-            other one 0; both are 0 if all heads share a plane.
-        tile: 1; 0 if all tiles of queries share the first one's list, since no query differs from another.
-    """
-
-    batch: Any
-    head: Any
-    kv_head: Any
-    tile: Any
-
-    @classmethod
-    def of(cls, scalars: Scalars | Sizes) -> Planes:
-        """Returns those of a launch."""
-        return cls(scalars.visit_batch, scalars.visit_head, scalars.visit_kv_head, scalars.visit_tile)
-
-    def bits(self, batch: Int, head: Int, kv_head: Int) -> Int:
-        """Returns the plane of bits of a query head; of tiles of queries it is that of lists as well."""
-        return batch * self.batch + head * self.head + kv_head * self.kv_head
-
-    def query_lists(self, batch: Int, kv_head: Int, kv_heads: Int) -> Int:
-        """Returns the plane of lists of tiles of keys, which the heads of a group share."""
-        return batch * cutlass.min(self.batch, kv_heads) + kv_head * (self.head + self.kv_head)
-
-    def row(self, plane: Int, tile: Int, tiles: Int) -> Int:
-        """Returns the index of the list of an own tile, of so many; `bits_address` wants it, too."""
-        return plane * ((tiles - 1) * self.tile + 1) + tile * self.tile
-
-
-@dataclass(frozen=True)
-class GlobalList:
-    """A list in global memory, see `tile_lists.py`.
-
-    Attributes:
-        address: of its header.
-    """
-
-    address: Int64
-
-    @classmethod
-    def of(cls, lists: cute.Pointer, row: Int32, visited_tiles: Int32) -> GlobalList:
-        """Returns the list of an own tile, given its index (`Planes.row`) and how many tiles the visited side has."""
-        return cls(lists.toint() + Int64(row) * tile_lists.list_words(visited_tiles) * 4)
-
-    def counts(self) -> tuple[Int32, Int32, Int32]:
-        """Loads how many edge and full tiles there are, and whether some own row is dead."""
-        edges, fulls, has_dead_rows, _ = (cute.arch.make_warp_uniform(x) for x in ptx.load_global_chunk(self.address))
-        return edges, fulls, has_dead_rows
-
-    def live_rows(self) -> list[Int32]:
-        """Loads which of up to 128 own rows are live."""
-        return ptx.load_global_chunk(self.address + 4 * LIVE)
-
-    def load(self, position: Int32) -> Int32:
-        """Loads an entry. One load in 32 misses L1."""
-        return ptx.load_global_int(self.address + (HEADER_WORDS + position) * 4)
-
-
-def bits_address(bits: cute.Pointer, row: Int32, tile: Int32, visited_tiles: Int32, nbytes: int) -> Int64:
-    """Returns the address of the bits of a tile, which its live rows follow.
-
-    Args:
-        bits: of the launch.
-        row: index of the own tile, see `Planes.row`.
-        tile: the visited tile.
-        visited_tiles: how many there are.
-        nbytes: `PrepassConfig.tile_nbytes`.
-    """
-    return bits.toint() + (Int64(row) * visited_tiles + tile) * nbytes
 
 
 @dataclass(frozen=True)

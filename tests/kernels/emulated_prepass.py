@@ -115,9 +115,10 @@ class Predicate:
         """Heads that share a list."""
         return self.group if config.transposed and self.heads == self.query_heads and self.heads > 1 else 1
 
-    def sizes(self, config: PrepassConfig) -> tile_lists.Sizes:
-        """Returns the sizes that the results depend on."""
-        return tile_lists.Sizes(self.entries, self.heads, self.members(config), self.queries, self.keys)
+    def sizes(self, config: PrepassConfig, *, one_row: bool = False) -> tile_lists.Sizes:
+        """Returns the sizes that the results depend on; with `one_row` those of the first tile of queries."""
+        queries = config.rows if one_row else self.queries
+        return tile_lists.Sizes(self.entries, self.heads, self.members(config), queries, self.keys)
 
     def spec(self, config: PrepassConfig, arch: str = "sm_80") -> KernelSpec:
         """Returns the compile key."""
@@ -137,11 +138,11 @@ class Predicate:
             config=config,
         )
 
-    def scalars(self, config: PrepassConfig) -> PrepassScalars:
+    def scalars(self, config: PrepassConfig, *, one_row: bool = False) -> PrepassScalars:
         """Returns the scalars of a launch."""
         mask = self.mask or (1, 1, 1, 1)
         return PrepassScalars(
-            **self.sizes(config)._asdict(),
+            **self.sizes(config, one_row=one_row)._asdict(),
             mask_batch=mask[1] if mask[0] > 1 else 0,
             mask_rows=mask[2],
             mask_keys=mask[3],
@@ -155,15 +156,24 @@ def _texts(spec: KernelSpec) -> dict[str, str]:
     return compile_kernel(PrepassKernel(spec), spec)
 
 
-def run(predicate: Predicate, config: PrepassConfig, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns what the prepass writes, by name; what it does not write is -77."""
+def run(
+    predicate: Predicate, config: PrepassConfig, operands: dict[str, np.ndarray], *, one_row: bool = False
+) -> dict[str, np.ndarray]:
+    """Returns what the prepass writes, by name; what it does not write is -77.
+
+    Args:
+        predicate: what hides pairs.
+        config: sizes of the tiles.
+        operands: of the call; those that the prepass lacks are ignored.
+        one_row: whether all tiles of queries share a list.
+    """
     spec = predicate.spec(config)
-    shapes = tile_lists.shapes(config, predicate.sizes(config))
+    shapes = tile_lists.shapes(config, predicate.sizes(config, one_row=one_row))
     arrays: dict[str, Any] = {name: x.astype(np.uint8) if x.dtype == bool else x for name, x in operands.items()}
     arrays |= {name: np.full(shape, -77, np.int32) for name, shape in shapes.items()}
     memory, buffers = place(spec, arrays)
     texts = _texts(spec)
-    for launch in PrepassKernel(spec).launches(buffers, predicate.scalars(config)):
+    for launch in PrepassKernel(spec).launches(buffers, predicate.scalars(config, one_row=one_row)):
         parameters = arguments(launch)
         ptx_emulator.launch(text(launch, texts), parameters, memory, number(launch.grid), launch.shared_bytes)
     return {name: memory.read(getattr(buffers, name), shape, np.int32) for name, shape in shapes.items()}

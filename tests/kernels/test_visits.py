@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+from jax_fastattn.kernels.lists import Planes
 from jax_fastattn.kernels.plan import Order, TileRange
 from jax_fastattn.kernels.tile_lists import DEAD_ROWS, LAST, RANK_SHIFT
-from jax_fastattn.kernels.visits import Edges, Phase, Planes, Turn, Visit
+from jax_fastattn.kernels.visits import Edges, Phase, Turn, Visit
 
 ENDS = range(2, 7)
 

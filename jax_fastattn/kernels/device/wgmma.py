@@ -332,6 +332,33 @@ def zero_hidden_rows(
     cutlass.if_generate(end - begin < rows, zero)
 
 
+def zero_dead_rows(rows: int, operands: Sequence[tuple[Int32, int]], live: list[Int32]) -> None:
+    """Zeroes the rows of swizzled tiles whose bit is 0; the caller fences and synchronizes.
+
+    A row is zeroed by one thread, whose index in the CTA is the row's up to a multiple of 128.
+
+    Args:
+        rows: of each tile, at most 128.
+        operands: the address and the columns of each tile.
+        live: a bit for each row, in words of 32.
+    """
+    # Read anew, see `zero_hidden_rows`.
+    row = ptx.thread_index() % 128
+    word = live[0]
+    for i in range(1, (rows + 31) // 32):
+        word = ptx.where(row // 32 == i, live[i], word)
+
+    def clear() -> None:
+        for address, columns in operands:
+            row_nbytes = 2 * atom_columns(columns)
+            for block in range(2 * columns // row_nbytes):
+                start = address + row * row_nbytes + block * rows * row_nbytes
+                for chunk in range(0, row_nbytes, 16):
+                    ptx.store_shared_chunk(start + chunk, [Int32(0)] * 4)
+
+    cutlass.if_generate(Boolean(Boolean(((word >> (row % 32)) & 1) == 0) & Boolean(row < rows)), clear)
+
+
 def zero_rows(tile: Int32, shape: tuple[int, int], span: tuple[Int32, Int32], *, thread: Int32, threads: int) -> None:
     """Zeroes the rows [first, last) of a swizzled tile; the caller fences and synchronizes.
 

@@ -23,6 +23,7 @@ from jax_fastattn.kernels.sm90.geometry import (
     Registers,
     padded_head_dim,
 )
+from jax_fastattn.kernels.tile_lists import PrepassConfig
 
 # By consumer warpgroups: an SM has 64 K registers.
 _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
@@ -88,6 +89,11 @@ class ForwardConfig:
     def slot_rows(self) -> tuple[int, int]:
         """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
         return self.rows, self.keys
+
+    @property
+    def prepass(self) -> PrepassConfig:
+        """The tiles of the prepass for its lists."""
+        return PrepassConfig(self.rows, self.keys)
 
     @property
     def tiles(self) -> str:

@@ -12,14 +12,15 @@ Key tiles are visited from the right edge to the left:
     [begin, full_begin)       masked: left window edge
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, ForwardConfig
 from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
@@ -82,6 +83,20 @@ class _OwnTile:
     visit: Visit
     rows: ScoreRows
     query_fragments: cute.Tensor
+
+
+class _Edge(NamedTuple):
+    """What is known of a key tile before its scores are.
+
+    Attributes:
+        rows: what becomes of the scores of the lane's two rows.
+        masked: whether the tile has a mask.
+        entry: of an edge tile of a list.
+    """
+
+    rows: ScoreRows
+    masked: bool
+    entry: Int32 | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +164,7 @@ class ForwardConsumer:
             own_row = tile.row + group * WARPGROUP_ROWS
             visit = visit.own(tile.bounds, own_row, WARPGROUP_ROWS, self.call.config.keys)
         first_row = tile.row + self.lane.row
-        limits = [tile.bounds.key_limits(first_row + 8 * i) for i in range(2)]
+        limits = [] if spec.listed else [tile.bounds.key_limits(first_row + 8 * i) for i in range(2)]
         rows = ScoreRows(score, first_row, limits, tile.visit.edges.low)
         self.products.out.fill(0.0)
         self.softmax.clear()
@@ -229,18 +244,60 @@ class ForwardConsumer:
 
     # Key tiles that the warpgroup sees.
 
+    def _edge(self, own: _OwnTile, index: Int32, *, masked: bool) -> _Edge:
+        """Loads the bits of an edge tile of a list, so that they are on their way when its product is issued."""
+        if own.tile.bits is None or not masked:
+            return _Edge(own.rows, masked)
+        entry = cute.arch.make_warp_uniform(own.visit.entry(index))
+        words = own.tile.bits.fragment(own.visit.tile_of(entry), self._fragment, self.lane.thread % 32)
+        return _Edge(replace(own.rows, seen=Bits([words])), masked, entry)
+
+    def _first_edge(self, own: _OwnTile, index: Int32) -> _Edge:
+        """Does the same for the first tile, which counts as masked, and has no bits if it is full."""
+        bits = own.tile.bits
+        if bits is None:
+            return _Edge(own.rows, True)
+        words = cute.make_rmem_tensor((bits.config.words,), Int32)
+        words.fill(-1)
+        entry = cute.arch.make_warp_uniform(own.visit.entry(index))
+
+        def load() -> None:
+            loaded = bits.fragment(own.visit.tile_of(entry), self._fragment, self.lane.thread % 32)
+            for i, word in enumerate(loaded):
+                words[i] = word
+
+        cutlass.if_generate(Boolean(own.visit.is_edge(index)), load)
+        seen = Bits([[words[i] for i in range(bits.config.words)]])
+        return _Edge(replace(own.rows, seen=seen), True, entry)
+
+    @property
+    def _fragment(self) -> Int32:
+        """Which 16 of the CTA's rows are those of the warp."""
+        return self.lane.group * (WARPGROUP_ROWS // 16) + self.lane.warp
+
+    def _zero_dead_values(self, own: _OwnTile, index: Int32, edge: _Edge) -> None:
+        """Zeroes the rows of V of an edge tile of a list that no query of the CTA sees."""
+        if edge.entry is None:
+            return
+        # With overlap V of this tile follows K of the next one, which exists unless this tile is the last one.
+        follows = Boolean(index > own.visit.begin)
+        keys = ptx.where(follows, Int32(1), Int32(0)) if self.call.config.overlap_qk_pv else Int32(0)
+        self.operands.zero_dead_values(own.tile, edge.entry, lambda: self.ring.peek(keys))
+
     def _first_tile(self, own: _OwnTile, index: Int32, ahead: Int32) -> None:
         """Computes P of the first tile, after `ahead` tiles that only others see; without overlap adds its values."""
         config = self.call.config
+        edge = self._first_edge(own, index)
         stage = self.ring.consumer_wait()
         self.products.start_scores(own.query_fragments, stage)
         if config.overlap_qk_pv:
             self._skip_stage(ahead)
         warpgroup.wait_group(0)
         self.ring.consumer_release(stage)
-        loaded = self.features.consumer_wait(own.rows, own.tile, own.visit.tile(index))
+        loaded = self.features.consumer_wait(edge.rows, own.tile, own.visit.tile(index))
         self.softmax.first_tile(own.visit.tile(index), loaded.rows)
         self.features.consumer_release(loaded)
+        self._zero_dead_values(own, index, edge)
         if own.tile.bounds.kind.hides_last_keys:
             # With overlap V of this tile follows K of the next one, which exists unless this tile is the only one.
             next_keys = (
@@ -252,6 +309,7 @@ class ForwardConsumer:
 
     def _overlapped_tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
         """Computes P of this tile, with P V of the previous one in flight during the softmax."""
+        edge = self._edge(own, index, masked=masked)
         key_stage = self.ring.consumer_wait()
         self.ping_pong.wait()
         self.products.start_scores(own.query_fragments, key_stage)
@@ -259,24 +317,27 @@ class ForwardConsumer:
         self.products.add_values(value_stage)
         self.ping_pong.pass_on()
         warpgroup.wait_group(1)
-        self._probabilities(own, index, key_stage, masked=masked)
+        self._probabilities(own, index, key_stage, edge)
         self.ring.consumer_release(value_stage)
+        self._zero_dead_values(own, index, edge)
 
     def _tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
         """Computes one tile after the other; other warpgroups fill the gaps."""
+        edge = self._edge(own, index, masked=masked)
         stage = self.ring.consumer_wait()
         self.ping_pong.wait()
         self.products.start_scores(own.query_fragments, stage)
         self.ping_pong.pass_on()
         warpgroup.wait_group(0)
-        self._probabilities(own, index, stage, masked=masked)
+        self._probabilities(own, index, stage, edge)
+        self._zero_dead_values(own, index, edge)
         self._last_values(own, index)
 
-    def _probabilities(self, own: _OwnTile, index: Int32, stage: Int32, *, masked: bool) -> None:
+    def _probabilities(self, own: _OwnTile, index: Int32, stage: Int32, edge: "_Edge") -> None:
         """Computes P of a tile with K in a stage, which is released; awaits products in flight, and rescales O."""
         tile = own.visit.tile(index)
-        loaded = self.features.consumer_wait(own.rows, own.tile, tile)
-        if masked:
+        loaded = self.features.consumer_wait(edge.rows, own.tile, tile)
+        if edge.masked:
             self.softmax.masked_tile(tile, stage, loaded.rows)
         else:
             self.softmax.full_tile(tile, stage, loaded.rows)

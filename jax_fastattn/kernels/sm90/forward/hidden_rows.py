@@ -4,13 +4,15 @@
 
 Keys past the end of the array are zeros by TMA. Keys that no query of the batch entry sees may hold anything: scores of
 them are masked, and the consumers zero those rows of V (0 * NaN is NaN). They lie at the end of the first tile that is
-visited, or at the beginning of the last one.
+visited, or at the beginning of the last one. A list says of each edge tile whether it has keys that no query of the CTA
+sees, wherever they lie.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cutlass import Int32, cute
+import cutlass
+from cutlass import Boolean, Int32, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import copies, ptx, wgmma
@@ -84,6 +86,25 @@ class SharedOperands:
             threads=128,
             barrier=ForwardBarrier.WARPGROUP,
         )
+
+    def zero_dead_values(self, tile: QueryTile, entry: Int32, stage: Callable[[], Int32]) -> None:
+        """Zeroes the rows of V that no query of the tile sees, if there are some. Every warpgroup does so for itself.
+
+        Args:
+            tile: of queries.
+            entry: of the key tile in its list.
+            stage: waits for V and returns its stage; called if there is something to zero.
+        """
+        assert tile.bits is not None
+        keys, bits = self.call.config.keys, tile.bits
+
+        def zero() -> None:
+            live = bits.live_rows(tile.visit.tile_of(entry))
+            wgmma.zero_dead_rows(keys, [(self.shared.stage_address(stage()), self.call.memory.v_head_dim)], live)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self._sync_warpgroup()
+
+        cutlass.if_generate(Boolean(tile.visit.has_dead_rows(entry)), zero)
 
     def _sync_warpgroup(self) -> None:
         cute.arch.barrier(barrier_id=ForwardBarrier.WARPGROUP.at(self.lane.group), number_of_threads=128)

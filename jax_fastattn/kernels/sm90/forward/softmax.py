@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, softmax, warp_scores, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
@@ -34,13 +35,13 @@ class ScoreRows:
     Attributes:
         score: from products to logits.
         first: the first of the rows; the other one is 8 further.
-        limits: the keys that each of them sees.
-        check_low: whether their lower end can lie inside of a tile.
+        seen: the limits of the keys that each of them sees, or the bits of an edge tile.
+        check_low: whether the lower limit can lie inside of a tile.
     """
 
     score: Score
     first: Int32
-    limits: list[plan.Limits]
+    seen: list[plan.Limits] | Bits
     check_low: bool
 
 
@@ -145,7 +146,7 @@ class OnlineSoftmax:
     def _hide(self, index: Int32, rows: ScoreRows) -> None:
         """Turns the scores of a key tile into logits, and hides those that do not count."""
         tile = self._tile(index, rows)
-        rows.score.edge(self.products.scores, tile, rows.limits, check_low=rows.check_low)
+        rows.score.edge(self.products.scores, tile, rows.seen, check_low=rows.check_low)
 
     def _raise_maxima(self) -> Boolean:
         """Turns scores into probabilities relative to the running maxima, which it raises first, in place.

@@ -9,12 +9,13 @@ from cutlass import Int32
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
-from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
 from jax_fastattn.kernels.sm90.forward.schedule import ForwardSchedule, PersistentPackedTiles
@@ -36,6 +37,7 @@ class QueryTile:
         kv_head: key/value head.
         bounds: what its rows may see, see `plan.Bounds`.
         visit: the key tiles that some row sees.
+        bits: which scores of edge tiles count; None without lists.
     """
 
     config: ForwardConfig
@@ -47,16 +49,21 @@ class QueryTile:
     kv_head: Int32
     bounds: plan.Bounds
     visit: Visit
+    bits: TileBits | None
 
     @classmethod
-    def of(cls, spec: KernelSpec, config: ForwardConfig, work: Work) -> "QueryTile":
+    def of(cls, call: "Call", work: Work) -> "QueryTile":
         """Returns a tile of the schedule with what its rows see."""
+        config, bits = call.config, None
         row = work.tile * config.rows
         bounds = work.sequence.bounds()
-        tiles = bounds.key_tiles(row, config.rows, config.keys)
-        visit = Visit.of_range(tiles, Edges(bounds.kind.left, True)).uniform()
+        if call.spec.listed:
+            visit, bits = call.listed(work)
+        else:
+            tiles = bounds.key_tiles(row, config.rows, config.keys)
+            visit = Visit.of_range(tiles, Edges(bounds.kind.left, True)).uniform()
         queries, keys = work.sequence.queries, work.sequence.keys
-        return cls(config, work.tile, row, queries, keys, work.head, work.kv_head, bounds, visit)
+        return cls(config, work.tile, row, queries, keys, work.head, work.kv_head, bounds, visit, bits)
 
     @property
     def score_head(self) -> Head:
@@ -98,7 +105,16 @@ class Call:
 
     def each_tile(self, visit: Callable[[QueryTile], None]) -> None:
         """Calls `visit` for each tile of queries of the CTA; the producer and the consumers visit the same ones."""
-        self.schedule.each(self.buffers, self.scalars, lambda work: visit(QueryTile.of(self.spec, self.config, work)))
+        self.schedule.each(self.buffers, self.scalars, lambda work: visit(QueryTile.of(self, work)))
+
+    def listed(self, work: Work) -> tuple[Visit, TileBits]:
+        """Returns the key tiles that a tile of queries visits by its list, and its bits."""
+        config, scalars, planes = self.config, self.scalars, Planes.of(self.scalars)
+        plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
+        row = planes.row(plane, work.tile, copies.count(scalars.query_length, config.rows))
+        key_tiles = copies.count(scalars.key_length, config.keys)
+        visit = Visit.of_list(GlobalList.of(self.buffers.key_lists, row, key_tiles), fulls_first=True)
+        return visit.uniform(), TileBits.of(config.prepass, self.buffers.key_bits, row, key_tiles)
 
     def fetch_tiles(self) -> None:
         """Fetches tiles for the CTA by the tile counter. One lane calls it."""

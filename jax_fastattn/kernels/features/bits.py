@@ -1,0 +1,60 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A mask or segment ids as a predicate: bits say which scores of an edge tile count, see docs/kernels/masks.md."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cutlass import Boolean, Float32, Int32, cute
+
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.features.places import ScoreTile
+
+
+class Bits(NamedTuple):
+    """Which scores of a lane's part of a tile count.
+
+    Attributes:
+        words: for each block of 16 accumulator rows the words of its columns, 64 each.
+    """
+
+    words: Sequence[Sequence[Int32]]
+
+    def sees(self, row: int, column: int) -> Boolean:
+        """Returns whether a score counts.
+
+        Args:
+            row: which of the lane's accumulator rows, see `mma.accumulator_row`.
+            column: of the score, counted from the lane's first one.
+        """
+        bit = 16 * (row % 2) + 2 * (column // 8 % 8) + column % 2
+        # Bit 31 alone is a negative number.
+        mask = Int32((1 << bit) - (1 << 32 if bit == 31 else 0))
+        return Boolean((self.words[row // 2][column // 64] & mask) != 0)
+
+    def hide(self, acc: Accumulator, tile: ScoreTile, hidden: Float32) -> None:
+        """Puts `hidden` where a score does not count, in place."""
+        for index in range(len(acc) if isinstance(acc, list) else cute.size(acc)):
+            at = tile.at(index)
+            acc[index] = ptx.where(self.sees(at.i, at.column), acc[index], hidden)
+
+    def rows(self) -> "list[BitRow]":
+        """Returns what each of the lane's accumulator rows sees."""
+        return [BitRow(self, i) for i in range(2 * len(self.words))]
+
+
+class BitRow(NamedTuple):
+    """What one accumulator row sees; `bounds.Visibility` has the same interface.
+
+    Attributes:
+        bits: of the tile.
+        row: which of the lane's accumulator rows it is.
+    """
+
+    bits: Bits
+    row: int
+
+    def select(self, x: Float32, at: int) -> Float32:
+        """Returns x where column `at`, counted from the lane's first one, is seen, else 0."""
+        return ptx.where(self.bits.sees(self.row, at), x, Float32(0.0))
