@@ -225,7 +225,7 @@ def test_a_fallback_warns_once_with_its_reasons() -> None:
 def test_a_fallback_says_what_to_do_instead(option: dict[str, Any], remedies: list[str]) -> None:
     """And `explain` says the same."""
     query, key = jnp.zeros((2, 5, 3, 8), jnp.bfloat16), jnp.zeros((2, 7, 3, 8), jnp.bfloat16)
-    with pytest.warns(UserWarning, match="takes the XLA path") as caught, target_arch("sm_90a"):
+    with pytest.warns(UserWarning, match="takes the XLA path") as caught, target_arch("sm_80"):
         calls.cuda_text(functools.partial(attention, **option), query, key, key)
         explained = str(explain(query, key, key, **option))
     for remedy in remedies:
@@ -270,6 +270,27 @@ def test_a_fallback_names_the_line_of_the_user_not_of_a_library(name: str) -> No
 
 
 @pytest.mark.usefixtures("_cuda")
+@pytest.mark.parametrize(
+    "option",
+    [{"mask": jnp.ones((2, 1, 5, 7), bool)}, {"segment_ids": (jnp.zeros((2, 5), int), jnp.zeros((2, 7), int))}],
+)
+def test_a_prepass_comes_before_the_kernel(option: dict[str, Any]) -> None:
+    """It is a custom call of its own without side effects, so that XLA merges the equal ones of layers."""
+    query, key = jnp.zeros((2, 5, 3, 64), jnp.bfloat16), jnp.zeros((2, 7, 3, 64), jnp.bfloat16)
+
+    def layers(query: jax.Array, key: jax.Array) -> jax.Array:
+        for _ in range(2):
+            query = attention(query, key, key, implementation="cuda", **option)
+        return query
+
+    with target_arch("sm_90a"):
+        text = calls.cuda_text(layers, query, key)
+    # Two layers share the function of one, with the prepass and the kernel.
+    assert text.count("stablehlo.custom_call @jax_fastattn_launch") == 2
+    assert "has_side_effect" not in text
+
+
+@pytest.mark.usefixtures("_cuda")
 @pytest.mark.parametrize("library", ["keras", "equinox", "equimo", "ejkernel"])
 def test_a_fallback_passes_over_the_frames_of(library: str) -> None:
     """Some of these need not be installed: a function of a module of that name stands in."""
@@ -298,14 +319,16 @@ def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         return [line.removeprefix("  - ") for line in listed]
 
     case = Case(query_length=5, key_length=7, group=2, head_dim=264, v_head_dim=272, bias="ts", mask="ts")
-    expected = unsupported_reasons(case.problem(), "sm_90a")
+    expected = unsupported_reasons(case.problem(), "sm_90a", "forward")
     assert reasons() == [str(reason) for reason in expected]
-    assert [reason.kind for reason in expected] == ["dtype", "head_dim", "head_dim", "bias", "mask"]
-    assert [bool(reason.remedy) for reason in expected] == [True, False, False, True, True]
+    assert [reason.kind for reason in expected] == ["dtype", "head_dim", "head_dim", "bias"]
+    assert [bool(reason.remedy) for reason in expected] == [True, False, False, True]
     monkeypatch.setattr(ffi.registry, "named_arch", lambda: "sm_75")
-    assert reasons() == [str(reason) for reason in unsupported_reasons(case.problem(), "sm_75")]
+    assert reasons() == [str(reason) for reason in unsupported_reasons(case.problem(), "sm_75", "forward")]
     monkeypatch.setattr(ffi.registry, "_is_installed", lambda module: False)
-    assert reasons() == ffi.missing_parts() + [str(reason) for reason in expected]
+    # It is not known then whether there are kernels that take the mask.
+    unknown = unsupported_reasons(case.problem(), None, "forward")
+    assert reasons() == ffi.missing_parts() + [str(x) for x in unknown if x.kind != "architecture"]
 
 
 @pytest.mark.usefixtures("_cuda")

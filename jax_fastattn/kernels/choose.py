@@ -13,7 +13,8 @@ from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.forward import config as sm90
-from jax_fastattn.spec import Problem
+from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.spec import AttentionSpec, Problem
 
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
 SHORT_LENGTH = 2048
@@ -64,13 +65,39 @@ def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
     return replace(spec, config=config, exact_cap=exact_cap)
 
 
+def is_listed(problem: Problem) -> bool:
+    """Returns whether kernels visit tiles by lists: they take no mask or segment ids otherwise."""
+    return not {"mask", "query_segment_ids"}.isdisjoint(problem.spec.present)
+
+
+def prepass_spec(spec: AttentionSpec, config: PrepassConfig, arch: str) -> KernelSpec:
+    """Returns the compile key of the prepass whose lists a kernel reads, given the tiles of that kernel."""
+    left, right = spec.bounds
+    return KernelSpec(
+        op="prepass",
+        arch=arch,
+        # Neither dtype nor head dims matter.
+        dtype="bfloat16",
+        head_dim=64,
+        v_head_dim=64,
+        window_left=left is not None,
+        window_right=right is not None,
+        query_seq_lengths="query_seq_lengths" in spec.present,
+        key_value_seq_lengths="key_value_seq_lengths" in spec.present,
+        query_offset="query_offset" in spec.present,
+        mask="mask" in spec.present,
+        segment_ids="query_segment_ids" in spec.present,
+        config=config,
+    )
+
+
 def kernel_spec(
     problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False, dsinks: bool = False
 ) -> KernelSpec:
     """Returns the compile key of a problem that kernels run; see `KernelSpec` for dlse and dsinks."""
     spec = problem.spec
     left, right = spec.bounds
-    packed = problem.num_sequences > 0
+    packed, listed = problem.num_sequences > 0, is_listed(problem)
     family = "sm90" if arch == "sm_90a" else "sm80"
     key = KernelSpec(
         op=op,
@@ -79,12 +106,14 @@ def kernel_spec(
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         group=problem.group,
-        window_left=left is not None,
-        window_right=right is not None,
-        query_seq_lengths="query_seq_lengths" in spec.present,
-        key_value_seq_lengths="key_value_seq_lengths" in spec.present,
-        query_offset="query_offset" in spec.present or problem.packed_offsets,
+        # Lists stand for the predicate; the forward kernel still zeroes padding rows of Q.
+        window_left=left is not None and not listed,
+        window_right=right is not None and not listed,
+        query_seq_lengths="query_seq_lengths" in spec.present and not (listed and op == "backward"),
+        key_value_seq_lengths="key_value_seq_lengths" in spec.present and not listed,
+        query_offset=("query_offset" in spec.present or problem.packed_offsets) and not listed,
         packed=packed,
+        listed=listed,
         logits_soft_cap=spec.logits_soft_cap is not None,
         exact_cap="sinks" in spec.present,
         sinks="sinks" in spec.present and op == "forward",

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED
-from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.choose import is_listed, kernel_spec
+from jax_fastattn.kernels.tile_lists import MAX_TILES
 from jax_fastattn.spec import UNBOUNDED, Problem, is_known
 
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 
+Op = Literal["forward", "backward"]
 
 # Dispatch alone finds reasons of the first line.
 # fmt: off
@@ -56,8 +58,29 @@ _REMEDIES: dict[Kind, str] = {
 }
 
 
-def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
-    """Returns every reason why no CUDA kernel can run `problem` on `arch`; none when one can."""
+# Which kernels visit tiles by lists, and so take masks and segment ids.
+_LISTED: tuple[tuple[str, Op], ...] = (("sm_90a", "forward"),)
+
+# Up to which length lists have numbers for all tiles, of 32 rows at least.
+MAX_LISTED_LENGTH = 32 * MAX_TILES
+
+
+def _without_lists(arch: str | None, op: Op | None) -> list[Op]:
+    """Returns the passes that `arch` has no kernels with lists for, of the one that is asked for or of both."""
+    ops: tuple[Op, ...] = ("forward", "backward") if op is None else (op,)
+    return [x for x in ops if (arch, x) not in _LISTED]
+
+
+def unsupported_reasons(problem: Problem, arch: str | None, op: Op | None = None) -> list[Reason]:
+    """Returns every reason why no CUDA kernel can run `problem` on `arch`; none when one can.
+
+    Args:
+        problem: the call.
+        arch: the architecture; None if it is not known.
+        op: the pass that is to run; by default both.
+    """
+    missing = _without_lists(arch, op)
+    listed = is_listed(problem)
     present, symbolic = problem.spec.present, problem.symbolic_sizes
     longest = max(size for size in (0, problem.query_length, problem.key_length) if is_known(size))
     is_known_arch, head_dims = arch in ARCHITECTURES + BORROWED, (problem.head_dim, problem.v_head_dim)
@@ -75,8 +98,17 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         (not symbolic, "symbolic", f"sizes are symbolic: {', '.join(symbolic)}"),
         (longest <= UNBOUNDED, "length", f"a length is {longest}; the kernels take at most {UNBOUNDED}"),
         ("bias" not in present, "bias", "`bias` is given; the kernels take none"),
-        ("mask" not in present, "mask", "`mask` is given; the kernels take none"),
-        ("query_segment_ids" not in present, "segment_ids", "segment ids are given; the kernels take none"),
+        ("mask" not in present or not missing, "mask", "`mask` is given; the kernels take none"),
+        (
+            "query_segment_ids" not in present or not missing,
+            "segment_ids",
+            "segment ids are given; the kernels take none",
+        ),
+        (
+            not listed or bool(missing) or longest <= MAX_LISTED_LENGTH,
+            "length",
+            f"a length is {longest}; with a mask or segment ids the kernels take at most {MAX_LISTED_LENGTH}",
+        ),
     ]
     return [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
 

@@ -67,7 +67,8 @@ def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> list[j
 
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, **params: Any) -> Any:
-    if not dispatch.takes_cuda(Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))):
+    problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
+    if not dispatch.takes_cuda(problem, "backward"):
         return _lower_portable(ACCELERATOR, ctx, *values, spec=spec, **params)
     return abstract.lower_on_one_device(lambda *arrays: _gradients(cuda.backward, arrays, spec, **params), ctx, *values)
 

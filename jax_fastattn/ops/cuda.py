@@ -8,12 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import jax
-import jax.core
 import jax.numpy as jnp
-from jax.interpreters import mlir
 
 from jax_fastattn import ffi
-from jax_fastattn._compat import Primitive
 from jax_fastattn.blocks import reduce_to
 from jax_fastattn.kernels.arguments import launch_scalars, present_buffers
 from jax_fastattn.kernels.choose import kernel_spec
@@ -21,12 +18,11 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
+from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
 from jax_fastattn.portable import scale_gradient
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Gradients, Operands, Problem
-
-launch_p = Primitive("jax_fastattn_launch")
-launch_p.multiple_results = True
 
 # Copies of 16 bytes need rows that are a multiple of 16 bytes apart.
 HEAD_DIM_MULTIPLE = 8
@@ -61,7 +57,9 @@ def _for_kernels(operands: Operands) -> Operands:
 
 
 def forward(spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None = None) -> tuple[jax.Array, jax.Array]:
-    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]` from one custom call.
+    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`.
+
+    They come from one custom call. A mask or segment ids take another one before it, the prepass.
 
     Args:
         spec: the static facts of the call.
@@ -74,7 +72,8 @@ def forward(spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None =
     rows = padded.query.shape[:3]
     shapes = {"out": rows + padded.value.shape[3:], "lse": rows}
     launched = {name: _joined_shape(shape, padded) for name, shape in shapes.items()}
-    found = _launch(kernel, problem, arrays | _records(kernel, padded), launched | forward_scratch(kernel))
+    arrays, lists = _with_lists(spec, padded, kernel, arrays)
+    found = _launch(kernel, problem, arrays | _records(kernel, padded), launched | forward_scratch(kernel), lists)
     out, lse = (found[name].reshape(shape) for name, shape in shapes.items())
     return cut_head_dim(out, operands.value.shape[3]), lse
 
@@ -115,6 +114,17 @@ def backward(
         sinks=None if sinks is None else sinks_gradient(sinks, found["dsinks_terms"], operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
+
+
+def _with_lists(
+    spec: AttentionSpec, operands: Operands, kernel: KernelSpec, arrays: dict[str, jax.Array | None]
+) -> tuple[dict[str, jax.Array | None], TileLists | None]:
+    """Returns the operands of a launch with lists in place of the predicate, and the lists; else all as it is."""
+    if not kernel.listed:
+        return arrays, None
+    lists = tile_lists(spec, operands, kernel.config.prepass)
+    kept = {name: x for name, x in arrays.items() if name not in PREDICATE or getattr(kernel, name, False)}
+    return kept | lists.buffers(), lists
 
 
 def _launched(spec: AttentionSpec, operands: Operands) -> tuple[Problem, dict[str, jax.Array | None]]:
@@ -170,6 +180,7 @@ def _launch(
     problem: Problem,
     operands: Mapping[str, jax.Array | None],
     shapes: Mapping[str, tuple[int, ...]],
+    lists: TileLists | None = None,
 ) -> dict[str, jax.Array]:
     """Binds one custom call; its buffers are those of `present_buffers`.
 
@@ -178,6 +189,7 @@ def _launch(
         problem: the problem that the kernel was chosen for.
         operands: the operands by name; None is absent.
         shapes: the shapes of the results and of scratch, by name.
+        lists: those that the kernel visits tiles by, if it does.
 
     Returns:
         The results and scratch by name.
@@ -187,7 +199,7 @@ def _launch(
     results = {name: (shapes[name], buffer.dtype) for name, buffer in buffers.items() if buffer.role != "operand"}
     given = {name for name, x in operands.items() if x is not None}
     assert given == set(names) and shapes.keys() == results.keys(), (kernel, given, set(shapes))
-    scalars = launch_scalars(problem, ffi.multiprocessors())
+    scalars = launch_scalars(problem, ffi.multiprocessors(), *([] if lists is None else [lists.planes]))
     found = launch_p.bind(
         *(operands[name] for name in names),
         kernel=kernel,
@@ -196,18 +208,3 @@ def _launch(
         results=tuple(results.values()),
     )
     return dict(zip(results, found, strict=True))
-
-
-def _launch_abstract(*_, results, **params):  # type: ignore[no-untyped-def]
-    del params
-    return [jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape, dtype in results]
-
-
-def _launch_lower(ctx, *operands, kernel, ints, floats, results):  # type: ignore[no-untyped-def]
-    del results
-    return ffi.custom_call(ctx, kernel, operands, ints, floats)
-
-
-launch_p.def_abstract_eval(_launch_abstract)
-# Not inlined: identical calls, as those of a model's layers, share one function and carry their kernel once.
-mlir.register_lowering(launch_p, _launch_lower, platform="cuda", inline=False)

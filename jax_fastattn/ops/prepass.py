@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The prepass as part of a launch: lists of tiles and bits of scores for a mask or segment ids.
+
+It is a custom call of its own without state, so that XLA merges equal ones: those of a model's layers, or those that a
+scan over layers hoists. Its results depend on the tiles of the kernel that reads them, and so on the architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastattn import ffi
+from jax_fastattn.kernels import tile_lists as layout
+from jax_fastattn.kernels.arguments import PrepassScalars, present_buffers
+from jax_fastattn.kernels.choose import prepass_spec
+from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
+
+# What lists stand for.
+PREDICATE = (
+    "mask",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_offset",
+)
+
+
+@dataclass(frozen=True)
+class TileLists:
+    """The results of the prepass, for kernels with the same tiles.
+
+    Attributes:
+        config: sizes of the tiles.
+        planes: the scalars of `kernels.lists.Planes`: where batch entries, query heads, key/value heads and tiles of
+            queries have theirs.
+        lists, bits: see `kernels/tile_lists.py`.
+        counts: how many tiles of keys visit each query tile; None for lists of tiles of queries.
+    """
+
+    config: PrepassConfig
+    planes: tuple[int, int, int, int]
+    lists: jax.Array
+    bits: jax.Array
+    counts: jax.Array | None = None
+
+    def buffers(self) -> dict[str, jax.Array | None]:
+        """Returns the operands of the launch that reads them, by name."""
+        if self.config.transposed:
+            return {"query_lists": self.lists, "query_bits": self.bits, "key_tile_counts": self.counts}
+        return {"key_lists": self.lists, "key_bits": self.bits}
+
+
+def tile_lists(spec: AttentionSpec, operands: Operands, config: PrepassConfig) -> TileLists:
+    """Returns the lists of a call, from one custom call.
+
+    Args:
+        spec: the static facts of the call.
+        operands: its arrays, of which it reads those of `PREDICATE`.
+        config: sizes of the tiles of the kernel that reads them.
+    """
+    kernel = prepass_spec(spec, config, ffi.arch())
+    one_row, sizes = _is_one_row(spec, operands, config), _sizes(operands, config)
+    if one_row:
+        sizes = sizes._replace(query_length=config.rows)
+    buffers = {name: buffer for name, buffer in present_buffers(kernel).items() if buffer is not None}
+    results = {name: buffer.dtype for name, buffer in buffers.items() if buffer.role != "operand"}
+    arrays = _arrays(operands)
+    shapes = layout.shapes(config, sizes)
+    found = launch_p.bind(
+        *(arrays[name] for name, buffer in buffers.items() if buffer.role == "operand"),
+        kernel=kernel,
+        ints=tuple(_scalars(spec, operands, sizes)),
+        floats=(),
+        results=tuple((shapes[name], dtype) for name, dtype in results.items()),
+    )
+    named = dict(zip(results, found, strict=True))
+    planes = (*_planes(operands, sizes), int(not one_row))
+    return TileLists(config, planes, named["lists"], named["bits"], named.get("counts"))
+
+
+def _sizes(operands: Operands, config: PrepassConfig) -> layout.Sizes:
+    """Returns what the shapes of the results depend on."""
+    batch, query_length, num_heads, _ = operands.query.shape
+    _, key_length, kv_heads, _ = operands.key.shape
+    mask = operands.mask
+    heads = 1 if mask is None else mask.shape[1]
+    per_entry = any(getattr(operands, name) is not None for name in PREDICATE[1:])
+    entries = batch if per_entry or (mask is not None and mask.shape[0] > 1) else 1
+    members = num_heads // kv_heads if config.transposed and heads == num_heads else 1
+    return layout.Sizes(entries, heads, members if heads > 1 else 1, query_length, key_length)
+
+
+def _planes(operands: Operands, sizes: layout.Sizes) -> tuple[int, int, int]:
+    """Returns how far planes of bits lie apart for batch entries, query heads and key/value heads."""
+    per_head = sizes.heads > 1
+    each_query_head = sizes.heads == operands.query.shape[2]
+    return (
+        sizes.heads if sizes.batch > 1 else 0,
+        int(per_head and each_query_head),
+        int(per_head and not each_query_head),
+    )
+
+
+def _is_one_row(spec: AttentionSpec, operands: Operands, config: PrepassConfig) -> bool:
+    """Returns whether no query differs from another, so that all tiles of queries have the first one's list."""
+    differ = (operands.query_segment_ids, operands.query_seq_lengths, operands.query_offset)
+    alike = spec.bounds == (None, None) and all(x is None for x in differ)
+    return not config.transposed and alike and operands.mask is not None and operands.mask.shape[2] == 1
+
+
+def _scalars(spec: AttentionSpec, operands: Operands, sizes: layout.Sizes) -> PrepassScalars:
+    left, right = spec.bounds
+    entries, heads, rows, keys = (1, 1, 1, 1) if operands.mask is None else operands.mask.shape
+    return PrepassScalars(
+        **sizes._asdict(),
+        mask_batch=heads if entries > 1 else 0,
+        mask_rows=rows,
+        mask_keys=keys,
+        window_left=UNBOUNDED if left is None else min(left, UNBOUNDED),
+        window_right=UNBOUNDED if right is None else min(right, UNBOUNDED),
+    )
+
+
+def _arrays(operands: Operands) -> dict[str, jax.Array | None]:
+    """Returns the predicate's operands by name, segment ids in int32."""
+    found = {name: getattr(operands, name) for name in PREDICATE}
+    queries, keys = operands.query_segment_ids, operands.key_value_segment_ids
+    if queries is not None and keys is not None:
+        found["query_segment_ids"], found["key_value_segment_ids"] = narrow_ids(queries, keys)
+    return found
+
+
+def narrow_ids(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns ids `[B, T]` and `[B, S]` as int32 that are equal where these are."""
+    if queries.dtype.itemsize <= 4:
+        return queries.astype(jnp.int32), keys.astype(jnp.int32)
+    # Places in the sorted ids of both: no bit may get lost.
+    both = jnp.sort(jnp.concatenate([queries, keys], axis=1), axis=1)
+    places = jax.vmap(jnp.searchsorted)
+    return places(both, queries).astype(jnp.int32), places(both, keys).astype(jnp.int32)

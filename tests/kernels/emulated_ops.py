@@ -1,0 +1,66 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs custom calls in the emulator of Hopper's kernels: what `ops/cuda.py` binds, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import emulated_hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ptx_emulator
+from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, number, place, text
+
+from jax_fastattn.kernels.arguments import (
+    SCALAR_DTYPES,
+    VISIT_SCALARS,
+    PrepassScalars,
+    Scalars,
+    present_buffers,
+)
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.prepass.kernel import PrepassKernel
+from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
+
+_prepasses: dict[KernelSpec, dict[str, str]] = {}
+
+
+def bind(*operands: jax.Array, kernel: KernelSpec, ints: Any, floats: Any, results: Any) -> list[jax.Array]:
+    """Takes the place of `launch_p.bind`. Results are poison where the kernel writes nothing."""
+    buffers = {name: buffer for name, buffer in present_buffers(kernel).items() if buffer is not None}
+    arrays: dict[str, np.ndarray] = {}
+    given, empty = iter(operands), iter(results)
+    for name, buffer in buffers.items():
+        if buffer.role == "operand":
+            x = np.asarray(next(given))
+            assert x.dtype == buffer.dtype, (name, x.dtype)
+            arrays[name] = x.astype(np.uint8) if x.dtype == bool else x
+        else:
+            shape, dtype = next(empty)
+            arrays[name] = np.full(shape, -77 if dtype == "int32" else np.nan, jnp.dtype(dtype))
+    memory, placed = place(kernel, arrays)
+    run = _prepass if kernel.op == "prepass" else _forward
+    run(kernel, placed, memory, tuple(ints), tuple(floats))
+    names = [name for name, buffer in buffers.items() if buffer.role != "operand"]
+    return [jnp.asarray(memory.read(getattr(placed, x), arrays[x].shape, arrays[x].dtype)) for x in names]
+
+
+def _prepass(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
+    assert not floats
+    if kernel not in _prepasses:
+        _prepasses[kernel] = compile_kernel(PrepassKernel(kernel), kernel)
+    for launch in PrepassKernel(kernel).launches(buffers, PrepassScalars(*ints)):
+        ptx = text(launch, _prepasses[kernel])
+        ptx_emulator.launch(ptx, arguments(launch), memory, number(launch.grid), launch.shared_bytes)
+
+
+def _forward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
+    assert kernel.op == "forward" and kernel.family == "sm90"
+    absent = () if kernel.listed else VISIT_SCALARS
+    names = [name for name in SCALAR_DTYPES if name not in absent]
+    scalars = Scalars(**dict(zip(names, (*ints, *floats), strict=True)), **dict.fromkeys(absent))
+    assert scalars.multiprocessors == MULTIPROCESSORS
+    for launch in ForwardKernel(kernel).launches(buffers, scalars):
+        emulated_hopper.start(launch, emulated_hopper.forward_texts(kernel), memory)

@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calls with masks and segment ids, from canonical operands to results, with emulated custom calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import emulated_ops
+import jax
+import jax.numpy as jnp
+import numpy as np
+from emulated_launch import MULTIPROCESSORS
+
+from jax_fastattn import ffi
+from jax_fastattn.canonical import canonicalize
+from jax_fastattn.ops import cuda, prepass
+from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import Operands
+from jax_fastattn.testing.poison import poison
+
+B, T, S, N, K = 2, 70, 141, 4, 2
+
+# Shapes of masks, and other arguments; "ids" says of how many documents.
+CASES: dict[str, dict[str, Any]] = {
+    "b1ts": {"mask": (B, 1, T, S)},
+    "11ts-causal": {"mask": (1, 1, T, S), "is_causal": True},
+    "bnts-dead-keys": {"mask": (B, N, T, S), "density": 0.01},
+    "1kts-window": {"mask": (1, K, T, S), "local_window_size": (30, 5)},
+    "bkts-sinks": {"mask": (B, K, T, S), "sinks": True},
+    "b11s": {"mask": (B, 1, 1, S)},
+    "111s-offset": {"mask": (1, 1, 1, S), "is_causal": True, "query_offset": (50, -3)},
+    "b1t1-cap": {"mask": (B, 1, T, 1), "logits_soft_cap": 2.0},
+    "ts-lengths": {"mask": (T, S), "query_seq_lengths": (70, 40), "key_value_seq_lengths": (100, 141)},
+    "ids": {"ids": 3},
+    "ids-causal-mask": {"ids": 3, "is_causal": True, "mask": (1, 1, T, S), "density": 0.9},
+    "d128": {"mask": (B, 1, T, S), "head_dim": 128},
+    "d40v128-ids": {"ids": 2, "head_dim": 40, "v_head_dim": 128},
+    "d192v128": {"mask": (B, N, T, S), "head_dim": 192, "v_head_dim": 128},
+}
+
+
+def draw(case: dict[str, Any]) -> tuple[Any, Operands]:
+    """Returns specification and canonical operands."""
+    random, case = np.random.default_rng(0), dict(case)
+    head_dim = case.pop("head_dim", 64)
+    v_head_dim, density = case.pop("v_head_dim", head_dim), case.pop("density", 0.4)
+    shapes = ((B, T, N, head_dim), (B, S, K, head_dim), (B, S, K, v_head_dim))
+    query, key, value = (jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    if shape := case.pop("mask", None):
+        case["mask"] = jnp.asarray(random.random(shape) < density)
+    if documents := case.pop("ids", None):
+        case["segment_ids"] = tuple(
+            jnp.asarray(np.sort(random.integers(-1, documents, (B, rows)), 1), jnp.int32) for rows in (T, S)
+        )
+    if case.pop("sinks", False):
+        case["sinks"] = jnp.asarray(random.standard_normal(N), jnp.float32)
+    case = {name: jnp.asarray(x, jnp.int32) if name in INTEGERS else x for name, x in case.items()}
+    return canonicalize(query, key, value, **case)
+
+
+INTEGERS = ("query_offset", "query_seq_lengths", "key_value_seq_lengths")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, operands = draw(CASES[name])
+    monkeypatch.setattr(ffi, "arch", lambda: "sm_90a")
+    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
+    monkeypatch.setattr(launch_p, "bind", emulated_ops.bind)
+    poisoned, *_ = poison(spec, operands, jnp.zeros((B, T, N, operands.value.shape[3]), jnp.bfloat16))
+    out, lse = cuda.forward(spec, poisoned)
+    single = [x.astype(jnp.float32) for x in operands[:3]]
+    wanted, lse_wanted = attention_reference(spec, Operands(*single, *operands[3:]))
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(lse_wanted), atol=1e-4, rtol=1e-4)
+    expected = np.asarray(wanted, np.float64)
+    error = 2**-7 * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(out.astype(jnp.float32)), expected, atol=error, rtol=2**-7)
+
+
+def test_wide_ids_lose_no_bit() -> None:
+    with jax.enable_x64(True):
+        queries, keys = jnp.array([[1 << 40, 7, 0]]), jnp.array([[0, 1 << 40, (1 << 40) + 1]])
+        narrow = prepass.narrow_ids(queries, keys)
+    assert all(x.dtype == jnp.int32 for x in narrow)
+    same = np.asarray(narrow[0])[0][:, None] == np.asarray(narrow[1])[0]
+    np.testing.assert_array_equal(same, np.asarray(queries)[0][:, None] == np.asarray(keys)[0])
