@@ -206,11 +206,13 @@ class Predicate:
                         loaded[8 * i + 4 * half + k] = x
 
         def load_bytes() -> None:
-            for j in range(32):
-                at = Int64(_least(column + j, keys - 1))
-                for i, line in enumerate(lines):
-                    x, place = ptx.load_global_byte(line + at) << (j % 4 * 8), 8 * i + j // 4
-                    loaded[place] = x if j % 4 == 0 else loaded[place] | x
+            for i, line in enumerate(lines):
+                for k in range(8):
+                    word = Int32(0)
+                    for j in range(4):
+                        at = Int64(_least(column + 4 * k + j, keys - 1))
+                        word = word | (ptx.load_global_byte(line + at) << (8 * j))
+                    loaded[8 * i + k] = word
 
         cutlass.if_generate(keys % 16 == 0, load_chunks, load_bytes)
         return [_packed([loaded[8 * i + k] for k in range(8)]) for i in range(len(rows))]
