@@ -25,6 +25,7 @@ from jax_fastattn.kernels.sm90.backward.config import (
 )
 from jax_fastattn.kernels.support import (
     MAX_HEAD_DIM,
+    MAX_LISTED_LENGTH,
     describe_kernels,
     speed_note,
     unsupported_reasons,
@@ -66,6 +67,24 @@ def test_one_obstacle_is_one_reason(name: str) -> None:
     change, reason = ALONE[name]
     (found,) = unsupported_reasons(dataclasses.replace(BASE, **change).problem(), "sm_90a")
     assert found.text == reason
+
+
+@pytest.mark.parametrize("change", [{"mask": "bnts"}, {"segments": 3}], ids=["mask", "segment-ids"])
+def test_each_pass_is_asked_by_itself_for_masks_and_ids(change: dict) -> None:
+    problem = dataclasses.replace(BASE, **change).problem()
+    assert unsupported_reasons(problem, "sm_90a", "forward") == []
+    (kind,) = [reason.kind for reason in unsupported_reasons(problem, "sm_90a", "backward")]
+    assert kind in ("mask", "segment_ids")
+    assert [reason.kind for reason in unsupported_reasons(problem, "sm_90a")] == [kind]
+
+
+def test_lists_number_so_many_tiles() -> None:
+    case = dataclasses.replace(BASE, mask="ts", query_length=64, key_length=MAX_LISTED_LENGTH)
+    assert unsupported_reasons(case.problem(), "sm_90a", "forward") == []
+    longer = dataclasses.replace(case, key_length=MAX_LISTED_LENGTH + 1).problem()
+    (reason,) = unsupported_reasons(longer, "sm_90a", "forward")
+    assert reason.kind == "length" and f"at most {MAX_LISTED_LENGTH}" in reason.text
+    assert unsupported_reasons(dataclasses.replace(longer, spec=BASE.spec()), "sm_90a") == []
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_100", None])
