@@ -154,7 +154,7 @@ class TileList:
 
 
 # A matrix [queries, keys] of booleans, of Python or of numpy.
-Seen = Sequence[Sequence[bool]]
+Seen = Any
 
 
 def classify(config: PrepassConfig, planes: Sequence[Seen], query_end: int | None = None) -> list[TileList]:

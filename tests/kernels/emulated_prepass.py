@@ -16,7 +16,7 @@ from jax_fastattn.kernels import tile_lists
 from jax_fastattn.kernels.arguments import PrepassScalars
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
-from jax_fastattn.kernels.tile_lists import Entry, PrepassConfig
+from jax_fastattn.kernels.tile_lists import Entry, PrepassConfig, TileList
 from jax_fastattn.spec import UNBOUNDED
 
 
@@ -207,7 +207,9 @@ def check(predicate: Predicate, config: PrepassConfig) -> None:
             _check_bits(config, found["bits"][entry, head], matrix, end, wanted)
 
 
-def _check_lists(config: PrepassConfig, found: dict[str, np.ndarray], at: tuple[int, int], wanted: list) -> None:
+def _check_lists(
+    config: PrepassConfig, found: dict[str, np.ndarray], at: tuple[int, int], wanted: list[TileList]
+) -> None:
     for own, (got, want) in enumerate(zip(found["lists"][at], wanted, strict=True)):
         count = len(want.edges) + len(want.fulls)
         entries = want.edges + want.fulls if config.transposed else want.fulls + want.edges
@@ -225,7 +227,7 @@ def _check_lists(config: PrepassConfig, found: dict[str, np.ndarray], at: tuple[
         np.testing.assert_array_equal(counts, np.bincount(tiles, minlength=len(counts)), err_msg=str(at))
 
 
-def _check_bits(config: PrepassConfig, bits: np.ndarray, matrix: np.ndarray, end: int, wanted: list) -> None:
+def _check_bits(config: PrepassConfig, bits: np.ndarray, matrix: np.ndarray, end: int, wanted: list[TileList]) -> None:
     """Compares the bits of edge tiles: those of rows that exist, and of padding only where it is hidden."""
     queries, keys = matrix.shape
     padded = np.zeros((-(-queries // config.rows) * config.rows, -(-keys // config.keys) * config.keys), bool)

@@ -21,7 +21,7 @@ from jax_fastattn.canonical import canonicalize
 from jax_fastattn.ops import cuda, prepass
 from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import Operands
+from jax_fastattn.spec import QKV, Operands
 from jax_fastattn.testing.poison import poison
 
 B, T, S, N, K = 2, 70, 141, 4, 2
@@ -76,7 +76,7 @@ def test_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned, *_ = poison(spec, operands, jnp.zeros((B, T, N, operands.value.shape[3]), jnp.bfloat16))
     out, lse = cuda.forward(spec, poisoned)
     single = [x.astype(jnp.float32) for x in operands[:3]]
-    wanted, lse_wanted = attention_reference(spec, Operands(*single, *operands[3:]))
+    wanted, lse_wanted = attention_reference(spec, operands._replace(**dict(zip(QKV, single, strict=True))))
     np.testing.assert_allclose(np.asarray(lse), np.asarray(lse_wanted), atol=1e-4, rtol=1e-4)
     expected = np.asarray(wanted, np.float64)
     error = 2**-7 * np.abs(expected).max()
