@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 from cutlass import Int32, cute
@@ -70,18 +70,99 @@ class Phase(NamedTuple):
         return self.edges is not None
 
 
-class Turn(NamedTuple):
-    """The turn of a tile of keys among those that a query tile sees.
+class Turn(Protocol):
+    """The turn of a tile of keys among those that a query tile sees. Nothing is computed before it is asked for."""
 
-    Attributes:
-        before: how many come before it.
-        is_first: whether none does.
-        is_last: whether none comes after it.
-    """
+    @property
+    def before(self) -> Int:
+        """How many come before it."""
+        ...
 
-    before: Int
-    is_first: Any
-    is_last: Any
+    @property
+    def is_first(self) -> Any:
+        """Whether none comes before it."""
+        ...
+
+    @property
+    def has_earlier(self) -> Any:
+        """Whether some come before it."""
+        ...
+
+    @property
+    def is_last(self) -> Any:
+        """Whether none comes after it."""
+        ...
+
+    @property
+    def has_later(self) -> Any:
+        """Whether some come after it."""
+        ...
+
+
+@dataclass(frozen=True)
+class RangeTurn:
+    """The turn of a tile of keys `own` among those of the range [begin, end), of which it is one."""
+
+    own: Int
+    begin: Int
+    end: Int
+
+    @property
+    def before(self) -> Int:
+        """How many come before it."""
+        return self.own - self.begin
+
+    @property
+    def is_first(self) -> Any:
+        """Whether none comes before it."""
+        return self.begin == self.own
+
+    @property
+    def has_earlier(self) -> Any:
+        """Whether some come before it."""
+        return self.begin < self.own
+
+    @property
+    def is_last(self) -> Any:
+        """Whether none comes after it."""
+        return self.end == self.own + 1
+
+    @property
+    def has_later(self) -> Any:
+        """Whether some come after it."""
+        return self.own + 1 < self.end
+
+
+@dataclass(frozen=True)
+class EntryTurn:
+    """The turn that an entry of a query list names, see `tile_lists.py`."""
+
+    entry: Int
+
+    @property
+    def before(self) -> Int:
+        """How many come before it."""
+        return (self.entry >> RANK_SHIFT) & RANK_MASK
+
+    @property
+    def is_first(self) -> Any:
+        """Whether none comes before it."""
+        return self.before == 0
+
+    @property
+    def has_earlier(self) -> Any:
+        """Whether some come before it."""
+        return self.before > 0
+
+    @property
+    def is_last(self) -> Any:
+        """Whether none comes after it."""
+        return self.entry < 0
+
+    @property
+    def has_later(self) -> Any:
+        """Whether some come after it."""
+        return self.entry >= 0
 
 
 @dataclass(frozen=True)
@@ -171,9 +252,8 @@ class Visit:
         """
         if self.entries is None:
             tiles = seen(entry)
-            return Turn(own - tiles.begin, tiles.begin == own, tiles.end == own + 1)
-        before = (entry >> RANK_SHIFT) & RANK_MASK
-        return Turn(before, before == 0, entry < 0)
+            return RangeTurn(own, tiles.begin, tiles.end)
+        return EntryTurn(entry)
 
     def phases(self, order: Order) -> list[Phase]:
         """Returns the loops of the visit, in order; those that can never have a position are left out."""

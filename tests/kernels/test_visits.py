@@ -88,19 +88,26 @@ def test_a_list_is_visited_from_its_end(fulls_first: bool) -> None:
             assert visited(visit.rest(Order.DOWN).phases(Order.DOWN)) == positions[1:]
 
 
+def _checked(turn: Turn) -> tuple[int, bool, bool]:
+    """Returns what comes before, and whether the turn is the first and the last one; checks the opposites."""
+    assert (turn.has_earlier, turn.has_later) == (not turn.is_first, not turn.is_last)
+    return turn.before, turn.is_first, turn.is_last
+
+
 def test_what_an_entry_says() -> None:
     entries = ListOnHost([7, 7 | DEAD_ROWS | 3 << RANK_SHIFT, 8 | LAST, 9 | LAST | 1 << RANK_SHIFT])
     visit = Visit.listed(entries, 4, 0, fulls_first=False)
     assert [visit.tile(i) for i in range(4)] == [7, 7, 8, 9]
     assert [visit.has_dead_rows(x) for x in entries] == [False, True, False, False]
     turns = [visit.turn(x, 0, lambda _: pytest.fail("a list knows")) for x in entries]
-    assert turns == [Turn(0, True, False), Turn(3, False, False), Turn(0, True, True), Turn(1, False, True)]
+    wanted = [(0, True, False), (3, False, False), (0, True, True), (1, False, True)]
+    assert [_checked(turn) for turn in turns] == wanted
 
 
 def test_the_turn_in_a_range() -> None:
     visit = Visit.of_range(TileRange(0, 4, 0, 4), Edges(False, False))
-    assert visit.turn(2, 5, lambda tile: TileRange(tile + 1, 7, 0, 0)) == Turn(2, False, False)
-    assert visit.turn(2, 3, lambda tile: TileRange(tile + 1, 4, 0, 0)) == Turn(0, True, True)
+    assert _checked(visit.turn(2, 5, lambda tile: TileRange(tile + 1, 7, 0, 0))) == (2, False, False)
+    assert _checked(visit.turn(2, 3, lambda tile: TileRange(tile + 1, 4, 0, 0))) == (0, True, True)
 
 
 def test_planes() -> None:
