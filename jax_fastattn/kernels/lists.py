@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
 
 from jax_fastattn.kernels import tile_lists
 from jax_fastattn.kernels.arguments import Scalars, Sizes
@@ -74,6 +74,11 @@ class GlobalList:
     def live_rows(self) -> list[Int32]:
         """Loads which of up to 128 own rows are live."""
         return ptx.load_global_chunk(self.address + 4 * LIVE)
+
+    def are_live(self, row: Int32) -> list[Boolean]:
+        """Loads whether the two own rows of a lane are live, given the first one; the other one is 8 further."""
+        word = ptx.load_constant_int(self.address + (LIVE + row // 32) * 4)
+        return [Boolean(((word >> (row % 32 + 8 * i)) & 1) != 0) for i in range(2)]
 
     def load(self, position: Int32) -> Int32:
         """Loads an entry. One load in 32 misses L1."""

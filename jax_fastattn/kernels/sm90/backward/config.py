@@ -17,6 +17,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, Registers, padded_head_dim
+from jax_fastattn.kernels.tile_lists import PrepassConfig
 from jax_fastattn.kernels.tile_records import slot_count
 
 # Query rows to a multiple of which statistics and sums of dq are padded.
@@ -78,6 +79,11 @@ class BackwardConfig:
         return 2 * WARPGROUP_ROWS if self.adds_dq else WARPGROUP_ROWS
 
     @property
+    def prepass(self) -> PrepassConfig:
+        """The tiles of the prepass for its lists."""
+        return PrepassConfig(self.queries, self.keys, transposed=True)
+
+    @property
     def consumer_threads(self) -> int:
         """Threads that compute; those of the producer's warpgroup follow them."""
         return 256
@@ -102,6 +108,9 @@ class BackwardConfig:
         return Registers(244 - self.dq_registers // 2 if self.adds_dq else 240, 24, self.dq_registers)
 
 
+# Name of the region of bits, a stage of which comes with a stage of Q where tiles are visited by lists.
+BITS = "bits"
+
 # Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
 BLOCK = 64
 
@@ -116,10 +125,11 @@ class DkdvDqBarrier(NamedBarrier):
 
 @disjoint
 class DkdvBarrier(NamedBarrier):
-    """Named barriers of `dkdv.py`: of both consumer warpgroups, and those of the weights of each stage."""
+    """Named barriers of `dkdv.py`: of both consumer warpgroups, of the weights of each stage, of each by itself."""
 
     BOTH = 1, 1
     WEIGHTS = 3, 3
+    WARPGROUP = 6, 2
 
 
 @dataclass(frozen=True)
@@ -130,12 +140,19 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """Returns the layout of a compile key."""
         rows = stages.stage_rows(spec.programs, config.queries, config.keys, config.stages)
+        if spec.listed:
+            rows = (*rows, Region(BITS, config.prepass.tile_nbytes, config.stages))
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), rows)
 
     @property
     def both_barrier(self) -> NamedBarrier:
         """The named barrier of both consumer warpgroups."""
         return DkdvDqBarrier.BOTH if self.config.adds_dq else DkdvBarrier.BOTH
+
+    @property
+    def warpgroup_barrier(self) -> NamedBarrier:
+        """The named barriers of each consumer warpgroup."""
+        return DkdvDqBarrier.WARPGROUP if self.config.adds_dq else DkdvBarrier.WARPGROUP
 
     @property
     def dq_columns(self) -> int:
@@ -231,6 +248,11 @@ class DqConfig:
     def rows(self) -> int:
         """Query rows of a CTA."""
         return 2 * WARPGROUP_ROWS
+
+    @property
+    def prepass(self) -> PrepassConfig:
+        """The tiles of the prepass for its lists."""
+        return PrepassConfig(self.rows, self.keys)
 
     @property
     def consumer_threads(self) -> int:

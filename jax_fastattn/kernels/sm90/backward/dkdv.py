@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.row_store import RowStore, strided
+from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
@@ -162,7 +162,7 @@ class DkdvConsumer:
         mma = wgmma.product(shared.query.element_type, config.queries, a_in_registers=False, b_transposed=False)
         group, stage = warp_index // 4, wgmma.Uniform(Int32(0), Int32(0))
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
-        mask = QueryMask(spec, config, row, lane_column)
+        mask = QueryMask(spec, shared, row, lane_column)
         return cls(
             spec=spec,
             shared=shared,
@@ -213,12 +213,20 @@ class DkdvConsumer:
 
     def _store_sum(self, work: KeyTile, acc: cute.Tensor, result: _Result) -> None:
         """Stores dk or dv from registers. Rows of keys that no query sees may hold NaN there, of their K or V."""
+        if work.listed is not None:
+            live = work.listed.entries.are_live(self.row)
+            self._row_store(work, result).store(acc, [ResultRow(x, result.factor) for x in live])
+            return
         live = copies.Rows(None, work.bounds.key_end - work.row)
         if work.bounds.kind.hides_keys:
             live = copies.moved(work.bounds).live_keys()
             live = copies.Rows.live(live, work.row)
+        self._row_store(work, result).store_live(acc, live, result.factor)
+
+    def _row_store(self, work: KeyTile, result: _Result) -> RowStore:
+        """Returns where the lane's rows of a sum go."""
         first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
-        RowStore(
+        return RowStore(
             address=strided(
                 result.target.toint() + first * (2 * result.head_dim), Int64(work.kv_heads) * (2 * result.head_dim)
             ),
@@ -227,7 +235,7 @@ class DkdvConsumer:
             end=work.keys.length - work.row,
             quad_lane=self.thread % 4,
             mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
-        ).store_live(acc, live, result.factor)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,14 +345,14 @@ class _Role:
         shared, spec, stage, phase = consumer.shared, consumer.spec, consumer.stage[0], consumer.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
         wgmma.wait(shared.dout_full + stage, phase)
-        if edges is not None and self.work.bounds.kind.hides_queries:
-            consumer.rows.zero_hidden_queries(self.work, index, stage)
+        if edges is not None:
+            self._zero_queries(index, stage, first=first)
         right = self.right[None, None, None, stage]
         wgmma.gemm_steps(consumer.product, (step.times(right) for step in self.left), accumulate=False)
         adds_previous = overlap and not first
         if adds_previous:
             self._start_sum()
-        pairs = self.differentiate(head, index, edges, 1 if adds_previous else 0)
+        pairs = self.differentiate(head, index, edges, 1 if adds_previous else 0, first)
         wgmma.release(self.right_empty + stage)
         if adds_previous:
             self._finish_sum()
@@ -356,6 +364,18 @@ class _Role:
         if not overlap:
             self._start_sum()
             self._finish_sum()
+
+    def _zero_queries(self, index: Int32, stage: Int32, *, first: bool) -> None:
+        """Zeroes the rows of Q and dO of a masked tile that see no key. The first tile may be a full one."""
+        rows, work = self.consumer.rows, self.work
+        if work.listed is not None:
+            is_edge = Boolean(work.visit.is_edge(index))
+            if first:
+                cutlass.if_generate(is_edge, lambda: rows.zero_dead_queries(stage))
+            else:
+                rows.zero_dead_queries(stage)
+        elif work.bounds.kind.hides_queries:
+            rows.zero_hidden_queries(work, index, stage)
 
     def _start_sum(self) -> None:
         """Starts the sum of the last tile whose fragment is there."""

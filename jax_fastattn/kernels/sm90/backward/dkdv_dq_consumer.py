@@ -17,7 +17,7 @@ from jax_fastattn.kernels.device import copies, ptx, warp_scores, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_dq_products import DkdvDqProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
@@ -71,7 +71,7 @@ class DkdvDqConsumer:
             group=group,
             warp=warp_index % 4,
             score=score,
-            mask=QueryMask(spec, shared.memory.config, warp_index * 16 + row, column),
+            mask=QueryMask(spec, shared, warp_index * 16 + row, column),
             stage=wgmma.Uniform(Int32(0), Int32(0)),
             buffer=wgmma.Uniform(Int32(0), Int32(0)),
             rows=SharedRows(spec, shared.memory, shared),
@@ -91,6 +91,7 @@ class DkdvDqConsumer:
         wgmma.wait(self.shared.value_full, phase)
         if work.bounds.kind.hides_keys:
             self.rows.zero_keys(work, self.group)
+        self.rows.zero_dead_keys(work)
 
         def visit_head(member: Int32) -> None:
             head = QueryHead.start(work, member, self.score)
@@ -126,11 +127,11 @@ class DkdvDqConsumer:
         wgmma.wait(self.shared.query_full + stage, phase)
         head, at = head.load(self.shared, index, stage), self.mask.tile(head.work, index)
         slopes = products.compute_scores(head.score, stage, at)
-        edge = self.mask.edge(head, index, edges) if edges is not None else None
+        edge = self._edge(head, index, stage, edges)
         weights = products.probabilities(head.score, slopes, at, edge)
         wgmma.wait(self.shared.dout_full + stage, phase)
         if edges is not None:
-            self.rows.zero_queries(head.work, index, stage)
+            self._zero_queries(head.work, index, stage)
         products.start_dp(stage)
         products.add_dv(stage)
         warpgroup.wait_group(1)
@@ -139,6 +140,19 @@ class DkdvDqConsumer:
         self._wait_for_room()
         self._give_dscores(dscores)
         self._leave(stage)
+
+    def _edge(self, head: QueryHead, index: Int32, stage: Int32, edges: Edges | None) -> Edge | None:
+        """Returns what is hidden in a tile of queries; None if it is full."""
+        if edges is None:
+            return None
+        return self.mask.listed_edge(head, index, stage) if self.spec.listed else self.mask.edge(head, index, edges)
+
+    def _zero_queries(self, work: KeyTile, index: Int32, stage: Int32) -> None:
+        """Zeroes the rows of Q and dO of a masked tile that see no key."""
+        if self.spec.listed:
+            self.rows.zero_dead_queries(stage)
+        else:
+            self.rows.zero_queries(work, index, stage)
 
     def _leave(self, stage: Int32) -> None:
         """Gives dO back when dv has it, Q when dk has it; both rings move alike."""

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import packed_weights
+from jax_fastattn.kernels.score import Edge, packed_weights
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
@@ -22,8 +22,8 @@ from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges
 
 # Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the position of the tile of
-# queries, its edges or None if it is full, and how many products may stay in flight.
-Differentiate = Callable[[QueryHead, Int32, Edges | None, int], list[Int32]]
+# queries, its edges or None if it is full, how many products may stay in flight, and whether it is the first tile.
+Differentiate = Callable[[QueryHead, Int32, Edges | None, int, bool], list[Int32]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +48,13 @@ class WeightExchange:
     stage: wgmma.Uniform
     product: cute.Tensor
 
-    def give(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+    def give(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
         """Returns P of S, and gives the weights to the other warpgroup; see `Differentiate`."""
         stage, config = self.stage[0], self.shared.memory.config
         lse2 = self._stats(stage, 0)
         warpgroup.wait_group(flying)
         head = head.load(self.shared, index, stage)
-        edge = self.mask.edge(head, index, edges) if edges is not None else None
+        edge = self._edge(head, index, edges, first=first)
         at = self.mask.tile(head.work, index)
         # Of each 8 queries the lane has two columns.
         lses = [lse2[i // 4 * 2 + i % 2] for i in range(cute.size(self.product))]
@@ -65,9 +65,9 @@ class WeightExchange:
         cute.arch.barrier_arrive(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
         return pairs
 
-    def take(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int) -> list[Int32]:
+    def take(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
         """Returns dS of dP with the weights of the other warpgroup, 0 where hidden; see `Differentiate`."""
-        del head, index, edges
+        del head, index, edges, first
         stage, config = self.stage[0], self.shared.memory.config
         delta = self._stats(stage, 1)
         warpgroup.wait_group(flying)
@@ -79,6 +79,14 @@ class WeightExchange:
                 values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
                 pairs.append(ptx.pack(*values, dtype=self._mma_dtype))
         return pairs
+
+    def _edge(self, head: QueryHead, index: Int32, edges: Edges | None, *, first: bool) -> Edge | None:
+        """Returns what is hidden in a tile of queries; None if it is full."""
+        if edges is None:
+            return None
+        if self.spec.listed:
+            return self.mask.listed_edge(head, index, self.stage[0], first=first)
+        return self.mask.edge(head, index, edges)
 
     @property
     def _mma_dtype(self) -> str:

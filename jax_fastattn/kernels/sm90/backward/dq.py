@@ -82,7 +82,8 @@ class DqKernel:
     def _work(self, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder) -> DqTile:
         """Returns the query rows of this CTA, and the key tiles that they see."""
         block, _, _ = cute.arch.block_idx()
-        return DqTile.of(self.spec, self.config, self.schedule.at(block, order, buffers, sizes), sizes.num_heads)
+        work = self.schedule.at(block, order, buffers, sizes)
+        return DqTile.of(self.spec, self.config, work, buffers, sizes)
 
     def _produce(self, shared: DqShared, work: DqTile, tma: Tma) -> None:
         """Loads Q, dO and all tiles of V and K. Runs in one warp."""

@@ -98,7 +98,7 @@ class DqAtomic:
 
     def _add(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Adds dQ of the next tile to its sums."""
-        shared, turn = state.shared, state.turn[0]
+        shared, turn, at = state.shared, state.turn[0], state.added.place(work)
         buffer = turn % 2
         wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
         chunks = state.chunks()
@@ -107,7 +107,7 @@ class DqAtomic:
             warpgroup.wait_group(0)
             if index == len(chunks) - 1:
                 wgmma.release(shared.dscore_empty + buffer)
-            address = state.lane_address(work, state.added, index)
+            address = state.lane_address(work, at, index)
             for n in range(self.memory.dq_columns // 8):
                 ptx.add_global_chunk(address + 512 * n, [state.dq[4 * n + k] for k in range(4)])
         wgmma.release(shared.added + state.stage[0], state.thread % 32 == 31)
@@ -144,9 +144,10 @@ class DqAtomic:
 
     def _store(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Stores dq of the tile that has been counted, from its sums."""
-        rows = state.rows(work, state.counted)
+        at = state.counted.place(work)
+        rows = state.rows(work, at)
         for index, chunk in enumerate(state.chunks()):
-            state.load(state.places(state.lane_address(work, state.counted, index)))
+            state.load(state.places(state.lane_address(work, at, index)))
             state.store(work, rows, chunk)
 
     def _flag(self, shared: BackwardShared, stage: Int32) -> Int32:

@@ -7,14 +7,16 @@ tiles are visited as in `forward/consumer.py`: from the right edge to the left, 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.row_store import RowStore, strided
+from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
+from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
@@ -39,6 +41,18 @@ class RowStatistics:
 
     lse2: Float32
     delta: Float32
+
+
+class _ListedEdge(NamedTuple):
+    """What is known of a masked tile of a list before its scores are.
+
+    Attributes:
+        entry: of the tile.
+        bits: which of the lane's scores count.
+    """
+
+    entry: Int32
+    bits: Bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +168,7 @@ class DqConsumer:
     def _tile(self, index: Int32, *, masked: bool, first: bool = False) -> None:
         """Computes dS of one tile; its dQ too, or with overlap that of the tile before."""
         products, overlap = self.products, self.config.overlap
+        listed = self._load_bits(index, first=first) if masked else None
         adds_previous = overlap and not first
         value_stage = self.ring.consumer_wait()
         key_stage = self.ring.consumer_wait()
@@ -171,11 +186,13 @@ class DqConsumer:
         else:
             warpgroup.wait_group(0)
         self.ring.consumer_release(value_stage)
-        self._dscores(at, masked)
+        self._dscores(at, self._edge(at, listed) if masked else None)
         self.key_stage[0] = key_stage
         kind = self.work.bounds.kind
         if (first and kind.hides_last_keys) or (masked and kind.hides_first_keys):
             self._zero_keys(index, key_stage)
+        if listed is not None:
+            self._zero_dead_keys(listed, key_stage)
         if not overlap:
             self._start_dq()
             self._finish_dq()
@@ -196,9 +213,8 @@ class DqConsumer:
             at = tile.at(i)
             _, weights[i] = self.score.gradient(weights[i], self.stats[at.i].lse2, at)
 
-    def _dscores(self, tile: ScoreTile, masked: bool) -> None:
+    def _dscores(self, tile: ScoreTile, edge: Edge | None) -> None:
         """Turns dP into dS in 16 bits, 0 where a query does not see the key: what is there may be no number."""
-        edge = self._edge(tile) if masked else None
         score, dscore = self.products.score, self.products.dscore
         pairs = cute.recast_tensor(self.products.fragment, Int32)
         for pair in range(cute.size(score) // 2):
@@ -209,8 +225,32 @@ class DqConsumer:
                 values.append(value if edge is None else edge.select(value, at))
             pairs[pair] = ptx.pack(*values, dtype=ptx.MMA_DTYPE[self.spec.dtype])
 
-    def _edge(self, tile: ScoreTile) -> Edge:
+    def _load_bits(self, index: Int32, *, first: bool) -> "_ListedEdge | None":
+        """Loads the bits of an edge tile of a list, long before they are used.
+
+        The first tile counts as masked, and has no bits if it is full.
+        """
+        work, listed = self.work, self.work.listed
+        if listed is None:
+            return None
+        entry = cute.arch.make_warp_uniform(work.visit.entry(index))
+        tile, fragment, lane = work.visit.tile_of(entry), self.group * 4 + self.thread // 32, self.thread % 32
+        if not first:
+            return _ListedEdge(entry, Bits([listed.bits.fragment(tile, fragment, lane)]))
+        words = cute.make_rmem_tensor((listed.bits.config.words,), Int32)
+        words.fill(-1)
+
+        def load() -> None:
+            for i, word in enumerate(listed.bits.fragment(tile, fragment, lane)):
+                words[i] = word
+
+        cutlass.if_generate(Boolean(work.visit.is_edge(index)), load)
+        return _ListedEdge(entry, Bits([[words[i] for i in range(listed.bits.config.words)]]))
+
+    def _edge(self, tile: ScoreTile, listed: "_ListedEdge | None") -> Edge:
         """Returns what is hidden in a tile."""
+        if listed is not None:
+            return self.score.edges(listed.bits.rows())
         column = tile.column
         limits = [self.work.bounds.key_limits(tile.row + 8 * i) for i in range(2)]
         return self.score.edges([Visibility.of(limit, column, self.work.visit.edges.low) for limit in limits])
@@ -236,20 +276,39 @@ class DqConsumer:
             barrier=DqBarrier.WARPGROUP,
         )
 
+    def _zero_dead_keys(self, edge: "_ListedEdge", stage: Int32) -> None:
+        """Zeroes the rows of K of an edge tile that no query of the CTA sees. Each warpgroup does so for itself."""
+        work, listed, keys = self.work, self.work.listed, self.config.keys
+        assert listed is not None
+
+        def zero() -> None:
+            live = listed.bits.live_rows(work.visit.tile_of(edge.entry))
+            wgmma.zero_dead_rows(keys, [(self.shared.stage_address(stage), self.shared.memory.head_dim)], live)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=DqBarrier.WARPGROUP.at(self.group), number_of_threads=128)
+
+        cutlass.if_generate(Boolean(work.visit.has_dead_rows(edge.entry)), zero)
+
     # Results.
 
     def store(self, dq: cute.Pointer, scale: Float32) -> None:
         """Stores dq from registers, times a factor."""
         work, nbytes = self.work, 2 * self.spec.head_dim
         first = work.queries.row_head(work.row, work.num_heads, work.head)
-        RowStore(
+        rows = RowStore(
             address=strided(dq.toint() + first * nbytes, Int64(work.num_heads) * nbytes),
             columns=self.spec.head_dim,
             row=self.row,
             end=work.queries.length - work.row,
             quad_lane=self.thread % 4,
             mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
-        ).store_live(self.products.dq, copies.Rows(None, work.bounds.query_end - work.row), scale)
+        )
+        if work.listed is not None:
+            # Padding is dead in lists, and may be part of a full tile.
+            live = work.listed.entries.are_live(self.row)
+            rows.store(self.products.dq, [ResultRow(x, scale) for x in live])
+        else:
+            rows.store_live(self.products.dq, copies.Rows(None, work.bounds.query_end - work.row), scale)
 
 
 def _load_statistics(stats: cute.Pointer, work: DqTile, row: Int32) -> list[RowStatistics]:

@@ -97,15 +97,17 @@ class DqCounters:
     def each_of_stage(
         self, work: KeyTile, dq_semaphore: cute.Pointer, warp: CountingWarp, visit: Callable[[Int32, Int64], None]
     ) -> None:
-        """Calls `visit(tile, counter)` for the tiles of dq of a warp's stage."""
+        """Calls `visit(entry, counter)` for the tiles of dq of a warp's stage; see `Visit.entry`."""
         visited, at = work.visit.end - work.visit.begin, warp.position
         first = (warp.stage - at[0] + DQ_TILES_IN_FLIGHT) % DQ_TILES_IN_FLIGHT
 
         def step(lap: Int32) -> None:
             i = first + DQ_TILES_IN_FLIGHT * lap
             head = work.queries.head(work.num_heads, work.first_head) + i // visited
-            tile = work.visit.tile(work.visit.end - 1 - i % visited)
-            visit(tile, self.of_tile(work, dq_semaphore, head, tile))
+            entry = work.visit.entry(work.visit.end - 1 - i % visited)
+            if work.listed is not None:
+                entry = cute.arch.make_warp_uniform(entry)
+            visit(entry, self.of_tile(work, dq_semaphore, head, work.visit.tile_of(entry)))
 
         wgmma.loop((work.steps - first + (DQ_TILES_IN_FLIGHT - 1)) // DQ_TILES_IN_FLIGHT, step)
         at[0] = (at[0] + work.steps) % DQ_TILES_IN_FLIGHT

@@ -32,6 +32,7 @@ from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgrou
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import first_slot
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.visits import Turn
 
 
 @final
@@ -79,14 +80,14 @@ class DqSemaphore:
 
     def _add(self, state: DqWarpgroup, work: KeyTile) -> None:
         """Adds dQ of the next tile to its sums in the CTA's turn; the last CTA stores dq instead."""
-        shared, turn, at = state.shared, state.turn[0], state.added
-        buffer, chunks, seen = turn % 2, state.chunks(), self._seen(work, at.tile(work))
-        is_first, is_last = Boolean(seen.begin == work.tile), Boolean(seen.end == work.tile + 1)
+        shared, turn, at = state.shared, state.turn[0], state.added.place(work)
+        buffer, chunks, own = turn % 2, state.chunks(), self._turn(work, at.entry)
+        is_first, is_last = Boolean(own.is_first), Boolean(own.is_last)
         wgmma.wait(shared.counted + state.stage[0], state.stage[1])
         for index, chunk in enumerate(chunks):
             places = state.places(state.lane_address(work, at, index))
             state.dq.fill(0.0)
-            cutlass.if_generate(Boolean(is_last & (seen.begin < work.tile)), lambda places=places: state.load(places))
+            cutlass.if_generate(Boolean(is_last & own.has_earlier), lambda places=places: state.load(places))
             if index == 0:
                 wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
             state.multiply(buffer, chunk, accumulate=True)
@@ -101,7 +102,7 @@ class DqSemaphore:
             )
         wgmma.release(shared.added + state.stage[0], state.thread % 32 == 31)
         wgmma.advance(state.stage, DQ_TILES_IN_FLIGHT)
-        at.advance(work)
+        state.added.advance(work)
         state.turn[0] = turn + 1
 
     def _keep(self, state: DqWarpgroup, places: list[Int64], is_first: Boolean) -> None:
@@ -120,9 +121,9 @@ class DqSemaphore:
     def count(self, shared: BackwardShared, work: KeyTile, dq_semaphore: cute.Pointer, warp: CountingWarp) -> None:
         """Waits for each of the CTA's turns in one stage, tells the third warpgroup, and counts its additions."""
 
-        def visit(tile: Int32, counter: Int64) -> None:
-            seen = self._seen(work, tile)
-            before = work.tile - seen.begin
+        def visit(entry: Int32, counter: Int64) -> None:
+            turn = self._turn(work, entry)
+            before = turn.before
             cutlass.if_generate(before > 0, lambda: ptx.wait_global(counter, before))
             wgmma.release(shared.counted + warp.stage)
             warp.wait_for_additions(shared)
@@ -131,7 +132,7 @@ class DqSemaphore:
                 with cute.arch.elect_one():
                     ptx.fetch_add_global(counter, Int32(1), "release")
 
-            cutlass.if_generate(work.tile + 1 < seen.end, add)
+            cutlass.if_generate(turn.has_later, add)
 
         self.counters.each_of_stage(work, dq_semaphore, warp, visit)
 
@@ -139,7 +140,11 @@ class DqSemaphore:
         """Does nothing: `accumulate` has stored dq."""
         del state, work
 
-    def _seen(self, work: KeyTile, tile: Int32) -> plan.TileRange:
-        """Returns the tiles of keys that a query tile sees."""
+    def _turn(self, work: KeyTile, entry: Int32) -> Turn:
+        """Returns the turn of a tile of keys at a query tile, given what the visit knows of that one."""
         queries = self.counters.queries
-        return work.bounds.key_tiles(tile * queries, queries, self.keys)
+
+        def seen(tile: Int32) -> plan.TileRange:
+            return work.bounds.key_tiles(tile * queries, queries, self.keys)
+
+        return work.visit.turn(entry, work.tile, seen)

@@ -34,6 +34,20 @@ class Chunk(NamedTuple):
     column: int
 
 
+class DqPlace(NamedTuple):
+    """A tile of dq of a query head.
+
+    Attributes:
+        head: query head of its batch entry.
+        tile: its index among those of its sequence.
+        entry: what the visit knows of it, see `Visit.entry`.
+    """
+
+    head: Int32
+    tile: Int32
+    entry: Int32
+
+
 class TileRows(NamedTuple):
     """Where the rows of a tile of dq are.
 
@@ -52,32 +66,41 @@ class TileCursor:
 
     Attributes:
         position: the query head of its batch entry, and the position of the tile in the visit.
+        entry: that of the tile in its list, which is loaded as soon as the position is known: a load waits for the
+            additions before it. None without lists, or where the entry is rarely needed.
     """
 
     position: wgmma.Uniform
+    entry: wgmma.Uniform | None
 
     @classmethod
-    def start(cls) -> "TileCursor":
+    def start(cls, *, loads_early: bool = False) -> "TileCursor":
         """Returns a cursor with registers of its own; `move_to_first` gives it a tile."""
-        return cls(wgmma.Uniform(Int32(0), Int32(0)))
+        return cls(wgmma.Uniform(Int32(0), Int32(0)), wgmma.Uniform(Int32(0)) if loads_early else None)
 
-    @property
-    def head(self) -> Int32:
-        """Query head of its batch entry."""
-        return self.position[0]
-
-    def tile(self, work: KeyTile) -> Int32:
-        """Returns the index of the tile among those of its sequence."""
-        return work.visit.tile(self.position[1])
+    def place(self, work: KeyTile) -> DqPlace:
+        """Returns the tile."""
+        head, position = self.position[0], self.position[1]
+        if work.listed is None:
+            return DqPlace(head, work.visit.tile(position), position)
+        entry = work.visit.entry(position) if self.entry is None else self.entry[0]
+        entry = cute.arch.make_warp_uniform(entry)
+        return DqPlace(head, work.visit.tile_of(entry), entry)
 
     def move_to_first(self, work: KeyTile) -> None:
         """Goes to the first tile to visit for a tile of keys: the last visible one of the first head."""
         self.position[0], self.position[1] = work.first_head, work.visit.end - 1
+        self._load(work)
 
     def advance(self, work: KeyTile) -> None:
         """Goes to the next tile: all visible ones of one head, the last first, then those of the next head."""
         at, ends = self.position, self.position[1] == work.visit.begin
         at[0], at[1] = at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
+        self._load(work)
+
+    def _load(self, work: KeyTile) -> None:
+        if self.entry is not None:
+            self.entry[0] = work.visit.entry(self.position[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +201,7 @@ class DqWarpgroup:
             dq_address=buffers.dq.toint(),
             dq_accum=buffers.dq_accum.toint(),
             scale=scale,
-            added=TileCursor.start(),
+            added=TileCursor.start(loads_early=spec.listed),
             counted=TileCursor.start(),
             stage=wgmma.Uniform(Int32(0), Int32(0)),
             done=wgmma.Uniform(Int32(0), Int32(0)),
@@ -209,11 +232,11 @@ class DqWarpgroup:
                 cute.gemm(mma, self.dq, a, b, self.dq)
         warpgroup.commit_group()
 
-    def lane_address(self, work: KeyTile, at: TileCursor, index: int) -> Int64:
+    def lane_address(self, work: KeyTile, at: DqPlace, index: int) -> Int64:
         """Returns the address of the lane's first sums of a part of a tile; the next ones are 512 bytes apart each."""
         memory = self.shared.memory
         rows = work.queries.padded_row(work.queries.head(work.num_heads, at.head), ROW_ALIGNMENT)
-        rows = rows + work.queries.padded(at.tile(work) * self.queries, ROW_ALIGNMENT)
+        rows = rows + work.queries.padded(at.tile * self.queries, ROW_ALIGNMENT)
         part_nbytes = 4 * BLOCK * memory.dq_columns
         first = self.dq_accum + rows * (4 * memory.head_dim) + (index * part_nbytes + self.warp * (part_nbytes // 4))
         return first + self.thread % 32 * 16
@@ -228,9 +251,9 @@ class DqWarpgroup:
             for k, x in enumerate(ptx.load_global_ordered(place)):
                 self.dq[4 * n + k] = x
 
-    def rows(self, work: KeyTile, at: TileCursor) -> TileRows:
+    def rows(self, work: KeyTile, at: DqPlace) -> TileRows:
         """Returns where the rows of a tile of dq are."""
-        row = at.tile(work) * self.queries
+        row = at.tile * self.queries
         return TileRows(row, work.queries.row_head(row, work.num_heads, at.head))
 
     def store(self, work: KeyTile, rows: TileRows, chunk: Chunk) -> None:

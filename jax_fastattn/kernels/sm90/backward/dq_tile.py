@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from cutlass import Int32
 
 from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.arguments import BackwardBuffers, Sizes
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import DqConfig
+from jax_fastattn.kernels.sm90.backward.listed_tiles import QueryTileList
 from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.visits import Edges, Visit
 
@@ -31,6 +33,7 @@ class DqTile:
         num_heads: query heads of a batch entry.
         bounds: what its rows may see, see `plan.Bounds`.
         visit: the key tiles that some row sees.
+        listed: what lists say of it; None without lists.
     """
 
     config: DqConfig
@@ -44,15 +47,20 @@ class DqTile:
     num_heads: Int32
     bounds: plan.Bounds
     visit: Visit
+    listed: QueryTileList | None
 
     @classmethod
-    def of(cls, spec: KernelSpec, config: DqConfig, work: Work, num_heads: Int32) -> "DqTile":
+    def of(cls, spec: KernelSpec, config: DqConfig, work: Work, buffers: BackwardBuffers, sizes: Sizes) -> "DqTile":
         """Returns a tile of the schedule with what its rows see."""
         row = work.tile * config.rows
         bounds = work.sequence.bounds()
-        tiles, kind = bounds.key_tiles(row, config.rows, config.keys), bounds.kind
-        # The last keys are in the tile that is visited first, apart from the loops.
-        visit = Visit.of_range(tiles, Edges(kind.left, True), masks_high=kind.right or kind.rules).uniform()
+        listed = QueryTileList.of(config, work, buffers, sizes) if spec.listed else None
+        if listed is not None:
+            visit = listed.visit
+        else:
+            tiles, kind = bounds.key_tiles(row, config.rows, config.keys), bounds.kind
+            # The last keys are in the tile that is visited first, apart from the loops.
+            visit = Visit.of_range(tiles, Edges(kind.left, True), masks_high=kind.right or kind.rules).uniform()
         return cls(
             config=config,
             index=work.tile,
@@ -62,9 +70,10 @@ class DqTile:
             head=work.head,
             head_index=work.head_index,
             kv_head=work.kv_head,
-            num_heads=num_heads,
+            num_heads=sizes.num_heads,
             bounds=bounds,
             visit=visit,
+            listed=listed,
         )
 
     @property

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the consumers of a key-stationary kernel zero in shared memory, where TMA cannot prepare an operand."""
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, cute
 
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
@@ -51,6 +53,49 @@ class SharedRows:
             threads=128,
             barrier=DkdvDqBarrier.WARPGROUP,
         )
+
+    def zero_dead_keys(self, work: KeyTile) -> None:
+        """Does so for the keys that a list calls dead."""
+        listed, memory = work.listed, self.memory
+        if listed is None:
+            return
+
+        def zero() -> None:
+            live = listed.entries.live_rows()
+            group = ptx.thread_index() // 128  # read anew, as in `zero_hidden_rows`
+            own = [ptx.where(group == 0, live[i], live[i + 2]) for i in range(2)]
+            operands = [
+                (self.shared.regions.stage(name, group), columns)
+                for name, columns in (("key", memory.head_dim), ("value", memory.v_head_dim))
+            ]
+            self._zero_dead_rows(WARPGROUP_ROWS, operands, own)
+
+        cutlass.if_generate(listed.has_dead_keys != 0, zero)
+
+    def zero_dead_queries(self, stage: Int32) -> None:
+        """Zeroes the rows of Q and dO of an edge tile of a list that see no key of the CTA.
+
+        Every warpgroup does so for itself: neither waits for the other one, and zeros harm no product.
+        """
+        memory, bits = self.memory, self.shared.bits(stage)
+        live = bits.live_queries()
+        all_live = functools.reduce(operator.and_, live)
+
+        def zero() -> None:
+            operands = [
+                (self.shared.regions.stage(name, stage), columns)
+                for name, columns in (("query", memory.head_dim), ("dout", memory.v_head_dim))
+            ]
+            self._zero_dead_rows(memory.config.queries, operands, live)
+
+        cutlass.if_generate(cute.arch.make_warp_uniform(all_live) != -1, zero)
+
+    def _zero_dead_rows(self, rows: int, operands: list[tuple[Int32, int]], live: list[Int32]) -> None:
+        """Zeroes rows for the products of this warpgroup; see `wgmma.zero_dead_rows`."""
+        wgmma.zero_dead_rows(rows, operands, live)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        group = ptx.thread_index() // 128
+        cute.arch.barrier(barrier_id=self.memory.warpgroup_barrier.at(group), number_of_threads=128)
 
     def zero_queries(self, work: KeyTile, index: Int32, stage: Int32) -> None:
         """Zeroes the rows of Q and dO of a masked tile that see no key, for both warpgroups."""

@@ -21,6 +21,7 @@ from jax_fastattn.kernels.features.places import Head, LoadedTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
+from jax_fastattn.kernels.sm90.backward.listed_tiles import KeyTileList, KeyTilePlace
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.tile_records import slot_count
@@ -70,6 +71,7 @@ class KeyTile:
         bounds: what rows of the sequence may see, see `plan.Bounds`.
         visit: the tiles of queries that see one of the keys, of each query head.
         steps: tiles of queries to visit in all query heads of the group.
+        listed: what lists say of it; None without lists.
     """
 
     tile: Int32
@@ -88,6 +90,7 @@ class KeyTile:
     bounds: plan.Bounds
     visit: Visit
     steps: Int32
+    listed: KeyTileList | None
 
     def scores(self, member: Int32, tile: Int32, config: BackwardConfig) -> LoadedTile:
         """Returns the scores of a tile of queries of a query head of the group."""
@@ -312,7 +315,11 @@ class KeySchedule:
         tile, head_index, sequence = self.tiles.at(index, call)
         row = tile * config.keys
         bounds = sequence.bounds()
-        visit = self._visit(row, bounds)
+        listed = None
+        if spec.listed:
+            place = KeyTilePlace(sequence.queries.batch, head_index % kv_heads, kv_heads, tile)
+            listed = KeyTileList.of(config, call.buffers, sizes, place)
+        visit = self._visit(row, bounds) if listed is None else listed.visit
         return KeyTile(
             tile=tile,
             key_tiles=key_tiles,
@@ -330,6 +337,7 @@ class KeySchedule:
             bounds=bounds,
             visit=visit,
             steps=(visit.end - visit.begin) * spec.group,
+            listed=listed,
         )
 
     def _visit(self, row: Int32, bounds: plan.Bounds) -> Visit:

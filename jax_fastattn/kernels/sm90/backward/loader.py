@@ -4,13 +4,15 @@
 
 from collections.abc import Callable
 
-from cutlass import Int32, Int64, cute
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.tma import Tma, TmaOperand
 from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward.config import BITS, ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
@@ -81,10 +83,35 @@ class Producer:
                         target + table["stats"].pitch, source + Int64(rows) * row_nbytes, nbytes, barrier.toint()
                     )
 
+            query_nbytes = table["query"].pitch + 2 * memory.stats_nbytes + loaded_nbytes
+            bits = None if work.listed is None else work.listed.head_bits(head)
+
             def load(i: Int32) -> None:
-                tile = work.visit.tile(whole.position(i))
-                queries.producer_load(copy_both, tile, table["query"].pitch + 2 * memory.stats_nbytes + loaded_nbytes)
+                position = whole.position(i)
+                tile = work.visit.tile(position)
+                if bits is None:
+                    queries.producer_load(copy_both, tile, query_nbytes)
+                else:
+                    load_listed(bits, tile, Boolean(work.visit.is_edge(position)))
                 douts.producer_load(copy_dout, tile, table["dout"].pitch)
+
+            def load_listed(bits: TileBits, tile: Int32, is_edge: Boolean) -> None:
+                # Bits of an edge tile, and which of its queries are live, come with its Q.
+                tile_nbytes = bits.config.tile_nbytes
+
+                def copy_all(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
+                    copy_both(tile, stage, barrier)
+
+                    def copy_bits() -> None:
+                        with cute.arch.elect_one():
+                            ptx.copy_bulk(
+                                shared.regions.stage(BITS, stage), bits.tile(tile), tile_nbytes, barrier.toint()
+                            )
+
+                    cutlass.if_generate(is_edge, copy_bits)
+
+                nbytes = ptx.where(is_edge, Int32(query_nbytes + tile_nbytes), Int32(query_nbytes))
+                queries.producer_load(copy_all, tile, nbytes)
 
             wgmma.loop(whole.steps, load)
 

@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32
+from cutlass import Boolean, Int32, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges
 from jax_fastattn.spec import UNBOUNDED
 
@@ -48,20 +50,49 @@ class QueryMask:
 
     Attributes:
         spec: the compile key.
-        config: the variant.
+        shared: tiles and barriers.
         row: the lane's first row, counted from the CTA's first key.
         column: the lane's first column.
     """
 
     spec: KernelSpec
-    config: BackwardConfig
+    shared: BackwardShared
     row: Int32
     column: Int32
+
+    @property
+    def config(self) -> BackwardConfig:
+        """The variant."""
+        return self.shared.memory.config
 
     def tile(self, work: KeyTile, index: Int32) -> ScoreTile:
         """Returns where the lane's scores of the tile of queries at a position lie."""
         queries, tile = self.config.queries, work.visit.tile(index)
         return ScoreTile(work.row + self.row, tile, queries, self.column, n_blocks=queries // 8, transposed=True)
+
+    def listed_edge(self, head: QueryHead, index: Int32, stage: Int32, *, first: bool = False) -> Edge:
+        """Returns what the bits of a tile of a list hide.
+
+        Args:
+            head: the query head.
+            index: position of the tile.
+            stage: of Q, with which the bits came.
+            first: whether the tile, the first one of the visit, may be full. It has no bits then.
+        """
+        # Read anew: see `edge`.
+        thread, bits = ptx.thread_index(), self.shared.bits(stage)
+        fragment, lane = thread // 32 % (self.config.keys // 16), thread % 32
+        if not first:
+            return head.score.edges(bits.load(fragment, lane).rows())
+        words = cute.make_rmem_tensor((bits.config.words,), Int32)
+        words.fill(-1)
+
+        def load() -> None:
+            for i, word in enumerate(bits.load(fragment, lane).words[0]):
+                words[i] = word
+
+        cutlass.if_generate(Boolean(head.work.visit.is_edge(index)), load)
+        return head.score.edges(Bits([[words[i] for i in range(bits.config.words)]]).rows())
 
     def edge(self, head: QueryHead, index: Int32, edges: Edges) -> Edge:
         """Returns what is hidden in the tile of queries at a position.

@@ -26,6 +26,7 @@ from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward.listed_tiles import key_tile_count
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, preprocess_schedule
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 from jax_fastattn.kernels.sm90.work import Work
@@ -233,13 +234,13 @@ class PreprocessKernel:
         if not self.config.adds_dq:
             return
         rows_of_tile, nbytes = self.config.queries, 2 * self.spec.head_dim
-        visit = bounds.key_tiles(first // rows_of_tile * rows_of_tile, rows_of_tile, self.config.keys)
+        visitors = self._visitors(buffers, scalars, work, bounds, first // rows_of_tile)
 
         def clear(i: Int32) -> None:
             target = buffers.dq.toint() + (before + Int64(first + i) * scalars.num_heads) * nbytes
             self._zero(target, lane, nbytes)
 
-        hidden = ptx.where(Boolean(visit.end == visit.begin), queries.length - first, Int32(0))
+        hidden = ptx.where(Boolean(visitors == 0), queries.length - first, Int32(0))
         wgmma.loop(copies.clamp(hidden, 0, _ROWS), clear)
 
     def _own_row(self, buffers: BackwardBuffers, bounds: plan.Bounds, rows: _Rows, lane: Int32) -> _Row:
@@ -302,6 +303,8 @@ class PreprocessKernel:
             for i, (outs, douts) in enumerate(loaded):
                 if column + self.lanes > columns // CHUNK:
                     douts = [ptx.where(valid, pair, Int32(0)) for pair in douts]
+                if self.spec.listed:
+                    douts = [ptx.where(_are_zeros(out), Int32(0), pair) for out, pair in zip(outs, douts, strict=True)]
                 for pairs in zip(outs, douts, strict=True):
                     left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]) for pair in pairs)
                     for x, y in zip(left, right, strict=True):
@@ -326,9 +329,10 @@ class PreprocessKernel:
         counts those that have. The counter of a key/value head starts at 1 if the prologue writes its statistics. There
         are as many tiles of dq as heads or slots, or more.
         """
-        work, rows = self.schedule.dq_tile(index, buffers, scalars), self.config.queries
-        visit = work.sequence.bounds().key_tiles(work.tile * rows, rows, self.config.keys)
-        count = Int32(0) if self.spec.ordered else visit.end - visit.begin
+        work = self.schedule.dq_tile(index, buffers, scalars)
+        count = Int32(0)
+        if not self.spec.ordered:
+            count = self._visitors(buffers, scalars, work, work.sequence.bounds(), work.tile)
         ptx.store_global_int(buffers.dq_semaphore.toint() + Int64(index) * 4, count)
 
         def write_head() -> None:
@@ -337,6 +341,16 @@ class PreprocessKernel:
 
         cutlass.if_generate(index < self.schedule.parts(order, scalars), write_head)
         cutlass.if_generate(index == 0, lambda: ptx.store_global_int(buffers.tile_counter.toint(), Int32(0)))
+
+    def _visitors(
+        self, buffers: BackwardBuffers, scalars: Scalars, work: Work, bounds: plan.Bounds, tile: Int32
+    ) -> Int32:
+        """Returns how many tiles of keys visit a tile of dq of the head of some work."""
+        rows = self.config.queries
+        if self.spec.listed:
+            return key_tile_count(self.spec, buffers, scalars, work, tile, rows)
+        visit = bounds.key_tiles(tile * rows, rows, self.config.keys)
+        return visit.end - visit.begin
 
     def _zero_accum(self, buffers: BackwardBuffers, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
         """Zeroes `_ROWS` rows of the sums, if there are any that CTAs add to in any order."""
@@ -356,3 +370,11 @@ class PreprocessKernel:
                 clear()
             else:
                 cutlass.if_generate(lane * 16 < nbytes - i, clear)
+
+
+def _are_zeros(pair: Int32) -> Boolean:
+    """Returns whether a pair of an output is zeros, as where a row sees no key: no bound says which rows do with lists.
+
+    What the cotangent holds there, which may be NaN, does not matter. In other rows its product with V is NaN too.
+    """
+    return Boolean((pair & Int32(0x7FFF7FFF)) == 0)

@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Lists and bits of the backward kernels: of a tile of keys and its queries, and of a tile of queries and its keys.
+
+docs/kernels/masks.md has their layout.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.device import copies, ptx
+from jax_fastattn.kernels.features.bits import Bits
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, DqConfig
+from jax_fastattn.kernels.sm90.work import Work
+from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.visits import Visit
+
+
+class KeyTilePlace(NamedTuple):
+    """A tile of keys of a batch entry.
+
+    Attributes:
+        batch: the batch entry.
+        kv_head: the key/value head.
+        kv_heads: how many there are.
+        tile: the tile.
+    """
+
+    batch: Int32
+    kv_head: Int32
+    kv_heads: Int32
+    tile: Int32
+
+
+@dataclass(frozen=True)
+class KeyTileList:
+    """What lists say of a tile of keys.
+
+    Attributes:
+        config: sizes of the tiles.
+        place: which tile of keys it is.
+        entries: its list, which the heads of a group share.
+        visit: the tiles of queries in it.
+        has_dead_keys: whether it has keys that no query sees.
+        bits: of all tiles.
+        sizes: of the launch.
+    """
+
+    config: PrepassConfig
+    place: KeyTilePlace
+    entries: GlobalList
+    visit: Visit
+    has_dead_keys: Int32
+    bits: cute.Pointer
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, config: BackwardConfig, buffers: BackwardBuffers, sizes: Sizes, place: KeyTilePlace) -> "KeyTileList":
+        """Returns that of a tile of keys."""
+        prepass, (batch, kv_head, kv_heads, tile) = config.prepass, place
+        plane = Planes.of(sizes).query_lists(batch, kv_head, kv_heads)
+        row = plane * copies.count(sizes.key_length, prepass.keys) + tile
+        entries = GlobalList.of(buffers.query_lists, row, copies.count(sizes.query_length, prepass.rows))
+        edges, fulls, has_dead_keys = entries.counts()
+        visit = Visit.listed(entries, edges, fulls, fulls_first=False)
+        return cls(prepass, place, entries, visit, has_dead_keys, buffers.query_bits, sizes)
+
+    def head_bits(self, head: Int32) -> TileBits:
+        """Returns the bits of the tiles of a query head that see the tile of keys."""
+        sizes, config, place = self.sizes, self.config, self.place
+        plane = Planes.of(sizes).bits(place.batch, head, place.kv_head)
+        row = plane * copies.count(sizes.key_length, config.keys) + place.tile
+        return TileBits.of(config, self.bits, row, copies.count(sizes.query_length, config.rows))
+
+
+@dataclass(frozen=True)
+class QueryTileList:
+    """What lists say of a tile of queries.
+
+    Attributes:
+        entries: its list.
+        visit: the tiles of keys in it.
+        bits: of these tiles.
+    """
+
+    entries: GlobalList
+    visit: Visit
+    bits: TileBits
+
+    @classmethod
+    def of(cls, config: DqConfig, work: Work, buffers: BackwardBuffers, sizes: Sizes) -> "QueryTileList":
+        """Returns that of a tile of the schedule."""
+        planes, prepass = Planes.of(sizes), config.prepass
+        plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
+        row = planes.row(plane, work.tile, copies.count(sizes.query_length, prepass.rows))
+        key_tiles = copies.count(sizes.key_length, prepass.keys)
+        entries = GlobalList.of(buffers.key_lists, row, key_tiles)
+        visit = Visit.of_list(entries, fulls_first=True)
+        return cls(entries, visit, TileBits.of(prepass, buffers.key_bits, row, key_tiles))
+
+
+@dataclass(frozen=True)
+class StageBits:
+    """The bits and live queries of an edge tile in shared memory, where they came with a stage of Q.
+
+    Attributes:
+        config: sizes of the tiles.
+        address: of the stage.
+    """
+
+    config: PrepassConfig
+    address: Int32
+
+    def load(self, fragment: Int32, lane: Int32) -> Bits:
+        """Loads the words of a lane for 16 keys."""
+        words = self.config.words
+        first = self.address + (fragment * (32 * words) + lane) * 4
+        return Bits([[ptx.load_shared(first + 128 * word) for word in range(words)]])
+
+    def live_queries(self) -> list[Int32]:
+        """Loads which queries of the tile see some key of the tile of keys, in words of 32."""
+        chunk = ptx.load_shared_chunk(self.address + self.config.bits_nbytes)
+        return chunk[: (self.config.rows + 31) // 32]
+
+
+def key_tile_count(
+    spec: KernelSpec, buffers: BackwardBuffers, scalars: Scalars, work: Work, tile: Int32, rows: int
+) -> Int32:
+    """Returns how many tiles of keys visit a query tile.
+
+    Args:
+        spec: the compile key.
+        buffers: of the launch.
+        scalars: of the launch.
+        work: says which batch entry and head.
+        tile: the query tile; it may be one of padding.
+        rows: of a query tile.
+    """
+    count, kv_heads = copies.count(scalars.query_length, rows), scalars.num_heads // spec.group
+    plane = Planes.of(scalars).query_lists(work.sequence.queries.batch, work.kv_head, kv_heads)
+    index = Int64(plane) * count + Int32(cutlass.min(tile, count - 1))
+    found = ptx.load_constant_int(buffers.key_tile_counts.toint() + index * 4)
+    return ptx.where(Boolean(tile < count), found, Int32(0))

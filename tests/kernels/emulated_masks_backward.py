@@ -1,0 +1,166 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Hopper's backward kernels with lists in the emulator: the prepass first, then the kernels on what it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import emulated_masks
+import emulated_prepass
+import numpy as np
+from emulated_backward import Sizes as DrawSizes
+from emulated_backward import compare_dsinks_terms, draw_sinks
+from emulated_hopper import backward_texts, few_heads, start
+from emulated_launch import place
+from emulated_prepass import Predicate
+
+from jax_fastattn.kernels.arguments import launch_buffers
+from jax_fastattn.kernels.choose import configured
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward.config import backward_scratch
+from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
+
+CAP = 1.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A backward call with a predicate.
+
+    Attributes:
+        predicate: what hides pairs, and sizes.
+        head_dim, v_head_dim: of Q and K, and of V; the second is the first one by default.
+        dtype: of the operands.
+        ordered: whether CTAs add to dq in one order.
+        cap: whether logits pass through a soft cap.
+        sinks: whether there are sinks, whose gradient is asked for; a cotangent of log-sum-exps comes with it.
+        one_row: whether all tiles of queries share a list of keys.
+    """
+
+    predicate: Predicate
+    head_dim: int
+    v_head_dim: int | None = None
+    dtype: str = "bfloat16"
+    ordered: bool = False
+    cap: bool = False
+    sinks: bool = False
+    one_row: bool = False
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The compile key."""
+        return configured(
+            KernelSpec(
+                op="backward",
+                arch="sm_90a",
+                dtype=self.dtype,  # pyright: ignore[reportArgumentType]
+                head_dim=self.head_dim,
+                v_head_dim=self.v_head_dim or self.head_dim,
+                group=self.predicate.group,
+                family="sm90",
+                listed=True,
+                ordered=self.ordered,
+                logits_soft_cap=self.cap,
+                dlse=self.sinks,
+                dsinks=self.sinks,
+            )
+        )
+
+
+def _reference(case: Case, arrays: dict[str, np.ndarray], seen: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns output, log-sum-exp and gradients in float64; `seen` is `[B, N, T, S]`."""
+    spec, scale = case.spec, emulated_masks.SCALE
+    query, key, value, dout = (arrays[name].astype(np.float64) for name in ("query", "key", "value", "dout"))
+    keys, values = key.repeat(spec.group, 2), value.repeat(spec.group, 2)
+    logits, slope = scale * np.einsum("btnh,bsnh->bnts", query, keys), 1.0
+    if case.cap:
+        tanh = np.tanh(logits / CAP)
+        logits, slope = CAP * tanh, 1 - tanh**2
+    lse = np.logaddexp.reduce(np.where(seen, logits, -np.inf), axis=3)
+    if case.sinks:
+        exists = np.arange(query.shape[1]) < _lengths(case)[:, None]
+        lse = np.logaddexp(lse, np.where(exists[:, None], arrays["sinks"][..., None], -np.inf))
+    p = np.where(seen, np.exp(logits - np.where(np.isinf(lse), 0, lse)[..., None]), 0)
+    out = np.einsum("bnts,bsnd->btnd", p, values)
+    dlse = arrays["dlse"].swapaxes(1, 2) if case.sinks else np.zeros(lse.shape)
+    delta = np.einsum("btnd,btnd->bnt", out, dout) - dlse
+    ds = p * (np.einsum("btnd,bsnd->bnts", dout, values) - delta[..., None]) * slope * scale
+    found = {"out": out, "lse": lse.swapaxes(1, 2), "dq": np.einsum("bnts,bsnh->btnh", ds, keys)}
+    groups = (*key.shape[:3], spec.group)
+    found["dk"] = np.einsum("bnts,btnh->bsnh", ds, query).reshape(*groups, -1).sum(3)
+    found["dv"] = np.einsum("bnts,btnd->bsnd", p, dout).reshape(*groups, -1).sum(3)
+    if case.sinks:
+        weight = np.exp(arrays["sinks"][..., None] - np.where(np.isneginf(lse), np.inf, lse))
+        found["dsinks_terms"] = (-weight * delta).swapaxes(1, 2)
+    return found
+
+
+def _lengths(case: Case) -> np.ndarray:
+    """Returns how many queries of each batch entry are no padding."""
+    predicate = case.predicate
+    return np.array(predicate.query_lengths or (predicate.queries,) * predicate.batch)
+
+
+def draw(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns operands of the launch, poisoned wherever nothing is seen, and what the launch should write."""
+    spec, predicate = case.spec, case.predicate
+    operands, seen = emulated_masks.draw(predicate, spec)
+    arrays = emulated_masks.poisoned(spec, operands, seen)
+    random = np.random.default_rng(predicate.seed + 1)
+    shape = (*arrays["query"].shape[:3], spec.v_head_dim)
+    arrays["dout"] = random.standard_normal(shape).astype(arrays["query"].dtype)
+    if case.sinks:
+        sizes = DrawSizes(batch=predicate.batch, kv_heads=predicate.query_heads // predicate.group)
+        arrays |= {"sinks": draw_sinks(spec, sizes), "dlse": random.standard_normal(shape[:3]).astype(np.float32)}
+    clean = {name: np.nan_to_num(x.astype(np.float64)) for name, x in arrays.items()}
+    wanted = _reference(case, clean, seen)
+    arrays |= {"out": wanted["out"].astype(arrays["query"].dtype), "lse": wanted["lse"].astype(np.float32)}
+    arrays["dout"][~seen.any(3).swapaxes(1, 2)] = np.nan
+    if case.sinks:  # the log-sum-exp of a row that sees nothing is its sink, and has a cotangent
+        arrays["dlse"][np.arange(predicate.queries) >= _lengths(case)[:, None]] = np.nan
+    lists = emulated_prepass.run(predicate, spec.config.main.prepass, operands)
+    arrays |= {"query_lists": lists["lists"], "query_bits": lists["bits"], "key_tile_counts": lists["counts"]}
+    if spec.lists_keys:
+        lists = emulated_prepass.run(predicate, spec.config.dq.prepass, operands, one_row=case.one_row)
+        arrays |= {"key_lists": lists["lists"], "key_bits": lists["bits"]}
+    return arrays, wanted
+
+
+def run(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns what the kernels make of operands, in float64."""
+    spec, predicate = case.spec, case.predicate
+    kernel = BackwardKernel(spec)
+    results = {"dq": "query", "dk": "key", "dv": "value"}
+    arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in results.items()}
+    if case.sinks:
+        shape = (predicate.batch, predicate.query_heads, predicate.queries)
+        arrays |= {"dsinks_terms": np.full(shape, np.nan, np.float32)}
+    for name, shape in backward_scratch(spec, predicate.batch, predicate.queries, predicate.query_heads).items():
+        dtype = launch_buffers(spec)[name]
+        arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
+    memory, buffers = place(spec, arrays)
+    stride = predicate.query_heads if case.sinks else 0
+    scalars = emulated_masks.scalars(predicate, one_row=case.one_row)
+    scalars = scalars._replace(logits_soft_cap=CAP, sinks_stride=stride)
+    texts = backward_texts(spec)
+    for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
+        start(launch, texts, memory)
+    names = [*results, *(["dsinks_terms"] if case.sinks else [])]
+    return {name: memory.read(getattr(buffers, name), arrays[name].shape, arrays[name].dtype) for name in names}
+
+
+def check(case: Case) -> dict[str, np.ndarray]:
+    """Runs the kernels on poisoned operands, compares every gradient with float64, and returns them."""
+    arrays, wanted = draw(case)
+    found = run(case, arrays)
+    tolerance = 2**-6 if case.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
+    for name in ("dq", "dk", "dv"):
+        atol = tolerance * np.abs(wanted[name]).max() + 1e-5
+        np.testing.assert_allclose(found[name].astype(np.float64), wanted[name], atol=atol, rtol=0, err_msg=name)
+    for name, operand in (("dq", "query"), ("dk", "key"), ("dv", "value")):
+        dead = np.isnan(arrays[operand].astype(np.float32)).any(-1)
+        assert not found[name][dead].any(), f"{name} of rows that are hidden from everybody"
+    if case.sinks:
+        compare_dsinks_terms(found["dsinks_terms"], wanted["dsinks_terms"], tolerance)
+    return found
