@@ -59,7 +59,7 @@ _REMEDIES: dict[Kind, str] = {
 
 
 # Which kernels visit tiles by lists, and so take masks and segment ids.
-_LISTED: tuple[tuple[str, Op], ...] = (("sm_90a", "forward"),)
+_LISTED: tuple[tuple[str, Op], ...] = (("sm_90a", "forward"), ("sm_90a", "backward"))
 
 # Up to which length lists have numbers for all tiles, of 32 rows at least.
 MAX_LISTED_LENGTH = 32 * MAX_TILES

@@ -90,7 +90,7 @@ def backward(
 ) -> Gradients:
     """Returns the gradients from one custom call, which launches every kernel of the backward pass.
 
-    See `portable.backward` for `wanted`, and `forward` for `kernel`.
+    A mask or segment ids take others before it, the prepasses: two where dq has a kernel of its own, else one. See `portable.backward` for `wanted`, and `forward` for `kernel`.
     """
     sinks = operands.sinks if "sinks" in wanted else None
     padded = _for_kernels(operands)._replace(sinks=sinks)
@@ -104,7 +104,8 @@ def backward(
     launched = {name: _joined_shape(shape, padded) for name, shape in gradients.items()}
     if sinks is not None:
         launched["dsinks_terms"] = (problem.batch, problem.num_heads, problem.query_length)
-    found = _launch(kernel, problem, arrays | _records(kernel, padded) | residuals, launched | scratch)
+    arrays, lists = _with_lists(spec, padded, kernel, arrays)
+    found = _launch(kernel, problem, arrays | _records(kernel, padded) | residuals, launched | scratch, lists)
     dq, dk, dv = (found[name].reshape(shape) for name, shape in gradients.items())
     dscaled = cut_head_dim(dq, operands.query.shape[3])
     return Gradients(
@@ -119,12 +120,19 @@ def backward(
 def _with_lists(
     spec: AttentionSpec, operands: Operands, kernel: KernelSpec, arrays: dict[str, jax.Array | None]
 ) -> tuple[dict[str, jax.Array | None], TileLists | None]:
-    """Returns the operands of a launch with lists in place of the predicate, and the lists; else all as it is."""
+    """Returns the operands of a launch with lists in place of the predicate, and lists; else all as it is.
+
+    Of a launch with lists of both sides these are the lists of tiles of queries, whose `planes` hold for both.
+    """
     if not kernel.listed:
         return arrays, None
     lists = tile_lists(spec, operands, kernel.config.prepass)
     kept = {name: x for name, x in arrays.items() if name not in PREDICATE or getattr(kernel, name, False)}
-    return kept | lists.buffers(), lists
+    kept |= lists.buffers()
+    if kernel.op == "backward" and kernel.lists_keys:
+        lists = tile_lists(spec, operands, kernel.config.dq.prepass)
+        kept |= lists.buffers()
+    return kept, lists
 
 
 def _launched(spec: AttentionSpec, operands: Operands) -> tuple[Problem, dict[str, jax.Array | None]]:

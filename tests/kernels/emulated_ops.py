@@ -22,6 +22,7 @@ from jax_fastattn.kernels.arguments import (
 )
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
+from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
 
 _prepasses: dict[KernelSpec, dict[str, str]] = {}
@@ -41,7 +42,7 @@ def bind(*operands: jax.Array, kernel: KernelSpec, ints: Any, floats: Any, resul
             shape, dtype = next(empty)
             arrays[name] = np.full(shape, -77 if dtype == "int32" else np.nan, jnp.dtype(dtype))
     memory, placed = place(kernel, arrays)
-    run = _prepass if kernel.op == "prepass" else _forward
+    run = {"prepass": _prepass, "forward": _forward, "backward": _backward}[kernel.op]
     run(kernel, placed, memory, tuple(ints), tuple(floats))
     names = [name for name, buffer in buffers.items() if buffer.role != "operand"]
     return [jnp.asarray(memory.read(getattr(placed, x), arrays[x].shape, arrays[x].dtype)) for x in names]
@@ -57,10 +58,21 @@ def _prepass(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints
 
 
 def _forward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
-    assert kernel.op == "forward" and kernel.family == "sm90"
+    assert kernel.family == "sm90"
+    for launch in ForwardKernel(kernel).launches(buffers, _scalars(kernel, ints, floats)):
+        emulated_hopper.start(launch, emulated_hopper.forward_texts(kernel), memory)
+
+
+def _backward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
+    assert kernel.family == "sm90"
+    host, scalars = BackwardKernel(kernel), _scalars(kernel, ints, floats)
+    for launch in host.launches(buffers, scalars, emulated_hopper.few_heads(host, scalars)):
+        emulated_hopper.start(launch, emulated_hopper.backward_texts(kernel), memory)
+
+
+def _scalars(kernel: KernelSpec, ints: Any, floats: Any) -> Scalars:
     absent = () if kernel.listed else VISIT_SCALARS
     names = [name for name in SCALAR_DTYPES if name not in absent]
     scalars = Scalars(**dict(zip(names, (*ints, *floats), strict=True)), **dict.fromkeys(absent))
     assert scalars.multiprocessors == MULTIPROCESSORS
-    for launch in ForwardKernel(kernel).launches(buffers, scalars):
-        emulated_hopper.start(launch, emulated_hopper.forward_texts(kernel), memory)
+    return scalars

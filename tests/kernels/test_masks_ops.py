@@ -83,6 +83,32 @@ def test_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(np.asarray(out.astype(jnp.float32)), expected, atol=error, rtol=2**-7)
 
 
+@pytest.mark.parametrize("name", ["bnts-dead-keys", "b11s", "ts-lengths", "ids-causal-mask", "d192v128", "bkts-sinks"])
+def test_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residuals are those of the kernel."""
+    spec, operands = draw(CASES[name])
+    monkeypatch.setattr(ffi, "arch", lambda: "sm_90a")
+    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
+    monkeypatch.setattr(launch_p, "bind", emulated_ops.bind)
+    random = np.random.default_rng(1)
+    dout = jnp.asarray(random.standard_normal((B, T, N, operands.value.shape[3])), jnp.bfloat16)
+    poisoned, poisoned_dout, *_ = poison(spec, operands, dout)
+    out, lse = cuda.forward(spec, poisoned)
+    wanted_names = ("query", "key", "value", *(["sinks"] if operands.sinks is not None else []))
+    found = cuda.backward(spec, poisoned, out, lse, poisoned_dout, None, wanted_names)
+
+    def loss(*given: jax.Array) -> jax.Array:
+        single = operands._replace(**dict(zip(wanted_names, given, strict=True)))
+        result, _ = attention_reference(spec, single)
+        return (result * dout.astype(jnp.float32)).sum()
+
+    single = [getattr(operands, x).astype(jnp.float32) for x in wanted_names]
+    gradients = jax.grad(loss, argnums=tuple(range(len(single))))(*single)
+    for x, wanted in zip(wanted_names, gradients, strict=True):
+        got, expected = (np.asarray(y.astype(jnp.float32)) for y in (getattr(found, x), wanted))
+        np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max(), err_msg=x)
+
+
 def test_wide_ids_lose_no_bit() -> None:
     with jax.enable_x64(True):
         queries, keys = jnp.array([[1 << 40, 7, 0]]), jnp.array([[0, 1 << 40, (1 << 40) + 1]])

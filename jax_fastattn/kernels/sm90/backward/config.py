@@ -328,6 +328,11 @@ class BackwardConfigs:
         return self.dq is None
 
     @property
+    def prepass(self) -> PrepassConfig:
+        """The tiles of the prepass for the lists of the key-stationary kernel; the dq kernel has its own."""
+        return self.main.prepass
+
+    @property
     def slot_rows(self) -> tuple[int, int]:
         """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
         return ROW_ALIGNMENT, self.main.keys
