@@ -90,7 +90,8 @@ def backward(
 ) -> Gradients:
     """Returns the gradients from one custom call, which launches every kernel of the backward pass.
 
-    A mask or segment ids take others before it, the prepasses: two where dq has a kernel of its own, else one. See `portable.backward` for `wanted`, and `forward` for `kernel`.
+    A mask or segment ids take others before it, the prepasses: two where dq has a kernel of its own, else one.
+    See `portable.backward` for `wanted`, and `forward` for `kernel`.
     """
     sinks = operands.sinks if "sinks" in wanted else None
     padded = _for_kernels(operands)._replace(sinks=sinks)

@@ -47,6 +47,7 @@ FEATURES = {
     "soft-cap": {**CAUSAL, "logits_soft_cap": True},
     "everything": EVERYTHING,
     "sinks": SINKS,
+    "listed": {"listed": True},
 }
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
@@ -221,7 +222,7 @@ HOPPER_ROWS = [
 # Those of packed sequences: forward a CTA for each tile, and persistent CTAs; backward one kernel, and two.
 PACKED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Features of those rows, all of which have to do without local memory.
-HOPPER = ("full", "causal", "soft-cap")
+HOPPER = ("full", "causal", "soft-cap", "listed")
 
 
 def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
