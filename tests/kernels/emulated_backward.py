@@ -50,6 +50,22 @@ class Sizes:
 
 def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Computes out, lse, delta and the gradients in float64; with `spec.dsinks` what rows add to that of their sink."""
+    _, _, pairs = visibility(spec, sizes)
+    return gradients(spec, sizes, arrays, pairs[:, None], stored_queries(spec, sizes))
+
+
+def gradients(
+    spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray], seen: np.ndarray, inside: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Computes what `reference` does.
+
+    Args:
+        spec: the compile key.
+        sizes: its scale and cap are read.
+        arrays: the operands.
+        seen: which query sees which key, `[B, 1 or N, T, S]`.
+        inside: which queries are no padding, `[B, T]`.
+    """
     query, key, value, dout = (arrays[name].astype(np.float64) for name in ("query", "key", "value", "dout"))
     batch, queries, heads, _ = query.shape
     result = {
@@ -62,9 +78,9 @@ def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> 
     }
     if spec.dsinks:
         result["dsinks_terms"] = np.zeros((batch, queries, heads))
-    inside, (_, _, pairs) = stored_queries(spec, sizes), visibility(spec, sizes)
+    pairs = np.broadcast_to(seen, (batch, heads, *seen.shape[2:]))
     for b, n in np.ndindex(batch, heads):
-        seen, kv = pairs[b], n // spec.group
+        seen, kv = pairs[b, n], n // spec.group
         logits, slope = sizes.scale * query[b, :, n] @ key[b, :, kv].T, 1.0
         for program in spec.programs:
             logits, seen = program.reference(logits, seen, n, arrays)

@@ -164,6 +164,32 @@ def negate_tile(tile: SharedTile, threads: int, thread: Int32, shared: Int32) ->
             flip()
 
 
+def zero_dead_rows(tile: SharedTile, threads: int, thread: Int32, shared: Int32, live: list[Int32]) -> None:
+    """Zeroes the chunks of dead rows that `load_tile` made this thread copy; wait for them first.
+
+    Args:
+        tile, threads, thread, shared: see `load_tile`.
+        live: a bit for each row, in words of 32; rows whose bit is 0 are dead.
+    """
+    shape = CopyShape(tile, threads)
+    row, chunk = shape.thread_chunk(thread)
+    thread_shared = shared + tile.offset(row, chunk * CHUNK)
+    for first_row, first_chunk, rows_end, _ in shape.passes():
+        address = thread_shared + tile.offset(first_row, first_chunk * CHUNK)
+        is_dead = Boolean(live_bit(live, row + first_row, tile.rows) == 0)
+        if rows_end:
+            is_dead = Boolean(is_dead & (row + first_row < tile.rows))
+        cutlass.if_generate(is_dead, lambda at=address: ptx.store_shared_chunk(at, [Int32(0)] * 4))
+
+
+def live_bit(live: list[Int32], row: Int32, rows: int) -> Int32:
+    """Returns the bit of one of `rows` rows, in words of 32."""
+    word = live[0]
+    for i in range(1, (rows + 31) // 32):
+        word = ptx.where(row // 32 == i, live[i], word)
+    return (word >> (row % 32)) & 1
+
+
 def store_rows(
     tile: SharedTile, rows: int, lane: Int32, shared: Int32, target: Int64, stride: Int64, valid_rows: Int32
 ) -> None:

@@ -15,6 +15,7 @@ from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.device.regions import Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.tile_lists import PrepassConfig
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class ForwardConfig:
     def slot_rows(self) -> tuple[int, int]:
         """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
         return self.rows, self.keys
+
+    @property
+    def prepass(self) -> PrepassConfig:
+        """The tiles of the prepass for its lists."""
+        return PrepassConfig(self.rows, self.keys)
 
     @property
     def tiles(self) -> str:

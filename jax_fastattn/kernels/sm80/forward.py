@@ -12,6 +12,9 @@ registers, only K and V pass through shared memory. Key tiles are visited from t
 Keys and values that no query of the batch entry sees may hold anything. A tile that holds some of them at its end is
 the first one visited, whose copies are predicated. If such keys may come first, every copy is predicated.
 
+Of a list (`tile_lists.py`), any edge tile may hold such keys. Copies of edge tiles are predicated by the end of the
+array, and threads zero what they have copied of values that no query of the tile sees.
+
 The maximum that shifts the exponentials may be below the true one by a factor of up to 2^8: the accumulator is
 rescaled only when a row outgrows that, which after the first tiles is almost never.
 """
@@ -21,7 +24,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax
@@ -29,14 +32,16 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
-from jax_fastattn.kernels.plan import Order
+from jax_fastattn.kernels.plan import Bounds, Limits, Order
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.config import ForwardConfig
 from jax_fastattn.kernels.sm80.forward_state import ForwardState, Operand, Operands, Place, QueryTile, RowState
-from jax_fastattn.kernels.sm80.schedule import schedule
+from jax_fastattn.kernels.sm80.schedule import Work, schedule
 from jax_fastattn.kernels.visits import Edges, Visit
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
@@ -106,9 +111,10 @@ class ForwardKernel:
         spec, config = self.spec, self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        at = Place.of(self.schedule.longest_first(block, buffers, scalars), config.rows, thread)
+        work = self.schedule.longest_first(block, buffers, scalars)
+        at = Place.of(work, config.rows, thread)
         bounds = at.sequence.bounds()
-        visit = bounds.key_tiles(at.row, config.rows, config.keys)
+        visit, bits = self._listed(work, buffers, scalars) if spec.listed else (self._visit_range(at, bounds), None)
         score = Score.forward(spec, buffers, scalars).start(at.score_head)
         operands = Operands.of(spec, at, buffers, scalars)
         row, column = accumulator_lane(at.lane)
@@ -116,14 +122,29 @@ class ForwardKernel:
         return QueryTile(
             at=at,
             operands=operands,
-            visit=Visit.of_range(visit, Edges(bounds.kind.left, True)),
+            visit=visit,
             query_end=bounds.query_end,
             score=score,
             first_row=first_row,
             column=column,
-            limits=[bounds.key_limits(first_row + 8 * i) for i in range(2 * self.m_blocks)],
+            limits=[] if spec.listed else [bounds.key_limits(first_row + 8 * i) for i in range(2 * self.m_blocks)],
             live_keys=bounds.live_keys(),
+            bits=bits,
         )
+
+    def _visit_range(self, at: Place, bounds: Bounds) -> Visit:
+        """Returns the key tiles that the CTA's queries see by their bounds."""
+        tiles = bounds.key_tiles(at.row, self.config.rows, self.config.keys)
+        return Visit.of_range(tiles, Edges(bounds.kind.left, True))
+
+    def _listed(self, work: Work, buffers: ForwardBuffers, scalars: Scalars) -> tuple[Visit, TileBits]:
+        """Returns the key tiles that the CTA's queries visit by their list, and its bits."""
+        config, planes = self.config, Planes.of(scalars)
+        plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
+        row = planes.row(plane, work.tile, copies.count(scalars.query_length, config.rows))
+        key_tiles = copies.count(scalars.key_length, config.keys)
+        visit = Visit.of_list(GlobalList.of(buffers.key_lists, row, key_tiles), fulls_first=True)
+        return visit, TileBits.of(config.prepass, buffers.key_bits, row, key_tiles)
 
     def _empty_rows(self) -> RowState:
         """Returns the registers of rows that have seen no key."""
@@ -207,31 +228,59 @@ class ForwardKernel:
 
     def _visit(self, state: ForwardState, index: Int32, *, masked: bool) -> None:
         """Adds one key tile to the registers of the rows, with the copies of the next one in flight."""
-        tile = state.tile
+        tile, stages = state.tile, self.config.stages
+        # The first edge tile of a range holds the end of the keys, that of a list any one.
+        partial = masked and tile.bits is not None
+        seen = self._seen(tile, index) if masked else None
         cute.arch.cp_async_wait_group(0)
+        stage: Any = 0
+        if stages == 2 and partial:
+            self._zero_dead_values(tile, index, (state.last - index) % 2)
         cute.arch.sync_threads()
-        if self.config.stages == 2:
+
+        def load_next() -> None:
+            self._load_key(tile, index - 1, 0 if stages == 1 else 1 - stage, partial=partial)
+            if stages == 2:
+                self._load_value(tile, index - 1, 1 - stage, partial=partial)
+
+        if stages == 2:
             stage = (state.last - index) % 2
-            cutlass.if_generate(index > tile.visit.begin, lambda: self._load_both(tile, index - 1, 1 - stage))
+            cutlass.if_generate(index > tile.visit.begin, load_next)
             cute.arch.cp_async_commit_group()
             scores = self._scores(state, stage)
-            self._softmax(state, scores, index, masked)
+            self._softmax(state, scores, index, seen)
         else:
-            stage = 0
             self._load_value(tile, index, 0, partial=masked)
             cute.arch.cp_async_commit_group()
             scores = self._scores(state, stage)
             cute.arch.sync_threads()
-            cutlass.if_generate(index > tile.visit.begin, lambda: self._load_key(tile, index - 1, 0, partial=False))
+            cutlass.if_generate(index > tile.visit.begin, load_next)
             cute.arch.cp_async_commit_group()
-            self._softmax(state, scores, index, masked)
+            self._softmax(state, scores, index, seen)
             cute.arch.cp_async_wait_group(1)
+            if partial:
+                self._zero_dead_values(tile, index, stage)
             cute.arch.sync_threads()
         self._add_values(state, scores, stage)
 
-    def _load_both(self, tile: QueryTile, index: Int32, stage: Any) -> None:
-        self._load_key(tile, index, stage, partial=False)
-        self._load_value(tile, index, stage, partial=False)
+    def _seen(self, tile: QueryTile, index: Int32) -> list[Limits] | Bits:
+        """Returns what the lane's rows see of an edge tile; bits are on their way when its product is issued."""
+        if tile.bits is None:
+            return tile.limits
+        key_tile, first = tile.visit.tile(index), tile.at.warp * self.m_blocks
+        return Bits([tile.bits.fragment(key_tile, first + m, tile.at.lane) for m in range(self.m_blocks)])
+
+    def _zero_dead_values(self, tile: QueryTile, index: Int32, stage: Any) -> None:
+        """Zeroes what the thread has copied of values of an edge tile that no query of the CTA sees."""
+        bits, entry = tile.bits, tile.visit.entry(index)
+        assert bits is not None
+
+        def zero() -> None:
+            shared = tile.at.shared + self.value_start + stage * self.value_tile.nbytes
+            live = bits.live_rows(tile.visit.tile_of(entry))
+            copies.zero_dead_rows(self.value_tile, self.config.threads, tile.at.thread, shared, live)
+
+        cutlass.if_generate(Boolean(tile.visit.has_dead_rows(entry)), zero)
 
     def _scores(self, state: ForwardState, stage: Any) -> list[Float32]:
         """Returns Q K^T of one key tile."""
@@ -244,18 +293,20 @@ class ForwardKernel:
         mma.gemm(scores, shape, load_a, mma.load_b(self.key_tile, keys), self.mma_dtype)
         return scores
 
-    def _softmax(self, state: ForwardState, scores: list[Float32], index: Int32, masked: bool) -> None:
-        """Turns scores into probabilities relative to the running maxima, in place."""
+    def _softmax(
+        self, state: ForwardState, scores: list[Float32], index: Int32, seen: list[Limits] | Bits | None
+    ) -> None:
+        """Turns scores into probabilities relative to the running maxima, in place; a full tile has no `seen`."""
         tile, rows, score = state.tile, state.rows, state.tile.score
         blocks = (self.m_blocks, self.score_blocks)
         at = ScoreTile(tile.first_row, tile.visit.tile(index), self.config.keys, tile.column, self.score_blocks)
-        if masked:
-            score.edge(scores, at, tile.limits, check_low=tile.visit.edges.low)
+        if seen is not None:
+            score.edge(scores, at, seen, check_low=tile.visit.edges.low)
         else:
             score.full(scores, at)
         self._raise_maxima(rows, softmax.row_maxima(scores, *blocks), score.unit)
         maxima = [rows.maxima[i] for i in range(2 * self.m_blocks)]
-        if masked:
+        if seen is not None:
             # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
             maxima = [ptx.where(x == Float32(softmax.NEVER), Float32(0.0), x) for x in maxima]
         shifts = [x * score.unit for x in maxima]

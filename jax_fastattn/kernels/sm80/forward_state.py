@@ -17,6 +17,7 @@ from jax_fastattn.kernels.device import mma
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.schedule import Work
 from jax_fastattn.kernels.visits import Visit
@@ -121,7 +122,8 @@ class QueryTile:
         score: from products to logits.
         first_row: the first of the lane's accumulator rows, counted as `at.row`; the others follow 8 apart.
         column: the lane's first accumulator column.
-        limits: the keys that each of the lane's accumulator rows sees, in order.
+        limits: the keys that each of the lane's accumulator rows sees, in order; of a list none.
+        bits: which scores of edge tiles of a list count; None without lists.
     """
 
     at: Place
@@ -133,6 +135,7 @@ class QueryTile:
     first_row: Int32
     column: Int32
     limits: list[plan.Limits]
+    bits: TileBits | None
 
 
 @dataclass(frozen=True, eq=False)

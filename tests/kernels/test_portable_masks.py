@@ -1,0 +1,66 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The portable kernels with lists in the emulators, on what the prepass writes there; see `emulated_portable_masks`."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import emulated_portable_masks
+from emulated_portable_masks import forward_spec
+from emulated_prepass import Predicate
+
+from jax_fastattn.kernels.key import KernelSpec
+
+pytestmark = pytest.mark.slow
+
+# Blocks of some keys make full and empty tiles, low densities keys that no query of a tile sees.
+_BLOCKS = Predicate(mask=(2, 1, 200, 333), group=2, queries=200, keys=333, blocks=64, density=0.6)
+_DEAD = Predicate(mask=(2, 1, 200, 333), group=2, queries=200, keys=333, blocks=17, density=0.1)
+_PER_HEAD = Predicate(mask=(1, 2, 200, 333), queries=200, keys=333, blocks=33, density=0.2)
+_PER_KV_HEAD = Predicate(
+    mask=(2, 2, 200, 333), queries=200, keys=333, query_heads=4, group=2, blocks=33, density=0.2
+)  # fmt: skip
+_IDS = Predicate(segments=4, queries=300, keys=320, right=0)
+_UNSORTED = Predicate(segments=4, sorted_ids=False, queries=130, keys=201, offsets=(60, -140), left=100, right=5)
+_CAUSAL = Predicate(batch=1, queries=201, keys=201, segments=1, document=1000, right=0)
+_LENGTHS = Predicate(
+    mask=(2, 1, 133, 201), query_lengths=(70, 0), key_lengths=(201, 100), density=0.9, blocks=20
+)  # fmt: skip
+_EMPTY = Predicate(mask=(2, 1, 133, 201), density=0.02, blocks=40)
+
+
+def _forward(predicate: Predicate, *dims: int, **features: object) -> tuple[Predicate, KernelSpec]:
+    return predicate, forward_spec(predicate, *dims, **features)
+
+
+# Each tiling: 32 rows a warp with Q in registers or not, 16 rows a warp; 64, 48 and 32 keys.
+FORWARD = {
+    "d64-random": _forward(Predicate(mask=(2, 1, 133, 201), group=2), 64),
+    "d64-full-tiles-f16": _forward(_BLOCKS, 64, dtype="float16"),
+    "d64-dead-keys": _forward(_DEAD, 64),
+    "d64-lengths": _forward(_LENGTHS, 64),
+    "d64-cap-sinks": _forward(_DEAD, 64, logits_soft_cap=True, sinks=True),
+    "d40-72-sinks": _forward(_EMPTY, 40, 72, sinks=True),
+    "d128-per-head": _forward(_PER_HEAD, 128),
+    "d128-per-kv-head-small": _forward(_PER_KV_HEAD, 128, arch="sm_86"),
+    "d128-ids-causal": _forward(_IDS, 128),
+    "d96-unsorted-ids-window": _forward(_UNSORTED, 96, arch="sm_86"),
+    "d192-48-keys": _forward(_DEAD, 192, arch="sm_86"),
+    "d256-32-keys": _forward(_DEAD, 256, arch="sm_86"),
+    "d256-resident": _forward(_DEAD, 256),
+}
+_, _SPEC = FORWARD["d64-dead-keys"]
+FORWARD["d64-two-stages"] = _DEAD, dataclasses.replace(_SPEC, config=dataclasses.replace(_SPEC.config, stages=2))
+
+
+@pytest.mark.parametrize(("predicate", "spec"), FORWARD.values(), ids=FORWARD)
+def test_forward(predicate: Predicate, spec: KernelSpec) -> None:
+    emulated_portable_masks.check_forward(predicate, spec)
+
+
+def test_tiles_of_queries_share_a_list() -> None:
+    predicate = Predicate(mask=(2, 1, 1, 201), blocks=50)
+    emulated_portable_masks.check_forward(predicate, forward_spec(predicate, 64), one_row=True)
