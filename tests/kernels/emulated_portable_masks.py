@@ -15,13 +15,17 @@ import emulated_masks
 import emulated_prepass
 import numpy as np
 import ptx_emulator
-from emulated_backward import DTYPES, Sizes, gradients
+import warp_emulator
+from emulated_backward import DTYPES, Sizes, compare_dsinks_terms, gradients
+from emulated_dkdv_dq import ORDER
 from emulated_launch import arguments, compile_kernel, number, place, text
 from emulated_prepass import Predicate
 
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments import Scalars, launch_buffers
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward.config import backward_scratch
+from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel
 from jax_fastattn.kernels.sm80.forward import ForwardKernel
 
 SIZES = Sizes(scale=emulated_masks.SCALE, cap=1.5)
@@ -69,6 +73,13 @@ def poison(spec: KernelSpec, arrays: dict[str, np.ndarray], seen: np.ndarray) ->
     return found
 
 
+def backward_spec(predicate: Predicate, head_dim: int, v_head_dim: int | None = None, **features: Any) -> KernelSpec:
+    """Returns the compile key of a backward call."""
+    key: dict[str, Any] = {"arch": "sm_80", "dtype": "bfloat16"} | features
+    spec = KernelSpec("backward", **key, head_dim=head_dim, v_head_dim=v_head_dim or head_dim, group=predicate.group)
+    return configured(dataclasses.replace(spec, listed=True))
+
+
 @functools.cache
 def forward_texts(spec: KernelSpec) -> dict[str, str]:
     """Returns the PTX of a compile key."""
@@ -97,3 +108,69 @@ def check_forward(predicate: Predicate, spec: KernelSpec, *, one_row: bool = Fal
     got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
     np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
     np.testing.assert_allclose(memory.read(buffers.lse, lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
+
+
+class BackwardRun:
+    """The kernels of a backward call, the memory of one launch of them, and what they should write.
+
+    Args:
+        predicate: what hides pairs, and sizes.
+        spec: the compile key, see `backward_spec`.
+    """
+
+    def __init__(self, predicate: Predicate, spec: KernelSpec):
+        self.spec, self.kernel = spec, BackwardKernel(spec)
+        self.texts = compile_kernel(self.kernel, spec)
+        clean, self.wanted, self.seen = draw(predicate, spec)
+        lists = emulated_prepass.run(predicate, spec.config.prepass, clean)
+        clean |= {"out": self.wanted["out"].astype(DTYPES[spec.dtype]), "lse": self.wanted["lse"].astype(np.float32)}
+        arrays = poison(spec, clean, self.seen)
+        arrays |= {"query_lists": lists["lists"], "query_bits": lists["bits"], "key_tile_counts": lists["counts"]}
+        for name, operand in (("dq", "query"), ("dk", "key"), ("dv", "value")):
+            arrays[name] = np.full(arrays[operand].shape, np.nan, arrays[operand].dtype)
+        heads = predicate.query_heads
+        arrays["dsinks_terms"] = np.full((predicate.batch, heads, predicate.queries), np.nan, np.float32)
+        for name, shape in backward_scratch(spec, predicate.batch, predicate.queries, heads).items():
+            dtype = launch_buffers(spec)[name]
+            arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1, dtype)
+        self.arrays = arrays
+        self.memory, self.buffers = place(spec, arrays)
+        launches = self.kernel.launches(self.buffers, scalars(predicate), ORDER)
+        self.launches = {type(x.kernel.__self__).__name__.removesuffix("Kernel"): x for x in launches}
+
+    def run(self, name: str, **options: Any) -> None:
+        """Runs one kernel. `options` are those of `warp_emulator.WarpCta`."""
+        launch = self.launches[name]
+        ptx, blocks, nbytes = text(launch, self.texts), number(launch.grid), max(launch.shared_bytes, 16)
+        warp_emulator.launch(ptx, arguments(launch), self.memory, blocks, nbytes, **options)
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a buffer's contents."""
+        return self.memory.read(getattr(self.buffers, name), self.arrays[name].shape, self.arrays[name].dtype)
+
+    def compare(self) -> None:
+        """Raises an `AssertionError` if a gradient is wrong, or not exactly 0 where something is hidden."""
+        tolerance = 2**-6 if self.spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
+        for name, operand in (("dq", "query"), ("dk", "key"), ("dv", "value")):
+            found, wanted = self.read(name).astype(np.float64), self.wanted[name]
+            atol = tolerance * np.abs(wanted).max() + 1e-5
+            np.testing.assert_allclose(found, wanted, atol=atol, rtol=0, err_msg=name)
+            hidden = np.isnan(self.arrays[operand].astype(np.float32)).any(-1)
+            assert not found[hidden].any(), f"{name} of rows that are hidden from everybody"
+        if self.spec.dsinks:
+            compare_dsinks_terms(self.read("dsinks_terms"), self.wanted["dsinks_terms"], tolerance)
+
+
+def check_backward(predicate: Predicate, spec: KernelSpec, schedule: str = "second") -> None:
+    """Runs the backward kernels on poisoned operands, and compares every gradient.
+
+    Args:
+        predicate: what hides pairs, and sizes.
+        spec: the compile key, see `backward_spec`.
+        schedule: of the warps, see `warp_emulator.SCHEDULES`.
+    """
+    run = BackwardRun(predicate, spec)
+    run.run("Preprocess")
+    run.run("DkdvDq", schedule=schedule)
+    run.run("Convert")
+    run.compare()

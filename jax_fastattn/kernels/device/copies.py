@@ -99,6 +99,24 @@ class Rows(NamedTuple):
         return Boolean(Uint32(row - self.begin) < Uint32(self.end - self.begin))
 
 
+class LiveRows(NamedTuple):
+    """Rows of a tile that may be read, one by one, see `Rows`.
+
+    Attributes:
+        live: a bit for each row, in words of 32.
+        rows: of the tile.
+        end: rows from there on may not be read, whatever their bit.
+    """
+
+    live: list[Int32]
+    rows: int
+    end: Int32
+
+    def contain(self, row: Int32) -> Boolean:
+        """Returns whether a row of the tile may be read."""
+        return Boolean(Boolean(row < self.end) & Boolean(live_bit(self.live, row, self.rows) != 0))
+
+
 def load_tile(
     tile: SharedTile,
     threads: int,
@@ -106,7 +124,7 @@ def load_tile(
     shared: Int32,
     source: Int64,
     stride: Int64,
-    rows: Rows | None = None,
+    rows: Rows | LiveRows | None = None,
 ) -> None:
     """Starts this thread's part of a cp.async copy of a tile; the caller commits the group.
 

@@ -16,6 +16,7 @@ from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.config import first_fit
+from jax_fastattn.kernels.tile_lists import PrepassConfig
 from jax_fastattn.kernels.tile_records import slot_count
 
 # Bytes of Q, dO and dq_accum of the heads that are visited together if CTAs add in semaphore order: what L2 keeps,
@@ -107,6 +108,11 @@ class DkdvDqConfig:
     def slot_rows(self) -> tuple[int, int]:
         """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
         return self.queries, self.keys
+
+    @property
+    def prepass(self) -> PrepassConfig:
+        """The tiles of the prepass for its lists."""
+        return PrepassConfig(self.queries, self.keys, transposed=True)
 
     @property
     def tiles(self) -> str:

@@ -10,20 +10,23 @@ global memory. Scores have keys as rows, so P^T and dS^T are A operands from reg
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRole, QueryLoop, Role
 from jax_fastattn.kernels.sm80.backward.single_role import SingleRole
-from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqScratch, Operands, Place
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqScratch, GroupBits, Operands, Place
+from jax_fastattn.kernels.sm80.backward.warp import copied_by
 from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.visits import Edges, Visit, mask_past_end
 
@@ -122,11 +125,23 @@ class DkdvDqKernel:
         visit = mask_past_end(visit, at.row + config.keys > bounds.key_end, low=False)
         return Visit.of_range(visit, Edges(bounds.kind.right, True))
 
+    def _listed(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> tuple[Visit, GroupBits]:
+        """Returns the query tiles that see some key of the tile by its list, and their bits."""
+        config, group, planes, batch = self.config, self.spec.group, Planes.of(scalars), at.sequence.queries.batch
+        key_tiles = copies.count(scalars.key_length, config.keys)
+        query_tiles = copies.count(scalars.query_length, config.queries)
+        lists = planes.query_lists(batch, at.kv_head, scalars.num_heads // group)
+        entries = GlobalList.of(buffers.query_lists, planes.row(lists, at.tile, key_tiles), query_tiles)
+        row = planes.row(planes.bits(batch, at.kv_head * group, at.kv_head), at.tile, key_tiles)
+        first = TileBits.of(config.prepass, buffers.query_bits, row, query_tiles)
+        stride = Int64(planes.head * key_tiles) * query_tiles * config.prepass.tile_nbytes
+        return Visit.of_list(entries, fulls_first=False), GroupBits(first, stride)
+
     def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> DkdvDqState:
         """Returns the device values that all roles share."""
         spec, heads, tile, dq_semaphore = self.spec, scalars.num_heads, self.reduce.tile, buffers.dq_semaphore
         queries, keys, bounds = at.sequence.queries, at.sequence.keys, at.sequence.bounds()
-        visit = self._visit(at, bounds)
+        visit, bits = self._listed(buffers, scalars, at) if spec.listed else (self._visit(at, bounds), None)
         kv_heads, first_head = heads // spec.group, at.kv_head * spec.group
         key_row = keys.row_head(at.row, kv_heads, at.kv_head)
         query_row = queries.row_head(Int32(0), heads, first_head)
@@ -162,6 +177,7 @@ class DkdvDqKernel:
             stored_rows=stored_rows,
             score=score,
             dq_scratch=DqScratch(accum, tile_count, semaphore),
+            bits=bits,
         )
 
     def _load_first(self, state: DkdvDqState) -> None:
@@ -176,5 +192,15 @@ class DkdvDqKernel:
             for role in range(config.roles):
                 products.load_statistics(state, state.at.thread, zero, first, 0, role)
 
-        cutlass.if_generate(state.visit.begin < state.visit.end, load)
+        def load_by_role(role: int) -> None:
+            threads = 32 * config.role_warps
+            products.load_queries(state, copied_by(role, config), threads, zero, first, 0)
+            products.load_statistics(state, state.at.role_thread, zero, first, 0, role)
+
+        def load_apart() -> None:
+            cutlass.if_generate(state.at.role == 0, lambda: load_by_role(0), lambda: load_by_role(1))
+
+        # Threads that zero what they have copied of a list's tiles copy the first one as they copy all later ones.
+        apart = state.bits is not None and config.roles == 2
+        cutlass.if_generate(state.visit.begin < state.visit.end, load_apart if apart else load)
         cute.arch.cp_async_commit_group()

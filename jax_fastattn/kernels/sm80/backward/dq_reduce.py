@@ -18,6 +18,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.plan import TileRange
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 
@@ -114,8 +115,8 @@ class DqReduce(Protocol):
         """Returns the register in which a warp keeps the index of the count that is due; None if it counts nothing."""
         ...
 
-    def wait(self, state: DkdvDqState, due: cute.Tensor | None, member: Int32, index: Int32) -> Boolean | None:
-        """Waits until the warp may add to query tile `index` of head `member`.
+    def wait(self, state: DkdvDqState, due: cute.Tensor | None, member: Int32, entry: Int32) -> Boolean | None:
+        """Waits until the warp may add to the query tile of an entry (`Visit.entry`) of head `member`.
 
         Returns whether the warp is the first one to add there, so that sums hold anything; None if they hold zeros.
         """
@@ -165,9 +166,9 @@ class DqAtomic:
         """Returns None: nothing is counted."""
         return None
 
-    def wait(self, state: DkdvDqState, due: cute.Tensor | None, member: Int32, index: Int32) -> None:
+    def wait(self, state: DkdvDqState, due: cute.Tensor | None, member: Int32, entry: Int32) -> None:
         """Does nothing."""
-        del state, due, member, index
+        del state, due, member, entry
 
     def accumulate(
         self, state: DkdvDqState, member: Int32, index: Int32, acc: mma.Accumulator, is_first: Boolean | None
@@ -245,13 +246,17 @@ class DqSemaphore:
         due.fill(Int32(-1))
         return due
 
-    def wait(self, state: DkdvDqState, due: cute.Tensor | None, member: Int32, index: Int32) -> Boolean:
+    def wait(self, state: DkdvDqState, due: cute.Tensor | None, member: Int32, entry: Int32) -> Boolean:
         """Counts the last tile, and waits for the earlier key tiles of this one; returns whether there are none."""
         self.count(state, due)
         config, at = self.config, state.at
-        first = index * config.queries
-        before = at.tile - state.bounds.key_tiles(first, config.queries, config.keys).begin
-        count = (member * state.dq_scratch.tile_count + index) * self.tile.warps + at.dq_warp
+
+        def seen(tile: Int32) -> TileRange:
+            return state.bounds.key_tiles(tile * config.queries, config.queries, config.keys)
+
+        before = state.visit.turn(entry, at.tile, seen).before
+        tile = state.visit.tile_of(entry)
+        count = (member * state.dq_scratch.tile_count + tile) * self.tile.warps + at.dq_warp
         assert due is not None
         due[0] = count
         address = self._semaphore_address(state, count)

@@ -137,6 +137,14 @@ class PreprocessKernel:
         lse_scaled = ptx.where(live, lse * softmax.LOG2_E - self.log2_factor, Float32(float("inf")))
         return lse_scaled, ptx.where(live, delta, Float32(0.0))
 
+    @property
+    def _hides_rows(self) -> bool:
+        """Whether rows that see no key have to be told by their output, which is exactly 0.
+
+        Their log-sum-exp is -inf unless it is a sink, and by lists they may lie anywhere. Their dO may be no number.
+        """
+        return self.spec.listed and self.spec.dsinks
+
     def _row_product(self, rows: QueryRows, shape: CopyShape, index: Int32, chunk: Int32, live: Boolean) -> Float32:
         """Returns the sum of out * dout of one row."""
         row = Int64(index) * gradient.row_stride(rows.heads, self.spec.v_head_dim)
@@ -153,6 +161,8 @@ class PreprocessKernel:
             for x, y in zip(out, dout, strict=True):
                 pair = zip(ptx.unpack(x, dtype=self.mma_dtype), ptx.unpack(y, dtype=self.mma_dtype), strict=True)
                 for left, right in pair:
+                    if self._hides_rows:
+                        right = ptx.where(left == Float32(0.0), Float32(0.0), right)
                     total = ptx.fma(left, right, total)
         distance = shape.lanes // 2
         while distance > 0:

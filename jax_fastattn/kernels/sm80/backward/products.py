@@ -53,12 +53,18 @@ class Products:
 
     def load_keys(self, state: DkdvDqState) -> None:
         """Starts the copy of K and V, by all threads of the CTA."""
-        rows = copies.Rows.live(state.live_keys, state.at.row)
+        rows = self._live_keys(state)
         for which, source in ((QUERY, state.operands.key), (DOUT, state.operands.value)):
             tile, start, _, _ = self._operands(which)
             stride = gradient.row_stride(state.operands.kv_heads, tile.columns)
             shared = state.at.shared + start
             copies.load_tile(tile, self.config.threads, state.at.thread, shared, source, stride, rows)
+
+    def _live_keys(self, state: DkdvDqState) -> copies.Rows | copies.LiveRows:
+        """Returns the keys of the tile that may be read; of a list those that some query of the group sees."""
+        if state.bits is None:
+            return copies.Rows.live(state.live_keys, state.at.row)
+        return copies.LiveRows(state.visit.entries.live_rows(), self.config.keys, state.stored_rows)
 
     def load_queries(
         self, state: DkdvDqState, which: str, threads: int, member: Int32, first: Int32, stage: Any
@@ -71,6 +77,12 @@ class Products:
         source = state.operands.query if which == QUERY else state.operands.dout
         first_row = source + Int64(member) * (2 * tile.columns) + Int64(first) * stride
         copies.load_tile(tile, threads, thread, self._stage(state, start, stage), first_row, stride, rows)
+
+    def zero_dead_queries(self, state: DkdvDqState, which: str, threads: int, live: list[Int32], stage: Any) -> None:
+        """Zeroes what `load_queries` made this thread copy of dead rows of Q or dO; wait for it first."""
+        _, _, tile, start = self._operands(which)
+        thread = state.at.thread if threads == self.config.threads else state.at.role_thread
+        copies.zero_dead_rows(tile, threads, thread, self._stage(state, start, stage), live)
 
     def load_statistics(
         self, state: DkdvDqState, thread: Int32, member: Int32, first: Int32, stage: Any, role: int

@@ -10,12 +10,13 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
-from jax_fastattn.kernels.sm80.backward.roles import QueryHead, Warp
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
+from jax_fastattn.kernels.sm80.backward.warp import QueryHead, Warp
 from jax_fastattn.kernels.visits import Phase
 
 
@@ -45,10 +46,14 @@ class SingleRole:
         for part in range(config.parts):
             stage: Any = part if config.parts == 2 else step % config.stages
             first = warp.first_row(index) + part * config.part
+            bits = warp.load_bits(head, index, part * config.part) if masked else None
             cute.arch.cp_async_wait_group(0)
+            if masked:
+                warp.zero_dead_queries(head, index, stage, (QUERY, DOUT), part)
             cute.arch.sync_threads()
             self._load_next_part(stage, part, head.member, index)
-            packed = [products.pack(x) for x in self._differentiated(head.score, stage, first, masked=masked)]
+            differentiated = self._differentiated(head.score, stage, first, bits, masked=masked)
+            packed = [products.pack(x) for x in differentiated]
             products.store_scores(state, products.memory.table.offset("dscore"), packed[1], part * config.part)
             for pairs, which in zip(packed, (DOUT, QUERY), strict=True):
                 products.accumulate(state, warp.grads[which], products.packed_loader(pairs), which, stage)
@@ -76,7 +81,7 @@ class SingleRole:
         cute.arch.cp_async_commit_group()
 
     def _differentiated(
-        self, score: Score, stage: Any, first: Int32, *, masked: bool
+        self, score: Score, stage: Any, first: Int32, bits: Bits | None, *, masked: bool
     ) -> tuple[mma.Accumulator, mma.Accumulator]:
         """Returns P^T and dS^T of the part from query `first` on."""
         products, state, tile = self.warp.products, self.warp.state, self.warp.score_tile(first)
@@ -91,6 +96,6 @@ class SingleRole:
                     lse2, delta = pairs[:2] if e % 2 == 0 else pairs[2:]
                     scores[i], dscores[i] = score.differentiate(scores[i], lse2, dscores[i] - delta, tile.at(i))
         if masked:
-            self.warp.mask(score, scores, tile)
-            self.warp.mask(score, dscores, tile)
+            self.warp.mask(score, scores, tile, bits)
+            self.warp.mask(score, dscores, tile, bits)
         return scores, dscores

@@ -6,12 +6,13 @@ The kernel makes these objects once per CTA and passes them to the roles, the pr
 member is assigned afterwards; what changes from query tile to query tile are registers of the roles.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cutlass import Int32, Int64
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.visits import Visit
 
@@ -104,6 +105,23 @@ class DqScratch:
 
 
 @dataclass(frozen=True)
+class GroupBits:
+    """The bits of a tile of keys in each query head of the group.
+
+    Attributes:
+        first: those of the first head.
+        stride: bytes from one head to the next; 0 if all share them.
+    """
+
+    first: TileBits
+    stride: Int64
+
+    def of(self, member: Int32) -> TileBits:
+        """Returns those of a head of the group."""
+        return replace(self.first, address=self.first.address + Int64(member) * self.stride)
+
+
+@dataclass(frozen=True)
 class DkdvDqState:
     """A CTA's tile of keys: where its operands lie, and which query tiles it visits.
 
@@ -118,6 +136,7 @@ class DkdvDqState:
         stored_rows: rows of the tile that dk and dv have.
         score: from products to probabilities.
         dq_scratch: where dQ is added.
+        bits: which scores of edge tiles of a list count; None without lists.
     """
 
     at: Place
@@ -130,3 +149,4 @@ class DkdvDqState:
     stored_rows: Int32
     score: Score
     dq_scratch: DqScratch
+    bits: GroupBits | None

@@ -1,0 +1,226 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a warp of any role of `dkdv_dq.py` has and does; `roles.py` and `single_role.py` say when."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from jax_fastattn.kernels import plan
+from jax_fastattn.kernels.device import mma, ptx
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.features.bits import Bits
+from jax_fastattn.kernels.features.places import Head, ScoreTile
+from jax_fastattn.kernels.lists import TileBits
+from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sm80.backward import gradient
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, RoleBarrier
+from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
+from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
+
+
+def wait(barrier: RoleBarrier, threads: int, index: Any = 0) -> None:
+    """Arrives at a barrier of `threads` threads and waits for the others; `index` picks one of several barriers."""
+    cute.arch.barrier(barrier_id=barrier.at(index), number_of_threads=threads)
+
+
+def arrive(barrier: RoleBarrier, threads: int, index: Any = 0) -> None:
+    """Arrives at a barrier."""
+    cute.arch.barrier_arrive(barrier_id=barrier.at(index), number_of_threads=threads)
+
+
+def copied_by(role: int, config: DkdvDqConfig) -> str:
+    """Returns what one of two roles copies: Q or dO, whichever the other one may still read when it copies."""
+    return QUERY if (role == 0) == config.lagged else DOUT
+
+
+@dataclass(frozen=True, eq=False)
+class Warp:
+    """What a warp of any role has, and does.
+
+    Attributes:
+        products: copies and products.
+        reduce: what dQ is added by.
+        state: device values of the kernel.
+        grads: registers of the gradients that the role sums up: dV (`DOUT`), dK (`QUERY`).
+        due: what `reduce` keeps from tile to tile.
+    """
+
+    products: Products
+    reduce: DqReduce
+    state: DkdvDqState
+    grads: dict[str, cute.Tensor]
+    due: cute.Tensor | None
+
+    @classmethod
+    def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState, *computed: str) -> "Warp":
+        """Returns the warp with its registers, given the gradients that its role sums up."""
+        grads = {which: products.zeros(which) for which in computed}
+        return cls(products, reduce, state, grads, reduce.start())
+
+    def finish(self, scale: Float32) -> None:
+        """Stores the role's gradients to shared memory, when no warp of the CTA reads K and V anymore."""
+        self.reduce.count(self.state, self.due)
+        back = 2.0 ** -gradient.log2_probability_factor(self.products.spec, self.products.config)
+        cute.arch.cp_async_wait_group(0)
+        if self.products.config.roles == 1:
+            cute.arch.sync_threads()
+        else:
+            ptx.sync_apart()
+        for which, acc in self.grads.items():
+            factor = Float32(back) if which == DOUT else scale * back
+            self.products.finish(self.state, acc, which, factor)
+
+    def add_dq(self, member: Int32, index: Int32) -> None:
+        """Computes the warp's part of dQ of a tile and adds it up."""
+        entry = self.state.visit.entry(index)
+        is_first = self.reduce.wait(self.state, self.due, member, entry)
+        tile = self.state.visit.tile_of(entry)
+        self.reduce.accumulate(self.state, member, tile, self.products.dq(self.state), is_first)
+
+    def first_row(self, index: Int32) -> Int32:
+        """Returns the first query of the tile at a position."""
+        return self.state.visit.tile(index) * self.products.config.queries
+
+    def after(self, member: Int32, index: Int32) -> tuple[Int32, Int32]:
+        """Returns head and position of the tile after this one."""
+        if self.products.spec.group == 1:
+            return member, index + 1
+        wraps = index + 1 == self.state.visit.end
+        return ptx.where(wraps, member + 1, member), ptx.where(wraps, self.state.visit.begin, index + 1)
+
+    def exists(self, member: Int32, index: Int32) -> Boolean:
+        """Returns whether there is the tile that `after` returned."""
+        group = self.products.spec.group
+        return index < self.state.visit.end if group == 1 else member < group
+
+    def score_tile(self, first: Int32) -> ScoreTile:
+        """Returns where the lane's scores lie, given the warp's first query."""
+        state, n_blocks = self.state, self.products.score_blocks[1]
+        lane_row, lane_column = accumulator_lane(state.at.lane)
+        row = state.at.row + state.at.warp_row + lane_row
+        return ScoreTile(row, first, 1, lane_column, n_blocks, transposed=True)
+
+    def mask(self, score: Score, acc: mma.Accumulator, tile: ScoreTile, bits: Bits | None) -> None:
+        """Zeroes what belongs to queries that do not see a key, or to keys past the end.
+
+        Keys past the end have no gradients, but an infinite P of theirs times a K of zero would get into dQ.
+
+        Args:
+            score: that of the head.
+            acc: P or weights, changed in place.
+            tile: where they lie.
+            bits: those of `load_bits`.
+        """
+        seen = self._limits(tile) if bits is None else bits
+        score.hide(acc, tile, seen, Float32(0.0), check_low=self.state.visit.edges.low)
+
+    def _limits(self, tile: ScoreTile) -> list[plan.Limits]:
+        """Returns the queries that each of the lane's keys is seen by."""
+        products, state, limits = self.products, self.state, []
+        for i in range(2 * products.row_blocks):
+            row = tile.row + 8 * i
+            limit = state.bounds.query_limits(row)
+            limits.append(plan.Limits(limit.low, ptx.where(row < state.bounds.key_end, limit.high, Int32(0))))
+        return limits
+
+    def load_bits(self, head: "QueryHead", index: Int32, first_query: Any) -> Bits | None:
+        """Loads the bits of an edge tile of a list, of the scores from a query of the tile on; None without lists."""
+        if head.bits is None:
+            return None
+        at, tile = self.state.at, self.state.visit.tile(index)
+        assert self.products.config.queries <= 64, "queries of a lane are in one word"
+        blocks = range(self.products.row_blocks)
+        words = [head.bits.fragment(tile, at.warp_row // 16 + m, at.lane)[0] for m in blocks]
+        # Two bits of a word for each 8 queries.
+        return Bits([[word >> (first_query // 4)] for word in words])
+
+    def zero_dead_queries(
+        self, head: "QueryHead", index: Int32, stage: Any, copied: Sequence[str], part: int = 0
+    ) -> None:
+        """Zeroes what the thread has copied of queries of an edge tile of a list that see no key of it.
+
+        Args:
+            head: the query head.
+            index: position of the tile.
+            stage: of the copies, which have to be there.
+            copied: which operands.
+            part: of the tile.
+        """
+        products, visit, bits = self.products, self.state.visit, head.bits
+        if bits is None:
+            return
+        config, entry = products.config, visit.entry(index)
+        threads = 32 * (config.role_warps if config.roles == 2 else config.warps)
+
+        def zero() -> None:
+            live = bits.live_rows(visit.tile_of(entry))[part * config.part // 32 :]
+            for which in copied:
+                products.zero_dead_queries(self.state, which, threads, live, stage)
+
+        cutlass.if_generate(Boolean(visit.has_dead_rows(entry)), zero)
+
+    def head(self, member: Int32) -> "QueryHead":
+        """Returns a query head of the group."""
+        at, group = self.state.at, self.products.spec.group
+        head = Head(at.sequence.queries.batch, at.kv_head * group + member)
+        bits = None if self.state.bits is None else self.state.bits.of(member)
+        return QueryHead(member, self.state.score.start(head), bits)
+
+    # What both of two roles do.
+
+    def first_query(self) -> Int32:
+        """Returns the warp's first query in the tile."""
+        return self.state.at.column_warp * self.products.score_columns
+
+    def begin(self, step: Int32, barrier: RoleBarrier, zero_dead: Callable[[Any], None]) -> Any:
+        """Waits for a tile's copies, and for the role to have left the tile before; returns the stage.
+
+        Args:
+            step: how many tiles were visited before.
+            barrier: of the role.
+            zero_dead: zeroes what the thread has copied of dead queries, given the stage.
+        """
+        config = self.products.config
+        cute.arch.cp_async_wait_group(0)
+        if self.state.bits is not None:
+            zero_dead(step % 2 if config.lagged else 0)
+        if config.lagged:
+            # All threads have copied the first tile, and K and V.
+            role_threads = 32 * config.role_warps
+            cutlass.if_generate(step == 0, ptx.sync_apart, lambda: wait(barrier, role_threads))
+            return step % 2
+        ptx.sync_apart()
+        return 0
+
+    def load_next(self, role: int, stage: Any, member: Int32, index: Int32) -> None:
+        """Starts a role's copies, and those of its statistics, of the tile after this one."""
+        products, config, state = self.products, self.products.config, self.state
+        member, index = self.after(member, index)
+
+        def load() -> None:
+            target, first = (1 - stage if config.stages == 2 else 0), self.first_row(index)
+            products.load_queries(state, copied_by(role, config), 32 * config.role_warps, member, first, target)
+            products.load_statistics(state, state.at.role_thread, member, first, target, role)
+
+        cutlass.if_generate(self.exists(member, index), load)
+        cute.arch.cp_async_commit_group()
+
+
+@dataclass(frozen=True)
+class QueryHead:
+    """A query head whose tiles of queries visit the tile of keys.
+
+    Attributes:
+        member: which head of the group it is.
+        score: from products to probabilities of the head.
+        bits: which scores of edge tiles of a list count; None without lists.
+    """
+
+    member: Int32
+    score: Score
+    bits: TileBits | None
