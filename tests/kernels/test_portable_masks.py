@@ -9,10 +9,13 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_portable_masks
+import numpy as np
 from emulated_portable_masks import backward_spec, forward_spec
 from emulated_prepass import Predicate
+from warp_emulator import SCHEDULES
 
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 
 pytestmark = pytest.mark.slow
 
@@ -102,3 +105,39 @@ BACKWARD = {
 @pytest.mark.parametrize(("predicate", "spec"), BACKWARD.values(), ids=BACKWARD)
 def test_backward(predicate: Predicate, spec: KernelSpec) -> None:
     emulated_portable_masks.check_backward(predicate, spec)
+
+
+def _with_config(predicate: Predicate, config: DkdvDqConfig) -> tuple[Predicate, KernelSpec]:
+    return predicate, dataclasses.replace(backward_spec(predicate, 64), config=config)
+
+
+ROLES = {
+    "one-role": _with_config(_SMALL, DkdvDqConfig(4, 1, 64, roles=1, parts=2)),
+    "two-roles": _with_config(_SMALL, DkdvDqConfig(4, 1, 64, dq_roles=1)),
+    "one-stage": _with_config(_SMALL, DkdvDqConfig(2, 2, 64, stages=1)),
+}
+
+
+@pytest.mark.parametrize(("predicate", "spec"), ROLES.values(), ids=ROLES)
+def test_barriers_order_the_zeros_of_dead_rows(predicate: Predicate, spec: KernelSpec) -> None:
+    """A thread zeroes what it has copied itself, before the barrier after which others read it."""
+    run = emulated_portable_masks.BackwardRun(predicate, spec)
+    run.run("Preprocess")
+    before = run.memory.data.copy()
+    for schedule in SCHEDULES:
+        run.memory.data = before.copy()
+        run.run("DkdvDq", schedule=schedule, finds_races=True)
+        run.run("Convert")
+        run.compare()
+
+
+def test_ordered_sums_have_the_same_bits_under_every_schedule() -> None:
+    run = emulated_portable_masks.BackwardRun(_SMALL, backward_spec(_SMALL, 64, ordered=True))
+    run.run("Preprocess")
+    before, found = run.memory.data.copy(), []
+    for schedule in ("first", "random"):
+        run.memory.data = before.copy()
+        run.run("DkdvDq", schedule=schedule)
+        run.run("Convert")
+        found.append(run.read("dq").view(np.uint16))
+    np.testing.assert_array_equal(*found)
