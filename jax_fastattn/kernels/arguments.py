@@ -139,7 +139,8 @@ class PortableBackwardBuffers(NamedTuple):
     Attributes:
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
-        query_lists, query_bits, key_tile_counts: see `BackwardBuffers`.
+        query_lists, query_bits: see `BackwardBuffers`.
+        key_tile_counts: the same; these kernels do not read it.
         sinks, out, lse, dout, dlse, added, dq, dk, dv, dsinks_terms: see `BackwardBuffers`.
         stats, dq_accum, tile_counter, dq_semaphore: see `sm80/backward/config.backward_scratch`.
     """

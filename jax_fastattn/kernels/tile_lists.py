@@ -8,7 +8,8 @@ classifies every pair of tiles by the whole predicate: mask, window, lengths, of
 a full one needs no predicate, and an edge tile has bits. docs/kernels/masks.md has drawings.
 
 A list is a row of int32: a header, then an entry for each visited tile that is not empty. Key lists have the full tiles
-first and query lists the edge tiles, each group ascending; kernels visit a list from its last entry to its first one.
+first and query lists the edge tiles, each group ascending. Kernels visit a list from its last entry to its first one,
+except for the portable backward kernel, which ascends.
 
 Pure Python, no import of the DSL: `classify` is the rule of the prepass, which tests compare with it.
 """

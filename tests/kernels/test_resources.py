@@ -51,6 +51,16 @@ FEATURES = {
 }
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
+# Portable rows that visit tiles by lists and have no local memory. Forward they are 32 and 16 rows a warp; backward one
+# role, two roles, and two roles in 99 KB of shared memory.
+LISTED = {"listed": True, "group": 3}
+LISTED_ROWS = [
+    ("sm_80", "forward", (64, 64)),
+    ("sm_86", "forward", (256, 256)),
+    ("sm_80", "backward", (64, 64)),
+    ("sm_80", "backward", (128, 128)),
+    ("sm_86", "backward", (128, 128)),
+]
 # GPUs whose calls run the portable family: those that every run compiles all rows for, and those that it compiles one
 # row of each kind for. Of sm_89 one row per operation is compiled, see `test_sm_89_has_the_machine_code_of_sm_86`.
 PORTABLE_ARCHITECTURES = tuple(arch for arch, x in COVERAGE.items() if x.compiled == ALL_ROWS and arch != "sm_90a")
@@ -257,6 +267,17 @@ def test_gradient_of_sinks_spills_nothing(spec: KernelSpec) -> None:
     assert found == [0] * (2 if spec.family == "sm90" and spec.config.adds_dq else 1), kernels
 
 
+def _listed_specs() -> list[KernelSpec]:
+    """Each portable kernel with lists, and one that adds in semaphore order."""
+    specs = [_spec("sm80", op, arch, dims, LISTED) for arch, op, dims in LISTED_ROWS]
+    return [*specs, dataclasses.replace(specs[3], ordered=True)]
+
+
+@pytest.mark.parametrize("spec", _listed_specs(), ids=lambda spec: _row_name("listed", spec))
+def test_portable_kernels_with_lists_spill_nothing(spec: KernelSpec) -> None:
+    _assert_fits(spec, inspect_kernel(spec), local_bytes=0)
+
+
 def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
     """What is compiled in every run, by name: what `benchmarks/machine_code.py` compares between commits.
 
@@ -273,6 +294,7 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
     named += [("causal", _spec("sm80", op, arch, dims, CAUSAL)) for arch, op, dims in _other_tilings(architectures)]
     if not every_arch:
         named += [("sinks", spec) for spec in _sinks_specs()]
+        named += [("listed", spec) for spec in _listed_specs()]
         named += [
             (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
         ]
