@@ -81,9 +81,20 @@ def backward_spec(predicate: Predicate, head_dim: int, v_head_dim: int | None = 
 
 
 @functools.cache
-def forward_texts(spec: KernelSpec) -> dict[str, str]:
+def texts(spec: KernelSpec) -> dict[str, str]:
     """Returns the PTX of a compile key."""
-    return compile_kernel(ForwardKernel(spec), spec)
+    return compile_kernel((ForwardKernel if spec.op == "forward" else BackwardKernel)(spec), spec)
+
+
+def run_launches(spec: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, scalars: Scalars) -> None:
+    """Runs the launches of a compile key."""
+    if spec.op == "forward":
+        launches, emulate = ForwardKernel(spec).launches(buffers, scalars), ptx_emulator.launch
+    else:
+        launches, emulate = BackwardKernel(spec).launches(buffers, scalars, ORDER), warp_emulator.launch
+    for launch in launches:
+        ptx, nbytes = text(launch, texts(spec)), max(launch.shared_bytes, 16)
+        emulate(ptx, arguments(launch), memory, number(launch.grid), nbytes)
 
 
 def check_forward(predicate: Predicate, spec: KernelSpec, *, one_row: bool = False) -> None:
@@ -101,9 +112,7 @@ def check_forward(predicate: Predicate, spec: KernelSpec, *, one_row: bool = Fal
     arrays |= {"key_lists": lists["lists"], "key_bits": lists["bits"]}
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype), "lse": np.full(lse.shape, np.nan, np.float32)}
     memory, buffers = place(spec, arrays)
-    texts = forward_texts(spec)
-    for launch in ForwardKernel(spec).launches(buffers, scalars(predicate, one_row=one_row)):
-        ptx_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), launch.shared_bytes)
+    run_launches(spec, buffers, memory, scalars(predicate, one_row=one_row))
     tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
     got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
     np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
@@ -120,7 +129,6 @@ class BackwardRun:
 
     def __init__(self, predicate: Predicate, spec: KernelSpec):
         self.spec, self.kernel = spec, BackwardKernel(spec)
-        self.texts = compile_kernel(self.kernel, spec)
         clean, self.wanted, self.seen = draw(predicate, spec)
         lists = emulated_prepass.run(predicate, spec.config.prepass, clean)
         clean |= {"out": self.wanted["out"].astype(DTYPES[spec.dtype]), "lse": self.wanted["lse"].astype(np.float32)}
@@ -141,7 +149,7 @@ class BackwardRun:
     def run(self, name: str, **options: Any) -> None:
         """Runs one kernel. `options` are those of `warp_emulator.WarpCta`."""
         launch = self.launches[name]
-        ptx, blocks, nbytes = text(launch, self.texts), number(launch.grid), max(launch.shared_bytes, 16)
+        ptx, blocks, nbytes = text(launch, texts(self.spec)), number(launch.grid), max(launch.shared_bytes, 16)
         warp_emulator.launch(ptx, arguments(launch), self.memory, blocks, nbytes, **options)
 
     def read(self, name: str) -> np.ndarray:
