@@ -51,8 +51,8 @@ FEATURES = {
 }
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
-# Portable rows that visit tiles by lists and have no local memory. Forward they are 32 and 16 rows a warp; backward one
-# role, two roles, and two roles in 99 KB of shared memory.
+# Portable rows that visit tiles by lists: forward 32 and 16 rows a warp; backward one role, two roles, and two roles in
+# 99 KB of shared memory.
 LISTED = {"listed": True, "group": 3}
 LISTED_ROWS = [
     ("sm_80", "forward", (64, 64)),
@@ -274,8 +274,9 @@ def _listed_specs() -> list[KernelSpec]:
 
 
 @pytest.mark.parametrize("spec", _listed_specs(), ids=lambda spec: _row_name("listed", spec))
-def test_portable_kernels_with_lists_spill_nothing(spec: KernelSpec) -> None:
-    _assert_fits(spec, inspect_kernel(spec), local_bytes=0)
+def test_portable_kernels_with_lists_spill_no_more_than_with_a_causal_mask(spec: KernelSpec) -> None:
+    allowed = _local_bytes(spec.arch, spec.op, (spec.head_dim, spec.v_head_dim), "causal")
+    _assert_fits(spec, inspect_kernel(spec), allowed)
 
 
 def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
