@@ -53,7 +53,8 @@ def test_terms_of_rows_are_added_up_to_the_gradient_of_sinks(
     spec, operands, (dout, dlse), found = call
     sees, _, _ = visible_rows(spec, operands)
 
-    def launch(kernel: KernelSpec, problem: Any, given: Any, shapes: Any) -> dict[str, jax.Array]:
+    def launch(kernel: KernelSpec, problem: Any, given: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
+        del lists
         assert kernel.dsinks and problem.sinks_per_batch == (len(operands.sinks) > 1)
         delta = jnp.where(sees, (found.out * dout).sum(-1), 0.0) - dlse
         weight = jnp.exp(given["sinks"][:, None] - jnp.where(found.lse == -jnp.inf, jnp.inf, found.lse))
@@ -73,7 +74,8 @@ def test_no_gradient_of_sinks_is_computed_unless_it_is_wanted(
     """The kernel is that of a call whose sinks are constant, and takes no sinks."""
     spec, operands, (dout, dlse), found = call
 
-    def launch(kernel: KernelSpec, problem: Any, given: Any, shapes: Any) -> dict[str, jax.Array]:
+    def launch(kernel: KernelSpec, problem: Any, given: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
+        del lists
         assert not kernel.dsinks and given["sinks"] is None and "dsinks_terms" not in shapes
         return {name: jnp.zeros(shape) for name, shape in shapes.items()}
 

@@ -63,13 +63,15 @@ def draw(predicate: Predicate, spec: KernelSpec) -> tuple[dict[str, np.ndarray],
 
 
 def poison(spec: KernelSpec, arrays: dict[str, np.ndarray], seen: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns operands with NaN where keys or queries are hidden from everybody."""
+    """Returns operands with NaN where keys or queries are hidden from everybody, and in cotangents of such results."""
     dead_keys = ~seen.reshape(seen.shape[0], -1, spec.group, *seen.shape[2:]).any((2, 3))
     dead_queries = ~seen.any(3)
     found = dict(arrays)
     for name, dead in (("query", dead_queries), ("dout", dead_queries), ("key", dead_keys), ("value", dead_keys)):
         found[name] = arrays[name].copy()
         found[name][dead.swapaxes(1, 2)] = np.nan
+    if "lse" in arrays:
+        found["dlse"] = np.where(np.isneginf(arrays["lse"]), np.float32(np.nan), arrays["dlse"])
     return found
 
 

@@ -24,7 +24,7 @@ _BLOCKS = Predicate(mask=(2, 1, 200, 333), group=2, queries=200, keys=333, block
 _DEAD = Predicate(mask=(2, 1, 200, 333), group=2, queries=200, keys=333, blocks=17, density=0.1)
 _PER_HEAD = Predicate(mask=(1, 2, 200, 333), queries=200, keys=333, blocks=33, density=0.2)
 _PER_KV_HEAD = Predicate(
-    mask=(2, 2, 200, 333), queries=200, keys=333, query_heads=4, group=2, blocks=33, density=0.2
+    mask=(2, 2, 150, 260), queries=150, keys=260, query_heads=4, group=2, blocks=33, density=0.2
 )  # fmt: skip
 # Heads of a group share lists of tiles of keys, and have bits of their own.
 _GROUP_PER_HEAD = Predicate(
@@ -78,21 +78,22 @@ def _backward(predicate: Predicate, *dims: int, **features: object) -> tuple[Pre
 
 
 _SMALL = Predicate(mask=(2, 1, 70, 101), queries=70, keys=101, blocks=17, density=0.1)
+_SOME = Predicate(mask=(2, 1, 133, 201), group=2, blocks=17, density=0.1)
 # One role, two roles; one stage, warps that exchange scores, 32 queries, 16 keys a warp.
 BACKWARD = {
     "d64-random": _backward(Predicate(mask=(2, 1, 133, 201), group=2), 64),
     "d64-full-tiles-f16-ordered": _backward(_BLOCKS, 64, dtype="float16", ordered=True),
-    "d64-dead-rows": _backward(_DEAD, 64),
-    "d64-cap-sinks-dlse": _backward(_DEAD, 64, logits_soft_cap=True, dsinks=True, dlse=True),
+    "d64-dead-rows": _backward(_SOME, 64),
+    "d64-cap-sinks-dlse": _backward(_SOME, 64, logits_soft_cap=True, dsinks=True, dlse=True),
     "d64-lengths-sinks": _backward(_LENGTHS, 64, dsinks=True, dlse=True),
-    "d64-two-roles": _backward(_DEAD, 64, arch="sm_86"),
-    "d64-two-roles-cap": _backward(_DEAD, 64, arch="sm_86", logits_soft_cap=True),
+    "d64-two-roles": _backward(_SOME, 64, arch="sm_86"),
+    "d64-two-roles-cap-dlse": _backward(_SMALL, 64, arch="sm_86", logits_soft_cap=True, dlse=True),
     "d40-72-empty-sinks": _backward(_EMPTY, 40, 72, dsinks=True),
     "d128-per-head": _backward(_PER_HEAD, 128),
     "d128-per-kv-head-ordered": _backward(_PER_KV_HEAD, 128, ordered=True),
     "d128-group-per-head": _backward(_GROUP_PER_HEAD, 128, ordered=True),
     "d128-ids-causal": _backward(_IDS, 128, ordered=True),
-    "d128-32-queries": _backward(_DEAD, 128, arch="sm_86"),
+    "d128-32-queries": _backward(_SMALL, 128, arch="sm_86"),
     "d96-unsorted-ids-window": _backward(_UNSORTED, 96),
     "d160-one-stage": _backward(_SMALL, 160),
     "d192-64-keys": _backward(_SMALL, 192, arch="sm_86"),
