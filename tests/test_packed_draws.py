@@ -10,7 +10,6 @@ from typing import Any
 
 import calls
 import jax
-import numpy as np
 import pytest
 
 from jax_fastattn import blocks, chunks
@@ -57,14 +56,8 @@ def test_random_packed_calls(case: Case) -> None:
     operands, cotangents = case.operands(jax.random.key(0)), case.cotangents(jax.random.key(1))
     poisoned = poison(spec, operands, *cotangents)
     first, second = (draws.evaluate(case, spec, *poisoned) for _ in range(2))
-    assert_same_bits(first, second)
+    compare.assert_same_bits(first, second)
     calls.assert_same(first, _reference(spec)(operands, *cotangents))
-
-
-def assert_same_bits(first: compare.Results, second: compare.Results) -> None:
-    for name, x, y in zip(compare.Results._fields, first, second, strict=True):
-        if x is not None:
-            np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 def test_wild_boundaries_are_moved_into_the_rows(pytestconfig: pytest.Config) -> None:
@@ -74,4 +67,4 @@ def test_wild_boundaries_are_moved_into_the_rows(pytestconfig: pytest.Config) ->
         spec = case.spec()
         arrays = case.operands(jax.random.key(0)), *case.cotangents(jax.random.key(1))
         arrays = poison(spec, *arrays)
-        assert_same_bits(*(draws.evaluate(x, spec, *arrays) for x in (case, draws.moved(case))))
+        compare.assert_same_bits(*(draws.evaluate(x, spec, *arrays) for x in (case, draws.moved(case))))

@@ -21,6 +21,7 @@ import numpy as np
 from jax_fastattn import packed
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, Problem
 
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
@@ -42,13 +43,22 @@ class Case:
             key/value head.
         query_seq_lengths, key_value_seq_lengths: one for each batch entry.
         query_offset: one for each batch entry, or for each packed sequence; "bottom_right" of packed sequences.
+        mask_density: the probability that a pair of a mask is visible.
+        spelled: the call that the mask spells: the mask shows what causality, window, lengths, offset and ids of this
+            call show. It has the sizes of the case and no mask. None is a random mask.
         segments: number of segments, cut at random; the last is one that only queries have. 0 is absent.
+        ids: "sorted" segment ids; "unsorted" ones, at random positions, of which keys have one more that no query has;
+            "negative" ones, which are unsorted and include the smallest and the largest int32.
+        documents: the lengths of the documents in each batch entry, of queries and keys alike. Their segment ids count
+            from 1. What is left of an entry is padding with id 0. None is absent.
         packed: `(query lengths, key lengths)` of the sequences that the one batch entry holds. What is left is padding.
             Negative lengths are boundaries that decrease.
         first: the first boundaries of packed queries and keys; rows before them are padding.
         sinks: "n" for one row, "bn" for one for each batch entry; None is absent.
         dlse: whether the log-sum-exp has a cotangent.
         deterministic: as in `AttentionSpec`.
+        vmapped: whether the public call is a `jax.vmap` over calls without a batch axis.
+        draw: tells random draws apart that are equal otherwise, so that their arrays differ.
     """
 
     dtype: str = "float32"
@@ -66,15 +76,21 @@ class Case:
     logits_soft_cap: float | None = None
     bias: str | None = None
     mask: str | None = None
+    mask_density: float = 0.7
+    spelled: Case | None = None
     query_seq_lengths: tuple[int, ...] | None = None
     key_value_seq_lengths: tuple[int, ...] | None = None
     query_offset: tuple[int, ...] | Literal["bottom_right"] | None = None
     segments: int = 0
+    ids: Literal["sorted", "unsorted", "negative"] = "sorted"
+    documents: tuple[tuple[int, ...], ...] | None = None
     packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     first: tuple[int, int] = (0, 0)
     sinks: str | None = None
     dlse: bool = False
     deterministic: bool = False
+    vmapped: bool = False
+    draw: int | None = None
 
     def __str__(self) -> str:
         heads = (
@@ -88,38 +104,58 @@ class Case:
         )
         dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim else "")
 
-        def joined(name: str, values: Any) -> str | None:
-            if values is None or values == (None, None):
-                return None
-            values = values if isinstance(values, tuple) else (values,)
-            return name + ".".join("x" if v is None else v if isinstance(v, str) else f"{v:g}" for v in values)
-
         words = [
             heads + (str(self.group) if self.group > 1 else ""),
             "causal" if self.is_causal else None,
-            joined("window", self.window),
-            joined("cap", self.logits_soft_cap),
+            _joined("window", self.window),
+            _joined("cap", self.logits_soft_cap),
             None if self.bias is None else f"bias_{self.bias or 1}",
             None if self.mask is None else f"mask_{self.mask or 1}",
+            None if self.mask_density == 0.7 else f"density{self.mask_density:g}",
+            self.spelled and f"of({self.spelled.rules()})",
             f"segments{self.segments}" if self.segments else None,
-            joined("packed", self.packed and self.packed[0]),
-            joined("and", self.packed and self.packed[1]),
-            joined("first", None if self.first == (0, 0) else self.first),
+            None if self.ids == "sorted" else self.ids,
+            _joined("documents", self._documents()),
+            _joined("packed", self.packed and self.packed[0]),
+            _joined("and", self.packed and self.packed[1]),
+            _joined("first", None if self.first == (0, 0) else self.first),
             self.sinks and f"sinks_{self.sinks}",
             "dlse" if self.dlse else None,
             "deterministic" if self.deterministic else None,
-            joined("scale", self.scale),
+            _joined("scale", self.scale),
             "scale_array" if self.scale_is_array else None,
-            joined("offset", self.query_offset),
-            joined("qlen", self.query_seq_lengths),
-            joined("kvlen", self.key_value_seq_lengths),
+            _joined("offset", self.query_offset),
+            _joined("qlen", self.query_seq_lengths),
+            _joined("kvlen", self.key_value_seq_lengths),
             dims,
             DTYPE_NAMES[self.dtype],
             f"b{self.batch}" if self.batch != 2 else None,
             f"q{self.query_length}",
             f"kv{self.key_length}",
+            "vmapped" if self.vmapped else None,
+            None if self.draw is None else f"draw{self.draw}",
         ]
         return "-".join(word for word in words if word)
+
+    def rules(self) -> str:
+        """Returns in words which keys a query sees, masks and packing aside."""
+        words = [
+            "causal" if self.is_causal else None,
+            _joined("window", self.window),
+            f"segments{self.segments}" if self.segments else None,
+            None if self.ids == "sorted" else self.ids,
+            _joined("documents", self._documents()),
+            _joined("offset", self.query_offset),
+            _joined("qlen", self.query_seq_lengths),
+            _joined("kvlen", self.key_value_seq_lengths),
+        ]
+        return "-".join(word for word in words if word)
+
+    def _documents(self) -> tuple[str, ...] | None:
+        """Returns the lengths of the documents of each batch entry, in a word."""
+        if self.documents is None:
+            return None
+        return tuple("+".join(map(str, lengths)) for lengths in self.documents)
 
     @property
     def num_heads(self) -> int:
@@ -166,7 +202,7 @@ class Case:
             shape = tuple(sizes[x.upper()] if x in full or x.isupper() else 1 for x in letters)
             return jax.ShapeDtypeStruct(shape, dtypes.get(known.dtype, known.dtype))
 
-        is_packed, has_ids = self.packed is not None, self.segments > 0
+        is_packed, has_ids = self.packed is not None, self.segments > 0 or self.documents is not None
         given = {
             **dict.fromkeys(QKV, True),
             **{name: axes is not None for name, axes in self._full_axes.items()},
@@ -201,7 +237,7 @@ class Case:
             key=k,
             value=value,
             bias=normal(bias_key, shapes.bias),
-            mask=None if shapes.mask is None else jax.random.bernoulli(mask_key, 0.7, shapes.mask.shape),
+            mask=None if shapes.mask is None else self._mask(mask_key, shapes.mask.shape),
             query_seq_lengths=_int32(self.query_seq_lengths),
             key_value_seq_lengths=_int32(self.key_value_seq_lengths),
             query_offset=_int32(self.query_offset) if self.packed is None else None,
@@ -221,13 +257,38 @@ class Case:
         dlse = jax.random.normal(dlse_key, tuple(sizes[axis] for axis in "BTN"), jnp.float32).astype(dtype)
         return dout, dlse if self.dlse else None
 
+    def _mask(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if self.spelled is None:
+            return jax.random.bernoulli(key, self.mask_density, shape)
+        one_head = dataclasses.replace(self.spelled, num_kv_heads=1, group=1, head_dim=1, v_head_dim=1)
+        pairs = visible_pairs(one_head.spec(), one_head.operands(key))
+        return jnp.broadcast_to(pairs[tuple(slice(size) for size in shape)], shape)
+
     def _segment_ids(self, key: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        if self.documents is not None:
+            ids = (self._document_ids(length) for length in (self.query_length, self.key_length))
+            return next(ids), next(ids)
         if not self.segments:
             return None, None
         query_key, kv_key = jax.random.split(key)
         query_ids = jax.random.randint(query_key, (self.batch, self.query_length), 0, self.segments, jnp.int32)
         key_ids = jax.random.randint(kv_key, (self.batch, self.key_length), 0, self.segments - 1, jnp.int32)
-        return jnp.sort(query_ids, axis=1), jnp.sort(key_ids, axis=1)
+        if self.ids == "sorted":
+            return jnp.sort(query_ids, axis=1), jnp.sort(key_ids, axis=1)
+        key_ids = jax.random.randint(kv_key, (self.batch, self.key_length), 1, self.segments + 1, jnp.int32)
+        if self.ids == "unsorted":
+            return query_ids, key_ids
+        limits = jnp.iinfo(jnp.int32)
+        names = jnp.array([-1, limits.min, limits.max, *range(-2, -self.segments - 1, -1)], jnp.int32)
+        return names[query_ids], names[key_ids]
+
+    def _document_ids(self, length: int) -> jax.Array:
+        """Returns the ids `[B, length]` of the documents: 1 for the first of each entry, and 0 for padding."""
+        found = np.zeros((self.batch, length), np.int32)
+        for row, lengths in zip(found, self.documents or (), strict=True):
+            ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[:length]
+            row[: len(ids)] = ids
+        return jnp.asarray(found)
 
     def boundaries(self) -> tuple[jax.Array, jax.Array]:
         """Returns the boundaries of packed queries and keys for `attention_varlen`, int32 `[sequences + 1]`."""
@@ -245,6 +306,14 @@ class Case:
         offset = self.query_offset
         offset = found[1:-1, 3] - found[1:-1, 1] if offset == "bottom_right" else _int32(offset)
         return packed.with_offsets(found, offset)[None]
+
+
+def _joined(name: str, values: Any) -> str | None:
+    """Returns an argument of a case and its values in a word; None if it is not given."""
+    if values is None or values == (None, None):
+        return None
+    values = values if isinstance(values, tuple) else (values,)
+    return name + ".".join("x" if v is None else v if isinstance(v, str) else f"{v:g}" for v in values)
 
 
 def _int32(x: Any) -> jax.Array | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -243,6 +243,19 @@ def _failure(name: str, actual: Any, oracle: Any, baseline: Any, factor: float, 
                 f"worst at {at}: {actual[at]:.6g}, expected {oracle[at]:.6g}, the baseline has {baseline[at]:.6g}"
             )
     return None
+
+
+def assert_same_bits(first: Results, second: Results, leaving_out: Collection[str] = ()) -> None:
+    """Raises AssertionError if two runs of a call differ in a bit.
+
+    Args:
+        first, second: the results of the runs.
+        leaving_out: names of results that may differ.
+    """
+    for name, x, y in zip(Results._fields, first, second, strict=True):
+        if x is not None and name not in leaving_out:
+            x, y = (np.asarray(z).view(np.uint8) for z in (x, y))
+            np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 def check(attention: Attention, spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: Any = None) -> Results:

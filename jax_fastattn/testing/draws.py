@@ -136,7 +136,7 @@ def _draw(random: np.random.Generator, kind: Case) -> Case:
     return dataclasses.replace(
         kind,
         first=first,
-        packed=(_fitted(queries, kind.query_length - first[0]), _fitted(keys, kind.key_length - first[1])),
+        packed=(fitted(queries, kind.query_length - first[0]), fitted(keys, kind.key_length - first[1])),
         query_offset=offset,
     )
 
@@ -146,7 +146,7 @@ def _lengths(random: np.random.Generator, count: int) -> list[int]:
     return [int(x) for x in np.where(random.integers(2, size=count) == 1, random.choice(EDGES, count), others)]
 
 
-def _fitted(lengths: list[int], rows: int) -> tuple[int, ...]:
+def fitted(lengths: Sequence[int], rows: int) -> tuple[int, ...]:
     """Returns the lengths of the parts that lie within the rows."""
     ends = np.minimum(np.cumsum([0, *lengths]), rows)
     return tuple(int(x) for x in np.diff(ends))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""NaN and Inf in everything that no result may depend on: a product with 0 in place of a mask shows in the results.
+"""NaN and infinities in everything that no result may depend on, so that a product with 0 in place of a mask shows.
 
 `visible_pairs` decides what is invisible, pair by pair. It uses no plan, range or tile of an implementation.
 """
@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_fastattn.reference import padding_rows, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -18,13 +19,23 @@ from jax_fastattn.spec import AttentionSpec, Operands
 
 @functools.partial(jax.jit, static_argnums=0)
 def poison(
-    spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None
+    spec: AttentionSpec,
+    operands: Operands,
+    dout: jax.Array,
+    dlse: jax.Array | None = None,
+    turn: ArrayLike = 0,
 ) -> tuple[Operands, jax.Array, jax.Array | None]:
-    """Returns operands and cotangents with NaN and Inf in everything that no result depends on.
+    """Returns operands and cotangents with NaN and infinities in everything that no result depends on.
 
     These are queries that see no key and their `dout`, keys and values that no query sees, biases that no visible pair
     reads, and `dlse` of padding rows and, without sinks, of every query that sees no key.
+
+    Args:
+        spec: the static facts.
+        operands, dout, dlse: what is poisoned.
+        turn: says which of the values comes first; see `fill`.
     """
+    hide = functools.partial(fill, turn=turn)
     sees, seen, pairs = visible_rows(spec, operands)
     unread = jnp.logical_not(sees)
     if operands.sinks is not None:
@@ -32,14 +43,14 @@ def poison(
     bias = operands.bias
     if bias is not None:
         shared = tuple(axis for axis, size in enumerate(bias.shape) if size == 1)
-        bias = fill(bias, jnp.logical_not(jnp.any(pairs, axis=shared, keepdims=True)), axis=3)
+        bias = hide(bias, jnp.logical_not(jnp.any(pairs, axis=shared, keepdims=True)), axis=3)
     poisoned = operands._replace(
-        query=fill(operands.query, jnp.logical_not(sees)),
-        key=fill(operands.key, jnp.logical_not(seen)),
-        value=fill(operands.value, jnp.logical_not(seen)),
+        query=hide(operands.query, jnp.logical_not(sees)),
+        key=hide(operands.key, jnp.logical_not(seen)),
+        value=hide(operands.value, jnp.logical_not(seen)),
         bias=bias,
     )
-    return poisoned, fill(dout, jnp.logical_not(sees)), None if dlse is None else fill(dlse, unread)
+    return poisoned, hide(dout, jnp.logical_not(sees)), None if dlse is None else hide(dlse, unread)
 
 
 def visible_rows(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -56,8 +67,12 @@ def visible_rows(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ja
     return jnp.any(pairs, axis=3).swapaxes(1, 2), jnp.any(by_query, axis=2).swapaxes(1, 2), pairs
 
 
-def fill(x: jax.Array, hidden: jax.Array, axis: int = 1) -> jax.Array:
-    """Returns x with NaN and Inf, alternating along an axis, where `hidden` is True; it may lack trailing axes of x."""
-    is_odd = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) % 2 == 1
+def fill(x: jax.Array, hidden: jax.Array, axis: int = 1, turn: ArrayLike = 0) -> jax.Array:
+    """Returns x with NaN, Inf and -Inf where `hidden` is True, in turns along an axis, the first one as `turn` says.
+
+    `hidden` may lack trailing axes of x.
+    """
+    place = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + turn) % 3
+    values = jnp.array([jnp.nan, jnp.inf, -jnp.inf], x.dtype)
     hidden = jnp.broadcast_to(hidden.reshape(hidden.shape + (1,) * (x.ndim - hidden.ndim)), x.shape)
-    return jnp.where(hidden, jnp.where(is_odd, jnp.inf, jnp.nan).astype(x.dtype), x)
+    return jnp.where(hidden, values[place], x)

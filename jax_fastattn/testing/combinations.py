@@ -1,0 +1,367 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls in which two or three features meet: a differential test of what the named cases do not combine.
+
+A kind is a combination of features with everything that is static, so that all of its draws share a program and a set
+of kernels. Draws of a kind differ in lengths, offsets, ids, masks, values and poison. A seed fixes all of them. They
+are cases, so poison, oracle and comparison are those of the named cases. `evaluate` calls the public functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+from jax_fastattn import blocks, chunks
+from jax_fastattn.api import attention
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
+from jax_fastattn.testing import compare, draws
+from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.compare import Results
+from jax_fastattn.testing.poison import poison
+
+FEATURES = (
+    "causal",
+    "window",
+    "offset",
+    "lengths",
+    "cap",
+    "sinks",
+    "mask",
+    "ids",
+    "packing",
+    "value head dim",
+    "grouped heads",
+    "deterministic",
+    "residual",
+    "vmap",
+)
+# Arguments that `attention_varlen` does not have. `draws.py` has its calls under other conditions.
+_UNPACKED = {"lengths", "mask", "ids", "vmap"}
+# Axes that a mask may have in full. "k" is a row for each key/value head.
+MASKS = ("bts", "ts", "bnts", "bs", "s", "bt", "bkts", "kts", "nts", "ks", "nt", "t", "n", "")
+# What models pass comes more often.
+_MASKS = (*MASKS, "bts", "bts", "bts", "bts", "ts", "bs", "bnts", "bkts")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What kinds may take.
+
+    Attributes:
+        dtypes, head_dims: the choices; head dims of calls whose values have the same one.
+        value_head_dims: pairs `(H, D)` of calls whose values have a head dim of their own.
+        rows: the least and the largest number of queries, and of keys.
+        edges: lengths that are drawn more often than others, such as those of tiles.
+        windows: the choices; every one has a bound.
+    """
+
+    dtypes: tuple[str, ...]
+    head_dims: tuple[int, ...]
+    value_head_dims: tuple[tuple[int, int], ...]
+    rows: tuple[int, int]
+    edges: tuple[int, ...]
+    windows: tuple[tuple[int | None, int | None], ...]
+
+
+# For the XLA path on a CPU.
+ROWS_AT_ONCE = 30
+SMALL = Sizes(
+    dtypes=("float32", "float32", "float32", "bfloat16"),
+    head_dims=(8, 4),
+    value_head_dims=((8, 12), (8, 4)),
+    rows=(19, 41),
+    edges=(0, 1, 15, 16, 17),
+    windows=((7, 4), (11, None), (None, 5), (3, 0), (0, 0), (30, 9)),
+)
+# For kernels on a GPU.
+LARGE = Sizes(
+    dtypes=("bfloat16", "float16"),
+    head_dims=(64, 128, 96, 256, 40),
+    value_head_dims=((192, 128), (128, 64), (40, 72), (64, 256)),
+    rows=(420, 1100),
+    edges=draws.EDGES,
+    windows=((100, None), (7, 0), (None, 64), (63, 200), (300, 0)),
+)
+# For kernels in the emulators, which take seconds for a tile.
+EMULATED = dataclasses.replace(
+    LARGE,
+    dtypes=("bfloat16",),
+    head_dims=(64,),
+    value_head_dims=((40, 72),),
+    rows=(97, 200),
+)
+
+
+def allowed() -> list[tuple[str, ...]]:
+    """Returns the pairs and triples of features that a public call can have, pairs first."""
+    found = [chosen for size in (2, 3) for chosen in itertools.combinations(FEATURES, size)]
+    return [chosen for chosen in found if "packing" not in chosen or not _UNPACKED.intersection(chosen)]
+
+
+def features_of(case: Case) -> set[str]:
+    """Returns the features that a case has."""
+    has = {
+        "causal": case.is_causal,
+        "window": case.window != (None, None),
+        "offset": case.query_offset is not None,
+        "lengths": case.query_seq_lengths is not None or case.key_value_seq_lengths is not None,
+        "cap": case.logits_soft_cap is not None,
+        "sinks": case.sinks is not None,
+        "mask": case.mask is not None,
+        "ids": case.segments > 0 or case.documents is not None,
+        "packing": case.packed is not None,
+        "value head dim": case.v_head_dim is not None,
+        "grouped heads": case.group > 1,
+        "deterministic": case.deterministic,
+        "residual": case.dlse,
+        "vmap": case.vmapped,
+    }
+    return {name for name in FEATURES if has[name]}
+
+
+def combined_draws(seed: int, count: int, kinds: int, sizes: Sizes) -> list[Case]:
+    """Returns `count` random calls, the first of each kind, then the second of each, and so on.
+
+    Args:
+        seed: fixes the kinds and the draws.
+        count: the number of calls.
+        kinds: the number of kinds. No combination comes twice before every one has come once, and every option of a
+            feature is as frequent as the others.
+        sizes: what kinds may take.
+    """
+    random = np.random.default_rng(seed)
+    found = _kinds(random, kinds, sizes)
+    return [_draw(random, found[i % kinds], i, sizes) for i in range(count)]
+
+
+def emulated_draws(seed: int, count: int) -> list[Case]:
+    """Returns calls of the sizes that emulators take, each of another kind."""
+    return combined_draws(seed, count, count, EMULATED)
+
+
+def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
+    """Returns cases with all static facts. What draws choose is there, with any value."""
+
+    def some(options: Sequence[Any]) -> Iterator[Any]:
+        return itertools.cycle([options[i] for i in random.permutation(len(options))])
+
+    combinations, dtypes = some(allowed()), some(sizes.dtypes)
+    head_dims, value_head_dims, windows = some(sizes.head_dims), some(sizes.value_head_dims), some(sizes.windows)
+    caps, masks, groups = some([5.0, 1.5]), some(_MASKS), some([2, 3, 4])
+    sides, offsets = some(["both", "queries", "keys"]), some(["given", "bottom_right"])
+    found = []
+    for _ in range(count):
+        has = set(next(combinations))
+        batch = 1 if "packing" in has else int(random.integers(2, 4))
+        side = next(sides) if "lengths" in has else None
+        head_dim, v_head_dim = next(value_head_dims) if "value head dim" in has else (next(head_dims), None)
+        query_length, key_length = (int(x) for x in random.integers(sizes.rows[0], sizes.rows[1] + 1, 2))
+        empty = (0,) * (int(random.integers(3, 8)) if "packing" in has else batch)
+        offset = next(offsets) if "packing" in has else "given"
+        found.append(
+            Case(
+                dtype=next(dtypes),
+                batch=batch,
+                query_length=query_length,
+                key_length=key_length,
+                num_kv_heads=int(random.integers(2, 4)),
+                group=next(groups) if "grouped heads" in has else 1,
+                head_dim=head_dim,
+                v_head_dim=v_head_dim,
+                # An offset moves nothing but bounds.
+                is_causal="causal" in has or ("offset" in has and "window" not in has),
+                window=next(windows) if "window" in has else (None, None),
+                logits_soft_cap=next(caps) if "cap" in has else None,
+                mask=next(masks) if "mask" in has else None,
+                query_seq_lengths=empty if side in ("both", "queries") else None,
+                key_value_seq_lengths=empty if side in ("both", "keys") else None,
+                query_offset=None if "offset" not in has else empty if offset == "given" else "bottom_right",
+                segments=2 if "ids" in has else 0,
+                packed=(empty, empty) if "packing" in has else None,
+                # A public call has one row of sinks for its batch, unless it is mapped.
+                sinks=None if "sinks" not in has else "bn" if "vmap" in has else "n",
+                dlse="residual" in has,
+                deterministic="deterministic" in has,
+                vmapped="vmap" in has,
+            )
+        )
+    return found
+
+
+def _draw(random: np.random.Generator, kind: Case, number: int, sizes: Sizes) -> Case:
+    """Returns the kind with random data."""
+    changes: dict[str, Any] = {"draw": number}
+    for name, rows in (("query_seq_lengths", kind.query_length), ("key_value_seq_lengths", kind.key_length)):
+        if getattr(kind, name) is not None:
+            changes[name] = _lengths(random, kind.batch, rows, sizes)
+    if isinstance(kind.query_offset, tuple):
+        near = max(kind.query_length, kind.key_length)
+        far = random.choice([-(1 << 28), -near, -1, 0, 1, near // 2, 1 << 28], len(kind.query_offset))
+        changes["query_offset"] = _either(random, far, random.integers(-near, near, len(kind.query_offset)))
+    if kind.mask is not None:
+        changes |= _mask(random, kind, sizes)
+    if kind.segments:
+        changes |= _ids(random, kind, sizes)
+    if kind.packed is not None:
+        changes |= _packed(random, kind, sizes)
+    return dataclasses.replace(kind, **changes)
+
+
+def _either(random: np.random.Generator, first: Any, second: Any) -> tuple[int, ...]:
+    return tuple(int(x) for x in np.where(random.integers(2, size=len(first)) == 1, first, second))
+
+
+def _lengths(random: np.random.Generator, count: int, rows: int, sizes: Sizes) -> tuple[int, ...]:
+    edges = random.choice([*(edge for edge in sizes.edges if edge <= rows), rows], count)
+    return _either(random, edges, random.integers(0, rows + 1, count))
+
+
+def _mask(random: np.random.Generator, kind: Case, sizes: Sizes) -> dict[str, Any]:
+    """Returns what a mask shows: random pairs, or what other arguments would."""
+    plain = Case(batch=kind.batch, query_length=kind.query_length, key_length=kind.key_length)
+    axes, spelled = set(kind.mask or ""), list[dict[str, Any]]()
+    if axes >= set("ts"):
+        spelled += [{"is_causal": True}, {"window": sizes.windows[random.integers(len(sizes.windows))]}]
+    if axes >= set("bts"):
+        spelled.append({**_ids(random, plain, sizes), "is_causal": bool(random.integers(2))})
+    if axes >= set("bs"):
+        spelled.append({"key_value_seq_lengths": _lengths(random, kind.batch, kind.key_length, sizes)})
+    if spelled and random.integers(2):
+        return {"spelled": dataclasses.replace(plain, **spelled[random.integers(len(spelled))])}
+    return {"mask_density": float(random.choice([0.7, 0.02, 0.97, 0.2, 0.0, 1.0], p=[0.3, 0.25, 0.1, 0.15, 0.1, 0.1]))}
+
+
+def _ids(random: np.random.Generator, kind: Case, sizes: Sizes) -> dict[str, Any]:
+    """Returns segment ids: random ones, of queries and of keys apart, or those of documents."""
+    order = random.choice(["sorted", "unsorted", "negative", "documents"])
+    if order != "documents":
+        return {"segments": int(random.integers(2, 7)), "ids": str(order)}
+    rows = max(kind.query_length, kind.key_length)
+    entries = (_lengths(random, int(random.integers(1, 6)), rows, sizes) for _ in range(kind.batch))
+    return {"segments": 0, "documents": tuple(draws.fitted(lengths, rows) for lengths in entries)}
+
+
+def _packed(random: np.random.Generator, kind: Case, sizes: Sizes) -> dict[str, Any]:
+    """Returns boundaries of packed sequences, with rows of padding on both sides."""
+    assert kind.packed is not None
+    count, first = len(kind.packed[0]), tuple(int(x) for x in random.choice([0, 1, 5], 2))
+    rows = kind.query_length - first[0], kind.key_length - first[1]
+    longest = [max(2 * x // count, 1) for x in rows]
+    lengths = [_lengths(random, count, most, sizes) for most in longest]
+    both = zip(lengths, rows, strict=True)
+    return {"first": first, "packed": tuple(draws.fitted(found, left) for found, left in both)}
+
+
+def inputs(case: Case) -> tuple[AttentionSpec, Operands, jax.Array, jax.Array | None]:
+    """Returns the spec of a case and its arrays, drawn by its name: other cases may come and go."""
+    operands_key, cotangents_key = jax.random.split(jax.random.key(zlib.crc32(str(case).encode())))
+    return case.spec(), case.operands(operands_key), *case.cotangents(cotangents_key)
+
+
+def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> Results:
+    """Returns the results of the public call of a case, gradients and residual included.
+
+    Args:
+        case: the source of boundaries and of offsets of packed sequences, and of how the function is called.
+        spec: the static facts.
+        operands, dout, dlse: those of the case, poisoned or not. If dlse is None, the log-sum-exp is not
+            differentiated.
+    """
+    if case.packed is not None:
+        return draws.evaluate(case, spec, operands, dout, dlse)
+    return _evaluate(spec, case.vmapped, operands, dout, dlse)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _evaluate(
+    spec: AttentionSpec, vmapped: bool, operands: Operands, dout: jax.Array, dlse: jax.Array | None
+) -> Results:
+    names = [name for name in DIFFERENTIABLE if name in spec.present]
+    attend = _mapped if vmapped else _call
+
+    def function(*arrays: jax.Array) -> tuple[Any, jax.Array]:
+        out, lse = attend(spec, operands._replace(**dict(zip(names, arrays, strict=True))))
+        return out if dlse is None else (out, lse), lse
+
+    found, pullback, lse = jax.vjp(function, *(getattr(operands, name) for name in names), has_aux=True)
+    gradients = pullback(dout if dlse is None else (dout, dlse))
+    out = found if dlse is None else found[0]
+    return Results(out, lse, **{f"d{name}": x for name, x in zip(names, gradients, strict=True)})
+
+
+def _call(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Calls `attention` with a batch axis."""
+    given = _by_name(operands)
+    if "sinks" in given:
+        given["sinks"] = given["sinks"][0]
+    return _attention(spec, given)
+
+
+def _mapped(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Calls `attention` without a batch axis, mapped over the batch."""
+    batch, given = operands.query.shape[0], _by_name(operands)
+    is_mapped = {name: OPERANDS[name].axes[0] == "B" or x.shape[0] == batch for name, x in given.items()}
+    given = {name: x if is_mapped[name] else x[0] for name, x in given.items()}
+    axes = {name: 0 if mapped else None for name, mapped in is_mapped.items()}
+    return jax.vmap(functools.partial(_attention, spec), in_axes=(axes,))(given)
+
+
+def _by_name(operands: Operands) -> dict[str, jax.Array]:
+    return {name: x for name, x in operands._asdict().items() if x is not None}
+
+
+def _attention(spec: AttentionSpec, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    arguments: dict[str, Any] = {name: x for name, x in given.items() if not name.endswith("segment_ids")}
+    if "query_segment_ids" in given:
+        arguments["segment_ids"] = given["query_segment_ids"], given["key_value_segment_ids"]
+    return attention(
+        **arguments,
+        scale=spec.scale,
+        is_causal=spec.is_causal,
+        local_window_size=spec.window,
+        implementation=spec.implementation,
+        return_residual=True,
+        logits_soft_cap=spec.logits_soft_cap,
+        deterministic=spec.deterministic,
+    )
+
+
+def check(case: Case) -> None:
+    """Asserts that the XLA path is right on poisoned arrays, and that a second run gives the same bits.
+
+    Calls with more than `ROWS_AT_ONCE` queries are computed in chunks, as long ones are.
+    """
+    spec, operands, *cotangents = inputs(case)
+    poisoned = poison(spec, operands, *cotangents, turn=case.draw or 0)
+    with _in_chunks() if case.query_length > ROWS_AT_ONCE else contextlib.nullcontext():
+        first, second = (jax.tree.map(np.asarray, evaluate(case, spec, *poisoned)) for _ in range(2))
+    compare.assert_within_budget(first, *_expected(spec, operands, *cotangents))
+    compare.assert_same_bits(first, second)
+
+
+@contextlib.contextmanager
+def _in_chunks() -> Generator[None]:
+    """Makes the XLA path take chunks of 16 queries and keys at once."""
+    whole, tuning = blocks.Blocks.of, dataclasses.replace(chunks.CPU, whole=0, block=0, chunk=16, min_chunk=16)
+    with mock.patch.object(blocks.Blocks, "of", lambda spec, operands, _: whole(spec, operands, tuning)):
+        yield
+
+
+def _expected(spec: AttentionSpec, operands: Operands, *cotangents: Any) -> tuple[Results, Results]:
+    """Returns the results of the oracle and of the baseline. Those of float32 may differ by rounding alone."""
+    if operands.query.dtype != np.float32:
+        return compare.expected(spec, operands, *cotangents)
+    exact = compare.evaluate(attention_reference, spec, operands, *cotangents)
+    return exact, exact

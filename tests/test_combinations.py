@@ -1,0 +1,172 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls in which features meet, on the XLA path; `tests/kernels/test_gpu.py` has such calls on a GPU.
+
+`benchmarks/cpu_checks.py` runs thousands of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_fastattn.kernels.support import unsupported_reasons
+from jax_fastattn.testing import combinations
+from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.combinations import EMULATED, FEATURES, LARGE, MASKS, SMALL, features_of
+from jax_fastattn.testing.poison import fill, poison, visible_rows
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import cpu_checks
+
+DRAWS, KINDS = 200, 12
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cases" in metafunc.fixturenames:
+        drawn = combinations.combined_draws(metafunc.config.getoption("--seed"), DRAWS, KINDS, SMALL)
+        kinds = [drawn[i::KINDS] for i in range(KINDS)]
+        metafunc.parametrize("cases", kinds, ids=[str(dataclasses.replace(kind[0], draw=None)) for kind in kinds])
+
+
+@pytest.mark.numbers
+def test_random_calls(cases: list[Case]) -> None:
+    """All draws of a kind."""
+    for case in cases:
+        try:
+            combinations.check(case)
+        except AssertionError as error:
+            error.add_note(str(case))
+            raise
+
+
+def test_every_pair_and_triple_is_drawn_once() -> None:
+    kinds = len(combinations.allowed())
+    drawn = combinations.combined_draws(0, kinds, kinds, SMALL)
+    found = [features_of(case) for case in drawn]
+    for wanted in map(set, combinations.allowed()):
+        # An offset comes with bounds.
+        wanted |= {"causal"} if "offset" in wanted and "window" not in wanted else set()
+        assert wanted in found
+    assert {"packing", "mask"} not in map(set, combinations.allowed())
+    assert set(FEATURES) == set().union(*found)
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LARGE, EMULATED], ids=["small", "large", "emulated"])
+def test_draws_of_a_kind_share_what_is_static(sizes: combinations.Sizes) -> None:
+    """One program, or one set of kernels, for all of them; their data differ."""
+    kinds = 60
+    drawn = combinations.combined_draws(7, 3 * kinds, kinds, sizes)
+    for i in range(kinds):
+        problems = {case.problem() for case in drawn[i::kinds]}
+        assert len(problems) == 1
+        assert len({str(case) for case in drawn[i::kinds]}) == 3
+    assert combinations.combined_draws(7, 3 * kinds, kinds, sizes) == drawn
+    assert combinations.combined_draws(8, 3 * kinds, kinds, sizes) != drawn
+
+
+def test_masks_and_ids_of_every_sort_are_drawn() -> None:
+    kinds = len(combinations.allowed())
+    drawn = combinations.combined_draws(3, 12 * kinds, kinds, SMALL)
+    masks = [case for case in drawn if case.mask is not None]
+    assert {case.mask for case in masks} == set(MASKS)
+    spelled = [case.spelled for case in masks if case.spelled is not None]
+    assert {tuple(sorted(features_of(case))) for case in spelled} == {
+        ("causal",), ("window",), ("lengths",), ("ids",), ("causal", "ids"),
+    }  # fmt: skip
+    assert any(case.documents for case in spelled) and any(case.segments for case in spelled)
+    with_ids = [case for case in drawn if "ids" in features_of(case)]
+    assert {case.ids for case in with_ids} == {"sorted", "unsorted", "negative"}
+    alone = [case for case in with_ids if features_of(case) == {"ids", "residual"}]
+    arrays = [case.operands(jax.random.key(0)) for case in alone]
+    queries = [np.asarray(x.query_segment_ids) for x in arrays]
+    keys = [np.asarray(x.key_value_segment_ids) for x in arrays]
+    assert any((np.diff(ids) < 0).any() for ids in queries)
+    assert any(ids.min() == np.iinfo(np.int32).min for ids in queries)
+    both = [min(x.shape[1], y.shape[1]) for x, y in zip(queries, keys, strict=True)]
+    assert any((x[:, :n] != y[:, :n]).any() for x, y, n in zip(queries, keys, both, strict=True))
+
+
+@pytest.mark.parametrize("feature", ["mask", "ids"])
+def test_what_a_mask_or_ids_hide_from_everybody_is_poisoned(feature: str) -> None:
+    """In draws where no other argument hides anything."""
+    kinds = len(combinations.allowed())
+    drawn = combinations.combined_draws(5, 12 * kinds, kinds, SMALL)
+    cases = [case for case in drawn if features_of(case) == {feature, "residual"}]
+    rows_of = jax.jit(visible_rows, static_argnums=0)
+    hidden_queries = hidden_keys = 0
+    for case in cases:
+        spec, operands, dout, dlse = combinations.inputs(case)
+        sees, seen, _ = rows_of(spec, operands)
+        poisoned, *_ = poison(spec, operands, dout, dlse, turn=case.draw)
+        for rows, array in ((sees, poisoned.query), (seen, poisoned.key)):
+            visible = np.broadcast_to(np.asarray(rows), array.shape[:3])
+            np.testing.assert_array_equal(np.isfinite(np.asarray(array, np.float32)).all(3), visible)
+        hidden_queries += not sees.all()
+        hidden_keys += not seen.all()
+    assert len(cases) == 12 and hidden_queries > 2 < hidden_keys
+
+
+def test_the_values_of_poison_vary() -> None:
+    x = jax.numpy.zeros((1, 3, 2))
+    first = [fill(x, x == 0, turn=turn)[0, 0, 0] for turn in range(4)]
+    np.testing.assert_array_equal(first, [np.nan, np.inf, -np.inf, np.nan])
+
+
+# What the kernels do not take yet.
+LACKING = {"mask", "segment_ids"}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_what_falls_back_is_short(arch: str) -> None:
+    kinds = len(combinations.allowed())
+    drawn = combinations.combined_draws(1, kinds, kinds, LARGE)
+    assert {reason.kind for case in drawn for reason in unsupported_reasons(case.problem(), arch)} == LACKING
+
+
+def test_draws_for_emulators_are_small() -> None:
+    drawn = combinations.emulated_draws(34, 12)
+    assert len({frozenset(features_of(case)) for case in drawn}) == 12
+    for case in drawn:
+        assert max(case.query_length, case.key_length) <= 200
+        assert case.batch * case.num_heads <= 36
+        assert case.dtype == "bfloat16"
+
+
+def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that a mask hides, or NaN of a hidden row."""
+    case = Case(query_length=9, key_length=11, num_kv_heads=2, head_dim=4, mask="bts", mask_density=0.3, draw=0)
+    combinations.check(case)
+    right = combinations.evaluate
+
+    def wrong(case: Case, spec: Any, operands: Any, *arrays: Any) -> Any:
+        return right(case, spec, operands._replace(mask=operands.mask.at[0, 0, 0].set(True)), *arrays)
+
+    monkeypatch.setattr(combinations, "evaluate", wrong)
+    with pytest.raises(AssertionError):
+        combinations.check(case)
+
+
+def test_runs_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Case] = []
+
+    def check(case: Case) -> None:
+        checked.append(case)
+        assert case.draw != 5, "it is five"
+
+    monkeypatch.setattr(combinations, "check", check)
+    monkeypatch.setattr(cpu_checks, "KINDS_AT_ONCE", 1000)
+    cpu_checks.main(["--output", str(tmp_path / "record.json"), "--draws", "40", "--kinds", "9", "--seed", "2"])
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [record[name] for name in ("seed", "draws", "kinds", "failures")] == [2, 40, 9, 1]
+    assert len(checked) == 40
+    ((name, error),) = record["failed"].items()
+    assert name.endswith("draw5") and error.startswith("AssertionError: it is five")
