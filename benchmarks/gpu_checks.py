@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="compile the kernels alone")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     parser.add_argument("--suite-runs", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=34, help="of random packed calls; each run of the suite adds 1")
+    parser.add_argument("--seed", type=int, default=34, help="of random calls; each run of the suite adds 1")
     parser.add_argument(
         "--processes", type=int, default=4, help="that share the GPU, of which 10 fit 80 GiB (default: 4)"
     )
@@ -140,6 +140,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     for seed in seeds:
         cases += draws.packed_draws(seed, test_gpu.DRAWS, test_gpu.KINDS, **test_gpu.CHOICES)
         cases += draws.wild_draws(seed, test_gpu.WILD_DRAWS, test_gpu.WILD_KINDS, **test_gpu.CHOICES)
+        cases += test_gpu.combined_draws(seed)
     specs: dict[KernelSpec, None] = dict.fromkeys(kernel_specs(cases, arch))
     sanitized = kernel_specs([case for case in GPU_CASES if str(case) in CASES], arch)
     specs |= {dataclasses.replace(spec, dlse=spec.op == "backward"): None for spec in sanitized}

@@ -35,7 +35,7 @@ def _cuda_devices() -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
-    parser.addoption("--seed", type=int, default=34, help="of random packed calls (default: %(default)s)")
+    parser.addoption("--seed", type=int, default=34, help="of random calls (default: %(default)s)")
     parser.addoption("--part", default="0/1", help="I/N: part I of N of the tests, cases undivided")
     parser.addoption("--sample", type=int, default=1, help="of functions marked `numbers`, one in so many cases")
 
@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     sample = config.getoption("--sample")
     return [
-        f"random packed calls: --seed {config.getoption('--seed')}",
+        f"random calls: --seed {config.getoption('--seed')}",
         f"of each function marked numbers: {'every case' if sample == 1 else f'one case in {sample}'}",
     ]
 

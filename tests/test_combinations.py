@@ -19,13 +19,14 @@ import pytest
 
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.testing import combinations
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.cases import Case, kernel_specs
 from jax_fastattn.testing.combinations import EMULATED, FEATURES, LARGE, MASKS, SMALL, features_of
 from jax_fastattn.testing.poison import fill, poison, visible_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import cpu_checks
+import test_gpu
 
 DRAWS, KINDS = 200, 12
 
@@ -130,6 +131,20 @@ def test_what_falls_back_is_short(arch: str) -> None:
     kinds = len(combinations.allowed())
     drawn = combinations.combined_draws(1, kinds, kinds, LARGE)
     assert {reason.kind for case in drawn for reason in unsupported_reasons(case.problem(), arch)} == LACKING
+
+
+# 34 is the default of `--seed`.
+@pytest.mark.parametrize("seed", range(34, 38))
+def test_a_run_on_a_gpu_takes_few_kernels(seed: int) -> None:
+    """Four such runs draw more than a thousand calls."""
+    found = combinations.combined_draws(seed, test_gpu.COMBINED_DRAWS, test_gpu.COMBINED_KINDS, LARGE)
+    assert 4 * len(found) >= 1000
+    for arch in ("sm_80", "sm_90a"):
+        assert len(kernel_specs(found, arch)) <= 48
+    taken = test_gpu.combined_draws(seed)
+    assert taken and {reason.kind for case in taken for reason in unsupported_reasons(case.problem(), "sm_80")} == set()
+    refused = [case for case in found if case not in taken]
+    assert all({"mask", "ids"} & features_of(case) for case in refused)
 
 
 def test_draws_for_emulators_are_small() -> None:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import multiprocessing
 import os
-import zlib
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
@@ -24,10 +23,11 @@ import jax_fastattn
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-from jax_fastattn.testing import compare, draws
+from jax_fastattn.testing import combinations, compare, draws
 from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
 from jax_fastattn.testing.poison import poison
 
@@ -44,21 +44,29 @@ CHOICES = {
     "head_dims": [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 72)],
     "rows": [1100, 700],
 }
+# Two kernels for each kind, 48 at most, and those that prepare masks. 4 runs with other seeds make 1,056 calls.
+COMBINED_DRAWS, COMBINED_KINDS = 264, 24
+
+
+def combined_draws(seed: int) -> list[Case]:
+    """Returns the calls of a run in which features meet, except for those that no kernel takes."""
+    found = combinations.combined_draws(seed, COMBINED_DRAWS, COMBINED_KINDS, combinations.LARGE)
+    return [case for case in found if not unsupported_reasons(case.problem(), "sm_90a")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     seed = metafunc.config.getoption("--seed")
     if metafunc.function is test_random_packed_calls:
         metafunc.parametrize("case", draws.packed_draws(seed, DRAWS, KINDS, **CHOICES), ids=str)
+    elif metafunc.function is test_random_combinations:
+        metafunc.parametrize("case", combined_draws(seed), ids=str)
     elif metafunc.function is test_wild_boundaries_are_moved_into_the_rows:
         metafunc.parametrize("case", draws.wild_draws(seed, WILD_DRAWS, WILD_KINDS, **CHOICES), ids=str)
 
 
 def _inputs(case: Case) -> tuple[AttentionSpec, Operands, jax.Array, Any]:
-    # By name, so that other cases may come and go.
-    operands_key, cotangents_key = jax.random.split(jax.random.key(zlib.crc32(str(case).encode())))
-    spec = dataclasses.replace(case.spec(), implementation="cuda")
-    return spec, case.operands(operands_key), *case.cotangents(cotangents_key)
+    spec, *arrays = combinations.inputs(case)
+    return dataclasses.replace(spec, implementation="cuda"), *arrays
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -150,9 +158,21 @@ def _assert_same_bits(case: Case, first: compare.Results, second: compare.Result
     """Holds results of two runs together, except sums in an order that may vary."""
     kernel = kernel_spec(case.problem(), "backward", ffi.arch() or "")
     any_order = {"dquery", "dscale"} if kernel.config.adds_dq and not kernel.ordered else set()
-    for name, x, y in zip(compare.Results._fields, first, second, strict=True):
-        if x is not None and name not in any_order:
-            np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), err_msg=name)
+    compare.assert_same_bits(first, second, any_order)
+
+
+def test_random_combinations(case: Case, expectations: dict[Case, Future[Any]]) -> None:
+    """Calls that `--seed` draws in which two or three features meet, each run twice."""
+    first, second = _public_results(case), _public_results(case)
+    compare.assert_within_budget(first, *expectations[case].result())
+    _assert_same_bits(case, first, second)
+
+
+def _public_results(case: Case) -> compare.Results:
+    """Runs the public function on the operands of a case, poisoned."""
+    spec, operands, *cotangents = _inputs(case)
+    poisoned = poison(spec, operands, *cotangents, turn=case.draw or 0)
+    return jax.tree.map(np.asarray, combinations.evaluate(case, spec, *poisoned))
 
 
 def test_random_packed_calls(case: Case, expectations: dict[Case, Future[Any]]) -> None:
