@@ -12,6 +12,7 @@ import dataclasses
 
 import numpy as np
 
+from jax_fastattn.testing import models
 from jax_fastattn.testing.cases import Case
 
 TOKENS, WIDTH = 16384, 2048
@@ -89,6 +90,8 @@ OTHERS = {
     "decode-64x8k-gqa-32-8-d128": _case(8192, 32, 128, kv_heads=8, batch=64, query_length=1),
     "decode-1x128k-gqa-32-8-d128": _case(131072, 32, 128, kv_heads=8, batch=1, query_length=1),
 }
+# Published models, each as libraries call it: by flags, with a mask array, with segment ids.
+MODELS = models.CALLS
 # The same kinds in a size for any CPU: what the tests run.
 TINY = {
     "tiny-causal": _case(48, 4, 16, kv_heads=2, is_causal=True, batch=2),
@@ -96,8 +99,10 @@ TINY = {
         48, 2, 16, packed=((30, 12, 6), (30, 12, 6)), window=(9, 0), logits_soft_cap=5.0, sinks="n", batch=1
     ),
     "tiny-bias-mask": _case(48, 2, 16, bias="nts", mask="bts", batch=2),
+    "tiny-model-mask": models.cut(MODELS["gemma3-12b-window-mask"], 48, 1),
+    "tiny-model-ids": models.cut(MODELS["pretraining-ids"], 48, 1),
 }
-CASES = GRID | OTHERS | PACKED | TINY
+CASES = GRID | OTHERS | PACKED | MODELS | TINY
 
 _QUICK = ("d128-causal-4k", "d128-full-4k", "d128-causal-16k", "d64-causal-4k", "d256-causal-4k")
 SETS = {
@@ -105,6 +110,7 @@ SETS = {
     "grid": list(GRID),
     "others": list(OTHERS),
     "packed": list(PACKED),
+    "models": list(MODELS),
     # With `--arch`: tiles of another card on the one that is there.
     "portable": list(GRID),
     "quick": [*_QUICK, "gqa-32-8-d128-causal-8k", "window-4096-d128-32k", "softcap-50-d256-causal-8k"],
@@ -113,9 +119,20 @@ SETS = {
 
 
 def visible_pairs(case: Case) -> int:
-    """How many pairs of a query and a key see each other, over the batch, for one head; a mask array is not counted."""
+    """How many pairs of a query and a key see each other, over the batch, for one head.
+
+    Of a mask only what it spells is counted; those of lengths are, too.
+    """
     if case.packed is not None:
         return sum(_visible(case, query, key) for query, key in zip(*case.packed, strict=True))
+    if case.spelled is not None:
+        bounds = {"is_causal": case.is_causal or case.spelled.is_causal}
+        return visible_pairs(dataclasses.replace(case.spelled, **bounds))
+    if case.documents is not None:
+        rows = [(*lengths, case.query_length - sum(lengths)) for lengths in case.documents]
+        return sum(_visible(case, length, length) for row in rows for length in row)
+    if case.key_value_seq_lengths is not None:
+        return sum(_visible(case, case.query_length, length) for length in case.key_value_seq_lengths)
     return case.batch * _visible(case, case.query_length, case.key_length)
 
 

@@ -136,7 +136,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     from jax_fastattn.testing import draws
     from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, kernel_specs
 
-    cases = [*GPU_CASES, *wild_draws()]
+    cases = [*GPU_CASES, *wild_draws(), *test_gpu.model_calls()]
     for seed in seeds:
         cases += draws.packed_draws(seed, test_gpu.DRAWS, test_gpu.KINDS, **test_gpu.CHOICES)
         cases += draws.wild_draws(seed, test_gpu.WILD_DRAWS, test_gpu.WILD_KINDS, **test_gpu.CHOICES)

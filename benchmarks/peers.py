@@ -64,7 +64,6 @@ def boundaries(lengths: tuple[int, ...]) -> jax.Array:
 
 def ours(case: Case, operands: Operands, **more: Any) -> jax.Array:
     """`jax_fastattn`, by its public functions, with more options than those of the case."""
-    refuse(case, "segments")
     options: dict[str, Any] = {
         "scale": case.scale,
         "is_causal": case.is_causal,
@@ -79,6 +78,8 @@ def ours(case: Case, operands: Operands, **more: Any) -> jax.Array:
             *(x[0] for x in operands[:3]), boundaries(case.packed[0]), boundaries(case.packed[1]), **options
         )
         return packed[None]
+    if operands.query_segment_ids is not None:
+        options["segment_ids"] = operands.query_segment_ids, operands.key_value_segment_ids
     return jax_fastattn.attention(
         *operands[:5],
         query_seq_lengths=operands.query_seq_lengths,
@@ -90,7 +91,17 @@ def ours(case: Case, operands: Operands, **more: Any) -> jax.Array:
 
 def jax_nn(case: Case, operands: Operands, implementation: Any) -> jax.Array:
     """`jax.nn.dot_product_attention`."""
-    refuse(case, "logits_soft_cap", "sinks", "segments", "packed", "query_offset", "v_head_dim", "deterministic")
+    refuse(
+        case,
+        "logits_soft_cap",
+        "sinks",
+        "segments",
+        "documents",
+        "packed",
+        "query_offset",
+        "v_head_dim",
+        "deterministic",
+    )
     return jax.nn.dot_product_attention(
         *operands[:5],
         scale=case.scale,
@@ -112,7 +123,7 @@ def closed_window(case: Case) -> tuple[int, int] | None:
 
 def fa4_jax(case: Case, operands: Operands) -> jax.Array:
     """FlashAttention-4's kernels. Causal masks are aligned to the last key, ours to the first."""
-    refuse(case, "bias", "mask", "logits_soft_cap", "sinks", "segments", "query_offset")
+    refuse(case, "bias", "mask", "logits_soft_cap", "sinks", "segments", "documents", "query_offset")
     refuse(case, "query_seq_lengths", "key_value_seq_lengths", "deterministic")
     refuse_alignment(case)
     from fa4_jax import flash_attn, flash_attn_varlen
@@ -128,7 +139,7 @@ def fa4_jax(case: Case, operands: Operands) -> jax.Array:
 
 def dew_flash_attn(case: Case, operands: Operands) -> jax.Array:
     """FlashAttention-3's kernels on Hopper, -2's elsewhere. Causal masks are aligned to the last key."""
-    refuse(case, "bias", "mask", "logits_soft_cap", "segments", "query_offset")
+    refuse(case, "bias", "mask", "logits_soft_cap", "segments", "documents", "query_offset")
     refuse(case, "query_seq_lengths", "key_value_seq_lengths", "deterministic")
     refuse_alignment(case)
     from dew_flash_attn import flash_mha, flash_mha_varlen
@@ -155,7 +166,7 @@ def refuse_alignment(case: Case) -> None:
 
 def tokamax(case: Case, operands: Operands) -> jax.Array:
     """tokamax's GPU kernels: Mosaic, else Triton; never its XLA path."""
-    refuse(case, "sinks", "segments", "packed", "query_offset")
+    refuse(case, "sinks", "segments", "documents", "packed", "query_offset")
     from tokamax import dot_product_attention
 
     return dot_product_attention(

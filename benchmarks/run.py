@@ -276,7 +276,7 @@ def explained(attend: Attend, case: Case, operands: Operands) -> str:
     if asked.get("implementation") == "xla":
         return "XLA path, as asked"
     case = dataclasses.replace(case, deterministic=case.deterministic or asked.get("deterministic", False))
-    if case.packed is not None:
+    if case.packed is not None or operands.query_segment_ids is not None:
         return str(dispatch.explain(case.problem()))
     options = {"is_causal": case.is_causal, "local_window_size": case.window, "logits_soft_cap": case.logits_soft_cap}
     options["deterministic"] = case.deterministic

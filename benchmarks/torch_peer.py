@@ -54,7 +54,9 @@ def compiled(
     case: Case, operands: Operands, dout: jax.Array, mode: str
 ) -> tuple[Callable[..., Any], tuple[TorchArray, ...]]:
     """Returns what is timed and its arguments; the backward pass alone, as in `run.compiled`."""
-    refuse(case, "bias", "mask", "logits_soft_cap", "sinks", "segments", "packed", "query_offset", "window")
+    refuse(
+        case, "bias", "mask", "logits_soft_cap", "sinks", "segments", "documents", "packed", "query_offset", "window"
+    )
     refuse(case, "query_seq_lengths", "key_value_seq_lengths", "deterministic", "v_head_dim")
     refuse_alignment(case)
     options = {"is_causal": case.is_causal, "scale": case.scale, "enable_gqa": case.group > 1}

@@ -32,7 +32,8 @@ from jax_fastattn.ffi import cache, call, registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
-from jax_fastattn.testing.cases import MODELS, Case, kernel_specs
+from jax_fastattn.testing.cases import Case, kernel_specs
+from jax_fastattn.testing.models import MODELS
 
 ROOT = Path(__file__).parents[1]
 KEY = "ab" * 32
@@ -171,6 +172,8 @@ def test_kernels_run_the_named_models_everywhere() -> None:
     ]
     assert {name: len(layers) for name, layers in MODELS.items() if len(layers) > 1} == {
         "gemma2-9b": 2,
+        "gemma3-12b": 2,
+        "gemma3-27b": 2,
         "gpt-oss-20b": 2,
     }
 

@@ -161,6 +161,7 @@ def _milliseconds(call: Callable[..., Any], arrays: tuple[Any, ...], seconds: fl
 def _ours(case: Case, operands: Operands) -> Any:
     """Calls `attention`, or `attention_varlen` for packed sequences."""
     options: dict[str, Any] = {
+        "scale": case.scale,
         "is_causal": case.is_causal,
         "local_window_size": case.window,
         "logits_soft_cap": case.logits_soft_cap,
@@ -213,6 +214,7 @@ def _jax_nn(case: Case, operands: Operands, implementation: Any) -> jax.Array:
     window = (case.key_length if left is None else left, case.key_length if right is None else right)
     return jax.nn.dot_product_attention(
         *operands[:5],
+        scale=case.scale,
         is_causal=case.is_causal,
         query_seq_lengths=operands.query_seq_lengths,
         key_value_seq_lengths=operands.key_value_seq_lengths,

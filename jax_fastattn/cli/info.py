@@ -26,7 +26,7 @@ from jax_fastattn.ffi import cache, registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.support import describe_kernels
 from jax_fastattn.ops import dispatch
-from jax_fastattn.testing.cases import MODELS
+from jax_fastattn.testing.models import MODELS
 
 _PACKAGES = (
     "jax_fastattn",

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from jax_fastattn.cli.errors import UsageError
 from jax_fastattn.kernels.architectures import ARCHITECTURES
-from jax_fastattn.testing.cases import MODELS, Case
+from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.models import MODELS, layers_by_name
 from jax_fastattn.testing.support_table import COVERAGE
 
 # Arguments of `attention` that are arrays or results of their own.
@@ -103,13 +104,7 @@ _OWN_SHAPE = ("heads", "head_dim", "causal", "window", "soft_cap")
 
 
 def _models(names: list[str]) -> dict[str, Case]:
-    found: dict[str, Case] = {}
-    for name in names:
-        for case in MODELS[name]:
-            is_one_kind = len(MODELS[name]) == 1
-            kind = "" if is_one_kind else " (full layers)" if case.window == (None, None) else " (window layers)"
-            found[name + kind] = case
-    return found
+    return {kind: case for name in names for kind, case in layers_by_name(name).items()}
 
 
 def _own_shape(options: argparse.Namespace) -> Case:
@@ -161,6 +156,7 @@ def describe(case: Case) -> str:
         case.dtype,
         "causal" if case.is_causal else None,
         None if case.window == (None, None) else f"window {'/'.join(map(_side, case.window))}",
+        None if case.scale is None else f"scale {case.scale:.4g}",
         None if case.logits_soft_cap is None else f"soft cap {case.logits_soft_cap:g}",
         "deterministic" if case.deterministic else None,
         *(name for name in case.spec().present if name not in ("query", "key", "value", "sequences")),

@@ -330,31 +330,6 @@ def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     return list(found)
 
 
-def _model(heads: int, kv_heads: int, head_dim: int, *layers: dict[str, Any]) -> tuple[Case, ...]:
-    base = Case("bfloat16", 1, 4096, 4096, kv_heads, heads // kv_heads, head_dim, is_causal=True)
-    return tuple(dataclasses.replace(base, **layer) for layer in layers)
-
-
-# The attention of published models, a case for each kind of layer, by the names in their repositories' config.json
-# (num_attention_heads, num_key_value_heads, head_dim and so on). A config counts the query's own key in
-# `sliding_window`, and `window` does not.
-#   llama3-8b     meta-llama/Meta-Llama-3-8B
-#   gemma2-9b     google/gemma-2-9b; `get_config_for_9b` in google/gemma_pytorch, gemma/config.py. Half of the layers
-#                 have a window of 4096.
-#   gpt-oss-20b   openai/gpt-oss-20b; `ModelConfig` and `sdpa` in openai/gpt-oss, gpt_oss/torch/model.py. Half of the
-#                 layers have a window of 128. All have sinks.
-#   qwen2.5-7b    Qwen/Qwen2.5-7B, whose `use_sliding_window` is false. The head dim is 3584 / 28.
-#   deepseek-v3   deepseek-ai/DeepSeek-V3 in training and prefill, where each head has keys and values of its own. The
-#                 head dim is qk_nope_head_dim + qk_rope_head_dim. Decoding from the compressed cache is another shape.
-MODELS = {
-    "llama3-8b": _model(32, 8, 128, {}),
-    "gemma2-9b": _model(16, 8, 256, *({"logits_soft_cap": 50.0, "window": (left, None)} for left in (None, 4095))),
-    "gpt-oss-20b": _model(64, 8, 64, *({"sinks": "n", "window": (left, None)} for left in (None, 127))),
-    "qwen2.5-7b": _model(28, 4, 128, {}),
-    "deepseek-v3": _model(128, 128, 192, {"v_head_dim": 128}),
-}
-
-
 def _vary(base: Case, *changes: dict[str, Any]) -> list[Case]:
     return [dataclasses.replace(base, **change) for change in changes]
 

@@ -27,7 +27,7 @@ from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-from jax_fastattn.testing import combinations, compare, draws
+from jax_fastattn.testing import combinations, compare, draws, models
 from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
 from jax_fastattn.testing.poison import poison
 
@@ -54,10 +54,18 @@ def combined_draws(seed: int) -> list[Case]:
     return [case for case in found if not unsupported_reasons(case.problem(), "sm_90a")]
 
 
+def model_calls() -> list[Case]:
+    """Returns the calls of published models that kernels take, with fewer heads and rows."""
+    found = [models.cut(case, min(case.query_length, 1100), 2) for case in models.CALLS.values()]
+    return [case for case in found if not unsupported_reasons(case.problem(), "sm_90a")]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     seed = metafunc.config.getoption("--seed")
     if metafunc.function is test_random_packed_calls:
         metafunc.parametrize("case", draws.packed_draws(seed, DRAWS, KINDS, **CHOICES), ids=str)
+    elif metafunc.function is test_models:
+        metafunc.parametrize("case", model_calls(), ids=str)
     elif metafunc.function is test_random_combinations:
         metafunc.parametrize("case", combined_draws(seed), ids=str)
     elif metafunc.function is test_wild_boundaries_are_moved_into_the_rows:
@@ -159,6 +167,11 @@ def _assert_same_bits(case: Case, first: compare.Results, second: compare.Result
     kernel = kernel_spec(case.problem(), "backward", ffi.arch() or "")
     any_order = {"dquery", "dscale"} if kernel.config.adds_dq and not kernel.ordered else set()
     compare.assert_same_bits(first, second, any_order)
+
+
+def test_models(case: Case, expectations: dict[Case, Future[Any]]) -> None:
+    """As they are called in training: by flags, with a mask array, with segment ids."""
+    compare.assert_within_budget(_public_results(case), *expectations[case].result())
 
 
 def test_random_combinations(case: Case, expectations: dict[Case, Future[Any]]) -> None:
