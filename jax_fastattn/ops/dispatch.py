@@ -141,7 +141,7 @@ def note_derivative(problem: Problem) -> None:
     reason = Reason("derivative", NO_DERIVATIVE_KERNELS)
     if problem.spec.implementation == "cuda" and not problem.is_empty:
         raise _refusal([reason])
-    if takes_cuda(problem):
+    if takes_cuda(problem, "forward"):
         _warn_once(problem, [reason])
 
 
