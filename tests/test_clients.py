@@ -9,7 +9,6 @@ levanter (layers/attention.py).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,8 @@ from test_flax import make_inputs, make_layer
 from jax_fastattn import attention
 from jax_fastattn.integrations import jax_nn
 from jax_fastattn.integrations.flax import Packed, attention_fn, bind
-from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops import dispatch
-from jax_fastattn.spec import AttentionSpec, Operands, Problem
-
-# What the kernels do not take yet. With an empty set, `assert_reaches_kernels` wants a custom call of every client.
-LACKING = {"mask", "segment_ids"}
+from jax_fastattn.spec import AttentionSpec, Operands
 
 WINDOW = 5
 LENGTHS = jnp.array([11, 7])
@@ -153,21 +148,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AttentionSpec, Operands]
     return found
 
 
-def assert_kernels_could_run(seen: list[tuple[AttentionSpec, Operands]]) -> set[str]:
-    """Asserts that nothing of the calls but `LACKING` is in the way of kernels, and returns what is."""
-    assert seen
-    reasons = {x.kind for call in seen for x in unsupported_reasons(Problem.of(*call), "sm_90a")}
-    assert reasons <= LACKING
-    return reasons
-
-
 def assert_reaches_kernels(function: Call, arrays: Any, seen: list[tuple[AttentionSpec, Operands]]) -> None:
-    """Asserts that a program lowered for sm_90a launches a kernel for each call, unless something is lacking."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "jax_fastattn takes the XLA path", UserWarning)
-        text = calls.cuda_text(function, *arrays)
-    lacking = assert_kernels_could_run(seen)
-    assert calls.count_launches(text) == (0 if lacking else 1)
+    """Asserts that a program lowered for sm_90a launches a kernel, and a prepass if there is a mask or ids."""
+    text = calls.cuda_text(function, *arrays)
+    ((spec, _),) = seen
+    assert calls.count_launches(text) == (2 if {"mask", "query_segment_ids"} & {*spec.present} else 1)
 
 
 def exact(query: Any, key: Any, value: Any, visible: Any) -> jax.Array:
@@ -237,8 +222,7 @@ def test_modules_of_flax_pass_booleans(family: str, seen: Any, monkeypatch: pyte
     assert operands.query.dtype == jnp.bfloat16 and operands.bias is None
 
 
-def test_a_causal_flag_reaches_the_kernels_today(seen: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same helper wants a custom call where nothing is lacking."""
+def test_a_call_without_kernels_is_noticed(seen: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
     arrays = arrays_of(129, 64, jnp.bfloat16)
     assert_reaches_kernels(lambda *x: bind(is_causal=True)(*x), arrays, seen)
@@ -246,5 +230,5 @@ def test_a_causal_flag_reaches_the_kernels_today(seen: Any, monkeypatch: pytest.
         assert_reaches_kernels(lambda q, k, v: q, arrays, seen)
     seen.clear()
     bias = jnp.zeros((1, 1, 129, 129))
-    with pytest.raises(AssertionError):
+    with pytest.warns(UserWarning, match="`bias` is given"), pytest.raises(AssertionError):
         assert_reaches_kernels(lambda *x: attention(*x, bias), arrays, seen)

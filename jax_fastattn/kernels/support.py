@@ -98,11 +98,11 @@ def unsupported_reasons(problem: Problem, arch: str | None, op: Op | None = None
         (not symbolic, "symbolic", f"sizes are symbolic: {', '.join(symbolic)}"),
         (longest <= UNBOUNDED, "length", f"a length is {longest}; the kernels take at most {UNBOUNDED}"),
         ("bias" not in present, "bias", "`bias` is given; the kernels take none"),
-        ("mask" not in present or not missing, "mask", "`mask` is given; the kernels take none"),
+        ("mask" not in present or not missing, "mask", "`mask` is given; only the kernels of sm_90a take one"),
         (
             "query_segment_ids" not in present or not missing,
             "segment_ids",
-            "segment ids are given; the kernels take none",
+            "segment ids are given; only the kernels of sm_90a take them",
         ),
         (
             not listed or bool(missing) or longest <= MAX_LISTED_LENGTH,
