@@ -180,10 +180,10 @@ def test_symbolic_sizes_take_the_xla_path_where_kernels_cannot_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
-    mask = jax.ShapeDtypeStruct((B, 1, T, T), jnp.bool_)
-    export = jax.export.export(jax.jit(lambda q, k, v, mask: attention(q, k, v, mask=mask)), platforms=["cuda"])
-    with pytest.warns(UserWarning, match=r"sizes are symbolic: .*; `mask` is given"):
-        assert TARGET_NAME not in export(*SYMBOLIC, mask).mlir_module()
+    bias = jax.ShapeDtypeStruct((B, 1, T, T), jnp.float32)
+    export = jax.export.export(jax.jit(lambda q, k, v, bias: attention(q, k, v, bias=bias)), platforms=["cuda"])
+    with pytest.warns(UserWarning, match=r"sizes are symbolic: .*; `bias` is given"):
+        assert TARGET_NAME not in export(*SYMBOLIC, bias).mlir_module()
 
 
 @pytest.mark.parametrize(("axis", "name", "letter"), [(2, "query", "N"), (3, "query", "H")])
