@@ -30,6 +30,7 @@ from jax_fastattn.cli import bench, info, machine, shapes, warmup
 from jax_fastattn.cli.main import build_parser, main
 from jax_fastattn.ffi import cache, call, registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
+from jax_fastattn.kernels.choose import prepass_configs
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.testing.cases import Case, kernel_specs
@@ -155,6 +156,12 @@ def _specs_of_size(layer: Case, options: argparse.Namespace, size: shapes.Size, 
         **vars(options) | {"batch": size.batch, "length": (size.query_length, size.key_length)}
     )
     return kernel_specs(warmup.cases_of(layer, options), arch)
+
+
+def test_a_mask_has_a_prepass_for_each_size_of_tiles() -> None:
+    specs = warm_specs("sm_90a", "--heads", "32/8", "--head-dim", "192/128", "--with", "mask", "--length", "8192")
+    read = {config for spec in specs for config in prepass_configs(spec)}
+    assert {spec.config for spec in specs if spec.op == "prepass"} == read and len(read) == 3
 
 
 def test_a_length_chooses_among_the_kernels() -> None:

@@ -181,6 +181,9 @@ def describe(spec: KernelSpec) -> str:
         "key_value_seq_lengths": "key lengths",
         "query_offset": "offsets",
         "packed": "packed",
+        "mask": "mask",
+        "segment_ids": "segment ids",
+        "listed": "lists of tiles",
         "logits_soft_cap": "soft cap",
         "sinks": "sinks",
         "dsinks": "gradient of sinks",
@@ -188,6 +191,9 @@ def describe(spec: KernelSpec) -> str:
         "ordered": "dq in semaphore order",
     }
     words = [spec.arch, spec.op, head_dims, f"group {spec.group}", spec.dtype]
+    if spec.op == "prepass":
+        side = "keys" if spec.config.transposed else "queries"
+        words = [spec.arch, spec.op, f"tiles of {spec.config.rows}x{spec.config.keys}", f"lists of {side}"]
     words += [text for name, text in flags.items() if getattr(spec, name)]
     return ", ".join(words) + f" ({cache.kernel_key(spec)[:8]})"
 

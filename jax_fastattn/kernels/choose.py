@@ -91,6 +91,16 @@ def prepass_spec(spec: AttentionSpec, config: PrepassConfig, arch: str) -> Kerne
     )
 
 
+def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
+    """Returns the tiles of the prepasses that a kernel reads the lists of; none if it visits ranges."""
+    if not kernel.listed:
+        return []
+    configs = [kernel.config.prepass]
+    if kernel.op == "backward" and kernel.lists_keys:
+        configs.append(kernel.config.dq.prepass)
+    return configs
+
+
 def kernel_spec(
     problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False, dsinks: bool = False
 ) -> KernelSpec:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_fastattn import ffi
 from jax_fastattn.blocks import reduce_to
 from jax_fastattn.kernels.arguments import launch_scalars, present_buffers
-from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.choose import kernel_spec, prepass_configs
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
@@ -127,13 +127,11 @@ def _with_lists(
     """
     if not kernel.listed:
         return arrays, None
-    lists = tile_lists(spec, operands, kernel.config.prepass)
+    found = [tile_lists(spec, operands, config) for config in prepass_configs(kernel)]
     kept = {name: x for name, x in arrays.items() if name not in PREDICATE or getattr(kernel, name, False)}
-    kept |= lists.buffers()
-    if kernel.op == "backward" and kernel.lists_keys:
-        lists = tile_lists(spec, operands, kernel.config.dq.prepass)
+    for lists in found:
         kept |= lists.buffers()
-    return kept, lists
+    return kept, found[-1]
 
 
 def _launched(spec: AttentionSpec, operands: Operands) -> tuple[Problem, dict[str, jax.Array | None]]:

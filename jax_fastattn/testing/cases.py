@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import packed
-from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.kernels.choose import kernel_spec, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, Problem
@@ -321,12 +321,15 @@ def _int32(x: Any) -> jax.Array | None:
 
 
 def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
-    """Returns the distinct kernels that the cases need, forward and backward, each to be compiled."""
+    """Returns the distinct kernels that the cases need, forward and backward with prepasses, each to be compiled."""
     found: dict[KernelSpec, None] = {}
     for case in cases:
         problem = case.problem()
-        found[kernel_spec(problem, "forward", arch)] = None
-        found[kernel_spec(problem, "backward", arch, dlse=case.dlse, dsinks=case.sinks is not None)] = None
+        forward = kernel_spec(problem, "forward", arch)
+        backward = kernel_spec(problem, "backward", arch, dlse=case.dlse, dsinks=case.sinks is not None)
+        configs = (*prepass_configs(forward), *prepass_configs(backward))
+        prepasses = (prepass_spec(problem.spec, config, arch) for config in configs)
+        found |= dict.fromkeys((forward, backward, *prepasses))
     return list(found)
 
 
