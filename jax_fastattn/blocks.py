@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jax_fastattn.chunks import Axis, Index, Span, Tuning
 from jax_fastattn.packed import by_token, key_range
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, is_known
+
+Pairs = tuple[tuple[jax.Array, jax.Array], ...]
 
 # Bands of queries of a call that is computed at once: at most so many, of at least so many rows. Their first and last
 # keys are multiples of BAND_KEYS.
@@ -112,6 +117,10 @@ class Blocks:
         if self.barriers and x.dtype == jnp.bfloat16:
             x, y = lax.optimization_barrier((x, y))
         return jnp.einsum(equation, x, y, precision=self.spec.precision, preferred_element_type=self.zero.dtype)
+
+    def rows_by_keys(self, pairs: Pairs) -> jax.Array:
+        """Sums the products of queries `[B, K, G, t, H]` and keys `[B, s, K, H]` to one plane `[B, K, G, t, s]`."""
+        return _rows_by_keys(self.product, pairs)
 
     def weighted(self, weights: jax.Array, value: jax.Array, keys: Span, visible: jax.Array | None) -> jax.Array:
         """Sums the values of `keys` with weights `[B, K, G, t, s]`. Unseen keys may have values that are NaN.
@@ -248,7 +257,7 @@ class Blocks:
     def logits(self, queries: Span, keys: Span, visible: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Returns logits `[B, K, G, t, s]`, -inf where invisible, and the derivative of the soft cap (None without)."""
         query, key = self.take_query(self.query, queries), self.take_key(self.key, keys)
-        logits = self.product("bkgth,bskh->bkgts", query, key) * self.scale(5)
+        logits = self.rows_by_keys(((query, key),)) * self.scale(5)
         if self.bias is not None:
             logits = logits + self.take_plane(self.bias, queries, keys).astype(logits.dtype)
         slope = None
@@ -280,6 +289,31 @@ def bands(spec: AttentionSpec, operands: Operands, tuning: Tuning) -> tuple[tupl
         end = key_length if right is None else min(-(-(stop + right) // BAND_KEYS) * BAND_KEYS, key_length)
         found.append((Span(start, stop - start), Span(first, max(end - first, 0))))
     return tuple(found)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rows_by_keys(product: Callable[[str, jax.Array, jax.Array], jax.Array], pairs: Pairs) -> jax.Array:
+    """Computes `Blocks.rows_by_keys` by one product, of all pairs next to each other.
+
+    A sum of products would write and read a plane in float32 for each. So would a tangent, hence the rule. As with
+    `portable._product_or_zero`, no transformation of the user's can drop it.
+    """
+    query, key = pairs[0] if len(pairs) == 1 else (jnp.concatenate(x, axis=-1) for x in zip(*pairs, strict=True))
+    return product("bkgth,bskh->bkgts", query, key)
+
+
+def _rows_by_keys_jvp(
+    product: Callable[[str, jax.Array, jax.Array], jax.Array], primals: tuple[Pairs], tangents: tuple[Any]
+) -> tuple[jax.Array, jax.Array]:
+    (pairs,), (moves,) = primals, tangents
+    moved: list[tuple[jax.Array, jax.Array]] = []
+    for (query, key), (dquery, dkey) in zip(pairs, moves, strict=True):
+        moved += [(dquery, key)] if not isinstance(dquery, SymbolicZero) else []
+        moved += [(query, dkey)] if not isinstance(dkey, SymbolicZero) else []
+    return _rows_by_keys(product, pairs), _rows_by_keys(product, tuple(moved))
+
+
+_rows_by_keys.defjvp(_rows_by_keys_jvp, symbolic_zeros=True)
 
 
 def is_power_of_two(x: float) -> bool:

@@ -232,17 +232,14 @@ class _Motion:
         weights = jnp.exp(logits - blocks.take_query(self.lse, queries)[..., None])
         query, key = blocks.take_query(blocks.query, queries), blocks.take_key(blocks.key, keys)
 
-        def product(query: jax.Array, key: jax.Array) -> jax.Array:
-            return blocks.product("bkgth,bskh->bkgts", query, key)
-
-        scaled: list[jax.Array] = []
+        pairs: list[tuple[jax.Array, jax.Array]] = []
         if self.query is not None:
-            scaled.append(product(blocks.take_query(self.query, queries), key))
+            pairs.append((blocks.take_query(self.query, queries), key))
         if self.key is not None:
-            scaled.append(product(query, blocks.take_key(self.key, keys)))
-        terms = [functools.reduce(jnp.add, scaled) * blocks.scale(5)] if scaled else []
+            pairs.append((query, blocks.take_key(self.key, keys)))
+        terms = [blocks.rows_by_keys(tuple(pairs)) * blocks.scale(5)] if pairs else []
         if self.scale is not None:
-            terms.append(product(query, key) * self.scale)
+            terms.append(blocks.rows_by_keys(((query, key),)) * self.scale)
         if self.bias is not None:
             terms.append(jnp.broadcast_to(blocks.take_plane(self.bias, queries, keys), logits.shape))
         if not terms:
