@@ -7,7 +7,7 @@ With the saved log-sum-exp, one pass over the keys is enough. If ds is the tange
     dlse = sum(P ds) + P_sink dsink        dout = sum(P (ds - dlse) v) + sum(P dv)
 
 Second derivatives are `jax.jvp` of a tangent or of the backward pass. Output and log-sum-exp are functions of the
-operands: along a direction of the operands, both move, and their tangents are recomputed here.
+operands: along a direction of the operands, both move, and their tangents are computed here unless they are given.
 
 What stays out: transposes. Those of all functions here are among them and `portable.backward` (`ops/tangents.py`).
 """
@@ -78,14 +78,19 @@ def second_backward(
     dout: jax.Array,
     dlse: jax.Array | None,
     moved: Tangents,
+    results: Results | None = None,
     wanted: Collection[str] = DIFFERENTIABLE,
     tuning: Tuning = CPU,
 ) -> Gradients:
     """Computes the tangents of `portable.backward`'s gradients as operands move and the cotangents do not.
 
     As a map from `moved` to gradients it is a Hessian, and so its own transpose.
+
+    Args:
+        results: what `tangent` returns along `moved`; None computes it.
     """
-    results = tangent(spec, operands, out, lse, moved, tuning)
+    if results is None:
+        results = tangent(spec, operands, out, lse, moved, tuning)
 
     def along(given: Tangents, out: jax.Array, lse: jax.Array) -> Gradients:
         return backward(spec, operands._replace(**given), out, lse, dout, dlse, wanted, _second(tuning))

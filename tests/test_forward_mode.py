@@ -394,6 +394,13 @@ HVPS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", HVPS)
+def test_a_hessian_product_takes_the_tangents_that_jax_has(mode: str) -> None:
+    """Those of output and log-sum-exp; in chunks, XLA would compute them twice. A transpose has none."""
+    text = str(jax.make_jaxpr(HVPS[mode](ours))(X, U))
+    assert re.findall(r"with_results=(\w+)", text) == [str(mode == "forward-over-reverse")]
+
+
 @pytest.mark.parametrize("mode", ["jvp", *HVPS])
 def test_outputs_and_gradients_run_kernels(mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A jvp launches the forward kernel, an HVP in any order the backward kernel too; one warning tells the rest."""

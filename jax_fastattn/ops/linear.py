@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The derivatives of attention as ops: each is linear in its tangents, and in its cotangents.
 
-All bind their arrays in one order: the operands; output and log-sum-exp; cotangents of both; tangents of operands. The
-layout of a call follows from its parameters, and batching and partition rules follow from the layout. What each op
-computes is in `backward.py` and `tangents.py`, and so are the rules of differentiation.
+All bind their arrays in one order: the operands; output and log-sum-exp; cotangents of both; tangents of both; tangents
+of operands. The layout of a call follows from its parameters, and batching and partition rules follow from the layout.
+What each op computes is in `backward.py` and `tangents.py`, and so are the rules of differentiation.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ class Layout:
         moved: Names = (),
         along: Names = (),
         with_dlse: bool = False,
+        with_results: bool = False,
         wanted: Names | None = None,
     ) -> Layout:
         """Returns the layout of a call from its parameters; an op with gradients has cotangents, too."""
         rows = ROWS[: 2 if wanted is None else 3 + with_dlse]
-        tangents = moved + along
-        axes = (*_axes(spec.present), *rows, *_axes(tangents))
-        names = (*spec.present, *(None for _ in rows), *tangents)
-        return cls(axes, names, len(axes) - len(tangents), wanted)
+        results, tangents = ROWS[: 2 * with_results], moved + along
+        axes = (*_axes(spec.present), *rows, *results, *_axes(tangents))
+        names = (*spec.present, *(None for _ in rows + results), *tangents)
+        return cls(axes, names, len(axes) - len(results + tangents), wanted)
 
     def letters(self) -> Axes:
         results = ROWS[:2] if self.wanted is None else _axes(self.wanted)

@@ -10,8 +10,10 @@ With f the forward op, u and w tangents of operands, and c cotangents of results
     second_gradient   D2f[u, .]^T c   bilinear; its transpose in u is itself (a Hessian), in c `second_tangent`
 
 So each transpose is one of these four, and reverse mode never goes through the loops of the XLA path. Output and
-log-sum-exp are bound next to the operands. They are functions of the operands, so their own tangents are ignored; else
-the transposes would need more ops. Operands that do not move have no tangent among the arrays.
+log-sum-exp are bound next to the operands. They are functions of the operands, so their own tangents say nothing that
+those of the operands do not, and no rule transposes in them; else the transposes would need more ops. `second_gradient`
+binds them where JAX has them, and computes them again where it does not: in transposes. Operands that do not move have
+no tangent among the arrays.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from jax_fastattn.ops.linear import Names
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 
 Tangents = Mapping[str, Any]
+
+RESULTS: Names = ("out", "lse")
 
 
 def _rows(*arrays: Any, spec: AttentionSpec, **_: Any) -> list[Any]:
@@ -58,11 +62,18 @@ def _second_tangent(
 
 
 def _second_gradient(
-    *arrays: jax.Array, spec: AttentionSpec, with_dlse: bool, wanted: Names, moved: Names, tuning: Tuning = CPU
+    *arrays: jax.Array,
+    spec: AttentionSpec,
+    with_dlse: bool,
+    with_results: bool,
+    wanted: Names,
+    moved: Names,
+    tuning: Tuning = CPU,
 ) -> Sequence[jax.Array]:
-    saved, c, (u,) = _split(arrays, spec, 1 + with_dlse, moved)
+    saved, c, (results, u) = _split(arrays, spec, 1 + with_dlse, RESULTS * with_results, moved)
     dout, dlse = c if with_dlse else (*c, None)
-    found = portable.second_backward(spec, *_of_call(spec, saved), dout, dlse, u, wanted, tuning)
+    results = (results["out"], results["lse"]) if with_results else None
+    found = portable.second_backward(spec, *_of_call(spec, saved), dout, dlse, u, results, wanted, tuning)
     return [getattr(found, name) for name in wanted]
 
 
@@ -99,12 +110,31 @@ def second_tangent(spec: AttentionSpec, saved: Saved, u: Tangents, w: Tangents) 
 
 
 def second_gradient(
-    spec: AttentionSpec, saved: Saved, cotangents: Cotangents, u: Tangents, wanted: Collection[str]
+    spec: AttentionSpec,
+    saved: Saved,
+    cotangents: Cotangents,
+    u: Tangents,
+    wanted: Collection[str],
+    results: Sequence[Any] = (),
 ) -> dict[str, jax.Array]:
-    """Returns what `gradient` does, of the directional derivative along `u`."""
+    """Returns what `gradient` does, of the directional derivative along `u`.
+
+    Args:
+        results: the tangents of output and log-sum-exp along `u`; they are used if there are both.
+    """
     c, names = cotangent_arrays(saved, cotangents), wanted_names(wanted)
+    results = [x for x in none_if_zero(results) if x is not None]
+    results = results if len(results) == len(RESULTS) else []
     found = second_gradient_op.bind(
-        *saved, *c, *u.values(), spec=spec, with_dlse=len(c) > 1, wanted=names, moved=tuple(u)
+        *saved,
+        *c,
+        *results,
+        *u.values(),
+        spec=spec,
+        with_dlse=len(c) > 1,
+        with_results=len(results) > 0,
+        wanted=names,
+        moved=tuple(u),
     )
     return dict(zip(names, found, strict=True))
 
@@ -198,7 +228,7 @@ def _gradient_jvp(
     results = gradient(spec, saved, pair(c), wanted)
     terms = []
     if w := moving(spec.present, tangents[: len(spec.present)]):
-        terms.append(second_gradient(spec, saved, pair(c), w, wanted))
+        terms.append(second_gradient(spec, saved, pair(c), w, wanted, tangents[len(saved) - 2 : len(saved)]))
     dc = pair(tangents[len(saved) :])
     if not is_zero(dc):
         terms.append(gradient(spec, saved, dc, wanted))
@@ -261,35 +291,46 @@ def _second_gradient_jvp(
     needs_devices: Any,
     spec: AttentionSpec,
     with_dlse: bool,
+    with_results: bool,
     wanted: Names,
     moved: Names,
 ) -> Any:
     del needs_devices
-    saved, c, (u,) = _split(primals, spec, 1 + with_dlse, moved)
+    groups = 1 + with_dlse, RESULTS * with_results, moved
+    saved, c, (results, u) = _split(primals, spec, *groups)
     if moving(spec.present, tangents[: len(spec.present)]):
         _refuse_third()
-    _, dc, (du,) = _split(none_if_zero(tangents), spec, 1 + with_dlse, moved)
+    _, dc, (dresults, du) = _split(none_if_zero(tangents), spec, *groups)
     terms = []
     if not is_zero(pair(dc)):
-        terms.append(second_gradient(spec, saved, pair(dc), u, wanted))
+        terms.append(second_gradient(spec, saved, pair(dc), u, wanted, [*results.values()]))
     if du := moving(moved, du.values()):
-        terms.append(second_gradient(spec, saved, pair(c), du, wanted))
-    results = list(second_gradient(spec, saved, pair(c), u, wanted).values())
-    return results, _sum([list(x.values()) for x in terms], results)
+        terms.append(second_gradient(spec, saved, pair(c), du, wanted, [*dresults.values()]))
+    found = list(second_gradient(spec, saved, pair(c), u, wanted, [*results.values()]).values())
+    return found, _sum([list(x.values()) for x in terms], found)
 
 
 def _second_gradient_transpose(
-    cotangents: Any, *arrays: Any, needs_devices: Any, spec: AttentionSpec, with_dlse: bool, wanted: Names, moved: Names
+    cotangents: Any,
+    *arrays: Any,
+    needs_devices: Any,
+    spec: AttentionSpec,
+    with_dlse: bool,
+    with_results: bool,
+    wanted: Names,
+    moved: Names,
 ) -> list[Any]:
+    """Transposes in cotangents, or in `u` as if the tangents of output and log-sum-exp were computed from it here."""
     del needs_devices
-    saved, c, (u,) = _split(arrays, spec, 1 + with_dlse, moved)
+    saved, c, (results, u) = _split(arrays, spec, 1 + with_dlse, RESULTS * with_results, moved)
     w = _in_dtype_of_operands(spec, saved, moving(wanted, cotangents))
     if not w:
         return [None] * len(arrays)
     if names := undefined(moved, u.values()):
         found = second_gradient(spec, saved, pair(c), w, names)
-        return [None] * (len(saved) + len(c)) + as_cotangents(found, moved, u.values())
-    return [None] * len(saved) + _if_undefined(second_tangent(spec, saved, w, u), c) + [None] * len(u)
+        return [None] * (len(saved) + len(c) + len(results)) + as_cotangents(found, moved, u.values())
+    of_cotangents = _if_undefined(second_tangent(spec, saved, w, u), c)
+    return [None] * len(saved) + of_cotangents + [None] * (len(results) + len(u))
 
 
 ad.primitive_jvps[tangent_op.primitive] = _tangent_jvp
