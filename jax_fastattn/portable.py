@@ -12,7 +12,9 @@ has. The loops here have dynamic bounds, through which `jax.jvp` goes and revers
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,39 +118,79 @@ def backward(
         dlse: `[B, T, N]`, or None for zero.
         wanted: names of operands. Bias, sinks and scale get a gradient only if they are named, else None.
     """
-    blocks = Blocks.of(spec, operands, tuning)
-    dtype, num_kv_heads = operands.query.dtype, operands.key.shape[2]
-    # Rows without a visible key have no gradient, whatever their cotangent holds.
-    empty = lse == -jnp.inf
-    # A row whose log-sum-exp is its sink alone is not empty. Its output is 0, and its cotangent may be NaN.
-    multiply = jnp.multiply if operands.sinks is None else _product_or_zero
-    delta = jnp.sum(multiply(out.astype(lse.dtype), dout.astype(lse.dtype)), axis=-1)
-    delta = jnp.where(empty, 0.0, delta if dlse is None else delta - dlse)
-    lse = jnp.where(empty, 0.0, lse)
-    dsinks = None
-    if operands.sinks is not None and "sinks" in wanted:
-        weights = jnp.where(empty, 0.0, jnp.exp(operands.sinks[:, None, :].astype(lse.dtype) - lse))
-        dsinks = reduce_to(operands.sinks.shape, -jnp.sum(weights * delta, axis=1))
-    dout, lse, delta = (rows_of(x, num_kv_heads) for x in (dout, lse, delta))
+    blocks, rows = Blocks.of(spec, operands, tuning), Rows.of(operands, out, lse, dout, dlse)
+    sums = sum_blocks(blocks, wanted, functools.partial(add_block, blocks, rows_of(dout, blocks.key.shape[2]), rows))
+    return gradients_of(operands, sums, rows.sinks if "sinks" in wanted else None)
 
-    def add_block(queries: Span, keys: Span, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
-        """Adds the gradients of a block to that of its queries, `[B, K, G, t, H]`, and to the others."""
-        visible = blocks.visible(queries, keys, skip_stored_queries=True)
-        logits, slope = blocks.logits(queries, keys, visible)
-        query, dout_i = (zero_unseeing_queries(blocks.take_query(x, queries), visible) for x in (blocks.query, dout))
-        key = zero_unseen_keys(blocks.take_key(blocks.key, keys), visible)
-        lse_i, delta_i = (blocks.take_query(x, queries)[..., None] for x in (lse, delta))
-        weights = jnp.exp(logits - lse_i)
-        dweights = blocks.product("bkgtd,bskd->bkgts", dout_i, blocks.take_key(blocks.value, keys))
-        dlogits = weights * (dweights - delta_i)
-        dlogits = dlogits if slope is None else dlogits * slope
-        dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
-        dbias = None if sums.bias is None else blocks.add_plane(sums.bias, dlogits, queries, keys)
-        dlogits, weights = dlogits.astype(dtype), weights.astype(dtype)
-        dkey = keys.add(sums.key, blocks.product("bkgts,bkgth->bksh", dlogits, query), 2)
-        dvalue = keys.add(sums.value, blocks.product("bkgts,bkgtd->bksd", weights, dout_i), 2)
-        dquery = dquery + blocks.product("bkgts,bskh->bkgth", dlogits, key)
-        return dquery, sums._replace(key=dkey, value=dvalue, bias=dbias)
+
+class Rows(NamedTuple):
+    """What the gradients of a block take of its queries, `[B, K, G, T]`, and the gradient of sinks (None without).
+
+    Attributes:
+        lse: the log-sum-exp, and 0 for rows without a visible key.
+        delta: what is subtracted from the tangents of weights, and 0 for these rows.
+    """
+
+    lse: jax.Array
+    delta: jax.Array
+    sinks: jax.Array | None
+
+    @classmethod
+    def of(cls, operands: Operands, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> Rows:
+        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        empty = lse == -jnp.inf
+        # A row whose log-sum-exp is its sink alone is not empty. Its output is 0, and its cotangent may be NaN.
+        multiply = jnp.multiply if operands.sinks is None else _product_or_zero
+        delta = jnp.sum(multiply(out.astype(lse.dtype), dout.astype(lse.dtype)), axis=-1)
+        delta = jnp.where(empty, 0.0, delta if dlse is None else delta - dlse)
+        lse = jnp.where(empty, 0.0, lse)
+        dsinks = None
+        if operands.sinks is not None:
+            weights = jnp.where(empty, 0.0, jnp.exp(operands.sinks[:, None, :].astype(lse.dtype) - lse))
+            dsinks = reduce_to(operands.sinks.shape, -jnp.sum(weights * delta, axis=1))
+        num_kv_heads = operands.key.shape[2]
+        return cls(rows_of(lse, num_kv_heads), rows_of(delta, num_kv_heads), dsinks)
+
+
+def add_block(
+    blocks: Blocks, dout: jax.Array, rows: Rows, queries: Span, keys: Span, dquery: jax.Array, sums: Gradients
+) -> tuple[jax.Array, Gradients]:
+    """Adds the gradients of a block to that of its queries, `[B, K, G, t, H]`, and to the others.
+
+    `dout` is `[B, K, G, T, D]`, and `sums` is as `sum_blocks` returns it.
+    """
+    dtype = blocks.query.dtype
+    visible = blocks.visible(queries, keys, skip_stored_queries=True)
+    logits, slope = blocks.logits(queries, keys, visible)
+    query, dout_i = (zero_unseeing_queries(blocks.take_query(x, queries), visible) for x in (blocks.query, dout))
+    key = zero_unseen_keys(blocks.take_key(blocks.key, keys), visible)
+    lse, delta = (blocks.take_query(x, queries)[..., None] for x in (rows.lse, rows.delta))
+    weights = jnp.exp(logits - lse)
+    dweights = blocks.product("bkgtd,bskd->bkgts", dout_i, blocks.take_key(blocks.value, keys))
+    dlogits = weights * (dweights - delta)
+    dlogits = dlogits if slope is None else dlogits * slope
+    dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
+    dbias = None if sums.bias is None else blocks.add_plane(sums.bias, dlogits, queries, keys)
+    dlogits, weights = dlogits.astype(dtype), weights.astype(dtype)
+    dkey = keys.add(sums.key, blocks.product("bkgts,bkgth->bksh", dlogits, query) * blocks.scale(4), 2)
+    dvalue = keys.add(sums.value, blocks.product("bkgts,bkgtd->bksd", weights, dout_i), 2)
+    dscaled = blocks.product("bkgts,bskh->bkgth", dlogits, key)
+    dscale = sums.scale
+    if dscale is not None:
+        products = dscaled.astype(dscale.dtype) * query.astype(dscale.dtype)
+        dscale = dscale + reduce_to(dscale.shape, products.sum(axis=(1, 2, 3, 4))[:, None])
+    return dquery + dscaled * blocks.scale(5), sums._replace(key=dkey, value=dvalue, bias=dbias, scale=dscale)
+
+
+def sum_blocks(
+    blocks: Blocks,
+    wanted: Collection[str],
+    add: Callable[[Span, Span, jax.Array, Gradients], tuple[jax.Array, Gradients]],
+) -> Gradients:
+    """Sums the gradients, except those of sinks, over all blocks by `add`, which is `add_block` of its last arguments.
+
+    The sums have the axes of `blocks`, except that keys and values are `[B, K, S, ...]`.
+    """
 
     def no_gradient(queries: Span) -> jax.Array:
         return blocks.full(blocks.take_query(blocks.query, queries).shape, 0.0)
@@ -157,34 +199,36 @@ def backward(
         queries = blocks.queries.span(i)
 
         def key_chunk(j: Index, state: tuple[jax.Array, Gradients]) -> tuple[jax.Array, Gradients]:
-            return add_block(queries, blocks.keys.span(j), *state)
+            return add(queries, blocks.keys.span(j), *state)
 
         state = no_gradient(queries), sums
         dquery, sums = blocks.keys.loop(blocks.key_chunks(queries), key_chunk, state)
         return sums._replace(query=queries.add(sums.query, dquery, 3))
 
+    scale = blocks.operands.scale
     sums = Gradients(
         query=blocks.full(blocks.query.shape, 0.0),
         key=jnp.moveaxis(blocks.full(blocks.key.shape, 0.0), 2, 1),
         value=jnp.moveaxis(blocks.full(blocks.value.shape, 0.0), 2, 1),
         bias=None if blocks.bias is None or "bias" not in wanted else blocks.full(blocks.bias.shape, 0.0),
+        scale=None if scale is None or "scale" not in wanted else blocks.full(scale.shape, 0.0),
     )
     for queries, keys in blocks.bands:
-        dquery, sums = add_block(queries, keys, no_gradient(queries), sums)
+        dquery, sums = add(queries, keys, no_gradient(queries), sums)
         sums = sums._replace(query=queries.put(sums.query, dquery, 3))
-    if not blocks.bands:
-        sums = blocks.queries.loop((0, blocks.queries.count), query_chunk, sums)
-    dbias = None
-    if operands.bias is not None and sums.bias is not None:
-        dbias = sums.bias.reshape(operands.bias.shape)
-    dscaled, scale = merge_rows(sums.query), blocks.scale(4)
+    return sums if blocks.bands else blocks.queries.loop((0, blocks.queries.count), query_chunk, sums)
+
+
+def gradients_of(operands: Operands, sums: Gradients, dsinks: jax.Array | None) -> Gradients:
+    """Returns what `sum_blocks` does, and the gradient of sinks, in the axes and dtypes of `backward`'s results."""
+    dtype = operands.query.dtype
     return Gradients(
-        query=(dscaled * scale).astype(dtype),
-        key=(jnp.moveaxis(sums.key, 1, 2) * scale).astype(dtype),
+        query=merge_rows(sums.query).astype(dtype),
+        key=jnp.moveaxis(sums.key, 1, 2).astype(dtype),
         value=jnp.moveaxis(sums.value, 1, 2).astype(dtype),
-        bias=dbias,
+        bias=None if operands.bias is None or sums.bias is None else sums.bias.reshape(operands.bias.shape),
         sinks=dsinks,
-        scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
+        scale=sums.scale,
     )
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jax_fastattn.blocks import Blocks, merge_rows, rows_of, split_heads, zero_unseen_keys
 from jax_fastattn.chunks import CPU, Index, Span, Tuning
-from jax_fastattn.portable import backward
+from jax_fastattn.portable import Rows, add_block, gradients_of, sum_blocks
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
 
 # Planes of logits in float32 that an op holds at once.
@@ -92,11 +92,39 @@ def second_backward(
     if results is None:
         results = tangent(spec, operands, out, lse, moved, tuning)
 
-    def along(given: Tangents, out: jax.Array, lse: jax.Array) -> Gradients:
-        return backward(spec, operands._replace(**given), out, lse, dout, dlse, wanted, _second(tuning))
-
     given = {name: getattr(operands, name) for name in moved}
-    return jax.jvp(along, (given, out, lse), (dict(moved), *results))[1]
+    blocks = Blocks.of(spec, operands, _second(tuning))
+
+    def rows_of_call(given: Tangents, out: jax.Array, lse: jax.Array) -> Rows:
+        return Rows.of(operands._replace(**given), out, lse, dout, dlse)
+
+    rows, drows = jax.jvp(rows_of_call, (given, out, lse), (dict(moved), *results))
+    num_kv_heads = blocks.key.shape[2]
+    dout_rows, fields, dfields = rows_of(dout, num_kv_heads), _fields(given, num_kv_heads), _fields(moved, num_kv_heads)
+
+    def add(queries: Span, keys: Span, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
+        """Adds tangents. Along a loop, `jax.jvp` would add up the gradients as well, which nothing reads."""
+
+        def along(fields: Tangents, rows: Rows, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
+            return add_block(_with_fields(blocks, fields), dout_rows, rows, queries, keys, dquery, sums)
+
+        still = jax.tree.map(jnp.zeros_like, (dquery, sums))
+        return jax.jvp(along, (fields, rows, *still), (dfields, drows, dquery, sums))[1]
+
+    return gradients_of(operands, sum_blocks(blocks, wanted, add), drows.sinks if "sinks" in wanted else None)
+
+
+def _fields(arrays: Tangents, num_kv_heads: int) -> Tangents:
+    """Returns operands or their tangents in the axes in which `Blocks` has them."""
+    axes = {"query": lambda x: rows_of(x, num_kv_heads), "bias": lambda x: split_heads(x, num_kv_heads, 1)}
+    return {name: axes[name](x) if name in axes else x for name, x in arrays.items()}
+
+
+def _with_fields(blocks: Blocks, fields: Tangents) -> Blocks:
+    """Returns blocks of other operands, as `_fields` returns them."""
+    scalars = {name: x for name, x in fields.items() if name in ("scale", "sinks")}
+    others = {name: x for name, x in fields.items() if name not in scalars}
+    return replace(blocks, operands=blocks.operands._replace(**scalars), **others)
 
 
 def _second(tuning: Tuning) -> Tuning:

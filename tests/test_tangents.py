@@ -191,3 +191,18 @@ def test_the_bound_on_logits_counts_the_planes_of_an_op() -> None:
     for second in (tangents.second_tangent, tangents.second_backward):
         last = (u, u) if second is tangents.second_tangent else (out, lse, u)
         assert [loops(logits * n, second, out, lse, *last) for n in (5, 9, 10)] == [True, True, False]
+
+
+def test_chunks_add_up_tangents_alone() -> None:
+    """XLA does not always see that nothing reads sums of gradients next to those of their tangents."""
+    operands = calls.Case(query_length=64, key_length=64, num_kv_heads=2, group=1, head_dim=8).operands(
+        jax.random.key(0)
+    )
+    spec, u = AttentionSpec(scale=1.0), moved(operands, 3)
+    results = portable.forward(spec, operands)
+    tuning = dataclasses.replace(chunks.CPU, whole=0, block=1, chunk=32, min_chunk=16)
+    run = functools.partial(tangents.second_backward, spec, tuning=tuning)
+    jaxpr = jax.make_jaxpr(run)(operands, *results, results[0], None, u, results)
+    loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("scan", "while")]
+    sums = [[x for x in eqn.outvars if getattr(x.aval, "ndim", 0)] for eqn in loops]
+    assert [len(x) for x in sums] == [3]  # of query, key and value
