@@ -26,9 +26,9 @@ from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
 
 
-def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any) -> dict[str, jax.Array]:
+def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
     """Computes by the portable path what a launch should, of the sequences that the records name."""
-    assert arrays["query"].shape[0] == 1 and arrays["sequences"] is None
+    assert lists is None and arrays["query"].shape[0] == 1 and arrays["sequences"] is None
     ids = [np.full((1, length), -1 - side) for side, length in enumerate((problem.query_length, problem.key_length))]
     offset, entry = np.zeros((2, 1, problem.query_length), np.int32)
     for i, words in enumerate(np.asarray(arrays["query_tiles"])):

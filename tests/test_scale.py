@@ -96,7 +96,8 @@ def _launches_in_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What ops/cuda.py launches is computed by the portable path, from the launch's own arrays and scale."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
 
-    def launch(kernel: Any, problem: Any, arrays: Any, shapes: Any) -> dict[str, jax.Array]:
+    def launch(kernel: Any, problem: Any, arrays: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
+        assert lists is None
         present = tuple(name for name in problem.spec.present if name != "scale")
         spec = dataclasses.replace(problem.spec, present=present)
         operands = Operands(**{name: arrays[name] for name in present})
