@@ -319,15 +319,15 @@ def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         return [line.removeprefix("  - ") for line in listed]
 
     case = Case(query_length=5, key_length=7, group=2, head_dim=264, v_head_dim=272, bias="ts", mask="ts")
-    expected = unsupported_reasons(case.problem(), "sm_90a", "forward")
+    expected = unsupported_reasons(case.problem(), "sm_90a")
     assert reasons() == [str(reason) for reason in expected]
     assert [reason.kind for reason in expected] == ["dtype", "head_dim", "head_dim", "bias"]
     assert [bool(reason.remedy) for reason in expected] == [True, False, False, True]
     monkeypatch.setattr(ffi.registry, "named_arch", lambda: "sm_75")
-    assert reasons() == [str(reason) for reason in unsupported_reasons(case.problem(), "sm_75", "forward")]
+    assert reasons() == [str(reason) for reason in unsupported_reasons(case.problem(), "sm_75")]
     monkeypatch.setattr(ffi.registry, "_is_installed", lambda module: False)
     # It is not known then whether there are kernels that take the mask.
-    unknown = unsupported_reasons(case.problem(), None, "forward")
+    unknown = unsupported_reasons(case.problem(), None)
     assert reasons() == ffi.missing_parts() + [str(x) for x in unknown if x.kind != "architecture"]
 
 

@@ -15,8 +15,6 @@ from jax_fastattn.spec import UNBOUNDED, Problem, is_known
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 
-Op = Literal["forward", "backward"]
-
 # Dispatch alone finds reasons of the first line.
 # fmt: off
 Kind = Literal[
@@ -58,29 +56,21 @@ _REMEDIES: dict[Kind, str] = {
 }
 
 
-# Which kernels visit tiles by lists, and so take masks and segment ids.
-_LISTED: tuple[tuple[str, Op], ...] = (("sm_90a", "forward"), ("sm_90a", "backward"))
+# Masks and segment ids need kernels with lists of tiles. Those of other architectures have not run on a GPU yet.
+_LISTED = ("sm_90a",)
 
 # Up to which length lists have numbers for all tiles, of 32 rows at least.
 MAX_LISTED_LENGTH = 32 * MAX_TILES
 
 
-def _without_lists(arch: str | None, op: Op | None) -> list[Op]:
-    """Returns the passes that `arch` has no kernels with lists for, of the one that is asked for or of both."""
-    ops: tuple[Op, ...] = ("forward", "backward") if op is None else (op,)
-    return [x for x in ops if (arch, x) not in _LISTED]
-
-
-def unsupported_reasons(problem: Problem, arch: str | None, op: Op | None = None) -> list[Reason]:
+def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     """Returns every reason why no CUDA kernel can run `problem` on `arch`; none when one can.
 
     Args:
         problem: the call.
         arch: the architecture; None if it is not known.
-        op: the pass that is to run; by default both.
     """
-    missing = _without_lists(arch, op)
-    listed = is_listed(problem)
+    has_lists, listed = arch in _LISTED, is_listed(problem)
     present, symbolic = problem.spec.present, problem.symbolic_sizes
     longest = max(size for size in (0, problem.query_length, problem.key_length) if is_known(size))
     is_known_arch, head_dims = arch in ARCHITECTURES + BORROWED, (problem.head_dim, problem.v_head_dim)
@@ -98,14 +88,14 @@ def unsupported_reasons(problem: Problem, arch: str | None, op: Op | None = None
         (not symbolic, "symbolic", f"sizes are symbolic: {', '.join(symbolic)}"),
         (longest <= UNBOUNDED, "length", f"a length is {longest}; the kernels take at most {UNBOUNDED}"),
         ("bias" not in present, "bias", "`bias` is given; the kernels take none"),
-        ("mask" not in present or not missing, "mask", "`mask` is given; only the kernels of sm_90a take one"),
+        ("mask" not in present or has_lists, "mask", "`mask` is given; only the kernels of sm_90a take one"),
         (
-            "query_segment_ids" not in present or not missing,
+            "query_segment_ids" not in present or has_lists,
             "segment_ids",
             "segment ids are given; only the kernels of sm_90a take them",
         ),
         (
-            not listed or bool(missing) or longest <= MAX_LISTED_LENGTH,
+            not (listed and has_lists) or longest <= MAX_LISTED_LENGTH,
             "length",
             f"a length is {longest}; with a mask or segment ids the kernels take at most {MAX_LISTED_LENGTH}",
         ),

@@ -13,7 +13,7 @@ import jax
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import configured, kernel_spec
-from jax_fastattn.kernels.support import Op, Reason, describe_kernels, speed_note, unsupported_reasons
+from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 # From how many keys on, and up to which share of a GPU's multiprocessors, one query takes the XLA path; see
@@ -67,12 +67,8 @@ class Explanation:
         return "XLA path, because " + self.advice
 
 
-def cuda_reasons(problem: Problem, op: Op | None = None) -> list[Reason]:
+def cuda_reasons(problem: Problem) -> list[Reason]:
     """Returns every reason against the CUDA kernels for a call that is lowered for CUDA.
-
-    Args:
-        problem: the call.
-        op: the pass that is lowered; by default both.
 
     Raises:
         NotImplementedError: symbolic sizes are the only reason. The slower path would replace kernels in every program
@@ -82,7 +78,7 @@ def cuda_reasons(problem: Problem, op: Op | None = None) -> list[Reason]:
     arch = None if missing else ffi.arch()
     missing += ffi.compiler_reasons(arch)
     found = [Reason("installation", text) for text in missing]
-    found += [reason for reason in unsupported_reasons(problem, arch, op) if arch or reason.kind != "architecture"]
+    found += [reason for reason in unsupported_reasons(problem, arch) if arch or reason.kind != "architecture"]
     if [reason.kind for reason in found] == ["symbolic"]:
         raise NotImplementedError(f"jax_fastattn's CUDA kernels cannot run this call: {found[0]}.")
     return found
@@ -114,8 +110,8 @@ def _most_keys(problem: Problem) -> int:
     return min(problem.key_length, (left or 0) + right + 1)
 
 
-def takes_cuda(problem: Problem, op: Op) -> bool:
-    """Returns whether one pass of a call that is lowered for CUDA runs the kernels.
+def takes_cuda(problem: Problem) -> bool:
+    """Returns whether a call that is lowered for CUDA runs the kernels.
 
     Raises:
         NotImplementedError: `implementation` is "cuda" and no kernel can run the call; the message lists every reason.
@@ -123,7 +119,7 @@ def takes_cuda(problem: Problem, op: Op) -> bool:
     implementation = problem.spec.implementation
     if implementation == "xla" or problem.is_empty:
         return False
-    reasons = cuda_reasons(problem, op)
+    reasons = cuda_reasons(problem)
     if reasons and implementation == "cuda":
         raise _refusal(reasons)
     if reasons:
@@ -141,7 +137,7 @@ def note_derivative(problem: Problem) -> None:
     reason = Reason("derivative", NO_DERIVATIVE_KERNELS)
     if problem.spec.implementation == "cuda" and not problem.is_empty:
         raise _refusal([reason])
-    if takes_cuda(problem, "forward"):
+    if takes_cuda(problem):
         _warn_once(problem, [reason])
 
 

@@ -64,7 +64,7 @@ def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[
 
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    if not dispatch.takes_cuda(_problem(ctx.avals_in, **params), "forward"):
+    if not dispatch.takes_cuda(_problem(ctx.avals_in, **params)):
         return _lower_portable(ACCELERATOR, ctx, *values, **params)
     return abstract.lower_on_one_device(lambda *arrays: _results(cuda.forward, arrays, **params), ctx, *values)
 
