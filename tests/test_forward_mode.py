@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import attention, attention_varlen
+from jax_fastattn import attention, attention_varlen, validation
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.testing.poison import poison
@@ -336,6 +336,17 @@ def test_an_eager_call_traces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> 
     jax.block_until_ready(run())
     with pytest.raises(AssertionError, match="traced again"):
         attention(*(y[:, :2] for y in x))
+
+
+def test_an_array_is_not_converted_again() -> None:
+    """JAX would linearize the conversion, which takes as long as the call itself."""
+
+    def same(x: jax.Array) -> jax.Array:
+        assert validation.as_array("query", x) is x
+        return x
+
+    same(X[0])
+    jax.vjp(same, X[0])
 
 
 def test_checkpoint_policy_saves_both_names_for_second_derivatives() -> None:
