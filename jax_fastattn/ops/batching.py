@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fastattn.spec import OPERANDS
 
@@ -68,13 +68,21 @@ class Fold:
             rest = (None if _mesh_axes(entry) & taken else entry for entry in spec[2:])
             x = jax.reshard(x, PartitionSpec(*self.names, *rest))
         x = jnp.swapaxes(x, 0, 1) if self._is_batch_major else x
-        return x.reshape((self.size * self.batch, *x.shape[2:]))
+        return self._reshape(x, (self.size * self.batch, *x.shape[2:]), *jax.typeof(x).sharding.spec[2:])
 
     def unfold(self, x: jax.Array) -> jax.Array:
         """Inverts `fold` on a result: `[V * B, ...]` to `[V, B, ...]`."""
         if self._is_batch_major:
             return jnp.swapaxes(x.reshape((self.batch, self.size, *x.shape[1:])), 0, 1)
-        return x.reshape((self.size, self.batch, *x.shape[1:]))
+        return self._reshape(x, (self.size, self.batch, *x.shape[1:]), *jax.typeof(x).sharding.spec[1:])
+
+    def _reshape(self, x: jax.Array, shape: tuple[int, ...], *rest: Any) -> jax.Array:
+        """Reshapes `[V, B, ...]` to `[V * B, ...]` or back. jax 0.9 has to be told how, if a mesh splits V and B."""
+        if None in self.names:
+            return x.reshape(shape)
+        folded = tuple(axis for entry in self.names for axis in (entry if isinstance(entry, tuple) else (entry,)))
+        ahead = (folded,) if len(shape) < x.ndim else self.names
+        return x.reshape(shape, out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*ahead, *rest)))
 
 
 def _mesh_axes(entry: Any) -> set[Any]:
