@@ -24,6 +24,7 @@ import cases
 import compare
 import forward_mode
 import jax_nn
+import lowering
 import parallel
 import peers
 import report
@@ -336,3 +337,20 @@ def test_two_devices_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     activations = ["all-gather bf16[2,24,4,8]", "all-gather bf16[48,32]"]
     others = ["all-gather f32[32,241]", "all-gather (f32[16,4]{1,0}, f32[32,4]{1,0})", "all-reduce f32[24]"]
     assert parallel.gathered(dict.fromkeys(activations + others, 1), 24) == activations
+
+
+def test_texts_of_plain_programs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grad = lowering.plain_programs()["grad-float32"]  # for which no kernel is compiled
+    monkeypatch.setattr(lowering, "plain_programs", lambda: {"grad": grad})
+    before, after = tmp_path / "before", tmp_path / "after"
+    with pytest.warns(UserWarning, match="float32"):
+        lowering.write_texts(before, "sm_90a")
+    after.mkdir()
+    for path in before.iterdir():
+        (after / path.name).write_text(path.read_text())
+    assert lowering.compare_texts(before, after)[-1] == "| grad | equal | equal | 0 |"
+    text = (after / "grad.cpu.mlir").read_text()
+    (after / "grad.cpu.mlir").write_text(text.replace("stablehlo.exponential %", "stablehlo.negate %", 1))
+    assert lowering.compare_texts(before, after)[-1] == "| grad | differs, 1 lines less, 1 more | equal | 0 |"
+    (after / "grad.cpu.mlir").write_text(re.sub(r"%(\d+)", r"%1\1", text))
+    assert lowering.compare_texts(before, after)[-1] == "| grad | differs, 0 lines less, 0 more | equal | 0 |"
