@@ -338,6 +338,39 @@ def test_an_eager_call_traces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> 
         attention(*(y[:, :2] for y in x))
 
 
+LENGTHS = jnp.array([3, 7])
+# Functions of a query and a number, their launches, and whether their gradient has a cotangent of the log-sum-exp.
+ZEROS: dict[str, tuple[Any, int, list[str]]] = {
+    "all": (jax.grad(lambda q, w: jnp.sum(ours(q, *half(X[1:]))) * w, (0, 1)), 2, ["False"]),
+    "unmoved-operands": (jax.grad(lambda q, w: jnp.sum(ours(q, *half(X[1:]))) * w, 1), 1, []),
+    "stopped-output": (jax.grad(lambda q, w: jnp.sum(jax.lax.stop_gradient(ours(q, *half(X[1:]))) * q) * w), 1, []),
+    "unused-residual": (
+        jax.grad(lambda q, w: jnp.sum(attention(q, *half(X[1:]), return_residual=True)[0]) * w), 2, ["False"]
+    ),
+    "residual-alone": (
+        jax.grad(lambda q, w: jnp.sum(attention(q, *half(X[1:]), return_residual=True)[1])), 2, ["True"]
+    ),
+    "integers": (
+        lambda q, w: jax.jvp(
+            lambda n: attention(q, *half(X[1:]), key_value_seq_lengths=n),
+            (LENGTHS,),
+            (np.zeros(2, jax.dtypes.float0),),
+        ), 1, []
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_that_jax_knows_launch_nothing(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    function, launches, with_dlse = ZEROS[name]
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    arguments = half(X[0]), jnp.bfloat16(2.0)
+    assert re.findall(r"with_dlse=(\w+)", str(jax.make_jaxpr(function)(*arguments))) == with_dlse
+    text = calls.cuda_text(function, *arguments)
+    assert calls.count_launches(text) == launches
+    assert "_tangent" not in text
+
+
 def test_an_array_is_not_converted_again() -> None:
     """JAX would linearize the conversion, which takes as long as the call itself."""
 
