@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
-from jax.interpreters import mlir
 
 from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, batching, dispatch
@@ -103,6 +103,18 @@ def define(
     mlir.register_lowering(op.share, functools.partial(lower, ACCELERATOR), inline=False)
     jax_batching.primitive_batchers[op.primitive] = functools.partial(_batch, op)
     return op
+
+
+def differentiate(primitive: Any, jvp: Callable[..., Any] | None = None, transpose: Any = None) -> None:
+    """Registers the rules that are given. They get the arrays and the parameters, except `needs_devices`."""
+
+    def rule(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arrays, needs_devices, **params: function(*arrays, **params)
+
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = rule(jvp)
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = rule(transpose)
 
 
 def _batch(op: Op, arrays: Any, dims: Any, *, needs_devices: Any, spec: AttentionSpec, **params: Any) -> Any:

@@ -205,8 +205,7 @@ def _refuse_third() -> NoReturn:
 # tangent
 
 
-def _tangent_jvp(primals: Any, tangents: Any, *, needs_devices: Any, spec: AttentionSpec, moved: Names) -> Any:
-    del needs_devices
+def _tangent_jvp(primals: Any, tangents: Any, *, spec: AttentionSpec, moved: Names) -> Any:
     saved, _, (u,) = _split(primals, spec, 0, moved)
     count, terms = len(spec.present), []
     if w := moving(spec.present, tangents[:count]):
@@ -220,10 +219,7 @@ def _tangent_jvp(primals: Any, tangents: Any, *, needs_devices: Any, spec: Atten
 # gradient
 
 
-def _gradient_jvp(
-    primals: Any, tangents: Any, *, needs_devices: Any, spec: AttentionSpec, with_dlse: bool, wanted: Names
-) -> Any:
-    del needs_devices
+def _gradient_jvp(primals: Any, tangents: Any, *, spec: AttentionSpec, with_dlse: bool, wanted: Names) -> Any:
     saved, c, _ = _split(primals, spec, 1 + with_dlse)
     results = gradient(spec, saved, pair(c), wanted)
     terms = []
@@ -236,9 +232,8 @@ def _gradient_jvp(
 
 
 def _gradient_transpose(
-    cotangents: Any, *arrays: Any, needs_devices: Any, spec: AttentionSpec, with_dlse: bool, wanted: Names
+    cotangents: Any, *arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: Names
 ) -> list[Any]:
-    del needs_devices
     saved, c, _ = _split(arrays, spec, 1 + with_dlse)
     u = _in_dtype_of_operands(spec, saved, moving(wanted, cotangents))
     if not u:
@@ -249,10 +244,7 @@ def _gradient_transpose(
 # second_tangent
 
 
-def _second_tangent_jvp(
-    primals: Any, tangents: Any, *, needs_devices: Any, spec: AttentionSpec, moved: Names, along: Names
-) -> Any:
-    del needs_devices
+def _second_tangent_jvp(primals: Any, tangents: Any, *, spec: AttentionSpec, moved: Names, along: Names) -> Any:
     saved, _, (u, w) = _split(primals, spec, 0, moved, along)
     if moving(spec.present, tangents[: len(spec.present)]):
         _refuse_third()
@@ -267,9 +259,8 @@ def _second_tangent_jvp(
 
 
 def _second_tangent_transpose(
-    cotangents: Any, *arrays: Any, needs_devices: Any, spec: AttentionSpec, moved: Names, along: Names
+    cotangents: Any, *arrays: Any, spec: AttentionSpec, moved: Names, along: Names
 ) -> list[Any]:
-    del needs_devices
     saved, _, (u, w) = _split(arrays, spec, 0, moved, along)
     c = pair(cotangents)
     if is_zero(c):
@@ -288,14 +279,12 @@ def _second_gradient_jvp(
     primals: Any,
     tangents: Any,
     *,
-    needs_devices: Any,
     spec: AttentionSpec,
     with_dlse: bool,
     with_results: bool,
     wanted: Names,
     moved: Names,
 ) -> Any:
-    del needs_devices
     groups = 1 + with_dlse, RESULTS * with_results, moved
     saved, c, (results, u) = _split(primals, spec, *groups)
     if moving(spec.present, tangents[: len(spec.present)]):
@@ -313,7 +302,6 @@ def _second_gradient_jvp(
 def _second_gradient_transpose(
     cotangents: Any,
     *arrays: Any,
-    needs_devices: Any,
     spec: AttentionSpec,
     with_dlse: bool,
     with_results: bool,
@@ -321,7 +309,6 @@ def _second_gradient_transpose(
     moved: Names,
 ) -> list[Any]:
     """Transposes in cotangents, or in `u` as if the tangents of output and log-sum-exp were computed from it here."""
-    del needs_devices
     saved, c, (results, u) = _split(arrays, spec, 1 + with_dlse, RESULTS * with_results, moved)
     w = _in_dtype_of_operands(spec, saved, moving(wanted, cotangents))
     if not w:
@@ -333,10 +320,7 @@ def _second_gradient_transpose(
     return [None] * len(saved) + of_cotangents + [None] * (len(results) + len(u))
 
 
-ad.primitive_jvps[tangent_op.primitive] = _tangent_jvp
-ad.primitive_jvps[gradient_op.primitive] = _gradient_jvp
-ad.primitive_transposes[gradient_op.primitive] = _gradient_transpose
-ad.primitive_jvps[second_tangent_op.primitive] = _second_tangent_jvp
-ad.primitive_transposes[second_tangent_op.primitive] = _second_tangent_transpose
-ad.primitive_jvps[second_gradient_op.primitive] = _second_gradient_jvp
-ad.primitive_transposes[second_gradient_op.primitive] = _second_gradient_transpose
+linear.differentiate(tangent_op.primitive, _tangent_jvp)  # `vjp.py` has its transpose
+linear.differentiate(gradient_op.primitive, _gradient_jvp, _gradient_transpose)
+linear.differentiate(second_tangent_op.primitive, _second_tangent_jvp, _second_tangent_transpose)
+linear.differentiate(second_gradient_op.primitive, _second_gradient_jvp, _second_gradient_transpose)

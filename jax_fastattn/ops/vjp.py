@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.interpreters import ad
 
+from jax_fastattn.ops import linear
 from jax_fastattn.ops.backward import gradient
 from jax_fastattn.ops.forward import attend_p, forward
 from jax_fastattn.ops.linear import Names
@@ -36,10 +36,7 @@ def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> tu
     return out, lse if return_residual else None
 
 
-def _forward_rule(
-    operands: Any, tangents: Any, *, needs_devices: Any, spec: AttentionSpec, mapped: tuple[bool, ...]
-) -> tuple[Any, Any]:
-    del needs_devices
+def _forward_rule(operands: Any, tangents: Any, *, spec: AttentionSpec, mapped: tuple[bool, ...]) -> tuple[Any, Any]:
     out, lse = forward(spec, operands, mapped)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     moved = moving(spec.present, tangents)
@@ -56,8 +53,7 @@ def _forward_rule(
     return [out, lse], one([*operands, out, lse], moved)
 
 
-def _backward_rule(cotangents: Any, *arrays: Any, needs_devices: Any, spec: AttentionSpec, moved: Names) -> list[Any]:
-    del needs_devices
+def _backward_rule(cotangents: Any, *arrays: Any, spec: AttentionSpec, moved: Names) -> list[Any]:
     count = len(spec.present) + 2
     saved, tangents = arrays[:count], arrays[count:]
     c = pair(cotangents)
@@ -67,5 +63,5 @@ def _backward_rule(cotangents: Any, *arrays: Any, needs_devices: Any, spec: Atte
     return [None] * count + as_cotangents(found, moved, tangents)
 
 
-ad.primitive_jvps[attend_p] = _forward_rule
-ad.primitive_transposes[tangent_p] = _backward_rule
+linear.differentiate(attend_p, _forward_rule)
+linear.differentiate(tangent_p, transpose=_backward_rule)
