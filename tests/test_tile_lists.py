@@ -90,8 +90,9 @@ def test_shapes_are_those_of_the_kernels_tiles() -> None:
         "lists": (2, 2, 3, list_words(3)),
         "bits": (2, 6, 3, 3, (1024 + 16) // 4),
         "classes": (2, 2, 3, 3),
+        "live": (2, 2, 3, 3, 4),
         "counts": (2, 2, 3),
-        "places": (2, 2, 3, 3),
+        "visitors": (2, 2, 3, 4),
     }
     assert list_words(3) == 12 and list_words(4) == 12 and list_words(5) == 16
     assert PrepassConfig(128, 80).tile_nbytes == 2064 and PrepassConfig(192, 128).bits_nbytes == 3072

@@ -184,7 +184,8 @@ class PrepassBuffers(NamedTuple):
         bits: of edge tiles, with the live rows of the visited side.
         counts: how many lists a query tile is in.
         classes: of pairs of tiles.
-        places: where a query tile is in the list of a key tile; -1 if it is not.
+        live: which own rows of a pair see something, or are seen.
+        visitors: whether a tile of keys visits a query tile, a byte each.
     """
 
     mask: Annotated[Any, Buffer("operand", "bool", needs="mask")]
@@ -198,7 +199,8 @@ class PrepassBuffers(NamedTuple):
     bits: Annotated[Any, Buffer("result", "int32")]
     counts: Annotated[Any, Buffer("result", "int32", needs="config.transposed")]
     classes: Annotated[Any, Buffer("scratch", "int32")]
-    places: Annotated[Any, Buffer("scratch", "int32", needs="config.transposed")]
+    live: Annotated[Any, Buffer("scratch", "int32")]
+    visitors: Annotated[Any, Buffer("scratch", "int32", needs="config.transposed")]
 
 
 Buffers = ForwardBuffers | BackwardBuffers | PortableBackwardBuffers

@@ -87,6 +87,11 @@ def list_words(visited_tiles: Int) -> Int:
     return HEADER_WORDS + (visited_tiles + 3) // 4 * 4
 
 
+def visitor_nbytes(key_tiles: Int) -> Int:
+    """Returns the bytes that say which tiles of keys visit a query tile: one for each, a multiple of 16 of them."""
+    return (key_tiles + 15) // 16 * 16
+
+
 class Sizes(NamedTuple):
     """What the shapes of the results depend on.
 
@@ -113,9 +118,10 @@ def shapes(config: PrepassConfig, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         "lists": (*planes, own, list_words(visited)),
         "bits": (sizes.batch, sizes.heads, own, visited, config.tile_nbytes // 4),
         "classes": (*planes, own, visited),
+        "live": (*planes, own, visited, LIVE_WORDS),
     }
     if config.transposed:
-        found |= {"counts": (*planes, query_tiles), "places": (*planes, query_tiles, key_tiles)}
+        found |= {"counts": (*planes, query_tiles), "visitors": (*planes, query_tiles, visitor_nbytes(key_tiles) // 4)}
     return found
 
 

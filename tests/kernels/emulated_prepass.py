@@ -152,12 +152,17 @@ class Predicate:
 
 
 @functools.cache
-def _texts(spec: KernelSpec) -> dict[str, str]:
-    return compile_kernel(PrepassKernel(spec), spec)
+def _texts(spec: KernelSpec, ctas: int) -> dict[str, str]:
+    return compile_kernel(PrepassKernel(spec, ctas), spec)
 
 
 def run(
-    predicate: Predicate, config: PrepassConfig, operands: dict[str, np.ndarray], *, one_row: bool = False
+    predicate: Predicate,
+    config: PrepassConfig,
+    operands: dict[str, np.ndarray],
+    *,
+    one_row: bool = False,
+    ctas: int = 1056,
 ) -> dict[str, np.ndarray]:
     """Returns what the prepass writes, by name; what it does not write is -77.
 
@@ -166,14 +171,15 @@ def run(
         config: sizes of the tiles.
         operands: of the call; those that the prepass lacks are ignored.
         one_row: whether all tiles of queries share a list.
+        ctas: how many CTAs share the tiles, about.
     """
     spec = predicate.spec(config)
     shapes = tile_lists.shapes(config, predicate.sizes(config, one_row=one_row))
     arrays: dict[str, Any] = {name: x.astype(np.uint8) if x.dtype == bool else x for name, x in operands.items()}
     arrays |= {name: np.full(shape, -77, np.int32) for name, shape in shapes.items()}
     memory, buffers = place(spec, arrays)
-    texts = _texts(spec)
-    for launch in PrepassKernel(spec).launches(buffers, predicate.scalars(config, one_row=one_row)):
+    texts = _texts(spec, ctas)
+    for launch in PrepassKernel(spec, ctas).launches(buffers, predicate.scalars(config, one_row=one_row)):
         parameters = arguments(launch)
         ptx_emulator.launch(text(launch, texts), parameters, memory, number(launch.grid), launch.shared_bytes)
     return {name: memory.read(getattr(buffers, name), shape, np.int32) for name, shape in shapes.items()}
@@ -190,11 +196,17 @@ def fragment_bits(config: PrepassConfig, words: np.ndarray) -> np.ndarray:
     return found[:, : config.visited]
 
 
-def check(predicate: Predicate, config: PrepassConfig) -> None:
-    """Runs the prepass and compares lists, ranks, counts, live rows and bits with the predicate."""
+def check(predicate: Predicate, config: PrepassConfig, *, ctas: int = 1056) -> None:
+    """Runs the prepass and compares lists, ranks, counts, live rows and bits with the predicate.
+
+    Args:
+        predicate: what hides pairs.
+        config: sizes of the tiles.
+        ctas: see `run`.
+    """
     operands = predicate.draw()
     seen = predicate.seen(operands)
-    found = run(predicate, config, operands)
+    found = run(predicate, config, operands, ctas=ctas)
     sizes = predicate.sizes(config)
     step = predicate.query_heads // sizes.heads
     for entry, plane in np.ndindex(sizes.batch, sizes.heads // sizes.members):

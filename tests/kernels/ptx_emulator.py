@@ -430,6 +430,14 @@ class Cta:
             return self.put(operands[0], np.repeat(words, 32), active)
         self.put(operands[0], np.repeat(warps.any(1), 32), active)
 
+    def do_redux(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        reduce = {"min": np.minimum, "max": np.maximum, "or": np.bitwise_or}[parts[1]].reduce
+        warps = active.reshape(-1, 32)
+        if (warps.any(1) != warps.all(1)).any():
+            raise RuntimeError("redux reached by a part of a warp")
+        values = self.get(operands[1], _TYPES[parts[-1]]).reshape(-1, 32)
+        self.put(operands[0], np.repeat(reduce(values, 1), 32), active)
+
     def do_bar(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[0] != "warp" and not active.all():
             raise RuntimeError("barrier reached by a part of the CTA")

@@ -55,3 +55,16 @@ CASES = {
 @pytest.mark.parametrize("predicate", CASES.values(), ids=CASES)
 def test_lists_and_bits(predicate: Predicate, tiles: PrepassConfig) -> None:
     emulated_prepass.check(predicate, tiles)
+
+
+@pytest.mark.parametrize("tiles", [TILES[0], TILES[3]], ids=["key-lists", "query-lists"])
+@pytest.mark.parametrize("name", ["per-head", "one-row", "lengths", "ids", "everything"])
+def test_ctas_that_take_several_tiles(name: str, tiles: PrepassConfig) -> None:
+    emulated_prepass.check(CASES[name], tiles, ctas=1)
+
+
+@pytest.mark.parametrize("tiles", [PrepassConfig(32, 16), TILES[4]], ids=["key-lists", "query-lists"])
+def test_lists_of_many_tiles(tiles: PrepassConfig) -> None:
+    # Several warps write a list, and ranks count over more than one chunk of bytes.
+    many = Predicate(batch=1, query_heads=1, queries=1100, keys=870, mask=(1, 1, 1100, 870), density=0.3, blocks=60)
+    emulated_prepass.check(many, tiles, ctas=40)

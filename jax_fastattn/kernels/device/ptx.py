@@ -189,6 +189,12 @@ def store_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
+def store_global_byte(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores the lowest byte."""
+    _asm("st.global.u8 [$0], $1;", "", "lr", [address, value], True, loc, ip)
+
+
+@dsl_user_op
 def bits(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
     """The bits of a float32. Those of numbers of the same sign are ordered like their magnitudes, NaN the last."""
     return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))

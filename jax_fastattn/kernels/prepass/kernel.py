@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The prepass: one launch that evaluates a predicate once, and with query lists a second one for ranks.
+"""The prepass: a launch that evaluates a predicate once, tile by tile, and one that makes lists of what it has found.
 
-A CTA has an own tile, and a warp takes one visited tile after the other. Tiles that window, lengths and offset hide
-altogether, or whose segment ids lie apart, read no mask. It runs on every architecture.
+A CTA takes one visited tile of an own tile after the other, few of them or one: the warps share a tile, so that all its
+loads are on their way together. Tiles that window, lengths and offset hide altogether, or whose segment ids lie apart,
+read no mask. It runs on every architecture.
 """
 
 from dataclasses import dataclass
@@ -17,14 +18,18 @@ from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import TileRange
-from jax_fastattn.kernels.prepass.lists import Classes, ListWriter, RankWriter
+from jax_fastattn.kernels.prepass.lists import ALL, SOME, ClassWriter, ListWriter, Place
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape
 from jax_fastattn.kernels.prepass.predicate import Extent, Predicate, matrix_nbytes
-from jax_fastattn.kernels.tile_lists import LIVE_WORDS, MAX_LIVE_ROWS, PrepassConfig
+from jax_fastattn.kernels.prepass.summary import WARP_NBYTES, Summary
+from jax_fastattn.kernels.tile_lists import DEAD_ROWS, LIVE_WORDS, MAX_LIVE_ROWS, PrepassConfig
 
-# Warps of a CTA that evaluates, and of one that ranks.
-_WARPS = 16
-_RANK_WARPS = 4
+# How many CTAs share the tiles of a launch, about: eight on each SM of an H100.
+_CTAS = 1056
+# Warps that evaluate tiles on an SM together, at least, so that loads of some are on their way while others compute.
+_RUNNING_WARPS = 20
+# Warps of a CTA that makes lists.
+_LIST_WARPS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,18 +38,33 @@ class _OwnTile:
 
     Attributes:
         predicate: of its batch entry.
-        writer: of its list.
-        matrix: of the warp.
+        writer: of what is known of its tiles.
+        matrix: of the CTA.
+        summary: of the CTA.
         extent: of its segment ids; None if there are none.
         visited: the tiles that it visits by window, lengths and offset.
-        live: rows that have seen something so far, see `BitMatrix`.
+        first: the first visited tile of the CTA.
     """
 
     predicate: Predicate
-    writer: ListWriter
+    writer: ClassWriter
     matrix: BitMatrix
+    summary: Summary
     extent: Extent | None
     visited: TileRange
+    first: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What is known of a visited tile, so far.
+
+    Attributes:
+        flags: three words: `SOME` or 0, `ALL` or 0, `DEAD_ROWS` or 0.
+        live: which own rows see something, or are seen, see `BitMatrix.live_keys`.
+    """
+
+    flags: wgmma.Uniform
     live: wgmma.Uniform
 
 
@@ -53,12 +73,20 @@ class PrepassKernel:
 
     Args:
         spec: what is compiled in.
+        ctas: how many CTAs share the tiles of a launch, about.
     """
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: KernelSpec, ctas: int = _CTAS):
         self.spec = spec
+        self.ctas = ctas
         self.config: PrepassConfig = spec.config
+        self.shape = MatrixShape(self.config)
         self.matrix_nbytes = matrix_nbytes(spec)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the second launch may begin before the first one ends, for which older architectures lack a way."""
+        return self.spec.arch == "sm_90a"
 
     @cute.jit
     def __call__(self, buffers: PrepassBuffers, scalars: PrepassScalars, stream: cuda.CUstream):
@@ -67,19 +95,26 @@ class PrepassKernel:
 
     def launches(self, buffers: PrepassBuffers, scalars: PrepassScalars) -> list[Launch]:
         """Returns the launches of a call, in order."""
-        planes, (own, visited) = scalars.batch * (scalars.heads // scalars.members), self._tiles(scalars)
+        own, visited = self._tiles(scalars)
+        rows = scalars.batch * (scalars.heads // scalars.members) * own
         evaluate = Launch(
             self.evaluate,
             (buffers, scalars),
-            grid=planes * own,
-            block=32 * _WARPS,
-            shared_bytes=_WARPS * (self.matrix_nbytes + 4 * LIVE_WORDS),
-            min_blocks=0,
+            grid=rows * self._parts(scalars),
+            block=32 * self.shape.warps,
+            shared_bytes=self.matrix_nbytes + WARP_NBYTES * self.shape.warps,
+            min_blocks=max(1, _RUNNING_WARPS // self.shape.warps),
         )
-        if not self.config.transposed:
-            return [evaluate]
-        ctas = (planes * visited + (_RANK_WARPS - 1)) // _RANK_WARPS
-        return [evaluate, Launch(self.rank, (buffers, scalars), grid=ctas, block=32 * _RANK_WARPS, min_blocks=0)]
+        ctas = (rows * copies.count(visited, 32) + (_LIST_WARPS - 1)) // _LIST_WARPS
+        lists = Launch(
+            self.write_lists,
+            (buffers, scalars),
+            grid=ctas,
+            block=32 * _LIST_WARPS,
+            min_blocks=0,
+            begins_early=self.overlaps,
+        )
+        return [evaluate, lists]
 
     def _tiles(self, scalars: PrepassScalars) -> tuple[Int32, Int32]:
         """Returns how many own tiles and visited tiles there are."""
@@ -93,76 +128,79 @@ class PrepassKernel:
         own, visited = reversed(tiles) if self.config.transposed else tiles
         return own, visited
 
-    # Classes, bits and lists.
+    def _parts(self, scalars: PrepassScalars) -> Int32:
+        """Returns how many CTAs share the visited tiles of an own tile."""
+        own, visited = self._tiles(scalars)
+        rows = scalars.batch * (scalars.heads // scalars.members) * own
+        return copies.clamp(self.ctas // rows, 1, visited)
+
+    # Classes and bits.
 
     @cute.kernel
     def evaluate(self, buffers: PrepassBuffers, scalars: PrepassScalars):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.overlaps):
+            cute.arch.griddepcontrol_launch_dependents()
         self._evaluate(buffers, scalars, block, cute.arch.make_warp_uniform(thread // 32), thread % 32)
 
     def _evaluate(
         self, buffers: PrepassBuffers, scalars: PrepassScalars, block: Int32, warp: Int32, lane: Int32
     ) -> None:
-        """Classifies all visited tiles of the CTA's own tile, and writes its list."""
-        tiles = self._tiles(scalars)
-        plane, own = block // tiles[0], block % tiles[0]
+        """Classifies the CTA's part of the visited tiles of its own tile."""
+        tiles, parts = self._tiles(scalars), self._parts(scalars)
+        row, first = block // parts, block % parts
+        place = Place(row // tiles[0], row % tiles[0], tiles)
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
-        predicate = Predicate.of(self.spec, buffers, scalars, plane // (scalars.heads // scalars.members))
+        predicate = Predicate.of(self.spec, buffers, scalars, place.plane // (scalars.heads // scalars.members))
         tile = _OwnTile(
             predicate,
-            ListWriter(buffers, self.config.transposed, plane, own, tiles, lane),
-            BitMatrix(MatrixShape(self.config), shared + warp * self.matrix_nbytes, lane),
-            predicate.extent(own, lane, of_keys=self.config.transposed) if self.spec.segment_ids else None,
-            predicate.visited(own),
-            wgmma.Uniform(Int32(0)),
+            ClassWriter(buffers, self.config.transposed, place, lane),
+            BitMatrix(self.shape, shared, warp, lane),
+            Summary(shared + self.matrix_nbytes, self.shape.warps, warp, lane),
+            predicate.extent(place.own, lane, of_keys=self.config.transposed) if self.spec.segment_ids else None,
+            predicate.visited(place.own),
+            first,
         )
-        steps = (tile.visited.end - tile.visited.begin - warp + (_WARPS - 1)) // _WARPS
-        wgmma.loop(Int32(steps), lambda i: self._classify(tile, tile.visited.begin + warp + i * _WARPS))
-        live = shared + _WARPS * self.matrix_nbytes
-        own_live = live + (warp * LIVE_WORDS + lane) * 4
-        cutlass.if_generate(lane < LIVE_WORDS, lambda: ptx.store_shared(own_live, tile.live[0]))
-        cute.arch.sync_threads()
-        cutlass.if_generate(warp == 0, lambda: self._write_list(tile, live))
-
-    def _write_list(self, tile: _OwnTile, live: Int32) -> None:
-        """Writes the list, given where the live rows of each warp are."""
-        lane, scalars = tile.writer.lane, tile.predicate.scalars
-        bits = Int32(0)
-        for warp in range(_WARPS):
-            word = Int32(cutlass.min(lane, LIVE_WORDS - 1))
-            bits = bits | ptx.load_shared(live + (warp * LIVE_WORDS + word) * 4)
-        length, own = scalars.key_length, tile.writer.own
-        if not self.config.transposed:
-            length, end = scalars.query_length, tile.predicate.bounds.query_end
-            bits = bits & ptx.bit_range(Int32(0), copies.clamp(end - own * self.config.rows - 32 * lane, 0, 32))
-        tile.writer.write(tile.visited, _existing(bits, lane, self.config.own, own, length))
+        steps = (tiles[1] - first + (parts - 1)) // parts
+        wgmma.loop(Int32(steps), lambda i: self._classify(tile, first + i * parts))
 
     # One visited tile.
 
     def _classify(self, tile: _OwnTile, visited: Int32) -> None:
         """Writes the class of a visited tile, and the bits of each head that shares the list."""
-        lane, state = tile.writer.lane, wgmma.Uniform(Int32(0), Int32(1), Int32(0))
-        apart, whole = self._known(tile, visited)
+        found = _Found(wgmma.Uniform(Int32(0), Int32(ALL), Int32(0)), wgmma.Uniform(Int32(0)))
+        inside = Boolean((visited >= tile.visited.begin) & (visited < tile.visited.end))
 
         def evaluate() -> None:
-            wgmma.loop(tile.predicate.scalars.members, lambda member: self._evaluate_head(tile, visited, member, state))
+            if self.spec.segment_ids:
+                key_tile = tile.writer.place.own if self.config.transposed else visited
+                tile.predicate.stage_ids(tile.matrix, key_tile)
+                cute.arch.sync_threads()
+            wgmma.loop(tile.predicate.scalars.members, lambda member: self._evaluate_head(tile, visited, member, found))
 
         def fill() -> None:
-            state[0] = Int32(1)
-            tile.live[0] = Int32(-1)
+            found.flags[0] = Int32(SOME)
+            found.live[0] = Int32(-1)
 
-        if self.spec.segment_ids:
+        def look() -> None:
+            apart, whole = self._known(tile, visited)
             cutlass.if_generate(whole, fill, lambda: cutlass.if_generate(apart, lambda: None, evaluate))
-        else:
-            evaluate()
-        word = Classes.of(Boolean(state[0] != 0), Boolean(state[1] != 0), Boolean(state[2] != 0))
-        cutlass.if_generate(lane == 0, lambda: ptx.store_global_int(tile.writer.class_address(visited), word))
+
+        cutlass.if_generate(inside, look if self.spec.segment_ids else evaluate)
+        cutlass.if_generate(tile.matrix.warp == 0, lambda: self._write_class(tile, visited, found))
+
+    def _write_class(self, tile: _OwnTile, visited: Int32, found: _Found) -> None:
+        live, flags = found.live[0], found.flags[0] | found.flags[1] | found.flags[2]
+        if not self.config.transposed:
+            # What padding sees does not matter: it is discarded.
+            end = tile.predicate.bounds.query_end - tile.writer.place.own * self.config.rows
+            live = live & ptx.bit_range(Int32(0), copies.clamp(end - 32 * tile.writer.lane, 0, 32))
+        tile.writer.write(visited, flags, live)
 
     def _known(self, tile: _OwnTile, visited: Int32) -> tuple[Boolean, Boolean]:
         """Returns whether segment ids say that nothing is visible, and whether they say that everything is."""
-        if tile.extent is None:
-            return Boolean(False), Boolean(False)
+        assert tile.extent is not None
         own = tile.extent
         other = tile.predicate.extent(visited, tile.writer.lane, of_keys=not self.config.transposed)
         apart = Boolean((own.high < other.low) | (other.high < own.low))
@@ -172,53 +210,86 @@ class PrepassKernel:
         inside = Boolean((visited >= tile.visited.full_begin) & (visited < tile.visited.full_end))
         return apart, Boolean(same & inside)
 
-    def _evaluate_head(self, tile: _OwnTile, visited: Int32, member: Int32, state: wgmma.Uniform) -> None:
+    def _evaluate_head(self, tile: _OwnTile, visited: Int32, member: Int32, found: _Found) -> None:
         """Evaluates the predicate of one head, and writes its bits if they may be read."""
-        predicate, scalars, writer = tile.predicate, tile.predicate.scalars, tile.writer
+        predicate, scalars, place = tile.predicate, tile.predicate.scalars, tile.writer.place
         lists = scalars.heads // scalars.members
-        head = writer.plane % lists * scalars.members + member
-        query_tile, key_tile = (visited, writer.own) if self.config.transposed else (writer.own, visited)
-        found = predicate.evaluate(tile.matrix, head, query_tile, key_tile)
-        queries = tile.matrix.live_queries() if self.config.rows <= MAX_LIVE_ROWS else Int32(-1)
-        own, other = (found.keys, queries) if self.config.transposed else (queries, found.keys)
-        tile.live[0] = tile.live[0] | own
-        state[0] = state[0] | ptx.where(found.some, Int32(1), Int32(0))
-        state[1] = state[1] & ptx.where(found.all, Int32(1), Int32(0))
+        head = place.plane % lists * scalars.members + member
+        query_tile, key_tile = (visited, place.own) if self.config.transposed else (place.own, visited)
+
+        def evaluate() -> None:
+            tile.summary.put(predicate.evaluate(tile.matrix, head, query_tile, key_tile))
+
+        cutlass.if_generate(self._differs(tile, visited), evaluate)
+        cute.arch.sync_threads()
+        some, everything = tile.summary.flags()
+        found.flags[0] = found.flags[0] | some
+        found.flags[1] = found.flags[1] & everything
+        has_live = self.config.own <= MAX_LIVE_ROWS
+        live = tile.summary.live(of_keys=self.config.transposed) if has_live else Int32(-1)
+        found.live[0] = found.live[0] | live
         # Where heads share a list, a tile may be an edge although it is full or empty for this head.
-        mixed = Boolean(Boolean(found.some & Boolean(found.all == Boolean(False))) | (scalars.members > 1))
+        mixed = Boolean(Boolean((some != 0) & (everything == 0)) | (scalars.members > 1))
         plane = Int64(predicate.entry) * scalars.heads + head
-        place = (plane * writer.tiles[0] + writer.own) * writer.tiles[1] + visited
+        target = predicate.buffers.bits.toint() + place.of(plane, visited) * self.config.tile_nbytes
+        cutlass.if_generate(mixed, lambda: self._store(tile, visited, target, found))
+        # The next tile overwrites matrix and summary.
+        cute.arch.sync_threads()
 
-        def store() -> None:
-            target = predicate.buffers.bits.toint() + place * self.config.tile_nbytes
-            tile.matrix.store_fragments(target)
+    def _differs(self, tile: _OwnTile, visited: Int32) -> Boolean:
+        """Returns whether a tile may differ from the one that the CTA has evaluated before.
+
+        Tiles of queries do not where no query differs from another, as with a padding mask, except for the last one.
+        """
+        spec, scalars = self.spec, tile.predicate.scalars
+        kind = spec.bounds_kind
+        if not (spec.mask and self.config.transposed) or spec.segment_ids or kind.left or kind.right or kind.query_end:
+            return Boolean(True)
+        differs = Boolean((visited == tile.first) | ((visited + 1) * self.config.rows > scalars.query_length))
+        return Boolean(differs | Boolean((scalars.mask_rows > 1) | (scalars.members > 1)))
+
+    def _store(self, tile: _OwnTile, visited: Int32, target: Int64, found: _Found) -> None:
+        """Writes bits and live rows of the visited side to an address."""
+        tile.matrix.store_fragments(target)
+
+        def store_live() -> None:
+            scalars, lane = tile.predicate.scalars, tile.writer.lane
             length = scalars.query_length if self.config.transposed else scalars.key_length
-            live = _existing(other, writer.lane, self.config.visited, visited, length)
-            word = target + self.config.bits_nbytes + writer.lane * 4
-            cutlass.if_generate(writer.lane < LIVE_WORDS, lambda: ptx.store_global_int(word, live))
-            state[2] = state[2] | ptx.where(cute.arch.vote_any_sync(live != -1), Int32(1), Int32(0))
+            live = tile.summary.live(of_keys=not self.config.transposed)
+            live = _existing(live, lane, self.config.visited, visited, length)
+            word = target + self.config.bits_nbytes + lane * 4
+            cutlass.if_generate(lane < LIVE_WORDS, lambda: ptx.store_global_int(word, live))
+            dead = ptx.where(cute.arch.vote_any_sync(live != -1), Int32(DEAD_ROWS), Int32(0))
+            found.flags[2] = found.flags[2] | dead
 
-        cutlass.if_generate(mixed, store)
-        # The next tile of the warp overwrites the matrix.
-        cute.arch.sync_warp()
+        cutlass.if_generate(tile.matrix.warp == 0, store_live)
 
-    # Ranks.
+    # Lists.
 
     @cute.kernel
-    def rank(self, buffers: PrepassBuffers, scalars: PrepassScalars):
+    def write_lists(self, buffers: PrepassBuffers, scalars: PrepassScalars):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        self._rank(buffers, scalars, block * _RANK_WARPS + cute.arch.make_warp_uniform(thread // 32), thread % 32)
+        if cutlass.const_expr(self.overlaps):
+            cute.arch.griddepcontrol_wait()
+        self._write_list(buffers, scalars, block * _LIST_WARPS + cute.arch.make_warp_uniform(thread // 32), thread % 32)
 
-    def _rank(self, buffers: PrepassBuffers, scalars: PrepassScalars, index: Int32, lane: Int32) -> None:
-        """Ranks the lists that a query tile is in, which is counted over all planes."""
+    def _write_list(self, buffers: PrepassBuffers, scalars: PrepassScalars, index: Int32, lane: Int32) -> None:
+        """Writes a warp's part of a list: 32 visited tiles of an own tile, and with the first ones the header."""
         tiles = self._tiles(scalars)
-        plane, tile = index // tiles[1], index % tiles[1]
-        exists = index < scalars.batch * (scalars.heads // scalars.members) * tiles[1]
-        cutlass.if_generate(exists, lambda: RankWriter(buffers, plane, tile, tiles, lane).write())
+        chunks = copies.count(tiles[1], 32)
+        row, chunk = index // chunks, index % chunks
+        place = Place(row // tiles[0], row % tiles[0], tiles)
+        writer = ListWriter(buffers, self.config.transposed, place, chunk, lane)
+        length = scalars.key_length if self.config.transposed else scalars.query_length
+
+        def write() -> None:
+            writer.write(lambda live: _existing(live, lane, self.config.own, place.own, length))
+
+        cutlass.if_generate(place.plane < scalars.batch * (scalars.heads // scalars.members), write)
 
 
 def _existing(live: Int32, lane: Int32, rows: int, tile: Int32, length: Int32) -> Int32:
-    """Returns live rows of a tile with those that do not exist as live ones, see `BitMatrix` for the lanes."""
+    """Returns live rows of a tile with those that do not exist as live ones: lane i has rows 32 i to 32 i + 31."""
     existing = Int32(cutlass.min(length - tile * rows, rows))
     return live | ~ptx.bit_range(Int32(0), copies.clamp(existing - 32 * lane, 0, 32))

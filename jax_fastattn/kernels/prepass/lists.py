@@ -1,15 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Lists from classes: one warp puts the classes of an own tile in order, one numbers the lists of a query tile."""
+"""Lists from classes: what the first launch of the prepass writes of each pair of tiles, and the second one reads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import PrepassBuffers
-from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.plan import TileRange
+from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.tile_lists import (
     DEAD_ROWS,
     EDGES,
@@ -20,104 +21,215 @@ from jax_fastattn.kernels.tile_lists import (
     LIVE_WORDS,
     RANK_SHIFT,
     list_words,
+    visitor_nbytes,
 )
 
 # A class: whether something is visible, and whether everything is; then `DEAD_ROWS`.
 SOME, ALL = 1, 2
 
 
-class Classes:
-    """Makes and reads classes."""
+class Place(NamedTuple):
+    """An own tile.
 
-    @staticmethod
-    def of(some: Boolean, everything: Boolean, has_dead_rows: Boolean) -> Int32:
-        """Returns a class."""
-        flags = ((some, SOME), (everything, ALL), (has_dead_rows, DEAD_ROWS))
-        first, second, third = (ptx.where(flag, Int32(bit), Int32(0)) for flag, bit in flags)
-        return first | second | third
+    Attributes:
+        plane: of the lists.
+        own: the own tile.
+        tiles: how many own tiles and visited tiles there are.
+    """
 
-    @staticmethod
-    def is_full(word: Int32) -> Boolean:
-        """Returns whether a tile is full."""
-        return Boolean((word & (SOME | ALL)) == (SOME | ALL))
+    plane: Int32
+    own: Int32
+    tiles: tuple[Int32, Int32]
 
-    @staticmethod
-    def is_edge(word: Int32) -> Boolean:
-        """Returns whether a tile is an edge."""
-        return Boolean((word & (SOME | ALL)) == SOME)
+    def of(self, plane: Int64, visited: Int32) -> Int64:
+        """Returns the index of a visited tile of the own tile among the pairs of all planes, given the plane."""
+        return (plane * self.tiles[0] + self.own) * self.tiles[1] + visited
+
+    def pair(self, visited: Int32) -> Int64:
+        """Returns the same for the plane of the lists."""
+        return self.of(Int64(self.plane), visited)
+
+    def visitors(self, buffers: PrepassBuffers, query_tile: Int32) -> Int64:
+        """Returns the address of the bytes that say which tiles of keys visit a query tile."""
+        row = Int64(self.plane) * self.tiles[1] + query_tile
+        return buffers.visitors.toint() + row * visitor_nbytes(self.tiles[0])
 
 
 @dataclass(frozen=True, eq=False)
-class ListWriter:
-    """Writes the list of an own tile. One warp calls it.
+class ClassWriter:
+    """Writes what is known of the visited tiles of an own tile. One warp calls it.
 
     Attributes:
         buffers: of the launch.
         transposed: whether the own side are keys.
-        plane: of the lists.
-        own: the own tile.
-        tiles: how many own tiles and visited tiles there are.
+        place: the own tile.
         lane: of the warp.
     """
 
     buffers: PrepassBuffers
     transposed: bool
-    plane: Int32
-    own: Int32
-    tiles: tuple[Int32, Int32]
+    place: Place
     lane: Int32
 
-    @property
-    def _row(self) -> Int64:
-        """The own tile among those of all planes."""
-        return Int64(self.plane) * self.tiles[0] + self.own
+    def write(self, visited: Int32, word: Int32, live: Int32) -> None:
+        """Writes the class of a visited tile, and the live own rows of each lane."""
+        pair = self.place.pair(visited)
+        target = self.buffers.live.toint() + (pair * LIVE_WORDS + self.lane) * 4
+        cutlass.if_generate(self.lane < LIVE_WORDS, lambda: ptx.store_global_int(target, live))
+
+        def write() -> None:
+            ptx.store_global_int(self.buffers.classes.toint() + pair * 4, word)
+            if self.transposed:
+                ptx.store_global_byte(self.place.visitors(self.buffers, visited) + self.place.own, word & SOME)
+
+        cutlass.if_generate(self.lane == 0, write)
+
+
+class _Tile(NamedTuple):
+    """A visited tile as a lane sees it, and those of the warp.
+
+    Attributes:
+        word: its class.
+        is_edge, is_full: what that says.
+        edges, fulls: a bit for each lane with such a tile.
+    """
+
+    word: Int32
+    is_edge: Boolean
+    is_full: Boolean
+    edges: Int32
+    fulls: Int32
+
+    @classmethod
+    def of(cls, word: Int32) -> "_Tile":
+        """Reads a class. All lanes of the warp call it."""
+        is_edge, is_full = (Boolean((word & (SOME | ALL)) == x) for x in (SOME, SOME | ALL))
+        return cls(word, is_edge, is_full, cute.arch.vote_ballot_sync(is_edge), cute.arch.vote_ballot_sync(is_full))
+
+
+@dataclass(frozen=True, eq=False)
+class ListWriter:
+    """Writes the entries of 32 visited tiles in the list of an own tile. One warp calls it.
+
+    Attributes:
+        buffers: of the launch.
+        transposed: whether the own side are keys.
+        place: the own tile.
+        chunk: which 32 tiles. With the first ones comes the header.
+        lane: of the warp.
+    """
+
+    buffers: PrepassBuffers
+    transposed: bool
+    place: Place
+    chunk: Int32
+    lane: Int32
 
     @property
     def _header(self) -> Int64:
         """Address of the list."""
-        return self.buffers.lists.toint() + self._row * list_words(self.tiles[1]) * 4
+        row = Int64(self.place.plane) * self.place.tiles[0] + self.place.own
+        return self.buffers.lists.toint() + row * list_words(self.place.tiles[1]) * 4
 
-    def class_address(self, tile: Int32) -> Int64:
-        """Returns the address of the class of a visited tile."""
-        return self.buffers.classes.toint() + (self._row * self.tiles[1] + tile) * 4
+    @property
+    def _tile(self) -> Int32:
+        """The visited tile of the lane."""
+        return self.chunk * 32 + self.lane
 
-    def write(self, visited: TileRange, live: Int32) -> None:
-        """Writes header and entries, given the tiles that have classes, and the live own rows of each lane."""
-        counts = wgmma.Uniform(Int32(0), Int32(0))
-
-        def look(i: Int32) -> tuple[Int32, Boolean, Boolean, Int32, Int32, Int32]:
-            tile = i * 32 + self.lane
-            inside = Boolean((tile >= visited.begin) & (tile < visited.end))
-            word = ptx.load_global_int(self.class_address(Int32(cutlass.min(tile, self.tiles[1] - 1))))
-            word = ptx.where(inside, word, Int32(0))
-            edge, full = Classes.is_edge(word), Classes.is_full(word)
-            return tile, edge, full, word, cute.arch.vote_ballot_sync(edge), cute.arch.vote_ballot_sync(full)
+    def write(self, existing: Callable[[Int32], Int32]) -> None:
+        """Writes the entries and the header; `existing` adds rows past the end to the live own rows of each lane."""
+        # All loads of a short list come before the first one is used.
+        loaded = self._load_class(self._tile)
+        live = [wgmma.Uniform(word) for word in self._load_live(self._tile)]
+        rank, total = self._rank()
+        own = _Tile.of(loaded)
+        counts = wgmma.Uniform(cute.arch.popc(own.edges), cute.arch.popc(own.fulls))
+        before = wgmma.Uniform(Int32(0), Int32(0))
 
         def count(i: Int32) -> None:
-            *_, edges, fulls = look(i)
-            counts[0] = counts[0] + cute.arch.popc(edges)
-            counts[1] = counts[1] + cute.arch.popc(fulls)
+            chunk = i + ptx.where(i >= self.chunk, Int32(1), Int32(0))
+            other = _Tile.of(self._load_class(chunk * 32 + self.lane))
+            for k, tiles in enumerate((other.edges, other.fulls)):
+                counts[k] = counts[k] + cute.arch.popc(tiles)
+                before[k] = before[k] + ptx.where(chunk < self.chunk, cute.arch.popc(tiles), Int32(0))
 
-        rounds = (self.tiles[1] + 31) // 32
-        wgmma.loop(rounds, count)
-        self._write_header(counts, live)
-        zero = Int32(0)
-        at = wgmma.Uniform(zero, counts[0]) if self.transposed else wgmma.Uniform(counts[1], zero)
-        before = (Int32(1) << self.lane) - 1
+        def join(i: Int32) -> None:
+            for word, found in zip(live, self._load_live((i + 1) * 32 + self.lane), strict=True):
+                word[0] = word[0] | found
 
-        def write(i: Int32) -> None:
-            tile, edge, full, word, edges, fulls = look(i)
-            place = ptx.where(edge, at[0] + cute.arch.popc(edges & before), at[1] + cute.arch.popc(fulls & before))
-            entry = tile | (word & DEAD_ROWS)
-            listed = Boolean(edge | full)
-            target = self._header + (HEADER_WORDS + place) * 4
-            cutlass.if_generate(listed, lambda: ptx.store_global_int(target, entry))
-            if self.transposed:
-                self._write_place(tile, ptx.where(listed, place, Int32(-1)))
-            at[0] = at[0] + cute.arch.popc(edges)
-            at[1] = at[1] + cute.arch.popc(fulls)
+        others = (self.place.tiles[1] - 1) // 32
+        wgmma.loop(others, count)
+        turn = (rank << RANK_SHIFT) | ptx.where(rank + 1 == total, Int32(LAST), Int32(0))
+        self._write_entry(own, counts, before, turn)
 
-        wgmma.loop(rounds, write)
+        def write_header() -> None:
+            wgmma.loop(others, join)
+            self._write_header(counts, existing(self._own_words([word[0] for word in live])))
+
+        cutlass.if_generate(self.chunk == 0, write_header)
+        if self.transposed:
+            index = Int64(self.place.plane) * self.place.tiles[1] + self._tile
+            target = self.buffers.counts.toint() + index * 4
+            counted = Boolean((self.place.own == 0) & (self._tile < self.place.tiles[1]))
+            cutlass.if_generate(counted, lambda: ptx.store_global_int(target, total))
+
+    # What the first launch has found.
+
+    def _load_class(self, tile: Int32) -> Int32:
+        """Loads the class of a visited tile; that of a tile which does not exist is 0."""
+        visited = self.place.tiles[1]
+        index = self.place.pair(Int32(cutlass.min(tile, visited - 1)))
+        word = ptx.load_global_int(self.buffers.classes.toint() + index * 4)
+        return ptx.where(tile < visited, word, Int32(0))
+
+    def _load_live(self, tile: Int32) -> list[Int32]:
+        """Loads live own rows of a visited tile, or of the last one."""
+        index = self.place.pair(Int32(cutlass.min(tile, self.place.tiles[1] - 1)))
+        return ptx.load_global_chunk(self.buffers.live.toint() + index * (4 * LIVE_WORDS))
+
+    def _own_words(self, words: list[Int32]) -> Int32:
+        """Returns the union of all lanes' live rows: lane i has rows 32 i to 32 i + 31."""
+        found = Int32(0)
+        for i, word in enumerate(words):
+            union = cute.arch.warp_redux_sync(word, "or")
+            found = ptx.where(self.lane == i, union, found)
+        return found
+
+    def _rank(self) -> tuple[Int32, Int32]:
+        """Returns how many tiles of keys before this one visit the lane's query tile, and how many do at all.
+
+        Key lists have no ranks: both are 0.
+        """
+        if not self.transposed:
+            return Int32(0), Int32(0)
+        keys, queries = self.place.tiles
+        address = self.place.visitors(self.buffers, Int32(cutlass.min(self._tile, queries - 1)))
+        found = wgmma.Uniform(Int32(0), Int32(0))
+
+        def count(i: Int32) -> None:
+            for j, word in enumerate(ptx.load_global_chunk(address + Int64(i) * 16)):
+                for k, end in enumerate((self.place.own, keys)):
+                    # Bytes of tiles that do not exist are not written.
+                    exist = ptx.bit_range(Int32(0), copies.clamp(end - 16 * i - 4 * j, 0, 4) * 8)
+                    found[k] = found[k] + cute.arch.popc(word & exist)
+
+        wgmma.loop(visitor_nbytes(keys) // 16, count)
+        return found[0], found[1]
+
+    # The list.
+
+    def _write_entry(self, own: _Tile, counts: wgmma.Uniform, before: wgmma.Uniform, turn: Int32) -> None:
+        """Writes the entry of the lane's tile, if it is listed."""
+        # In query lists edges come first, in key lists full tiles do.
+        edges, fulls = (Int32(0), counts[0]) if self.transposed else (counts[1], Int32(0))
+        lower = (Int32(1) << self.lane) - 1
+        edge = edges + before[0] + cute.arch.popc(own.edges & lower)
+        full = fulls + before[1] + cute.arch.popc(own.fulls & lower)
+        target = self._header + (HEADER_WORDS + ptx.where(own.is_edge, edge, full)) * 4
+        entry = self._tile | (own.word & DEAD_ROWS)
+        if self.transposed:
+            entry = entry | turn
+        cutlass.if_generate(Boolean(own.is_edge | own.is_full), lambda: ptx.store_global_int(target, entry))
 
     def _write_header(self, counts: wgmma.Uniform, live: Int32) -> None:
         has_dead_rows = cute.arch.vote_any_sync(live != -1)
@@ -129,63 +241,3 @@ class ListWriter:
         cutlass.if_generate(self.lane == HAS_DEAD_ROWS, write_counts)
         target = self._header + (LIVE + self.lane) * 4
         cutlass.if_generate(self.lane < LIVE_WORDS, lambda: ptx.store_global_int(target, live))
-
-    def _write_place(self, tile: Int32, place: Int32) -> None:
-        """Notes where a query tile is in the list of the own tile of keys."""
-        keys, queries = self.tiles
-        target = self.buffers.places.toint() + ((Int64(self.plane) * queries + tile) * keys + self.own) * 4
-        cutlass.if_generate(tile < queries, lambda: ptx.store_global_int(target, place))
-
-
-@dataclass(frozen=True, eq=False)
-class RankWriter:
-    """Numbers the lists that a query tile is in, and counts them. One warp calls it.
-
-    Attributes:
-        buffers: of the launch.
-        plane: of the lists.
-        tile: the query tile.
-        tiles: how many tiles of keys and of queries there are.
-        lane: of the warp.
-    """
-
-    buffers: PrepassBuffers
-    plane: Int32
-    tile: Int32
-    tiles: tuple[Int32, Int32]
-    lane: Int32
-
-    def write(self) -> None:
-        """Completes the entries of the tile in all lists."""
-        keys, queries = self.tiles
-        row = Int64(self.plane) * queries + self.tile
-        places, rounds = self.buffers.places.toint() + row * keys * 4, (keys + 31) // 32
-        total, seen = wgmma.Uniform(Int32(0)), wgmma.Uniform(Int32(0))
-
-        def look(i: Int32) -> tuple[Int32, Int32, Boolean, Int32]:
-            key_tile = i * 32 + self.lane
-            at = Int32(cutlass.min(key_tile, keys - 1))
-            place = ptx.load_global_int(places + Int64(at) * 4)
-            listed = Boolean((place >= 0) & (key_tile < keys))
-            return at, place, listed, cute.arch.vote_ballot_sync(listed)
-
-        def count(i: Int32) -> None:
-            total[0] = total[0] + cute.arch.popc(look(i)[3])
-
-        def write(i: Int32) -> None:
-            key_tile, place, listed, lists = look(i)
-            rank = seen[0] + cute.arch.popc(lists & ((Int32(1) << self.lane) - 1))
-            last = ptx.where(rank + 1 == total[0], Int32(LAST), Int32(0))
-            list_row = (Int64(self.plane) * keys + key_tile) * list_words(queries)
-            entry = self.buffers.lists.toint() + (list_row + HEADER_WORDS + place) * 4
-
-            def complete() -> None:
-                ptx.store_global_int(entry, ptx.load_global_int(entry) | (rank << RANK_SHIFT) | last)
-
-            cutlass.if_generate(listed, complete)
-            seen[0] = seen[0] + cute.arch.popc(lists)
-
-        wgmma.loop(rounds, count)
-        wgmma.loop(rounds, write)
-        target = self.buffers.counts.toint() + row * 4
-        cutlass.if_generate(self.lane == 0, lambda: ptx.store_global_int(target, total[0]))

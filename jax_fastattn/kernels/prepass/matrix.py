@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bits of one tile in shared memory, and what is made of them: words of fragments, and live rows.
 
-A matrix has a row of words for each query of the tile, with one bit for each key. A warp writes it in steps: in each
-step a lane has one word, so that neighboring lanes read what lies next to each other in the mask.
+A matrix has a row of words for each query of the tile, with one bit for each key. Each warp of a CTA writes 32 rows, in
+steps: in each step a lane has one word, so that neighboring lanes read what lies next to each other in the mask.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from cutlass import Int32, Int64, Uint32, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.tile_lists import LIVE_WORDS, PrepassConfig
+from jax_fastattn.kernels.tile_lists import PrepassConfig
+
+# Queries of a tile whose bits one warp makes.
+WARP_ROWS = 32
 
 
 def shifted(x: Int32, count: Int32 | int) -> Int32:
@@ -38,14 +41,19 @@ class MatrixShape:
         return words
 
     @property
+    def warps(self) -> int:
+        """Warps that share a matrix: one for each `WARP_ROWS` queries."""
+        return self.config.rows // WARP_ROWS
+
+    @property
     def rows_per_step(self) -> int:
         """Queries of which a warp has words in a step."""
         return 32 // self.words
 
     @property
     def steps(self) -> int:
-        """Steps for all queries."""
-        return self.config.rows // self.rows_per_step
+        """Steps of a warp for its queries."""
+        return WARP_ROWS // self.rows_per_step
 
     @property
     def nbytes(self) -> int:
@@ -55,16 +63,18 @@ class MatrixShape:
 
 @dataclass(frozen=True, eq=False)
 class BitMatrix:
-    """The matrix of a warp.
+    """The matrix of a CTA as one of its warps sees it.
 
     Attributes:
         shape: how it lies in shared memory.
         address: of its first byte.
+        warp: index of the warp.
         lane: of the warp.
     """
 
     shape: MatrixShape
     address: Int32
+    warp: Int32
     lane: Int32
 
     @property
@@ -74,11 +84,12 @@ class BitMatrix:
 
     def row(self, step: Int32 | int) -> Int32:
         """Returns the query of which the lane has a word in a step."""
-        return step * self.shape.rows_per_step + self.lane // self.shape.words
+        return self.warp * WARP_ROWS + step * self.shape.rows_per_step + self.lane // self.shape.words
 
     def store(self, step: Int32, bits: Int32) -> None:
         """Stores the lane's word of a step."""
-        ptx.store_shared(self.address + (step * 32 + self.lane) * 4, bits)
+        first = self.warp * (WARP_ROWS * self.shape.words)
+        ptx.store_shared(self.address + (first + step * 32 + self.lane) * 4, bits)
 
     def _load(self, row: Int32, word: Int32 | int) -> Int32:
         return ptx.load_shared(self.address + (row * self.shape.words + word) * 4)
@@ -86,20 +97,21 @@ class BitMatrix:
     # Words of fragments.
 
     def store_fragments(self, target: Int64) -> None:
-        """Writes the words of all fragments of 16 accumulator rows, see docs/kernels/masks.md.
+        """Writes the words of all fragments of 16 accumulator rows, see docs/kernels/masks.md. All warps call it.
 
         Args:
             target: address of the tile's bits.
         """
-        config = self.shape.config
+        config, warps = self.shape.config, self.shape.warps
         make = self._transposed_word if config.transposed else self._word
 
-        def store(fragment: Int32) -> None:
+        def store(i: Int32) -> None:
+            fragment = self.warp + i * warps
             for word in range(config.words):
                 place = (fragment * config.words + word) * 32 + self.lane
                 ptx.store_global_int(target + place * 4, make(fragment, word))
 
-        wgmma.loop(Int32(config.own // 16), store)
+        wgmma.loop((config.own // 16 - self.warp + (warps - 1)) // warps, store)
 
     def _word(self, fragment: Int32, word: int) -> Int32:
         """Returns the lane's word of 16 queries and 64 keys."""
@@ -125,20 +137,21 @@ class BitMatrix:
                 found = found | (((bits | (bits << 8)) & Int32(0x00010001)) << (2 * n + e))
         return found
 
-    # Live rows: lane i of the warp has the bits of rows 32 i to 32 i + 31.
+    # Live rows.
 
     def live_queries(self) -> Int32:
-        """Returns which queries see some key of the tile."""
-        found = Int32(0)
-        for i in range(min(self.shape.config.rows // 32, LIVE_WORDS)):
-            bits = Int32(0)
-            for word in range(self.shape.words):
-                bits = bits | self._load(self.lane + 32 * i, word)
-            found = ptx.where(self.lane == i, cute.arch.vote_ballot_sync(bits != 0), found)
-        return found
+        """Returns which of the warp's queries see some key of the tile, a bit each."""
+        bits = Int32(0)
+        for word in range(self.shape.words):
+            bits = bits | self._load(self.warp * WARP_ROWS + self.lane, word)
+        return cute.arch.vote_ballot_sync(bits != 0)
 
     def live_keys(self, bits: Int32) -> Int32:
-        """Returns which keys some query sees, given the union of all words that the lane has had."""
+        """Returns which keys some query of the warp sees: lane i has the bits of keys 32 i to 32 i + 31.
+
+        Args:
+            bits: the union of all words that the lane has had.
+        """
         offset = self.shape.words
         while offset < 32:
             bits = bits | cute.arch.shuffle_sync_bfly(bits, offset=offset)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The predicate of a launch, which a warp evaluates tile by tile: mask, window, lengths, offset and segment ids."""
+"""The predicate of a launch, which warps evaluate tile by tile: mask, window, lengths, offset and segment ids."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,16 +31,18 @@ def _most(x: Int32, y: Int32 | int) -> Int32:
 
 
 class Evaluated(NamedTuple):
-    """What a warp has found in a tile.
+    """What a warp has found in its rows of a tile.
 
     Attributes:
         some: whether something is visible.
         all: whether everything is. Queries past the end count as visible, keys past the end as hidden.
-        keys: which keys some query sees, see `BitMatrix.live_keys`.
+        queries: which of its rows see some key, see `BitMatrix.live_queries`.
+        keys: which keys some of its rows see, see `BitMatrix.live_keys`.
     """
 
     some: Boolean
     all: Boolean
+    queries: Int32
     keys: Int32
 
 
@@ -110,31 +112,30 @@ class Predicate:
         low = high = ids[0]
         for x in ids[1:]:
             low, high = _least(low, x), _most(high, x)
-        for offset in (1, 2, 4, 8, 16):
-            low = _least(low, cute.arch.shuffle_sync_bfly(low, offset=offset))
-            high = _most(high, cute.arch.shuffle_sync_bfly(high, offset=offset))
-        return Extent(low, high)
+        return Extent(cute.arch.warp_redux_sync(low, "min"), cute.arch.warp_redux_sync(high, "max"))
 
     def stage_ids(self, matrix: BitMatrix, key_tile: Int32) -> None:
-        """Puts the ids of a tile of keys after the matrix."""
-        for i in range(matrix.shape.words):
-            key = self._id(key_tile * self.config.keys + 32 * i + matrix.lane, of_keys=True)
-            ptx.store_shared(matrix.address + matrix.shape.nbytes + (32 * i + matrix.lane) * 4, key)
-        cute.arch.sync_warp()
+        """Puts the ids of a tile of keys after the matrix. All warps call it."""
+        words, warps = matrix.shape.words, matrix.shape.warps
+
+        def stage(i: Int32) -> None:
+            at = (matrix.warp + i * warps) * 32 + matrix.lane
+            key = self._id(key_tile * self.config.keys + at, of_keys=True)
+            ptx.store_shared(matrix.address + matrix.shape.nbytes + at * 4, key)
+
+        wgmma.loop((words - matrix.warp + (warps - 1)) // warps, stage)
 
     # A tile.
 
     def evaluate(self, matrix: BitMatrix, head: Int32, query_tile: Int32, key_tile: Int32) -> Evaluated:
-        """Puts the bits of a tile into the matrix. All lanes of the warp call it.
+        """Puts the bits of the warp's rows of a tile into the matrix. All lanes of the warp call it.
 
         Args:
-            matrix: of the warp.
+            matrix: as the warp sees it.
             head: of the mask.
-            query_tile, key_tile: the tile.
+            query_tile, key_tile: the tile. Its ids are staged.
         """
         shape, config = matrix.shape, self.config
-        if self.spec.segment_ids:
-            self.stage_ids(matrix, key_tile)
         first, last = query_tile * config.rows, key_tile * config.keys
         column = last + 32 * matrix.word
         exists = ptx.bit_range(Int32(0), copies.clamp(config.keys - 32 * matrix.word, 0, 32))
@@ -157,7 +158,8 @@ class Predicate:
         wgmma.loop(Int32(shape.steps // batch), run)
         cute.arch.sync_warp()
         some, hidden = (cute.arch.vote_any_sync(Boolean(x)) for x in (found[0] != 0, found[1] != -1))
-        return Evaluated(some, Boolean(hidden == Boolean(False)), matrix.live_keys(found[0]))
+        everything = Boolean(hidden == Boolean(False))
+        return Evaluated(some, everything, matrix.live_queries(), matrix.live_keys(found[0]))
 
     def _note(self, matrix: BitMatrix, found: cute.Tensor, step: Int32, row: Int32, bits: Int32, exists: Int32) -> None:
         """Stores a word, and updates union and intersection of the words of the lane."""
@@ -227,6 +229,6 @@ def _packed(words: list[Int32]) -> Int32:
 
 
 def matrix_nbytes(spec: KernelSpec) -> int:
-    """Returns the bytes of a warp's matrix, with the segment ids of a tile of keys."""
+    """Returns the bytes of a matrix, with the segment ids of a tile of keys."""
     shape = MatrixShape(spec.config)
     return shape.nbytes + (128 * shape.words if spec.segment_ids else 0)
