@@ -77,12 +77,15 @@ class _OwnTile:
         visit: the key tiles that the warpgroup's rows see.
         rows: what becomes of the scores of the lane's two rows.
         query_fragments: the fragments of Q in registers.
+        ahead: the entry and the lane's bits of the next tile of a list, which are loaded a tile ahead; None without
+            lists.
     """
 
     tile: QueryTile
     visit: Visit
     rows: ScoreRows
     query_fragments: cute.Tensor
+    ahead: cute.Tensor | None
 
 
 class _Edge(NamedTuple):
@@ -174,7 +177,8 @@ class ForwardConsumer:
             self.operands.zero_padding(tile)
         if score.negative is not None:
             cutlass.if_generate(score.negative, self.operands.negate_query)
-        own = _OwnTile(tile, visit, rows, self.products.load_query_fragments())
+        ahead = None if tile.bits is None else cute.make_rmem_tensor((1 + tile.bits.config.words,), Int32)
+        own = _OwnTile(tile, visit, rows, self.products.load_query_fragments(), ahead)
 
         def pass_by() -> None:
             self._release_query()
@@ -182,6 +186,10 @@ class ForwardConsumer:
             self._skip(count, stages=2 * count, turns=count - 1)
 
         cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(own), pass_by)
+        if spec.listed:
+            # The loops have no register for it.
+            thread = ptx.thread_index()
+            first_row = tile.row + Lane.of(self.call.config, thread, thread // 32).row
         self.output.store(tile, first_row)
 
     def _visit(self, own: _OwnTile) -> None:
@@ -244,13 +252,24 @@ class ForwardConsumer:
 
     # Key tiles that the warpgroup sees.
 
-    def _edge(self, own: _OwnTile, index: Int32, *, masked: bool) -> _Edge:
-        """Loads the bits of an edge tile of a list, so that they are on their way when its product is issued."""
-        if own.tile.bits is None or not masked:
+    def _edge(self, own: _OwnTile, *, masked: bool) -> _Edge:
+        """Returns what is known of the next tile of a list, which `_load_ahead` has loaded."""
+        if own.ahead is None or not masked:
             return _Edge(own.rows, masked)
-        entry = cute.arch.make_warp_uniform(own.visit.entry(index))
-        words = own.tile.bits.fragment(own.visit.tile_of(entry), self._fragment, self.lane.thread % 32)
-        return _Edge(replace(own.rows, seen=Bits([words])), masked, entry)
+        entry, *words = [own.ahead[i] for i in range(cute.size(own.ahead))]
+        return _Edge(replace(own.rows, seen=Bits([words])), masked, cute.arch.make_warp_uniform(entry))
+
+    def _load_ahead(self, own: _OwnTile, index: Int32, edge: _Edge) -> None:
+        """Loads entry and bits of the tile after an edge tile, or the same again after the last one.
+
+        It comes after products are issued, which would wait for the entry otherwise. A full tile's bits are not used.
+        """
+        if own.ahead is None or own.tile.bits is None or edge.entry is None:
+            return
+        own.ahead[0] = own.visit.entry(Int32(cutlass.max(index - 1, own.visit.begin)))
+        tile = own.visit.tile_of(own.ahead[0])
+        for i, word in enumerate(own.tile.bits.fragment(tile, self._fragment, self.lane.thread % 32)):
+            own.ahead[1 + i] = word
 
     def _first_edge(self, own: _OwnTile, index: Int32) -> _Edge:
         """Does the same for the first tile, which counts as masked, and has no bits if it is full."""
@@ -290,6 +309,7 @@ class ForwardConsumer:
         edge = self._first_edge(own, index)
         stage = self.ring.consumer_wait()
         self.products.start_scores(own.query_fragments, stage)
+        self._load_ahead(own, index, edge)
         if config.overlap_qk_pv:
             self._skip_stage(ahead)
         warpgroup.wait_group(0)
@@ -309,13 +329,14 @@ class ForwardConsumer:
 
     def _overlapped_tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
         """Computes P of this tile, with P V of the previous one in flight during the softmax."""
-        edge = self._edge(own, index, masked=masked)
+        edge = self._edge(own, masked=masked)
         key_stage = self.ring.consumer_wait()
         self.ping_pong.wait()
         self.products.start_scores(own.query_fragments, key_stage)
         value_stage = self.ring.consumer_wait()
         self.products.add_values(value_stage)
         self.ping_pong.pass_on()
+        self._load_ahead(own, index, edge)
         warpgroup.wait_group(1)
         self._probabilities(own, index, key_stage, edge)
         self.ring.consumer_release(value_stage)
@@ -323,11 +344,12 @@ class ForwardConsumer:
 
     def _tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
         """Computes one tile after the other; other warpgroups fill the gaps."""
-        edge = self._edge(own, index, masked=masked)
+        edge = self._edge(own, masked=masked)
         stage = self.ring.consumer_wait()
         self.ping_pong.wait()
         self.products.start_scores(own.query_fragments, stage)
         self.ping_pong.pass_on()
+        self._load_ahead(own, index, edge)
         warpgroup.wait_group(0)
         self._probabilities(own, index, stage, edge)
         self._zero_dead_values(own, index, edge)
