@@ -271,6 +271,8 @@ class PrepassKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.overlaps):
+            # The kernel that reads the lists may begin, and waits for this one.
+            cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         self._write_list(buffers, scalars, block * _LIST_WARPS + cute.arch.make_warp_uniform(thread // 32), thread % 32)
 

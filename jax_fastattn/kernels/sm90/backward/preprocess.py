@@ -100,6 +100,11 @@ class PreprocessKernel:
         """Whether heads are left to `background`."""
         return self.config.adds_dq
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether CTAs of `prologue` may begin before the launch before them ends, as a rule that of the prepass."""
+        return self.spec.listed
+
     def order(self, scalars: Scalars, order: HeadOrder) -> HeadOrder:
         """Returns the order of a launch; its `prologue` has the first `prefetch_distance` heads, or all of them."""
         if not self.has_background:
@@ -133,7 +138,9 @@ class PreprocessKernel:
         if self.config.adds_dq:
             blocks = blocks + self._counter_blocks(scalars)
         # Asked for one CTA on an SM, ptxas gives all loads of a lane registers of their own.
-        launches = [Launch(self.prologue, arguments, grid=blocks, block=THREADS, min_blocks=1)]
+        launches = [
+            Launch(self.prologue, arguments, grid=blocks, block=THREADS, min_blocks=1, begins_early=self.begins_early)
+        ]
         if self.has_background:
             left = self.schedule.parts(order, scalars) - order.prologue
             background_blocks = Int32(cutlass.max(cutlass.min(left, _BACKGROUND_CTAS), 1))
@@ -151,6 +158,8 @@ class PreprocessKernel:
         """Writes statistics and zeros of the first heads, and all counters."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.begins_early):
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         schedule, group = self.schedule, self.spec.group
 

@@ -42,6 +42,11 @@ class ForwardKernel:
         self.schedule = forward_schedule(spec, self.config)
         self.dtype = wgmma.OPERAND_DTYPE[spec.dtype]
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether CTAs may begin before the launch before this one ends: one of this call, or of the prepass."""
+        return self.spec.has_tile_counter or self.spec.listed
+
     @cute.jit
     def __call__(self, buffers: ForwardBuffers, scalars: Scalars, stream: cuda.CUstream):
         """Launches the kernel."""
@@ -57,7 +62,7 @@ class ForwardKernel:
             (buffers, scalars),
             scalars,
             grid=self.schedule.blocks(scalars),
-            begins_early=spec.has_tile_counter,
+            begins_early=self.begins_early,
             min_blocks=self.config.blocks,
         )
         return [ResetKernel().launch(buffers), launch] if spec.has_tile_counter else [launch]
@@ -69,8 +74,8 @@ class ForwardKernel:
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = ForwardShared.of(self.memory, self.dtype)
         shared.initialize(warp_index, tma)
-        if cutlass.const_expr(spec.has_tile_counter):
-            # The launch before resets the counter.
+        if cutlass.const_expr(self.begins_early):
+            # The launch before resets the counter, or is that of the prepass.
             cute.arch.griddepcontrol_wait()
         call = self._call(shared, tma, buffers, scalars)
         if warp_index >= config.consumer_threads // 32:
