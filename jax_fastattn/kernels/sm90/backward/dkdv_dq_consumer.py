@@ -128,10 +128,15 @@ class DkdvDqConsumer:
         head, at = head.load(self.shared, index, stage), self.mask.tile(head.work, index)
         slopes = products.compute_scores(head.score, stage, at)
         edge = self._edge(head, index, stage, edges)
+        if edges is not None and self.spec.listed:
+            # After the exponentials this branch would keep ptxas from issuing dP between them.
+            wgmma.wait(self.shared.dout_full + stage, phase)
+            self.rows.zero_dead_queries(stage)
         weights = products.probabilities(head.score, slopes, at, edge)
-        wgmma.wait(self.shared.dout_full + stage, phase)
-        if edges is not None:
-            self._zero_queries(head.work, index, stage)
+        if edges is None or not self.spec.listed:
+            wgmma.wait(self.shared.dout_full + stage, phase)
+        if edges is not None and not self.spec.listed:
+            self.rows.zero_queries(head.work, index, stage)
         products.start_dp(stage)
         products.add_dv(stage)
         warpgroup.wait_group(1)
@@ -146,13 +151,6 @@ class DkdvDqConsumer:
         if edges is None:
             return None
         return self.mask.listed_edge(head, index, stage) if self.spec.listed else self.mask.edge(head, index, edges)
-
-    def _zero_queries(self, work: KeyTile, index: Int32, stage: Int32) -> None:
-        """Zeroes the rows of Q and dO of a masked tile that see no key."""
-        if self.spec.listed:
-            self.rows.zero_dead_queries(stage)
-        else:
-            self.rows.zero_queries(work, index, stage)
 
     def _leave(self, stage: Int32) -> None:
         """Gives dO back when dv has it, Q when dk has it; both rings move alike."""
