@@ -24,6 +24,9 @@ PER_HEAD = Predicate(mask=(2, 4, 200, 333), queries=200, keys=333, query_heads=4
 PER_KV_HEAD = Predicate(mask=(2, 2, 200, 333), queries=200, keys=333, query_heads=4, group=2, blocks=33, density=0.2)
 PADDING = Predicate(mask=(2, 1, 1, 333), queries=200, keys=333, blocks=90, density=0.7)
 IDS = Predicate(segments=4, queries=300, keys=320, right=0)
+DOCUMENTS = Predicate(
+    batch=1, query_heads=6, group=3, queries=340, keys=340, segments=1, document=150, right=0, left=200
+)
 UNSORTED_IDS = Predicate(segments=3, queries=150, keys=270, sorted_ids=False, left=70)
 LENGTHS = Predicate(
     mask=(1, 1, 133, 333), keys=333, query_lengths=(70, 0), key_lengths=(333, 200), density=0.9, blocks=20, group=2
@@ -45,13 +48,25 @@ FUSED = {
     "d64v128-padding": Case(PADDING, 64, 128),
     "d128-sparse": Case(SPARSE, 128),
     "d128-ids-causal": Case(IDS, 128),
+    "d128-documents-groups": Case(DOCUMENTS, 128),
+    "d64-documents-groups-sinks": Case(DOCUMENTS, 64, sinks=True),
     "d128-lengths-sinks-cap": Case(LENGTHS, 128, sinks=True, cap=True),
     "d128-per-kv-head": Case(PER_KV_HEAD, 128),
     "d64-window": Case(WINDOW, 64),
     "d64-unsorted-ids": Case(UNSORTED_IDS, 64),
     "d64-causal": Case(CAUSAL, 64),
 }
-ORDERED = ("d64-random", "d64-blocks", "d96-per-head", "d128-ids-causal", "d128-sparse", "d64-window", "d64-nothing")
+ORDERED = (
+    "d64-random",
+    "d64-blocks",
+    "d96-per-head",
+    "d128-ids-causal",
+    "d128-sparse",
+    "d64-window",
+    "d64-nothing",
+    "d128-documents-groups",
+    "d64-documents-groups-sinks",
+)
 # Head dims over 128, at which dq has a kernel of its own.
 SPLIT = {
     "d192v128-random": Case(RANDOM, 192, 128),

@@ -55,6 +55,9 @@ class BackwardConfig:
             others its product reads both factors from shared memory, whose bytes are the limit there.
         shared_ones: whether the factor of ones that adds statistics to products lies in shared memory, for want of
             registers. Else those products read one factor less from there.
+        interleaves_heads: whether the query heads of a group visit a tile of queries one after the other, and then all
+            of them the next one; else a head visits all its tiles before the next head does. In the kernel that
+            computes dq only.
     """
 
     queries: int
@@ -62,11 +65,16 @@ class BackwardConfig:
     dq_registers: int = 0
     kv_in_regs: int = 0
     shared_ones: bool = False
+    interleaves_heads: bool = False
 
     @property
     def adds_dq(self) -> bool:
         """Whether the kernel computes dq too."""
         return self.dq_registers > 0
+
+    def together(self, group: int) -> int:
+        """Returns how many heads of a group visit a tile of queries before the next one is visited."""
+        return group if self.interleaves_heads else 1
 
     @property
     def overlap(self) -> bool:
@@ -357,10 +365,11 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
         config = BackwardConfig(64, 3, kv_in_regs=6)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72
+    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=spec.listed and spec.group > 1)
     if largest <= 64 and spec.is_affine:
-        return BackwardConfig(128, 3, dq_registers)
+        return replace(config, queries=128)
     # A soft cap's slopes wait in registers; with those of ones over head dim 96 some would spill.
-    return BackwardConfig(64, 3, dq_registers, shared_ones=not spec.is_affine and largest > 96)
+    return replace(config, shared_ones=not spec.is_affine and largest > 96)
 
 
 def dq_config(spec: KernelSpec) -> DqConfig:

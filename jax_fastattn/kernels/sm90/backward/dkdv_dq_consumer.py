@@ -6,7 +6,7 @@ The warpgroups never wait for each other. Query tiles are visited from the last 
 end of the queries), full ones without mask code, masked ones (right window edge).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Int64, cute
@@ -93,28 +93,47 @@ class DkdvDqConsumer:
             self.rows.zero_keys(work, self.group)
         self.rows.zero_dead_keys(work)
 
+        def visit_tiles(tile: Callable[[Int32, Int32, Edges | None], None], together: int = 1) -> None:
+            if visit.masks_high:
+                # One loop for both ends, after that of full tiles: these need fewer uniform instructions in the first
+                # loop.
+                wgmma.loop(Int32(2), lambda i: self._run(visit.half(i), tile, together))
+            else:
+                self._run(visit.phases(config.order), tile, together)
+
         def visit_head(member: Int32) -> None:
             head = QueryHead.start(work, member, self.score)
             if spec.packed:
                 self.rows.zero_last_queries(work, self.stage)
-            if visit.masks_high:
-                # One loop for both ends, after that of full tiles: these need fewer uniform instructions in the first
-                # loop.
-                wgmma.loop(Int32(2), lambda i: self._run(head, visit.half(i)))
-            else:
-                self._run(head, visit.phases(config.order))
+            visit_tiles(lambda _, index, edges: self._tile(head, index, edges))
 
-        wgmma.loop(Int32(spec.group), visit_head)
+        def visit_tile(member: Int32, index: Int32, edges: Edges | None) -> None:
+            self._tile(QueryHead.start(work, member, self.score), index, edges)
+
+        if config.interleaves_heads:
+            visit_tiles(visit_tile, spec.group)
+        else:
+            wgmma.loop(Int32(spec.group), visit_head)
         wgmma.release(self.shared.keys_empty)
         self._store(work, buffers, scale)
 
-    def _run(self, head: QueryHead, phases: Iterable[Phase]) -> None:
-        """Visits the query tiles of phases, one after the other."""
+    def _run(self, phases: Iterable[Phase], visit: Callable[[Int32, Int32, Edges | None], None], together: int) -> None:
+        """Visits the query tiles of phases, one after the other.
+
+        Args:
+            phases: loops over positions.
+            visit: visits a tile, given which of the heads visits it, its position, and what it may hold.
+            together: heads that visit a tile before the next one is visited.
+        """
 
         def run(phase: Phase) -> None:
             self.stage.make_uniform()
             self.buffer.make_uniform()
-            wgmma.loop(phase.steps, lambda i: self._tile(head, phase.position(i), phase.edges))
+            if together == 1:
+                wgmma.loop(phase.steps, lambda i: visit(Int32(0), phase.position(i), phase.edges))
+            else:
+                steps = phase.steps * together
+                wgmma.loop(steps, lambda i: visit(i % together, phase.position(i // together), phase.edges))
 
         for phase in phases:
             run(phase)

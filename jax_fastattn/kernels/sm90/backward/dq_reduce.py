@@ -99,12 +99,14 @@ class DqCounters:
     ) -> None:
         """Calls `visit(entry, counter)` for the tiles of dq of a warp's stage; see `Visit.entry`."""
         visited, at = work.visit.end - work.visit.begin, warp.position
+        together = self.spec.config.main.together(self.spec.group)
         first = (warp.stage - at[0] + DQ_TILES_IN_FLIGHT) % DQ_TILES_IN_FLIGHT
 
         def step(lap: Int32) -> None:
             i = first + DQ_TILES_IN_FLIGHT * lap
-            head = work.queries.head(work.num_heads, work.first_head) + i // visited
-            entry = work.visit.entry(work.visit.end - 1 - i % visited)
+            member, passed = (i % together, i // together) if together > 1 else (i // visited, i % visited)
+            head = work.queries.head(work.num_heads, work.first_head) + member
+            entry = work.visit.entry(work.visit.end - 1 - passed)
             if work.listed is not None:
                 entry = cute.arch.make_warp_uniform(entry)
             visit(entry, self.of_tile(work, dq_semaphore, head, work.visit.tile_of(entry)))

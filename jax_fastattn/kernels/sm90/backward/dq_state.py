@@ -68,15 +68,18 @@ class TileCursor:
         position: the query head of its batch entry, and the position of the tile in the visit.
         entry: that of the tile in its list, which is loaded as soon as the position is known: a load waits for the
             additions before it. None without lists, or where the entry is rarely needed.
+        together: query heads that visit a tile before the next one is visited, see `BackwardConfig.interleaves_heads`.
     """
 
     position: wgmma.Uniform
     entry: wgmma.Uniform | None
+    together: int
 
     @classmethod
-    def start(cls, *, loads_early: bool = False) -> "TileCursor":
+    def start(cls, together: int, *, loads_early: bool = False) -> "TileCursor":
         """Returns a cursor with registers of its own; `move_to_first` gives it a tile."""
-        return cls(wgmma.Uniform(Int32(0), Int32(0)), wgmma.Uniform(Int32(0)) if loads_early else None)
+        entry = wgmma.Uniform(Int32(0)) if loads_early else None
+        return cls(wgmma.Uniform(Int32(0), Int32(0)), entry, together)
 
     def place(self, work: KeyTile) -> DqPlace:
         """Returns the tile."""
@@ -93,9 +96,17 @@ class TileCursor:
         self._load(work)
 
     def advance(self, work: KeyTile) -> None:
-        """Goes to the next tile: all visible ones of one head, the last first, then those of the next head."""
-        at, ends = self.position, self.position[1] == work.visit.begin
-        at[0], at[1] = at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
+        """Goes to the next tile: all visible ones of one head, the last first, then those of the next head.
+
+        Interleaved heads visit the last tile, then the one before it.
+        """
+        at = self.position
+        if self.together > 1:
+            ends = at[0] + 1 == work.first_head + self.together
+            at[0], at[1] = ptx.where(ends, work.first_head, at[0] + 1), at[1] - ptx.where(ends, Int32(1), Int32(0))
+        else:
+            ends = at[1] == work.visit.begin
+            at[0], at[1] = at[0] + ptx.where(ends, Int32(1), Int32(0)), ptx.where(ends, work.visit.end, at[1]) - 1
         self._load(work)
 
     def _load(self, work: KeyTile) -> None:
@@ -184,7 +195,7 @@ class DqWarpgroup:
             thread: index in the warpgroup.
             scale: factor on the sums.
         """
-        columns = shared.memory.dq_columns
+        columns, together = shared.memory.dq_columns, shared.memory.config.together(spec.group)
         mma = wgmma.product(shared.key.element_type, columns, a_in_registers=False, b_transposed=True)
         lane_row, _ = accumulator_lane(thread % 32)
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -201,8 +212,8 @@ class DqWarpgroup:
             dq_address=buffers.dq.toint(),
             dq_accum=buffers.dq_accum.toint(),
             scale=scale,
-            added=TileCursor.start(loads_early=spec.listed),
-            counted=TileCursor.start(),
+            added=TileCursor.start(together, loads_early=spec.listed),
+            counted=TileCursor.start(together),
             stage=wgmma.Uniform(Int32(0), Int32(0)),
             done=wgmma.Uniform(Int32(0), Int32(0)),
             turn=wgmma.Uniform(Int32(0)),

@@ -16,6 +16,7 @@ from jax_fastattn.kernels.sm90.backward.config import BITS, ROW_ALIGNMENT, Backw
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.visits import Phase
 
 
 class Producer:
@@ -61,12 +62,11 @@ class Producer:
             for group in range(groups):
                 copy(groups * work.tile + group, group, barrier)
 
-        def load_head(work: KeyTile, member: Int32) -> None:
+        def head_loader(work: KeyTile, member: Int32, whole: Phase) -> Callable[[Int32], None]:
             head = work.first_head + member
             copy_query = tma.query.copy(shared.query, head, work.queries)
             copy_dout = tma.dout.copy(shared.dout, head, work.queries)
             head_row = work.queries.padded_row(work.queries.head(work.num_heads, head), ROW_ALIGNMENT)
-            whole = work.visit.whole(config.order)
 
             def copy_both(tile: Int32, stage: Int32, barrier: cute.Pointer) -> None:
                 copy_query(tile, stage, barrier)
@@ -113,13 +113,27 @@ class Producer:
                 nbytes = ptx.where(is_edge, Int32(query_nbytes + tile_nbytes), Int32(query_nbytes))
                 queries.producer_load(copy_all, tile, nbytes)
 
-            wgmma.loop(whole.steps, load)
+            return load
+
+        def load_queries(work: KeyTile) -> None:
+            whole = work.visit.whole(config.order)
+
+            def load_tile(i: Int32) -> None:
+                wgmma.loop(Int32(self.group), lambda member: head_loader(work, member, whole)(i))
+
+            def load_head(member: Int32) -> None:
+                wgmma.loop(whole.steps, head_loader(work, member, whole))
+
+            if config.interleaves_heads:
+                wgmma.loop(whole.steps, load_tile)
+            else:
+                wgmma.loop(Int32(self.group), load_head)
 
         def load_all(work: KeyTile, phase: Int32) -> None:
             if begin is not None:
                 begin(work, phase)
             load_keys(work, tma.key, shared.key, shared.key_full, memory.head_dim)
             load_keys(work, tma.value, shared.value, shared.value_full, memory.v_head_dim)
-            wgmma.loop(Int32(self.group), lambda member: load_head(work, member))
+            load_queries(work)
 
         return load_all
