@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -230,6 +231,19 @@ def test_ctas_add_in_one_order_to_short_packed_sequences(deterministic: bool) ->
         ]
         found = [kernel_spec(case.problem(), "backward", "sm_90a").ordered for case in cases]
         assert found == [True, deterministic]
+
+
+@pytest.mark.parametrize(("features", "longest"), [
+    ({"segments": 3}, UNBOUNDED),
+    ({"segments": 3, "mask": "ts"}, UNBOUNDED),
+    ({"mask": "ts"}, 1024),
+])  # fmt: skip
+def test_ctas_add_in_one_order_to_documents(features: dict[str, Any], longest: int) -> None:
+    """Segment ids tell documents apart, which count as short; what a mask hides is not known."""
+    for length in (1024, 1025, 1 << 16):
+        case = dataclasses.replace(BASE, query_length=length, key_length=length, **features)
+        assert kernel_spec(case.problem(), "backward", "sm_90a").ordered == (length <= longest)
+        assert not kernel_spec(case.problem(), "backward", "sm_80").ordered
 
 
 def test_few_heads_do_not_add_in_one_order_without_a_mask() -> None:

@@ -29,7 +29,7 @@ def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
     It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
     to the next, which takes short heads; and if CTAs that begin together wait for each other less than that saves,
     which takes many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences
-    only the mean length is known.
+    only the mean length is known. Documents that segment ids tell apart count as short, since nothing is known of them.
 
     Args:
         problem: what is computed.
@@ -41,7 +41,7 @@ def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
         return max(problem.query_length, problem.key_length) <= _ORDERED_MEAN_LENGTH * problem.num_sequences
     longest = max(problem.query_length, problem.key_length)
     if one_sided_window:
-        return longest <= 1024
+        return longest <= 1024 or "query_segment_ids" in problem.spec.present
     key_tiles = problem.batch * problem.num_kv_heads * -(-problem.key_length // 128)
     return longest <= 512 and key_tiles >= 2 * H100_MULTIPROCESSORS
 

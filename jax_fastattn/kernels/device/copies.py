@@ -52,7 +52,9 @@ def count(length: Int32, rows: int) -> Int32:
     return (length + (rows - 1)) // rows
 
 
-def key_section(spec: KernelSpec, scalars: Scalars, key_tiles: Int32, running: Int32, most_rows: int) -> Int32:
+def key_section(
+    spec: KernelSpec, scalars: Scalars, key_tiles: Int32, running: Int32, most_rows: int, head_rows: Any
+) -> Int32:
     """Returns how many key/value heads are a section of a launch whose CTAs work on tiles of keys.
 
     Args:
@@ -61,10 +63,11 @@ def key_section(spec: KernelSpec, scalars: Scalars, key_tiles: Int32, running: I
         key_tiles: tiles of a head.
         running: CTAs that run at a time.
         most_rows: rows of queries of a section if CTAs add in semaphore order, see `plan.section_rows`.
+        head_rows: rows of queries that a head has there.
     """
     heads = scalars.batch * (scalars.num_heads // spec.group)
     if spec.ordered:
-        return Int32(alike_section(most_rows // spec.group, scalars.query_length, heads))
+        return Int32(alike_section(most_rows // spec.group, head_rows, heads))
     return Int32(section(running, key_tiles, heads, int(spec.bounds_kind.one_sided_window)))
 
 

@@ -32,6 +32,11 @@ from jax_fastattn.kernels.visits import Edges, Visit, mask_past_end
 # With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the next tile of keys.
 SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
 
+# Queries of a head that are in use at a time, where lists say which tiles are visited: those of one document, or so.
+# Tiles of keys of a document wait for each other in a chain. In a section of one head they would begin together; in one
+# of several heads those of others come between them.
+LISTED_ROWS = 1024
+
 
 @dataclass(frozen=True)
 class Call:
@@ -184,7 +189,10 @@ class EntryKeyTiles:
         most_rows = plan.section_rows(
             SECTION_NBYTES[spec.bounds_kind.one_sided_window], memory.head_dim, memory.v_head_dim
         )
-        section = copies.key_section(spec, scalars, key_tiles, multiprocessors, most_rows)
+        head_rows = scalars.query_length
+        if spec.listed:
+            head_rows = cutlass.min(head_rows, LISTED_ROWS)
+        section = copies.key_section(spec, scalars, key_tiles, multiprocessors, most_rows, head_rows)
         wave = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
         return HeadOrder(heads, section, Int32(cutlass.max(section, wave)))
 
