@@ -54,6 +54,24 @@ def test_a_list_has_what_is_visible(config: PrepassConfig) -> None:
                 assert entry.has_dead_rows == (entry in each.edges and not tile.any(0).all())
 
 
+def test_edges_after_the_full_tiles() -> None:
+    split = PrepassConfig(1, 2, transposed=True, splits_edges=True)
+    for first, last, fulls in itertools.product(range(3), repeat=3):
+        edge, full = (True, False), (True, True)
+        seen = np.array([edge] * first + [full] * fulls + [edge] * last or [(False, False)])
+        [found] = classify(split, [seen])
+        assert found.last_edges(split) == (last if fulls else first + last)
+        assert [x.tile for x in found.entries(split)] == list(range(first + fulls + last))
+        whole = PrepassConfig(1, 2, transposed=True)
+        assert found.last_edges(whole) == 0 and found.entries(whole) == found.edges + found.fulls
+    seen = np.array([full, edge, full, edge])
+    [found] = classify(split, [seen])
+    assert [x.tile for x in found.entries(split)] == [1, 0, 2, 3]
+    keys = PrepassConfig(2, 1)
+    [found] = classify(keys, [seen.T])
+    assert found.last_edges(keys) == 2 and found.entries(keys) == found.fulls + found.edges
+
+
 def test_ranks_count_the_lists_before() -> None:
     for seen in matrices():
         config = PrepassConfig(2, 1, transposed=True)

@@ -66,10 +66,10 @@ class GlobalList:
         """Returns the list of an own tile, given its index (`Planes.row`) and how many tiles the visited side has."""
         return cls(lists.toint() + Int64(row) * tile_lists.list_words(visited_tiles) * 4)
 
-    def counts(self) -> tuple[Int32, Int32, Int32]:
-        """Loads how many edge and full tiles there are, and whether some own row is dead."""
-        edges, fulls, has_dead_rows, _ = (cute.arch.make_warp_uniform(x) for x in ptx.load_global_chunk(self.address))
-        return edges, fulls, has_dead_rows
+    def counts(self) -> tuple[Int32, Int32, Int32, Int32]:
+        """Loads how many edge and full tiles there are, whether some own row is dead, and how many edges come last."""
+        edges, fulls, dead, last = (cute.arch.make_warp_uniform(x) for x in ptx.load_global_chunk(self.address))
+        return edges, fulls, dead, last
 
     def live_rows(self) -> list[Int32]:
         """Loads which of up to 128 own rows are live."""

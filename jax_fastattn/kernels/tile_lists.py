@@ -8,8 +8,9 @@ classifies every pair of tiles by the whole predicate: mask, window, lengths, of
 a full one needs no predicate, and an edge tile has bits. docs/kernels/masks.md has drawings.
 
 A list is a row of int32: a header, then an entry for each visited tile that is not empty. Key lists have the full tiles
-first and query lists the edge tiles, each group ascending. Kernels visit a list from its last entry to its first one,
-except for the portable backward kernel, which ascends.
+first and query lists the edge tiles, each group ascending. Where `PrepassConfig.splits_edges` says so, edge tiles after
+the last full one come last. Kernels visit a list from its last entry to its first one, except for the portable backward
+kernel, which ascends.
 
 Pure Python, no import of the DSL: `classify` is the rule of the prepass, which tests compare with it.
 """
@@ -22,10 +23,11 @@ from typing import Any, NamedTuple
 
 Int = Any  # a Python int or a device integer
 
-# Words of a list's header: how many edge and full tiles it has, whether some own row is dead, and which own rows are
-# live, a bit each. A row is live if it sees something, or if it lies past the end of the array.
+# Words of a list's header: how many edge and full tiles it has, whether some own row is dead, how many edge tiles come
+# after the full ones, and which own rows are live, a bit each. A row is live if it sees something, or if it lies past
+# the end of the array.
 HEADER_WORDS = 8
-EDGES, FULLS, HAS_DEAD_ROWS, LIVE = 0, 1, 2, 4
+EDGES, FULLS, HAS_DEAD_ROWS, LAST_EDGES, LIVE = 0, 1, 2, 3, 4
 LIVE_WORDS = 4
 
 # Parts of an entry. The rank says how many own tiles before this one visit the tile, in query lists only, and the last
@@ -50,11 +52,14 @@ class PrepassConfig:
         rows: queries of a tile, a multiple of 32.
         keys: keys of a tile, a multiple of 16.
         transposed: whether lists are those of tiles of keys; rows of the kernel's accumulators are keys then.
+        splits_edges: whether edge tiles after the last full one come after the full tiles in a query list, so that a
+            list nearly ascends. CTAs that wait for each other's turns then meet tiles of a document in one order.
     """
 
     rows: int
     keys: int
     transposed: bool = False
+    splits_edges: bool = False
 
     @property
     def own(self) -> int:
@@ -158,6 +163,18 @@ class TileList:
     edges: list[Entry]
     fulls: list[Entry]
     live: list[bool]
+
+    def last_edges(self, config: PrepassConfig) -> int:
+        """Returns how many edge tiles come after the full ones."""
+        if not config.transposed:
+            return len(self.edges)
+        last = max((entry.tile for entry in self.fulls), default=-1)
+        return sum(entry.tile > last for entry in self.edges) if config.splits_edges else 0
+
+    def entries(self, config: PrepassConfig) -> list[Entry]:
+        """Returns the entries in the order of the list."""
+        first = len(self.edges) - self.last_edges(config)
+        return [*self.edges[:first], *self.fulls, *self.edges[first:]]
 
 
 # A matrix [queries, keys] of booleans, of Python or of numpy.

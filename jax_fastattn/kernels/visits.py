@@ -200,15 +200,21 @@ class Visit:
         return cls(*tiles, edges, edges.high if masks_high is None else masks_high)
 
     @classmethod
-    def listed(cls, entries: GlobalList, edges: Int, fulls: Int, *, fulls_first: bool) -> Visit:
+    def listed(
+        cls, entries: GlobalList, edges: Int, fulls: Int, *, fulls_first: bool, last_edges: Int | None = None
+    ) -> Visit:
         """Returns the visit of a list of tiles.
 
         Args:
             entries: the list.
             edges, fulls: how many edge and full tiles it has.
             fulls_first: whether full tiles come first, as in lists of tiles of queries.
+            last_edges: how many edge tiles come after the full ones, if these may be in the middle.
         """
         count = edges + fulls
+        if last_edges is not None:
+            first = edges - last_edges
+            return cls(Int32(0), count, first, first + fulls, Edges(True, True), True, entries)
         if fulls_first:
             return cls(Int32(0), count, Int32(0), fulls, Edges(False, True), True, entries)
         return cls(Int32(0), count, edges, count, Edges(True, False), False, entries)
@@ -216,7 +222,7 @@ class Visit:
     @classmethod
     def of_list(cls, entries: GlobalList, *, fulls_first: bool) -> Visit:
         """Returns the visit of a list in global memory; see `listed`."""
-        edges, fulls, _ = entries.counts()
+        edges, fulls, _, _ = entries.counts()
         return cls.listed(entries, edges, fulls, fulls_first=fulls_first)
 
     def entry(self, position: Int) -> Int:

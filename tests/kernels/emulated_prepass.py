@@ -224,8 +224,9 @@ def _check_lists(
 ) -> None:
     for own, (got, want) in enumerate(zip(found["lists"][at], wanted, strict=True)):
         count = len(want.edges) + len(want.fulls)
-        entries = want.edges + want.fulls if config.transposed else want.fulls + want.edges
+        entries = want.entries(config)
         assert list(got[:2]) == [len(want.edges), len(want.fulls)], (at, own)
+        assert got[tile_lists.LAST_EDGES] == want.last_edges(config), (at, own)
         first = tile_lists.HEADER_WORDS
         assert [Entry.of(int(x)) for x in got[first : first + count]] == entries, (at, own)
         if config.own <= tile_lists.MAX_LIVE_ROWS:

@@ -18,6 +18,7 @@ TILES = (
     PrepassConfig(128, 80),
     PrepassConfig(64, 128, transposed=True),
     PrepassConfig(32, 48, transposed=True),
+    PrepassConfig(64, 128, transposed=True, splits_edges=True),
 )
 
 CASES = {
@@ -51,7 +52,11 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=lambda x: f"{x.rows}x{x.keys}{'-transposed' * x.transposed}")
+def _name(tiles: PrepassConfig) -> str:
+    return f"{tiles.rows}x{tiles.keys}{'-transposed' * tiles.transposed}{'-split' * tiles.splits_edges}"
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=_name)
 @pytest.mark.parametrize("predicate", CASES.values(), ids=CASES)
 def test_lists_and_bits(predicate: Predicate, tiles: PrepassConfig) -> None:
     emulated_prepass.check(predicate, tiles)
@@ -68,3 +73,10 @@ def test_lists_of_many_tiles(tiles: PrepassConfig) -> None:
     # Several warps write a list, and ranks count over more than one chunk of bytes.
     many = Predicate(batch=1, query_heads=1, queries=1100, keys=870, mask=(1, 1, 1100, 870), density=0.3, blocks=60)
     emulated_prepass.check(many, tiles, ctas=40)
+
+
+def test_edges_after_full_tiles_of_many() -> None:
+    """Several warps write a list, with full tiles in one or more of their chunks."""
+    for left, document in ((None, 500), (None, 1050), (600, 2000), (1100, 1200)):
+        predicate = Predicate(batch=1, segments=1, document=document, queries=1200, keys=96, left=left, right=0)
+        emulated_prepass.check(predicate, PrepassConfig(32, 48, transposed=True, splits_edges=True))

@@ -88,6 +88,17 @@ def test_a_list_is_visited_from_its_end(fulls_first: bool) -> None:
             assert visited(visit.rest(Order.DOWN).phases(Order.DOWN)) == positions[1:]
 
 
+def test_edges_on_both_sides_of_full_tiles() -> None:
+    for first, fulls, last in itertools.product(range(3), repeat=3):
+        # Tiles 10, 11, ... are edges, 20, 21, ... are full.
+        edges = [10 + i for i in range(first + last)]
+        entries = ListOnHost([*edges[:first], *[20 + i for i in range(fulls)], *edges[first:]])
+        visit = Visit.listed(entries, first + last, fulls, fulls_first=False, last_edges=last)
+        positions = visited(visit.phases(Order.DOWN))
+        assert [(visit.tile(i), masked) for i, masked in positions] == [(x, x < 20) for x in entries[::-1]]
+        assert all(bool(visit.is_edge(i)) == masked for i, masked in positions)
+
+
 def _checked(turn: Turn) -> tuple[int, bool, bool]:
     """Returns what comes before, and whether the turn is the first and the last one; checks the opposites."""
     assert (turn.has_earlier, turn.has_later) == (not turn.is_first, not turn.is_last)

@@ -282,7 +282,7 @@ class PrepassKernel:
         chunks = copies.count(tiles[1], 32)
         row, chunk = index // chunks, index % chunks
         place = Place(row // tiles[0], row % tiles[0], tiles)
-        writer = ListWriter(buffers, self.config.transposed, place, chunk, lane)
+        writer = ListWriter(buffers, self.config, place, chunk, lane)
         length = scalars.key_length if self.config.transposed else scalars.query_length
 
         def write() -> None:

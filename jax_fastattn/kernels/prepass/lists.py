@@ -20,6 +20,7 @@ from jax_fastattn.kernels.tile_lists import (
     LIVE,
     LIVE_WORDS,
     RANK_SHIFT,
+    PrepassConfig,
     list_words,
     visitor_nbytes,
 )
@@ -106,6 +107,14 @@ class _Tile(NamedTuple):
         is_edge, is_full = (Boolean((word & (SOME | ALL)) == x) for x in (SOME, SOME | ALL))
         return cls(word, is_edge, is_full, cute.arch.vote_ballot_sync(is_edge), cute.arch.vote_ballot_sync(is_full))
 
+    def edges_before_last_full(self, before: Int32) -> Int32:
+        """Returns how many edges come before the last full tile, given those of earlier chunks; 0 if none is full."""
+        lower = self.fulls
+        for shift in (1, 2, 4, 8, 16):
+            # If the sign is set all bits are wanted, and shifts spread it.
+            lower = lower | (lower >> shift)
+        return ptx.where(self.fulls != 0, before + cute.arch.popc(self.edges & lower), Int32(0))
+
 
 @dataclass(frozen=True, eq=False)
 class ListWriter:
@@ -113,14 +122,14 @@ class ListWriter:
 
     Attributes:
         buffers: of the launch.
-        transposed: whether the own side are keys.
+        config: sizes of the tiles, and the order of a list.
         place: the own tile.
         chunk: which 32 tiles. With the first ones comes the header.
         lane: of the warp.
     """
 
     buffers: PrepassBuffers
-    transposed: bool
+    config: PrepassConfig
     place: Place
     chunk: Int32
     lane: Int32
@@ -144,11 +153,14 @@ class ListWriter:
         rank, total = self._rank()
         own = _Tile.of(loaded)
         counts = wgmma.Uniform(cute.arch.popc(own.edges), cute.arch.popc(own.fulls))
-        before = wgmma.Uniform(Int32(0), Int32(0))
+        before, split = wgmma.Uniform(Int32(0), Int32(0)), wgmma.Uniform(Int32(0))
 
         def count(i: Int32) -> None:
             chunk = i + ptx.where(i >= self.chunk, Int32(1), Int32(0))
             other = _Tile.of(self._load_class(chunk * 32 + self.lane))
+            if self.config.splits_edges:
+                own_edges = ptx.where(chunk < self.chunk, cute.arch.popc(own.edges), Int32(0))
+                split[0] = cutlass.max(split[0], other.edges_before_last_full(counts[0] - own_edges))
             for k, tiles in enumerate((other.edges, other.fulls)):
                 counts[k] = counts[k] + cute.arch.popc(tiles)
                 before[k] = before[k] + ptx.where(chunk < self.chunk, cute.arch.popc(tiles), Int32(0))
@@ -160,14 +172,19 @@ class ListWriter:
         others = (self.place.tiles[1] - 1) // 32
         wgmma.loop(others, count)
         turn = (rank << RANK_SHIFT) | ptx.where(rank + 1 == total, Int32(LAST), Int32(0))
-        self._write_entry(own, counts, before, turn)
+        # Edges before the full tiles.
+        if self.config.splits_edges:
+            first = Int32(cutlass.max(split[0], own.edges_before_last_full(before[0])))
+        else:
+            first = counts[0] if self.config.transposed else Int32(0)
+        self._write_entry(own, counts, before, first, turn)
 
         def write_header() -> None:
             wgmma.loop(others, join)
-            self._write_header(counts, existing(self._own_words([word[0] for word in live])))
+            self._write_header(counts, counts[0] - first, existing(self._own_words([word[0] for word in live])))
 
         cutlass.if_generate(self.chunk == 0, write_header)
-        if self.transposed:
+        if self.config.transposed:
             index = Int64(self.place.plane) * self.place.tiles[1] + self._tile
             target = self.buffers.counts.toint() + index * 4
             counted = Boolean((self.place.own == 0) & (self._tile < self.place.tiles[1]))
@@ -200,7 +217,7 @@ class ListWriter:
 
         Key lists have no ranks: both are 0.
         """
-        if not self.transposed:
+        if not self.config.transposed:
             return Int32(0), Int32(0)
         keys, queries = self.place.tiles
         address = self.place.visitors(self.buffers, Int32(cutlass.min(self._tile, queries - 1)))
@@ -218,25 +235,24 @@ class ListWriter:
 
     # The list.
 
-    def _write_entry(self, own: _Tile, counts: wgmma.Uniform, before: wgmma.Uniform, turn: Int32) -> None:
-        """Writes the entry of the lane's tile, if it is listed."""
-        # In query lists edges come first, in key lists full tiles do.
-        edges, fulls = (Int32(0), counts[0]) if self.transposed else (counts[1], Int32(0))
+    def _write_entry(self, own: _Tile, counts: wgmma.Uniform, before: wgmma.Uniform, first: Int32, turn: Int32) -> None:
+        """Writes the entry of the lane's tile, if it is listed; so many edges come first, then all full tiles."""
         lower = (Int32(1) << self.lane) - 1
-        edge = edges + before[0] + cute.arch.popc(own.edges & lower)
-        full = fulls + before[1] + cute.arch.popc(own.fulls & lower)
+        edge = before[0] + cute.arch.popc(own.edges & lower)
+        edge = edge + ptx.where(edge >= first, counts[1], Int32(0))
+        full = first + before[1] + cute.arch.popc(own.fulls & lower)
         target = self._header + (HEADER_WORDS + ptx.where(own.is_edge, edge, full)) * 4
         entry = self._tile | (own.word & DEAD_ROWS)
-        if self.transposed:
+        if self.config.transposed:
             entry = entry | turn
         cutlass.if_generate(Boolean(own.is_edge | own.is_full), lambda: ptx.store_global_int(target, entry))
 
-    def _write_header(self, counts: wgmma.Uniform, live: Int32) -> None:
+    def _write_header(self, counts: wgmma.Uniform, last_edges: Int32, live: Int32) -> None:
         has_dead_rows = cute.arch.vote_any_sync(live != -1)
 
         def write_counts() -> None:
             dead = ptx.where(has_dead_rows, Int32(1), Int32(0))
-            ptx.store_global_chunk(self._header + 4 * EDGES, [counts[0], counts[1], dead, Int32(0)])
+            ptx.store_global_chunk(self._header + 4 * EDGES, [counts[0], counts[1], dead, last_edges])
 
         cutlass.if_generate(self.lane == HAS_DEAD_ROWS, write_counts)
         target = self._header + (LIVE + self.lane) * 4

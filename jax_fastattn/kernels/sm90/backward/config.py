@@ -89,7 +89,7 @@ class BackwardConfig:
     @property
     def prepass(self) -> PrepassConfig:
         """The tiles of the prepass for its lists."""
-        return PrepassConfig(self.queries, self.keys, transposed=True)
+        return PrepassConfig(self.queries, self.keys, transposed=True, splits_edges=self.adds_dq)
 
     @property
     def consumer_threads(self) -> int:

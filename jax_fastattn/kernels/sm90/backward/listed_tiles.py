@@ -67,8 +67,9 @@ class KeyTileList:
         plane = Planes.of(sizes).query_lists(batch, kv_head, kv_heads)
         row = plane * copies.count(sizes.key_length, prepass.keys) + tile
         entries = GlobalList.of(buffers.query_lists, row, copies.count(sizes.query_length, prepass.rows))
-        edges, fulls, has_dead_keys = entries.counts()
-        visit = Visit.listed(entries, edges, fulls, fulls_first=False)
+        edges, fulls, has_dead_keys, last_edges = entries.counts()
+        last = last_edges if prepass.splits_edges else None
+        visit = Visit.listed(entries, edges, fulls, fulls_first=False, last_edges=last)
         return cls(prepass, place, entries, visit, has_dead_keys, buffers.query_bits, sizes)
 
     def head_bits(self, head: Int32) -> TileBits:
