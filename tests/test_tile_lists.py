@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from jax_fastattn.kernels.plan import place_in_sections
 from jax_fastattn.kernels.tile_lists import Entry, PrepassConfig, Sizes, TileList, classify, list_words, shapes
 
 TILES = tuple(
@@ -80,6 +82,49 @@ def test_ranks_count_the_lists_before() -> None:
             found = [each[tile] for each in lists if tile in each]
             assert [entry.rank for entry in found] == list(range(len(found)))
             assert [entry.is_last for entry in found] == [i == len(found) - 1 for i in range(len(found))]
+
+
+def _finishes(
+    lists: list[TileList], config: PrepassConfig, order: list[tuple[int, int]], ctas: int, group: int
+) -> bool:
+    """Returns whether CTAs that take tiles of keys `(tile, head)` in order, and add in their turns, get through them.
+
+    Heads are key/value heads; with a negative group a query tile is visited by all heads of the group before the next.
+    """
+    left, counts = iter(order), collections.Counter[tuple[int, int, int]]()
+
+    def work() -> Iterator[bool]:
+        """Says at each turn whether it has come."""
+        for own, head in left:
+            visited, members = lists[own].entries(config)[::-1], range(abs(group))
+            turns = itertools.product(visited, members) if group < 0 else ((x, m) for m in members for x in visited)
+            for entry, member in turns:
+                place = head, member, entry.tile
+                while counts[place] != entry.rank:
+                    yield False
+                counts[place] += 1
+                yield True
+
+    running = [work() for _ in range(ctas)]
+    while True:
+        came = [next(cta, None) for cta in running]
+        if not any(came):
+            return False not in came
+
+
+def test_no_cta_waits_for_ever() -> None:
+    """However few CTAs there are: turns wait for tiles of keys that CTAs have taken before."""
+    config, random = PrepassConfig(2, 1, transposed=True, splits_edges=True), np.random.default_rng(1)
+    matrices = [random.random((12, 6)) < density for density in (0.2, 0.5, 0.9)]
+    documents = random.integers(0, 2, 12).cumsum()
+    matrices.append((documents[:, None] == documents[::2]) & (np.arange(12)[:, None] >= np.arange(0, 12, 2)))
+    for seen, ctas, section, group in itertools.product(matrices, (1, 2, 5), (1, 2, 3), (2, -2)):
+        lists = classify(config, [seen])
+        order = [place_in_sections(index, section, len(lists), 4) for index in range(4 * len(lists))]
+        assert _finishes(lists, config, order, ctas, group)
+        # Were the last tiles taken first, one CTA would wait for ever, unless no query tile is seen twice.
+        several = any(entry.rank for each in lists for entry in each.entries(config))
+        assert _finishes(lists, config, order[::-1], 1, group) == (not several)
 
 
 def test_heads_that_share_a_list() -> None:
