@@ -6,6 +6,9 @@ If a mesh with Explicit axes splits the B of the query alone, B comes first: `[V
 
 In the forward pass V becomes query heads if keys and values are not mapped, so that they are not repeated: query head g
 of example v shares its key/value head with the G query heads of every example, `K * G <-> K * V * G`.
+
+If each example has one head of queries and of keys, and all share a mask or the like, V becomes the head axis of both:
+callers map over heads, as equinox does. What is shared then keeps its size in a vmap around this one, over the batch.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fastattn.spec import OPERANDS
-
-# Operands whose batch axis may be of size 1 and then serves every batch entry.
-BROADCAST = tuple(name for name, x in OPERANDS.items() if x.axes.startswith("b"))
+from jax_fastattn.spec import OPERANDS, is_known
 
 # Where the head axis is in the operands that may be mapped if V becomes query heads.
 HEAD_AXIS = {name: x.axes.upper().index("N") for name, x in OPERANDS.items() if "N" in x.axes.upper()}
+
+
+def axes_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes of operands as `spec.Operand` has them."""
+    return tuple(OPERANDS[name].axes for name in names)
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,14 @@ class Fold:
         """Whether B comes first: the major part of the folded axis is the one that may be split alone."""
         return self.names[0] is None and self.names[1] is not None
 
-    def fold(self, x: jax.Array, is_mapped: bool, *, may_broadcast: bool = False) -> jax.Array:
+    def fold(self, x: jax.Array, is_mapped: bool, axes: str = "B", *, may_broadcast: bool = False) -> jax.Array:
         """Folds one operand, `[V, B, ...]` or not mapped `[B, ...]`, to `[V * B, ...]`.
 
-        An operand that is the same for all of V and B keeps its size of 1 if it `may_broadcast`.
+        An operand that is the same for all of V and B keeps its size of 1 if it `may_broadcast` and its `axes`, as
+        `spec.Operand` has them, let it.
         """
         if not is_mapped:
-            if may_broadcast and x.shape[0] == 1:
+            if may_broadcast and axes[0] == "b" and x.shape[0] == 1:
                 return x
             x = jnp.broadcast_to(x[None], (self.size, *x.shape))
         if x.shape[1] != self.batch:
@@ -70,8 +76,9 @@ class Fold:
         x = jnp.swapaxes(x, 0, 1) if self._is_batch_major else x
         return self._reshape(x, (self.size * self.batch, *x.shape[2:]), *jax.typeof(x).sharding.spec[2:])
 
-    def unfold(self, x: jax.Array) -> jax.Array:
+    def unfold(self, x: jax.Array, axes: str = "B") -> jax.Array:
         """Inverts `fold` on a result: `[V * B, ...]` to `[V, B, ...]`."""
+        del axes
         if self._is_batch_major:
             return jnp.swapaxes(x.reshape((self.batch, self.size, *x.shape[1:])), 0, 1)
         return self._reshape(x, (self.size, self.batch, *x.shape[1:]), *jax.typeof(x).sharding.spec[1:])
@@ -83,6 +90,60 @@ class Fold:
         folded = tuple(axis for entry in self.names for axis in (entry if isinstance(entry, tuple) else (entry,)))
         ahead = (folded,) if len(shape) < x.ndim else self.names
         return x.reshape(shape, out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*ahead, *rest)))
+
+
+@dataclass(frozen=True)
+class IntoHeads:
+    """The way in which V becomes the head axis of examples with one head each.
+
+    Attributes:
+        size: size of V.
+    """
+
+    size: int
+
+    @staticmethod
+    def fits(axes: Sequence[str], operands: int, mapped: Sequence[bool], arrays: Sequence[jax.Array]) -> bool:
+        """Returns whether V should become heads: all share a mask, a bias or ids, which the batch might have to repeat.
+
+        Args:
+            axes: the axes of each array as `spec.Operand` has them; the first three are query, key and value.
+            operands: how many of the arrays are operands, and neither residuals nor tangents.
+            mapped: whether V comes first in an array.
+            arrays: all of them.
+        """
+        has_heads = [_head_axis(x) is not None for x in axes]
+        if not all(mapped[:3]) or any(m and not has for m, has in zip(mapped, has_heads, strict=True)):
+            return False
+        if any(x.shape[3] != 1 for x in arrays[:2]) or jax.typeof(arrays[0]).sharding.spec[0] is not None:
+            return False
+        if not is_known(arrays[0].shape[0]) or arrays[0].shape[0] == 0:
+            return False
+        others = zip(mapped[3:operands], axes[3:operands], strict=True)
+        return any(not is_mapped and set("TSM") & set(x.upper()) for is_mapped, x in others)
+
+    def fold(self, x: jax.Array, is_mapped: bool, axes: str, *, may_broadcast: bool = False) -> jax.Array:
+        """Folds one operand, `[V, ..., 1, ...]` or not mapped `[..., 1, ...]`, to `[..., V, ...]`.
+
+        An operand that is the same for all heads stays as it is if it `may_broadcast` and its `axes` let it.
+        """
+        axis = _head_axis(axes)
+        if axis is None or (may_broadcast and not is_mapped and axes[axis] == "n"):
+            return x
+        if not is_mapped:
+            return jnp.broadcast_to(x, (*x.shape[:axis], self.size, *x.shape[axis + 1 :]))
+        return jnp.squeeze(jnp.moveaxis(x, 0, axis), axis + 1)
+
+    def unfold(self, x: jax.Array, axes: str) -> jax.Array:
+        """Inverts `fold` on a result: `[..., V, ...]` to `[V, ..., 1, ...]`."""
+        axis = _head_axis(axes)
+        assert axis is not None, axes
+        return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
+
+
+def _head_axis(axes: str) -> int | None:
+    """Returns which of an array's axes is that of heads, if there is one."""
+    return next((i for i, letter in enumerate(axes) if letter in "nNK"), None)
 
 
 def _mesh_axes(entry: Any) -> set[Any]:

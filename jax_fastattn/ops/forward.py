@@ -89,12 +89,17 @@ def _batch(
 ) -> tuple[list[jax.Array], list[int]]:
     del needs_devices
     ahead, (size, mapped, arrays) = mapped, batching.leading(arrays, dims)
+    axes = batching.axes_of(spec.present)
     if any(ahead) and mapped == ahead:  # two mapped axes become one
         both = batching.Fold.of(arrays[0], True, size, batch_axis=1)
         merged = [both.fold(x, True) if m else x for x, m in zip(arrays, mapped, strict=True)]
         results = [both.unfold(x) for x in forward(spec, merged, ahead)]
     elif not any(ahead) and batching.becomes_heads(spec.present, mapped, [x.shape for x in arrays]):
         results = forward(spec, arrays, mapped)
+    elif not any(ahead) and batching.IntoHeads.fits(axes, len(arrays), mapped, arrays):
+        heads = batching.IntoHeads(size)
+        folded = [heads.fold(*x, may_broadcast=True) for x in zip(arrays, mapped, axes, strict=True)]
+        results = [heads.unfold(x, "BTN") for x in forward(spec, folded)]
     else:
         results = _into_batch(spec, ahead, size, mapped, arrays)
     return results, [0] * len(results)
@@ -105,13 +110,13 @@ def _into_batch(
 ) -> list[jax.Array]:
     into = batching.Fold.of(arrays[0], mapped[0], size, batch_axis=mapped[0] + ahead[0])
 
-    def fold(name: str, x: jax.Array, is_mapped: bool, is_ahead: bool) -> jax.Array:
+    def fold(axes: str, x: jax.Array, is_mapped: bool, is_ahead: bool) -> jax.Array:
         def one(x: jax.Array) -> jax.Array:
-            return into.fold(x, is_mapped, may_broadcast=name in batching.BROADCAST)
+            return into.fold(x, is_mapped, axes, may_broadcast=True)
 
         return jax.vmap(one, in_axes=int(is_mapped))(x) if is_ahead else one(x)
 
-    folded = [fold(*x) for x in zip(spec.present, arrays, mapped, ahead, strict=True)]
+    folded = [fold(*x) for x in zip(batching.axes_of(spec.present), arrays, mapped, ahead, strict=True)]
     unfold = jax.vmap(into.unfold, out_axes=1) if any(ahead) else into.unfold
     return [unfold(x) for x in forward(spec, folded, ahead)]
 

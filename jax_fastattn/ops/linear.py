@@ -20,8 +20,9 @@ from jax.interpreters import batching as jax_batching
 
 from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, batching, dispatch
+from jax_fastattn.ops.batching import axes_of
 from jax_fastattn.ops.partitioned import Axes, Op
-from jax_fastattn.spec import OPERANDS, AttentionSpec, Problem
+from jax_fastattn.spec import AttentionSpec, Problem
 
 Names = tuple[str, ...]
 
@@ -59,17 +60,21 @@ class Layout:
         """Returns the layout of a call from its parameters; an op with gradients has cotangents, too."""
         rows = ROWS[: 2 if wanted is None else 3 + with_dlse]
         results, tangents = ROWS[: 2 * with_results], moved + along
-        axes = (*_axes(spec.present), *rows, *results, *_axes(tangents))
+        axes = (*axes_of(spec.present), *rows, *results, *axes_of(tangents))
         names = (*spec.present, *(None for _ in rows + results), *tangents)
         return cls(axes, names, len(axes) - len(results + tangents), wanted)
 
+    @property
+    def results(self) -> Names:
+        """The axes of each result."""
+        return ROWS[:2] if self.wanted is None else axes_of(self.wanted)
+
     def letters(self) -> Axes:
-        results = ROWS[:2] if self.wanted is None else _axes(self.wanted)
-        return Axes([x.upper().replace("1", "N") for x in self.axes], [x.upper().replace("1", "N") for x in results])
+        return Axes(*([x.upper().replace("1", "N") for x in axes] for axes in (self.axes, self.results)))
 
-
-def _axes(names: Names) -> Names:
-    return tuple(OPERANDS[name].axes for name in names)
+    def has_heads(self) -> bool:
+        """Returns whether all results have an axis of heads; the gradient of a scale is summed over them."""
+        return all("1" not in axes for axes in self.results)
 
 
 def define(
@@ -118,26 +123,28 @@ def differentiate(primitive: Any, jvp: Callable[..., Any] | None = None, transpo
 
 
 def _batch(op: Op, arrays: Any, dims: Any, *, needs_devices: Any, spec: AttentionSpec, **params: Any) -> Any:
-    """Folds the mapped axis V into the batch."""
+    """Folds the mapped axis V into the batch, or into the heads of examples that have one each."""
     del needs_devices
     layout = Layout.of(spec, **params)
     size, mapped, arrays = batching.leading(arrays, dims)
-    into = batching.Fold.of(arrays[0], mapped[0], size, batch_axis=int(mapped[0]))
+    into: batching.Fold | batching.IntoHeads = batching.Fold.of(arrays[0], mapped[0], size, batch_axis=int(mapped[0]))
+    if layout.has_heads() and batching.IntoHeads.fits(layout.axes, len(spec.present), mapped, arrays):
+        into = batching.IntoHeads(size)
     # An operand and its tangent are repeated together, since they have one shape. Each example's own gradient is asked
     # for: an operand that has one is repeated, and its gradient summed over B alone.
     repeated = {name for name, is_mapped in zip(layout.names, mapped, strict=True) if is_mapped}
     repeated |= set(layout.wanted or ())
 
     def fold(i: int, x: jax.Array) -> jax.Array:
-        may_broadcast = layout.axes[i][0] == "b" and layout.names[i] not in repeated
+        axes, may_broadcast = layout.axes[i], layout.names[i] not in repeated
         if mapped[i] or i < layout.first_tangent:
-            return into.fold(x, mapped[i], may_broadcast=may_broadcast)
+            return into.fold(x, mapped[i], axes, may_broadcast=may_broadcast)
         # The transpose is a sum over V, which should not add up 16-bit numbers.
         wide = x.astype(abstract.statistics_dtype(x.dtype))
-        return into.fold(wide, False, may_broadcast=may_broadcast).astype(x.dtype)
+        return into.fold(wide, False, axes, may_broadcast=may_broadcast).astype(x.dtype)
 
     found = op.bind(*(fold(i, x) for i, x in enumerate(arrays)), spec=spec, **params)
-    results = [into.unfold(x) for x in found]
+    results = [into.unfold(x, axes) for x, axes in zip(found, layout.results, strict=True)]
     for i, name in enumerate(layout.wanted or ()):
         source = layout.names.index(name)
         if batching.inner_batch(arrays[source], mapped[source]) == 1:
