@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -56,15 +56,19 @@ def _for_kernels(operands: Operands) -> Operands:
     return _padded(operands._replace(query=_scaled(operands.query, operands), scale=None))
 
 
-def forward(spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None = None) -> tuple[jax.Array, jax.Array]:
+def forward(
+    spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None = None, kept: Sequence[TileLists] = ()
+) -> tuple[jax.Array, jax.Array]:
     """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`.
 
-    They come from one custom call. A mask or segment ids take another one before it, the prepass.
+    They come from one custom call. A mask or segment ids take another one before it, the prepass, unless lists for the
+    kernel's tiles are kept.
 
     Args:
         spec: the static facts of the call.
         operands: the arrays of the call.
         kernel: the compile key; by default the one that `kernel_spec` chooses.
+        kept: see `tile_lists`.
     """
     padded = _for_kernels(operands)
     problem, arrays = _launched(spec, padded)
@@ -72,7 +76,7 @@ def forward(spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None =
     rows = padded.query.shape[:3]
     shapes = {"out": rows + padded.value.shape[3:], "lse": rows}
     launched = {name: _joined_shape(shape, padded) for name, shape in shapes.items()}
-    arrays, lists = _with_lists(spec, padded, kernel, arrays)
+    arrays, lists = _with_lists(spec, padded, kernel, arrays, kept)
     found = _launch(kernel, problem, arrays | _records(kernel, padded), launched | forward_scratch(kernel), lists)
     out, lse = (found[name].reshape(shape) for name, shape in shapes.items())
     return cut_head_dim(out, operands.value.shape[3]), lse
@@ -87,11 +91,12 @@ def backward(
     dlse: jax.Array | None,
     wanted: Collection[str] = DIFFERENTIABLE,
     kernel: KernelSpec | None = None,
+    kept: Sequence[TileLists] = (),
 ) -> Gradients:
     """Returns the gradients from one custom call, which launches every kernel of the backward pass.
 
-    A mask or segment ids take others before it, the prepasses: two where dq has a kernel of its own, else one.
-    See `portable.backward` for `wanted`, and `forward` for `kernel`.
+    A mask or segment ids take others before it, the prepasses: two where dq has a kernel of its own, else one, less
+    those whose lists are kept. See `portable.backward` for `wanted`, and `forward` for `kernel` and `kept`.
     """
     sinks = operands.sinks if "sinks" in wanted else None
     padded = _for_kernels(operands)._replace(sinks=sinks)
@@ -105,7 +110,7 @@ def backward(
     launched = {name: _joined_shape(shape, padded) for name, shape in gradients.items()}
     if sinks is not None:
         launched["dsinks_terms"] = (problem.batch, problem.num_heads, problem.query_length)
-    arrays, lists = _with_lists(spec, padded, kernel, arrays)
+    arrays, lists = _with_lists(spec, padded, kernel, arrays, kept)
     found = _launch(kernel, problem, arrays | _records(kernel, padded) | residuals, launched | scratch, lists)
     dq, dk, dv = (found[name].reshape(shape) for name, shape in gradients.items())
     dscaled = cut_head_dim(dq, operands.query.shape[3])
@@ -119,7 +124,11 @@ def backward(
 
 
 def _with_lists(
-    spec: AttentionSpec, operands: Operands, kernel: KernelSpec, arrays: dict[str, jax.Array | None]
+    spec: AttentionSpec,
+    operands: Operands,
+    kernel: KernelSpec,
+    arrays: dict[str, jax.Array | None],
+    kept: Sequence[TileLists],
 ) -> tuple[dict[str, jax.Array | None], TileLists | None]:
     """Returns the operands of a launch with lists in place of the predicate, and lists; else all as it is.
 
@@ -127,11 +136,11 @@ def _with_lists(
     """
     if not kernel.listed:
         return arrays, None
-    found = [tile_lists(spec, operands, config) for config in prepass_configs(kernel)]
-    kept = {name: x for name, x in arrays.items() if name not in PREDICATE or getattr(kernel, name, False)}
+    found = [tile_lists(spec, operands, config, kept) for config in prepass_configs(kernel)]
+    others = {name: x for name, x in arrays.items() if name not in PREDICATE or getattr(kernel, name, False)}
     for lists in found:
-        kept |= lists.buffers()
-    return kept, found[-1]
+        others |= lists.buffers()
+    return others, found[-1]
 
 
 def _launched(spec: AttentionSpec, operands: Operands) -> tuple[Problem, dict[str, jax.Array | None]]:

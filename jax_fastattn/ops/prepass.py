@@ -8,7 +8,8 @@ scan over layers hoists. Its results depend on the tiles of the kernel that read
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,13 @@ PREDICATE = (
 )
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TileLists:
     """The results of the prepass, for kernels with the same tiles.
+
+    A later call with the same predicate and sizes can take them instead of a prepass of its own: see `tile_lists`. They
+    may leave a jitted function and enter another one.
 
     Attributes:
         config: sizes of the tiles.
@@ -44,8 +49,8 @@ class TileLists:
         counts: how many tiles of keys visit each query tile; None for lists of tiles of queries.
     """
 
-    config: PrepassConfig
-    planes: tuple[int, int, int, int]
+    config: PrepassConfig = field(metadata={"static": True})
+    planes: tuple[int, int, int, int] = field(metadata={"static": True})
     lists: jax.Array
     bits: jax.Array
     counts: jax.Array | None = None
@@ -57,13 +62,19 @@ class TileLists:
         return {"key_lists": self.lists, "key_bits": self.bits}
 
 
-def tile_lists(spec: AttentionSpec, operands: Operands, config: PrepassConfig) -> TileLists:
-    """Returns the lists of a call, from one custom call.
+def tile_lists(
+    spec: AttentionSpec, operands: Operands, config: PrepassConfig, kept: Sequence[TileLists] = ()
+) -> TileLists:
+    """Returns the lists of a call: those of `kept` that have its tiles, else new ones from one custom call.
 
     Args:
         spec: the static facts of the call.
         operands: its arrays, of which it reads those of `PREDICATE`.
         config: sizes of the tiles of the kernel that reads them.
+        kept: lists of calls with the same predicate: equal mask, ids, lengths, offset and window.
+
+    Raises:
+        ValueError: the lists of `kept` with these tiles are those of a call with other sizes.
     """
     kernel = prepass_spec(spec, config, ffi.arch())
     one_row, sizes = _is_one_row(spec, operands, config), _sizes(operands, config)
@@ -73,6 +84,10 @@ def tile_lists(spec: AttentionSpec, operands: Operands, config: PrepassConfig) -
     results = {name: buffer.dtype for name, buffer in buffers.items() if buffer.role != "operand"}
     arrays = _arrays(operands)
     shapes = layout.shapes(config, sizes)
+    planes = (*_planes(operands, sizes), int(not one_row))
+    for lists in kept:
+        if lists.config == config:
+            return _checked(lists, shapes, planes)
     found = launch_p.bind(
         *(arrays[name] for name, buffer in buffers.items() if buffer.role == "operand"),
         kernel=kernel,
@@ -81,8 +96,20 @@ def tile_lists(spec: AttentionSpec, operands: Operands, config: PrepassConfig) -
         results=tuple((shapes[name], dtype) for name, dtype in results.items()),
     )
     named = dict(zip(results, found, strict=True))
-    planes = (*_planes(operands, sizes), int(not one_row))
     return TileLists(config, planes, named["lists"], named["bits"], named.get("counts"))
+
+
+def _checked(lists: TileLists, shapes: Mapping[str, tuple[int, ...]], planes: tuple[int, int, int, int]) -> TileLists:
+    """Returns lists that have these shapes and planes. Kernels would read past the end of smaller ones."""
+    found = {name: x.shape for name in ("lists", "bits", "counts") if (x := getattr(lists, name)) is not None}
+    expected = {name: shapes[name] for name in found}
+    if (found, lists.planes) != (expected, planes):
+        raise ValueError(
+            f"the kept lists for tiles of {lists.config.rows} queries and {lists.config.keys} keys have the shapes "
+            f"{found} and the planes {lists.planes}; this call needs {expected} and {planes}. Keep the lists of a call "
+            "with the same sizes and the same shape of mask, or keep none."
+        )
+    return lists
 
 
 def _sizes(operands: Operands, config: PrepassConfig) -> layout.Sizes:

@@ -18,10 +18,12 @@ from emulated_launch import MULTIPROCESSORS
 
 from jax_fastattn import ffi
 from jax_fastattn.canonical import canonicalize
+from jax_fastattn.kernels.choose import kernel_spec, prepass_configs
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda, prepass
 from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import QKV, Operands
+from jax_fastattn.spec import QKV, Operands, Problem
 from jax_fastattn.testing.poison import poison
 
 B, T, S, N, K = 2, 70, 141, 4, 2
@@ -107,6 +109,33 @@ def test_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for x, wanted in zip(wanted_names, gradients, strict=True):
         got, expected = (np.asarray(y.astype(jnp.float32)) for y in (getattr(found, x), wanted))
         np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max(), err_msg=x)
+
+
+def test_kept_lists_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call runs no prepass, and the kernel reads what the first one has written."""
+    spec, operands = draw(CASES["ids-causal-mask"])
+    monkeypatch.setattr(ffi, "arch", lambda: "sm_90a")
+    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
+    ops: list[str] = []
+
+    def bind(*arrays: jax.Array, kernel: KernelSpec, **params: Any) -> list[jax.Array]:
+        ops.append(kernel.op)
+        return emulated_ops.bind(*arrays, kernel=kernel, **params)
+
+    monkeypatch.setattr(launch_p, "bind", bind)
+    kernel = kernel_spec(Problem.of(spec, operands), "forward", "sm_90a")
+    kept = [prepass.tile_lists(spec, operands, config) for config in prepass_configs(kernel)]
+    assert ops == ["prepass"]
+    found, expected = cuda.forward(spec, operands, kept=kept), cuda.forward(spec, operands)
+    assert ops == ["prepass", "forward", "prepass", "forward"]
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    # With the lists of a mask that shows nothing, nothing is visible.
+    assert operands.mask is not None
+    hidden = operands._replace(mask=jnp.zeros_like(operands.mask))
+    nothing = [prepass.tile_lists(spec, hidden, config) for config in prepass_configs(kernel)]
+    out, _ = cuda.forward(spec, operands, kept=nothing)
+    assert not np.asarray(out).any()
 
 
 def test_wide_ids_lose_no_bit() -> None:
