@@ -9,6 +9,8 @@ levanter (layers/attention.py).
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,11 +150,21 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AttentionSpec, Operands]
     return found
 
 
-def assert_reaches_kernels(function: Call, arrays: Any, seen: list[tuple[AttentionSpec, Operands]]) -> None:
-    """Asserts that a program lowered for sm_90a launches a kernel, and a prepass if there is a mask or ids."""
+def assert_reaches_kernels(function: Call, arrays: Any, seen: list[tuple[AttentionSpec, Operands]]) -> str:
+    """Asserts that a program lowered for sm_90a launches a kernel, and a prepass if there is a mask or ids.
+
+    Returns:
+        The program.
+    """
     text = calls.cuda_text(function, *arrays)
     ((spec, _),) = seen
     assert calls.count_launches(text) == (2 if {"mask", "query_segment_ids"} & {*spec.present} else 1)
+    return text
+
+
+def largest_boolean(text: str) -> int:
+    """Returns how many elements the largest array of booleans has in a program."""
+    return max(math.prod(map(int, shape.split("x")[:-1])) for shape in re.findall(r"tensor<((?:\d+x)+)i1>", text))
 
 
 def exact(query: Any, key: Any, value: Any, visible: Any) -> jax.Array:
@@ -193,11 +205,12 @@ def test_numbers_and_gradients(name: str, seen: Any) -> None:
 def test_calls_reach_attention_as_kernels_take_them(
     name: str, seen: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In bfloat16: booleans or integers, no bias."""
+    """In bfloat16: booleans or integers, no bias. No mask is repeated for heads."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
     arrays = *arrays_of(129, 64, jnp.bfloat16), LENGTHS, jnp.repeat(IDS, 12, axis=1)[:, :129]
     with jax_nn.installed():
-        assert_reaches_kernels(CLIENTS[name], arrays, seen)
+        text = assert_reaches_kernels(CLIENTS[name], arrays, seen)
+    assert name in WITH_IDS or largest_boolean(text) == 2 * 129 * 129
     ((spec, operands),) = seen
     wanted = {"query_segment_ids", "key_value_segment_ids"} if name in WITH_IDS else {"mask"}
     assert set(spec.present) == {"query", "key", "value", *wanted}

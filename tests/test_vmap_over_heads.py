@@ -15,8 +15,11 @@ import calls
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastattn import attention
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 BATCH, HEADS, T, S = 2, 3, 5, 7
 CASE = dataclasses.replace(
@@ -101,7 +104,7 @@ def test_tangents() -> None:
 
 def heads(query: jax.Array, key: jax.Array, value: jax.Array, **shared: Any) -> jax.Array:
     """Attention `[T, N, H]` of one head after the other, as modules of equinox call it."""
-    one = lambda q, k, v: attention(q[:, None], k[:, None], v[:, None], implementation="cuda", **shared)[:, 0]
+    one = lambda q, k, v: attention(q[:, None], k[:, None], v[:, None], **shared)[:, 0]
     return jax.vmap(one, in_axes=1, out_axes=1)(query, key, value)
 
 
@@ -120,10 +123,12 @@ def test_the_prepass_reads_it_once(name: str, gradient: bool, monkeypatch: pytes
 
     def batch(query: jax.Array, key: jax.Array, value: jax.Array, shared: Any) -> jax.Array:
         if not gradient:
-            return jax.vmap(lambda q, k, v, shared: heads(q, k, v, **shared))(query, key, value, shared)
+            return jax.vmap(lambda q, k, v, shared: heads(q, k, v, implementation="cuda", **shared))(
+                query, key, value, shared
+            )
 
         def loss(q: jax.Array, k: jax.Array, v: jax.Array, shared: Any) -> jax.Array:
-            return heads(q, k, v, **shared).astype(jnp.float32).sum()
+            return heads(q, k, v, implementation="cuda", **shared).astype(jnp.float32).sum()
 
         return jax.vmap(jax.grad(loss))(query, key, value, shared)
 
@@ -135,3 +140,41 @@ def test_the_prepass_reads_it_once(name: str, gradient: bool, monkeypatch: pytes
     assert [operands for operands, results in types if "f" not in results] == [read] * (2 if gradient else 1)
     rows = f"tensor<{BATCH}x{T}x{HEADS}x64xbf16>"
     assert all(operands.startswith(f"({rows}") for operands, results in types if "f" in results)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AxisType.Auto,
+        pytest.param(
+            AxisType.Explicit,
+            marks=pytest.mark.skipif(
+                JAX_VERSION < (0, 9), reason="jax 0.8 fails on custom_partitioning under Explicit"
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_a_mesh_splits_batch_and_heads(kind: AxisType) -> None:
+    """Nothing is gathered, and results are split as the query. Explicit axes on both failed before."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(key, (2, rows, 4, 8)) for key, rows in zip(keys, (T, S, S), strict=False)]
+    mask = jax.random.bernoulli(keys[3], 0.6, (2, T, S))
+
+    def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        def loss(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+            return jnp.sin(jax.vmap(lambda *x: heads(*x[:3], mask=x[3]))(query, key, value, mask)).sum()
+
+        return jax.grad(loss, (0, 1, 2))(*arrays)
+
+    expected = calls.quick_jit(gradients)(*arrays, mask)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    split = NamedSharding(mesh, PartitionSpec("data", None, "model"))
+    placed = [jax.device_put(x, split) for x in arrays]
+    placed.append(jax.device_put(mask, NamedSharding(mesh, PartitionSpec("data"))))
+    with jax.set_mesh(mesh):
+        compiled = calls.quick_jit(gradients).lower(*placed).compile()
+        found = compiled(*placed)
+    assert all(x.sharding.is_equivalent_to(split, 4) for x in found)
+    assert not re.search(r" (all-gather|all-to-all|collective-permute)(-start)?\(", compiled.as_text())
+    calls.assert_same(jax.device_get(found), jax.device_get(expected))

@@ -115,7 +115,7 @@ class IntoHeads:
         has_heads = [_head_axis(x) is not None for x in axes]
         if not all(mapped[:3]) or any(m and not has for m, has in zip(mapped, has_heads, strict=True)):
             return False
-        if any(x.shape[3] != 1 for x in arrays[:2]) or jax.typeof(arrays[0]).sharding.spec[0] is not None:
+        if any(x.shape[3] != 1 for x in arrays[:2]):
             return False
         if not is_known(arrays[0].shape[0]) or arrays[0].shape[0] == 0:
             return False
