@@ -41,6 +41,7 @@ def scanned(layer: Layer, x: jax.Array, weights: jax.Array, mask: jax.Array, unr
 
 STACKS: dict[str, Callable[..., jax.Array]] = {
     "unrolled": functools.partial(unrolled, layer),
+    "unrolled-checkpoint": functools.partial(unrolled, jax.checkpoint(layer)),
     "scan": functools.partial(scanned, layer),
     "scan-unrolled": functools.partial(scanned, layer, unroll=LAYERS),
     "checkpoint": functools.partial(scanned, jax.checkpoint(layer, prevent_cse=False)),
