@@ -39,8 +39,9 @@ def test_what_is_derived_from_the_table() -> None:
     assert DIFFERENTIABLE == ("query", "key", "value", "bias", "sinks", "scale")
     assert compare.Results._fields == ("out", "lse", "dquery", "dkey", "dvalue", "dbias", "dsinks", "dscale")
     assert compare.Results(1, 2) == (1, 2, *[None] * 6)
-    assert batching.BROADCAST == ("bias", "mask", "sinks", "scale")
-    assert [name for name in batching.BROADCAST if name not in DIFFERENTIABLE] == ["mask"]
+    broadcast = [name for name, axes in zip(OPERANDS, batching.axes_of(tuple(OPERANDS)), strict=True) if axes[0] == "b"]
+    assert broadcast == ["bias", "mask", "sinks", "scale"]
+    assert [name for name in broadcast if name not in DIFFERENTIABLE] == ["mask"]
     assert batching.HEAD_AXIS == {"query": 2, "bias": 1, "mask": 1, "sinks": 1}
     assert [name for name, x in OPERANDS.items() if "n" in x.axes] == ["bias", "mask"]
     assert [name for name, x in OPERANDS.items() if x.per_kv_head] == ["mask"]
