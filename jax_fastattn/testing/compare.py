@@ -8,8 +8,9 @@ the features that jax.nn lacks. A result passes when its error is at most twice 
 its largest error and its root mean square both, since the largest elements of a tensor hide what is wrong with others.
 
 In one thing the baseline of gradients is FlashAttention's (Dao et al. 2022, algorithm 4), not jax.nn's: `delta`, the
-product of dout with the output, takes the output as it is stored, rounded to the dtype of the operands. Where many
-queries see one and the same key alone, this rounding may be most of the error of that key's gradient.
+product of dout with the output, takes the output as the forward pass stores it: of rounded weights, and rounded to the
+dtype of the operands. Both roundings may be most of the error of a gradient, such as that of a key which many queries
+see and few other keys with it. jax.nn takes the weights before it rounds them.
 """
 
 from __future__ import annotations
@@ -76,12 +77,13 @@ def expected(
     with jax.default_matmul_precision("highest"):
         oracle = evaluate(attention_reference, spec, wide, dout, dlse)
     # An error of delta acts as one of -dlse.
-    delta_errors = jnp.sum(_rounding_of_output(operands, oracle.out, dout), axis=3)
+    errors_of_products = _errors_of_products(spec, operands, oracle.out, dout)
+    delta_errors = jnp.sum(errors_of_products, axis=3)
     given = jnp.zeros_like(delta_errors) if dlse is None else dlse
     baseline = evaluate(same_dtype_attention, spec, operands, dout, given - delta_errors.astype(given.dtype))
     sums = [name for name in SUM_FACTORS if getattr(oracle, name) is not None]
     if sums:
-        errors = _typical_errors(sums, spec, operands, wide, oracle.out, dout, dlse)
+        errors = _typical_errors(sums, spec, operands, wide, errors_of_products, dout, dlse)
         baseline = baseline._replace(**{name: getattr(oracle, name) + error for name, error in errors.items()})
     return oracle, baseline
 
@@ -91,7 +93,7 @@ def _typical_errors(
     spec: AttentionSpec,
     operands: Operands,
     wide: Operands,
-    out: jax.Array,
+    errors_of_products: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> dict[str, jax.Array]:
@@ -100,17 +102,16 @@ def _typical_errors(
     The errors of rows are independent, so each draw changes the signs of rows of the cotangents. A row that sees few
     keys may have most of such a sum, where the rounding of the output is ten times the baseline's other errors.
     """
-    rounding = _rounding_of_output(operands, out, dout)
-    given = jnp.zeros(dout.shape[:3], out.dtype) if dlse is None else dlse
+    given = jnp.zeros(dout.shape[:3], errors_of_products.dtype) if dlse is None else dlse
 
     def errors(key: jax.Array) -> dict[str, jax.Array]:
         row_key, rounding_key = jax.random.split(key)
         signs = jax.random.rademacher(row_key, dout.shape[:3], jnp.float32)
-        delta_errors = jnp.sum(rounding * jax.random.rademacher(rounding_key, dout.shape, out.dtype), axis=3)
+        errors = errors_of_products * jax.random.rademacher(rounding_key, dout.shape, errors_of_products.dtype)
         dlse = given * signs.astype(given.dtype)
         dout_signed = dout * signs[..., None].astype(dout.dtype)
         with jax.default_matmul_precision("highest"):
-            exact = evaluate(attention_reference, spec, wide, dout_signed, dlse + delta_errors)
+            exact = evaluate(attention_reference, spec, wide, dout_signed, dlse + jnp.sum(errors, axis=3))
         found = evaluate(same_dtype_attention, spec, operands, dout_signed, dlse)
         return {name: getattr(found, name) - getattr(exact, name) for name in names}
 
@@ -118,9 +119,10 @@ def _typical_errors(
     return {name: jnp.sqrt(jnp.mean(x**2, axis=0)) for name, x in found.items()}
 
 
-def _rounding_of_output(operands: Operands, out: jax.Array, dout: jax.Array) -> jax.Array:
-    """Returns the error of each product that `delta` sums, from storing the output in the dtype of the operands."""
-    return (_rounded(out, operands.query.dtype).astype(out.dtype) - out) * dout.astype(out.dtype)
+def _errors_of_products(spec: AttentionSpec, operands: Operands, out: jax.Array, dout: jax.Array) -> jax.Array:
+    """Returns the error of each product that `delta` sums, if its output is the one that the baseline stores."""
+    stored = _rounded(same_dtype_attention(spec, operands)[0].astype(out.dtype), operands.query.dtype)
+    return (stored.astype(out.dtype) - out) * dout.astype(out.dtype)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
