@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> None:
     kinds = options.kinds or len(combinations.allowed())
     drawn = combinations.combined_draws(options.seed, options.draws, kinds, combinations.SMALL)
     settings = {"seed": options.seed, "draws": len(drawn), "kinds": min(kinds, len(drawn)), "features": counts(drawn)}
-    started = time.monotonic()
+    # What is there now: the run takes an hour, and the checkout may change.
+    record, started = describe_run(options.commit) | settings, time.monotonic()
     failed = failures([drawn[i::kinds] for i in range(kinds)])
-    record = describe_run(options.commit) | settings
     record |= {"seconds": round(time.monotonic() - started), "failures": len(failed), "failed": failed}
     options.output.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{len(failed)} of {len(drawn)} failed in {record['seconds']} s; the record is in {options.output}")

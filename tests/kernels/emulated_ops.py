@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs custom calls in the emulator of Hopper's kernels: what `ops/cuda.py` binds, without a GPU."""
+"""Runs custom calls in the emulators of both families: what `ops/cuda.py` binds, without a GPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import emulated_hopper
+import emulated_portable_masks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,14 +59,20 @@ def _prepass(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints
 
 
 def _forward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
-    assert kernel.family == "sm90"
-    for launch in ForwardKernel(kernel).launches(buffers, _scalars(kernel, ints, floats)):
+    scalars = _scalars(kernel, ints, floats)
+    if kernel.family == "sm80":
+        emulated_portable_masks.run_launches(kernel, buffers, memory, scalars)
+        return
+    for launch in ForwardKernel(kernel).launches(buffers, scalars):
         emulated_hopper.start(launch, emulated_hopper.forward_texts(kernel), memory)
 
 
 def _backward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
-    assert kernel.family == "sm90"
-    host, scalars = BackwardKernel(kernel), _scalars(kernel, ints, floats)
+    scalars = _scalars(kernel, ints, floats)
+    if kernel.family == "sm80":
+        emulated_portable_masks.run_launches(kernel, buffers, memory, scalars)
+        return
+    host = BackwardKernel(kernel)
     for launch in host.launches(buffers, scalars, emulated_hopper.few_heads(host, scalars)):
         emulated_hopper.start(launch, emulated_hopper.backward_texts(kernel), memory)
 

@@ -4,14 +4,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_ops
-import emulated_portable_masks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +16,6 @@ from emulated_launch import MULTIPROCESSORS
 from test_masks_ops import CASES, B, N, T, draw
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.reference import attention_reference
@@ -28,20 +24,11 @@ from jax_fastattn.testing.poison import poison
 pytestmark = pytest.mark.slow
 
 
-def _run(kernel: Any, buffers: Any, memory: Any, ints: Any, floats: Any) -> None:
-    """Takes the place of what runs Hopper's kernels."""
-    assert kernel.family == "sm80" and kernel.listed
-    scalars = Scalars(**dict(zip(SCALAR_DTYPES, (*ints, *floats), strict=True)))
-    emulated_portable_masks.run_launches(kernel, buffers, memory, scalars)
-
-
 @pytest.fixture
 def _emulated(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     monkeypatch.setattr(ffi, "arch", lambda: arch)
     monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
     monkeypatch.setattr(launch_p, "bind", emulated_ops.bind)
-    monkeypatch.setattr(emulated_ops, "_forward", _run)
-    monkeypatch.setattr(emulated_ops, "_backward", _run, raising=False)
 
 
 @pytest.mark.parametrize(
