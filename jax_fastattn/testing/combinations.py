@@ -151,8 +151,17 @@ def combined_draws(seed: int, count: int, kinds: int, sizes: Sizes) -> list[Case
 
 
 def emulated_draws(seed: int, count: int) -> list[Case]:
-    """Returns calls of the sizes that emulators take, each of another kind."""
-    return combined_draws(seed, count, count, EMULATED)
+    """Returns calls of the sizes that emulators take, each of another kind.
+
+    Every second one has a mask or ids, in turns.
+    """
+    kinds = len(allowed())
+    by_feature: dict[str, list[Case]] = {"mask": [], "ids": [], "": []}
+    for case in combined_draws(seed, kinds, kinds, EMULATED):
+        has = features_of(case)
+        by_feature["mask" if "mask" in has else "ids" if "ids" in has else ""].append(case)
+    sources = {name: iter(found) for name, found in by_feature.items()}
+    return [next(sources[name]) for name in itertools.islice(itertools.cycle(["mask", "", "ids", ""]), count)]
 
 
 def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:

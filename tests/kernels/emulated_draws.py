@@ -1,0 +1,56 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs random calls in the emulators: all custom calls of both passes, prepasses included, on poisoned operands.
+
+A call is what `ops/cuda.py` makes of canonical operands, on the GPU that a test names. What the public functions do
+before that (arguments, batching) is left out: `jax.vmap` is a batch axis here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from unittest import mock
+
+import emulated_ops
+import jax
+import numpy as np
+from emulated_launch import MULTIPROCESSORS
+
+from jax_fastattn import ffi
+from jax_fastattn.ops import cuda
+from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.spec import DIFFERENTIABLE
+from jax_fastattn.testing import combinations, compare
+from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.compare import Results
+from jax_fastattn.testing.poison import poison
+
+ARCHS = ("sm_90a", "sm_80")
+
+
+def draws(seed: int, count: int, arch: str) -> list[Case]:
+    """Returns random calls for the emulator of an architecture; those of two architectures differ."""
+    return combinations.emulated_draws(seed + 1000 * ARCHS.index(arch), count)
+
+
+def check(case: Case, arch: str) -> None:
+    """Asserts that the kernels of an architecture are right, by the rule of the GPU tests."""
+    spec, *arrays = combinations.inputs(case)
+    expected = jax.tree.map(np.asarray, compare.expected(spec, *arrays))
+    operands, dout, dlse = poison(spec, *arrays, turn=case.draw or 0)
+    with _emulated(arch):
+        out, lse = cuda.forward(spec, operands)
+        wanted = [name for name in DIFFERENTIABLE if name in spec.present]
+        gradients = cuda.backward(spec, operands, out, lse, dout, dlse, wanted)
+    compare.assert_within_budget(Results.of(out, lse, gradients), *expected)
+
+
+@contextlib.contextmanager
+def _emulated(arch: str) -> Generator[None]:
+    with (
+        mock.patch.object(ffi, "arch", lambda: arch),
+        mock.patch.object(ffi, "multiprocessors", lambda: MULTIPROCESSORS),
+        mock.patch.object(launch_p, "bind", emulated_ops.bind),
+    ):
+        yield
