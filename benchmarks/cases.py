@@ -47,6 +47,27 @@ def _packed(lengths: tuple[int, ...]) -> Case:
     return _case(sum(lengths), 32, 128, kv_heads=8, is_causal=True, packed=(lengths, lengths), batch=1)
 
 
+def _masks() -> dict[str, Case]:
+    """Returns calls with a mask or segment ids, each after the call by the flag that they spell."""
+    causal = {dim: _case(2048, 16, dim, is_causal=True) for dim in (64, 128)}
+    padded = _case(2048, 16, 64, key_value_seq_lengths=tuple(int(x) for x in np.linspace(1024, 2048, 8)))
+    documents = _case(2048, 16, 64, documents=((512,) * 4,) * 8)
+    long = _case(8192, 32, 128, kv_heads=8, documents=((1024,) * 8,) * 2)
+    return {
+        "mask-random-d64": _case(2048, 16, 64, mask="ts"),
+        "mask-random-d128": _case(2048, 16, 128, mask="ts"),
+        "lengths-d64": padded,
+        "lengths-as-mask-d64": models.as_mask(padded, "bs"),
+        **{f"causal-d{dim}": case for dim, case in causal.items()},
+        **{f"causal-as-mask-d{dim}": models.as_mask(case, "ts") for dim, case in causal.items()},
+        "documents-as-mask-d64": models.as_mask(documents, "ts"),
+        "documents-as-batch-d128": _case(1024, 32, 128, kv_heads=8, is_causal=True),
+        "documents-as-packed-d128": _packed((1024,) * 16),
+        "documents-as-ids-d128": dataclasses.replace(long, is_causal=True),
+        "documents-as-mask-d128": dataclasses.replace(models.as_mask(long, "bts"), is_causal=True),
+    }
+
+
 GRID = _grid()
 # 65536 tokens each, except for one sequence that is a row of the grid. The first two are the same sequences, in a batch
 # and packed.
@@ -90,6 +111,8 @@ OTHERS = {
     "decode-64x8k-gqa-32-8-d128": _case(8192, 32, 128, kv_heads=8, batch=64, query_length=1),
     "decode-1x128k-gqa-32-8-d128": _case(131072, 32, 128, kv_heads=8, batch=1, query_length=1),
 }
+# 16384 tokens each; documents of 512 tokens, and of 1024 in rows of 8192.
+MASKS = _masks()
 # Published models, each as libraries call it: by flags, with a mask array, with segment ids.
 MODELS = models.CALLS
 # The same kinds in a size for any CPU: what the tests run.
@@ -102,7 +125,7 @@ TINY = {
     "tiny-model-mask": models.cut(MODELS["gemma3-12b-window-mask"], 48, 1),
     "tiny-model-ids": models.cut(MODELS["pretraining-ids"], 48, 1),
 }
-CASES = GRID | OTHERS | PACKED | MODELS | TINY
+CASES = GRID | OTHERS | PACKED | MASKS | MODELS | TINY
 
 _QUICK = ("d128-causal-4k", "d128-full-4k", "d128-causal-16k", "d64-causal-4k", "d256-causal-4k")
 SETS = {
@@ -110,6 +133,7 @@ SETS = {
     "grid": list(GRID),
     "others": list(OTHERS),
     "packed": list(PACKED),
+    "masks": list(MASKS),
     "models": list(MODELS),
     # With `--arch`: tiles of another card on the one that is there.
     "portable": list(GRID),
@@ -121,8 +145,10 @@ SETS = {
 def visible_pairs(case: Case) -> int:
     """How many pairs of a query and a key see each other, over the batch, for one head.
 
-    Of a mask only what it spells is counted; those of lengths are, too.
+    Of a random mask these are as many as its density makes them on average. Lengths of queries hide nothing here.
     """
+    if case.mask is not None and case.spelled is None:
+        return round(case.mask_density * visible_pairs(dataclasses.replace(case, mask=None)))
     if case.packed is not None:
         return sum(_visible(case, query, key) for query, key in zip(*case.packed, strict=True))
     if case.spelled is not None:

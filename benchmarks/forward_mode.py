@@ -24,7 +24,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -37,7 +36,7 @@ import numpy as np
 from jax_nn import elapsed_ms, memory
 from peers import IMPLEMENTATIONS
 from report import RESULTS, slug
-from run import describe_run
+from run import describe_run, share
 
 from jax_fastattn import ffi
 from jax_fastattn.ops import dispatch
@@ -104,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
     names = options.rows or list(SETS[options.set])
     if options.gpus > 1:
-        share_rows(names, options.gpus, sys.argv[1:] if argv is None else argv)
+        share(__file__, "--rows", names, options.gpus, sys.argv[1:] if argv is None else argv)
         return
     context = describe_run(options.commit)
     output = options.output or RESULTS / f"forward-mode-{context['date'][:10]}-{slug(context['gpu'])}.jsonl"
@@ -140,16 +139,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/forward-mode-<date>-<device>.jsonl")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     return parser.parse_args(argv)
-
-
-def share_rows(names: list[str], gpus: int, arguments: list[str]) -> None:
-    """Measures every `gpus`-th row in a process that sees one GPU. This process must not start a client."""
-    processes = []
-    for i in range(min(gpus, len(names))):
-        command = [sys.executable, __file__, *arguments, "--gpus", "1", "--rows", *names[i::gpus]]
-        processes.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(i)}))
-    if codes := [code for process in processes if (code := process.wait())]:
-        sys.exit(f"{len(codes)} of {len(processes)} processes failed")
 
 
 def measure_case(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -16,14 +16,16 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cases import GRID, OTHERS, PACKED
+from cases import GRID, MASKS, MODELS, OTHERS, PACKED
 from peers import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 MODES = ("forward", "backward")
-REPORTED = GRID | OTHERS | PACKED
+REPORTED = GRID | OTHERS | PACKED | MASKS | MODELS
+# Cases that have a table alone, since they are many.
+OTHER_TABLES = {"Masks and segment ids": MASKS, "Models": MODELS}
 
 Records = dict[tuple[str, str, str], dict[str, Any]]  # by case, mode and implementation
 
@@ -122,13 +124,13 @@ def row(case: str, records: Records, names: Sequence[str]) -> str:
     return f"| {case}{' (TB/s)' if decodes(case) else ''} | " + " | ".join(cells) + " |"
 
 
-def table(gpu: str, records: Records) -> str:
-    """Returns a Markdown table of the records of one GPU."""
+def table(title: str, records: Records) -> str:
+    """Returns a Markdown table of records of one GPU."""
     names = columns(records)
     dates = sorted({x["date"][:10] for x in records.values()})
     unit = "TFLOP/s, for decoding TB/s" if any(map(decodes, rows(records))) else "TFLOP/s"
     lines = [
-        f"### {gpu}",
+        f"### {title}",
         "",
         f"{unit}, forward / backward; higher is better; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "`-` means not measured or not supported. Each figure is of its most recent run, so a row may mix runs.",
@@ -172,14 +174,22 @@ def section(cases: Collection[str] = REPORTED, link: str = "", folder: Path = RE
     parts = []
     for gpu, records in load(folder).items():
         shown = {key: record for key, record in records.items() if key[0] in cases}
-        if shown:
-            parts.append(table(gpu, shown))
+        if main := plotted(shown):
+            parts.append(table(gpu, main))
+        for title, names in OTHER_TABLES.items():
+            if chosen := {key: record for key, record in shown.items() if key[0] in names}:
+                parts.append(table(f"{title}, {gpu}", chosen))
         if shown and link:
             files = sorted({record["file"] for record in shown.values()})
             parts.append("Records:\n" + ",\n".join(f"[{name}]({link}/{name})" for name in files) + ".")
             parts.append(f"![The same figures as bars]({link}/{slug(gpu)}.png)")
     parts += training(folder, link) if link else []
     return "\n\n".join(parts) or "There are no records yet."
+
+
+def plotted(records: Records) -> Records:
+    """Returns the records of the cases that have bars, too."""
+    return {key: x for key, x in records.items() if not any(key[0] in cases for cases in OTHER_TABLES.values())}
 
 
 def slug(gpu: str) -> str:
@@ -243,7 +253,8 @@ def write(pages: Sequence[Page] = PAGES, folder: Path = RESULTS) -> None:
     for page in pages:
         page.path.write_text(filled(page, folder))
     for gpu, records in load(folder).items():
-        plot(gpu, records, folder / f"{slug(gpu)}.png")
+        if main := plotted(records):
+            plot(gpu, main, folder / f"{slug(gpu)}.png")
         if few := summary(records):
             plot(gpu, few, folder / f"{slug(gpu)}-summary.png", width=4.8, bar=0.05)
 

@@ -5,6 +5,8 @@
     python benchmarks/run.py                                  # every case, every implementation
     python benchmarks/run.py --set quick --budget-seconds 90
     python benchmarks/run.py --cases d128-causal-4k --implementations jax_fastattn jax.nn-cudnn --modes backward
+    python benchmarks/run.py --set models --prepare --processes 32    # its kernels, with no GPU
+    python benchmarks/run.py --set models --gpus 4                    # a process for each GPU, which share the cases
 
 A record is a case, an implementation and a mode; what cannot run, is not installed or gives wrong results is a record
 with its error. docs/measurements.md says what the fields mean and how times are taken.
@@ -17,10 +19,12 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -62,6 +66,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/<date>-<gpu>[-<arch>].jsonl")
     parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
+    parser.add_argument("--gpus", type=int, default=1, help="that share the cases, a process each (default: 1)")
+    parser.add_argument(
+        "--prepare", action="store_true", help="compile our kernels into the cache, and measure nothing"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="of --prepare (default: one for each core)"
+    )
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     options = parser.parse_args(argv)
     if options.set == "portable" and not options.arch and not options.cases:
@@ -77,15 +88,22 @@ def default_output(context: dict[str, Any]) -> Path:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
+    names = options.cases or SETS[options.set]
+    if options.prepare:
+        prepare(names, options.arch or "sm_90a", options.processes)
+        return
+    if options.gpus > 1:
+        share(__file__, "--cases", names, options.gpus, sys.argv[1:] if argv is None else argv)
+        return
     if options.arch:
-        # Not above: `compare.py` runs this file with the package of older trees too.
+        # As in `prepare`.
         from jax_fastattn.testing.borrow import borrow
 
         borrow(options.arch)
     context = {"flop_formula": FLOP_FORMULA} | describe_run(options.commit) | {"arch": options.arch}
     output = options.output or default_output(context)
     output.parent.mkdir(parents=True, exist_ok=True)
-    names, started = options.cases or SETS[options.set], time.monotonic()
+    started = time.monotonic()
     for i, name in enumerate(names):
         if time.monotonic() - started > options.budget_seconds:
             print(f"out of time: {', '.join(names[i:])} left out")
@@ -95,6 +113,36 @@ def main(argv: list[str] | None = None) -> None:
                 file.write(json.dumps(record | context) + "\n")
             print(summary(record), flush=True)
     print(f"records are in {output}")
+
+
+def prepare(names: list[str], arch: str, processes: int) -> None:
+    """Compiles the kernels that cases need, unless the cache has them. Needs no GPU."""
+    # Not above: `compare.py` runs this file with the package of older trees too.
+    from jax_fastattn import ffi
+    from jax_fastattn.testing.cases import kernel_specs
+
+    specs = kernel_specs((CASES[name] for name in names), arch)
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(specs))) as pool:
+        pool.map(ffi.prepare, specs, chunksize=1)
+    print(f"{len(specs)} kernels of {len(names)} cases are compiled")
+
+
+def share(script: str, option: str, names: list[str], gpus: int, arguments: list[str]) -> None:
+    """Runs a script on several GPUs: each process sees one of them and takes every `gpus`-th case.
+
+    Args:
+        script: the file, which creates no client before it calls this.
+        option: of the script, which takes the names of cases.
+        names: of all cases.
+        gpus: the number of processes.
+        arguments: of the script.
+    """
+    processes = []
+    for i in range(min(gpus, len(names))):
+        command = [sys.executable, script, *arguments, "--gpus", "1", option, *names[i::gpus]]
+        processes.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(i)}))
+    if codes := [code for process in processes if (code := process.wait())]:
+        sys.exit(f"{len(codes)} of {len(processes)} processes failed")
 
 
 def measure_case(name: str, case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -16,7 +17,9 @@ import jax
 import numpy as np
 import pytest
 
+from jax_fastattn import ffi
 from jax_fastattn.reference import visible_pairs as visible_array
+from jax_fastattn.testing.cases import kernel_specs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -119,8 +122,20 @@ def test_flops_count_the_visible_pairs(name: str) -> None:
     operands = case.operands(jax.random.key(0))
     operands = operands if case.spelled else operands._replace(mask=None)
     visible = np.asarray(visible_array(case.spec(), operands))[:, 0].sum()
-    assert cases.visible_pairs(case) == visible
+    share = case.mask_density if case.mask and not case.spelled else 1
+    assert cases.visible_pairs(case) == round(share * visible)
     assert cases.flops(case, "backward") == 2.5 * cases.flops(case, "forward")
+
+
+def test_figures_of_masks_compare() -> None:
+    """Ways to spell one predicate have as many visible pairs, and all cases as many tokens."""
+    assert {case.batch * case.query_length for case in cases.MASKS.values()} == {cases.TOKENS}
+    pairs = {name: cases.visible_pairs(case) for name, case in cases.MASKS.items()}
+    for flag in ("lengths-d64", "causal-d64", "causal-d128"):
+        assert pairs[flag] == pairs[flag.replace("-d", "-as-mask-d")]
+    assert len({pairs[name] for name in pairs if name.startswith("documents") and name.endswith("d128")}) == 1
+    assert pairs["documents-as-mask-d64"] == 8 * 4 * 512 * 512
+    assert pairs["mask-random-d64"] == round(0.7 * 8 * 2048 * 2048)
 
 
 def test_the_grid_is_of_one_size() -> None:
@@ -174,6 +189,23 @@ def test_tables_and_plots_are_made_from_records(tmp_path: Path) -> None:
     assert not any(word in short for word in ("decode", "TB/s", "jsonl", "png"))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "x-summary.png").exists()  # of no case of the README
+
+
+def test_models_have_a_table_of_their_own(tmp_path: Path) -> None:
+    names = ("llama3-8b-ids", "llama3-8b", "lengths-as-mask-d64", "d64-full-1k")
+    records = [_record("jax_fastattn", 100.0) | {"case": case} for case in names]
+    path = tmp_path / "2026-01-02-x.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in records))
+    before, title, after = report.section(link="up", folder=tmp_path).partition("### Models, NVIDIA X")
+    assert title and "llama3" not in before and "d64" not in after
+    assert before.index("| d64-full-1k |") < before.index("### Masks and segment ids") < before.index("| lengths-as-")
+    assert after.index("| llama3-8b |") < after.index("| llama3-8b-ids |") < after.index("(up/2026-01-02-x.jsonl)")
+    report.write([], tmp_path)
+    assert (tmp_path / "x.png").exists()
+    (tmp_path / "x.png").unlink()
+    path.write_text(json.dumps(records[0]) + "\n")
+    report.write([], tmp_path)
+    assert not (tmp_path / "x.png").exists()
 
 
 def test_the_readme_has_a_plot_of_its_cases(tmp_path: Path) -> None:
@@ -303,23 +335,57 @@ def test_forward_mode_differentiates_both_alike(mode: str) -> None:
     assert forward_mode.largest_difference(ours, theirs) < 1e-5
 
 
-def test_gpus_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "option", "selected", "cases"),
+    [
+        (forward_mode, "--rows", "gpu", list(forward_mode.SETS["gpu"])),
+        (run, "--cases", "models", cases.SETS["models"]),
+    ],
+)
+def test_gpus_share_the_cases(
+    module: Any, option: str, selected: str, cases: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[tuple[str, list[str]]] = []
 
     class Process:
         def __init__(self, command: list[str], env: dict[str, str]):
-            started.append((env["CUDA_VISIBLE_DEVICES"], command[command.index("--rows") + 1 :]))
-            assert forward_mode.parse_arguments(command[2:]).gpus == 1
+            started.append((env["CUDA_VISIBLE_DEVICES"], command[command.index(option) + 1 :]))
+            assert module.parse_arguments(command[2:]).gpus == 1
 
         def wait(self) -> int:
             return int(len(started) > 3)
 
-    monkeypatch.setattr(forward_mode.subprocess, "Popen", Process)
-    forward_mode.main(["--set", "gpu", "--gpus", "3"])
+    monkeypatch.setattr(run.subprocess, "Popen", Process)
+    module.main(["--set", selected, "--gpus", "3"])
     assert [gpu for gpu, _ in started] == ["0", "1", "2"]
-    assert sorted(name for _, rows in started for name in rows) == sorted(forward_mode.SETS["gpu"])
+    assert sorted(name for _, names in started for name in names) == sorted(cases)
     with pytest.raises(SystemExit, match="2 of 2 processes failed"):
-        forward_mode.main(["--set", "gpu", "--gpus", "2"])
+        module.main(["--set", selected, "--gpus", "2"])
+
+
+def test_kernels_of_cases_are_prepared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared: list[Any] = []
+
+    class Pool:
+        def __init__(self, processes: int):
+            assert processes == 3
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def map(self, function: Any, specs: Any, chunksize: int) -> None:
+            assert (function, chunksize) == (ffi.prepare, 1)
+            prepared.extend(specs)
+
+    monkeypatch.setattr(run.multiprocessing, "get_context", lambda _: argparse.Namespace(Pool=Pool))
+    names = ["bert-large-mask-bs", "mask-d64-2k"]
+    run.main(["--cases", *names, "--prepare", "--processes", "3"])
+    assert prepared == kernel_specs([cases.CASES[name] for name in names], "sm_90a")
+    assert {spec.op for spec in prepared} == {"prepass", "forward", "backward"}
+    assert f"{len(prepared)} kernels of 2 cases" in capsys.readouterr().out
 
 
 def test_two_devices_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
