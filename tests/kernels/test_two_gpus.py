@@ -1,12 +1,24 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels and collectives in one program, on two GPUs."""
+"""Kernels on two GPUs: with collectives in one program, and with a mask or segment ids that a mesh splits."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastattn
+from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.combinations import inputs
+from jax_fastattn.testing.poison import poison
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAM = """
@@ -24,3 +36,59 @@ def test_kernels_that_are_first_used_beside_a_collective(kv_heads: int) -> None:
     """Two H100s waited for each other for ever where a kernel was loaded while a collective ran."""
     command = [sys.executable, "-c", PROGRAM, str(kv_heads)]
     subprocess.run(command, cwd=BENCHMARKS, timeout=300, check=True)
+
+
+_BASE = Case("bfloat16", 4, 257, 321, num_kv_heads=2, group=2, head_dim=64)
+# Each hides rows from everybody.
+CASES = {
+    "mask": Case(**vars(_BASE) | {"mask": "bnts", "mask_density": 0.01}),
+    "broadcast-mask": Case(**vars(_BASE) | {"mask": "ts", "mask_density": 0.003}),
+    "ids": Case(**vars(_BASE) | {"segments": 4, "is_causal": True}),
+}
+# How a mesh of two devices splits axes, by letter.
+SPLITS = {"batch": "B", "heads": "NK"}
+
+
+@functools.partial(jax.jit, static_argnames=("is_causal", "implementation"))
+def gradients(arrays: dict[str, jax.Array], dout: jax.Array, **options: Any) -> list[jax.Array]:
+    """Returns output and gradients of the public call."""
+
+    def attend(*qkv: jax.Array) -> jax.Array:
+        ids = (arrays["query_segment_ids"], arrays["key_value_segment_ids"]) if "query_segment_ids" in arrays else None
+        return jax_fastattn.attention(*qkv, mask=arrays.get("mask"), segment_ids=ids, **options)
+
+    out, pullback = jax.vjp(attend, *(arrays[name] for name in ("query", "key", "value")))
+    return [out, *pullback(dout)]
+
+
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", CASES)
+def test_masks_and_ids_are_split(name: str, split: str, implementation: str) -> None:
+    """Two devices compute what one does, without exchanging activations; NaN in hidden rows stays there."""
+    case = CASES[name]
+    spec, operands, dout, _ = inputs(case)
+    poisoned, dout, _ = poison(spec, operands, dout)
+    assert np.isnan(np.asarray(poisoned.query)).any() and np.isnan(np.asarray(poisoned.key)).any()
+    axes = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "mask": "BNTS", "dout": "BTNH"}
+    axes |= {"query_segment_ids": "BT", "key_value_segment_ids": "BS"}
+    devices = jax.devices("cpu" if implementation == "xla" else "gpu")[:2]
+    arrays = {x: array for x, array in poisoned._asdict().items() if array is not None} | {"dout": dout}
+    results, programs = [], []
+    for count in (1, 2):
+        mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=devices[:count])
+        placed = {}
+        for of, array in arrays.items():
+            sizes = zip(axes[of], array.shape, strict=True)
+            layout = P(*("x" if letter in SPLITS[split] and size > 1 else None for letter, size in sizes))
+            placed[of] = jax.device_put(array, NamedSharding(mesh, layout))
+        options = {"is_causal": case.is_causal, "implementation": implementation}
+        program = gradients.lower(placed, placed["dout"], **options).compile()
+        results.append([np.asarray(jnp.asarray(x, jnp.float32)) for x in program(placed, placed["dout"])])
+        programs.append(program.as_text() or "")
+    for one, two in zip(*results, strict=True):
+        np.testing.assert_allclose(two, one, atol=0.01 * np.abs(one).max())
+        assert np.abs(one).max() > 0.1
+    assert not any(word in programs[1] for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    if implementation == "cuda":
+        assert all(program.count('custom_call_target="jax_fastattn_launch"') == 4 for program in programs)
