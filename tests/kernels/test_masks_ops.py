@@ -57,8 +57,10 @@ def draw(case: dict[str, Any]) -> tuple[Any, Operands]:
     if shape := case.pop("mask", None):
         case["mask"] = jnp.asarray(random.random(shape) < density)
     if documents := case.pop("ids", None):
+        # The first id is one of queries alone, and the last one of keys alone.
+        sides = ((T, range(-1, documents)), (S, range(documents + 1)))
         case["segment_ids"] = tuple(
-            jnp.asarray(np.sort(random.integers(-1, documents, (B, rows)), 1), jnp.int32) for rows in (T, S)
+            jnp.asarray(np.sort(random.choice(ids, (B, rows)), 1), jnp.int32) for rows, ids in sides
         )
     if case.pop("sinks", False):
         case["sinks"] = jnp.asarray(random.standard_normal(N), jnp.float32)

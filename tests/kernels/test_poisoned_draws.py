@@ -5,20 +5,22 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import test_combinations
 import test_gpu
 import test_portable
 
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
-from jax_fastattn.testing import compare
+from jax_fastattn.spec import Operands
+from jax_fastattn.testing import combinations, compare
 from jax_fastattn.testing.cases import HIDDEN_ROWS, Case
 from jax_fastattn.testing.poison import visible_rows
 
@@ -112,6 +114,44 @@ def test_every_setting_is_poisoned(suite: str) -> None:
     for setting, has in SETTINGS.items():
         if setting != "deterministic" or suite != "CPU":  # where sums have no other order
             assert any(has(case) and hides(setting, case) for case in cases), f"no poisoned draw: {setting}"
+
+
+def listed_draws(suite: str) -> Iterator[Operands]:
+    """Yields the operands of what a suite draws with masks and segment ids."""
+    if suite in ("CPU", "GPU"):
+        module, sizes = (test_combinations, combinations.SMALL) if suite == "CPU" else (test_gpu, combinations.LARGE)
+        counts = (module.DRAWS, module.KINDS) if suite == "CPU" else (module.COMBINED_DRAWS, module.COMBINED_KINDS)
+        for case in combinations.combined_draws(34, *counts, sizes):
+            if combinations.features_of(case) & {"mask", "ids"}:
+                yield combinations.inputs(case)[1]
+        return
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    import test_masks_ops
+    import test_portable_masks_ops
+
+    portable = [name for name, _ in cases_of(test_portable_masks_ops.test_call)]
+    for name in test_masks_ops.CASES if suite == "sm90 emulator" else portable:
+        yield test_masks_ops.draw(test_masks_ops.CASES[name])[1]
+
+
+@pytest.mark.parametrize("suite", ["CPU", "GPU", "sm80 emulator", "sm90 emulator"])
+def test_what_masks_and_ids_hide_is_poisoned(suite: str) -> None:
+    """Queries and keys that a mask or ids hide from everybody; `poison` fills them."""
+    found: set[str] = set()
+    wanted = {f"{side} by {name}" for name in ("mask", "ids") for side in ("queries", "keys")}
+    for operands in listed_draws(suite):
+        if operands.mask is not None:
+            mask = np.asarray(operands.mask)
+            found |= {"queries by mask"} if not mask.any(3).all() else set()
+            found |= {"keys by mask"} if not mask.any((1, 2)).all() else set()
+        if operands.query_segment_ids is not None:
+            sides = zip(np.asarray(operands.query_segment_ids), np.asarray(operands.key_value_segment_ids), strict=True)
+            for queries, keys in sides:
+                found |= {"queries by ids"} if not np.isin(queries, keys).all() else set()
+                found |= {"keys by ids"} if not np.isin(keys, queries).all() else set()
+        if found == wanted:
+            return
+    assert found == wanted
 
 
 @pytest.mark.parametrize("name", ["decoding", "lengths too"])
