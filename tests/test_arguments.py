@@ -48,7 +48,9 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     plain = configured(KernelSpec("backward", "sm_90a", "float16", 64, 64, family="sm90"))
     absent = {"query_seq_lengths", "key_value_seq_lengths", "query_offset", "dlse"}
     listed = {"query_lists", "query_bits", "key_tile_counts"}
-    tiles, sinks = {"query_tiles", "key_tiles", "key_lists", "key_bits", *listed}, {"sinks", "dsinks_terms"}
+    rows = {"key_records", "query_ids"}, {"query_records", "key_ids"}
+    tiles = {"query_tiles", "key_tiles", "key_lists", "key_bits", *listed, *rows[0], *rows[1]}
+    sinks = {"sinks", "dsinks_terms"}
     assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks
     # Backward, sinks alone do not say that their gradient is asked for.
     full = dataclasses.replace(plain, sinks=True, **dict.fromkeys(absent, True))
@@ -64,6 +66,10 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     lists = [configured(dataclasses.replace(plain, listed=True, head_dim=head_dim)) for head_dim in (64, 192)]
     assert all(launch_buffers(spec)[name] == "int32" for spec in lists for name in listed)
     assert [launch_buffers(spec)["key_lists"] for spec in lists] == [None, "int32"]
+    # Where there are no bits, edge tiles of each list compare rows.
+    compared = [launch_buffers(dataclasses.replace(spec, compared=True)) for spec in lists]
+    assert [{x[name] for name in rows[0]} for x in compared] == [{"int32"}, {"int32"}]
+    assert [{x[name] for name in rows[1]} for x in compared] == [{None}, {"int32"}]
 
 
 def test_integers_come_before_floats() -> None:

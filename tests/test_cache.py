@@ -376,6 +376,7 @@ CHANGES = {
     "query_offset": True,
     "packed": True,
     "listed": True,
+    "compared": True,
     "mask": True,
     "segment_ids": True,
     "logits_soft_cap": True,

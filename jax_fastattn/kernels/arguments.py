@@ -47,6 +47,7 @@ class ForwardBuffers(NamedTuple):
         query_offset: `[B]`.
         query_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
         key_lists, key_bits: of tiles of queries, see `tile_lists.py`.
+        query_records, key_ids: what edge tiles compare in the place of bits, see `features/compared.py`.
         sinks: `[b, N]`.
         added: a named tuple with the operands that programs add; None if there are none.
         out: `[B, T, N, D]`.
@@ -63,6 +64,8 @@ class ForwardBuffers(NamedTuple):
     query_tiles: Annotated[Any, Buffer("operand", "int32", needs="packed")]
     key_lists: Annotated[Any, Buffer("operand", "int32", needs="listed")]
     key_bits: Annotated[Any, Buffer("operand", "int32", needs="listed")]
+    query_records: Annotated[Any, Buffer("operand", "int32", needs="compared")]
+    key_ids: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
     added: Any
     out: Annotated[Any, Buffer("result")]
@@ -83,7 +86,8 @@ class BackwardBuffers(NamedTuple):
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`. A slot of
             queries has `ROW_ALIGNMENT` rows. The padded rows of a head are the rows of its slots.
         query_lists, query_bits, key_tile_counts: of tiles of keys, see `tile_lists.py`.
-        key_lists, key_bits: of the tiles of queries of the kernel that computes dq alone.
+        key_records, query_ids: what their edge tiles compare in the place of bits, see `features/compared.py`.
+        key_lists, key_bits, query_records, key_ids: of the tiles of queries of the kernel that computes dq alone.
         sinks: `[b, N]`.
         out: `[B, T, N, D]`, from the forward pass.
         lse: `[B, T, N]`, from the forward pass.
@@ -114,8 +118,12 @@ class BackwardBuffers(NamedTuple):
     query_lists: Annotated[Any, Buffer("operand", "int32", needs="listed")]
     query_bits: Annotated[Any, Buffer("operand", "int32", needs="listed")]
     key_tile_counts: Annotated[Any, Buffer("operand", "int32", needs="listed")]
+    key_records: Annotated[Any, Buffer("operand", "int32", needs="compared")]
+    query_ids: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     key_lists: Annotated[Any, Buffer("operand", "int32", needs="lists_keys")]
     key_bits: Annotated[Any, Buffer("operand", "int32", needs="lists_keys")]
+    query_records: Annotated[Any, Buffer("operand", "int32", needs="compares_keys")]
+    key_ids: Annotated[Any, Buffer("operand", "int32", needs="compares_keys")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
@@ -139,7 +147,7 @@ class PortableBackwardBuffers(NamedTuple):
     Attributes:
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
-        query_lists, query_bits: see `BackwardBuffers`.
+        query_lists, query_bits, key_records, query_ids: see `BackwardBuffers`.
         key_tile_counts: the same; these kernels do not read it.
         sinks, out, lse, dout, dlse, added, dq, dk, dv, dsinks_terms: see `BackwardBuffers`.
         stats, dq_accum, tile_counter, dq_semaphore: see `sm80/backward/config.backward_scratch`.
@@ -156,6 +164,8 @@ class PortableBackwardBuffers(NamedTuple):
     query_lists: Annotated[Any, Buffer("operand", "int32", needs="listed")]
     query_bits: Annotated[Any, Buffer("operand", "int32", needs="listed")]
     key_tile_counts: Annotated[Any, Buffer("operand", "int32", needs="listed")]
+    key_records: Annotated[Any, Buffer("operand", "int32", needs="compared")]
+    query_ids: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]

@@ -9,10 +9,11 @@ Sizes, scale, cap and window widths are run-time scalars (`arguments.launch_scal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jax_fastattn.kernels.plan import BoundsKind
+from jax_fastattn.kernels.tile_lists import PrepassConfig
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class KernelSpec:
             bits in every run.
         listed: whether tiles are visited by lists, which stand for the whole predicate. The key then has no window, no
             offset, and no lengths except for those of queries in the forward pass.
+        compared: whether edge tiles of lists compare rows, see `features/compared.py`; else they have bits.
         mask, segment_ids: which of these the prepass reads; its window, offset and lengths are those of the call.
         programs: score functions compiled into the kernel, in the order in which they apply; see kernels/features.
             Their `repr` names them in the cache.
@@ -67,6 +69,7 @@ class KernelSpec:
     family: Literal["sm80", "sm90"] = "sm80"
     ordered: bool = False
     listed: bool = False
+    compared: bool = False
     mask: bool = False
     segment_ids: bool = False
     programs: tuple[Any, ...] = ()
@@ -86,6 +89,15 @@ class KernelSpec:
     def lists_keys(self) -> bool:
         """Whether a backward pass with lists has those of tiles of queries, for a kernel that computes dq alone."""
         return self.listed and not self.config.adds_dq
+
+    @property
+    def compares_keys(self) -> bool:
+        """Whether that kernel compares rows in edge tiles."""
+        return self.compared and self.lists_keys
+
+    def tiles_of(self, config: Any) -> PrepassConfig:
+        """Returns the tiles of the prepass that writes lists for the kernel of a config."""
+        return replace(config.prepass, bits=not self.compared)
 
     @property
     def has_tile_counter(self) -> bool:

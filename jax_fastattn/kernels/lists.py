@@ -13,6 +13,7 @@ from cutlass import Boolean, Int32, Int64, cute
 from jax_fastattn.kernels import tile_lists
 from jax_fastattn.kernels.arguments import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.tile_lists import HEADER_WORDS, LIVE, PrepassConfig
 
 Int = Any  # a Python int or a device integer
@@ -92,22 +93,33 @@ class TileBits:
     Attributes:
         config: sizes of the tiles.
         address: of the bits of the first visited tile.
+        compared: what makes bits where none are in memory; else None.
     """
 
     config: PrepassConfig
     address: Int64
+    compared: ComparedRows | None = None
 
     @classmethod
-    def of(cls, config: PrepassConfig, bits: cute.Pointer, row: Int32, visited_tiles: Int32) -> TileBits:
+    def of(
+        cls,
+        config: PrepassConfig,
+        bits: cute.Pointer,
+        row: Int32,
+        visited_tiles: Int32,
+        compared: ComparedRows | None = None,
+    ) -> TileBits:
         """Returns those of an own tile, given its index (`Planes.row`) and how many tiles the visited side has."""
-        return cls(config, bits.toint() + Int64(row) * visited_tiles * config.tile_nbytes)
+        return cls(config, bits.toint() + Int64(row) * visited_tiles * config.tile_nbytes, compared)
 
     def tile(self, tile: Int32) -> Int64:
         """Returns the address of the bits of a visited tile, which its live rows follow."""
         return self.address + Int64(tile) * self.config.tile_nbytes
 
     def fragment(self, tile: Int32, fragment: Int32, lane: Int32) -> list[Int32]:
-        """Loads the words of a lane for 16 accumulator rows, one for each 64 columns."""
+        """Loads or makes the words of a lane for 16 accumulator rows, one for each 64 columns."""
+        if self.compared is not None:
+            return self.compared.fragment(tile, fragment, lane)
         first = self.tile(tile) + (fragment * (32 * self.config.words) + lane) * 4
         return [ptx.load_global_int(first + 128 * word) for word in range(self.config.words)]
 

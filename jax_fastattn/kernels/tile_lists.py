@@ -17,6 +17,7 @@ Pure Python, no import of the DSL: `classify` is the rule of the prepass, which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,6 +44,13 @@ MAX_LIVE_ROWS = 32 * LIVE_WORDS
 # How many tiles a side may have.
 MAX_TILES = TILE_MASK + 1
 
+# Words of the record of an own row that edge tiles compare: its id, the first visited row that it sees by its limits,
+# the one after the last, and padding.
+RECORD_WORDS = 4
+
+# How many bytes the bits of a launch may have, unless its mask is given whole. Above, edge tiles compare rows instead.
+MAX_BITS_NBYTES = 1 << 28
+
 
 @dataclass(frozen=True)
 class PrepassConfig:
@@ -54,12 +62,14 @@ class PrepassConfig:
         transposed: whether lists are those of tiles of keys; rows of the kernel's accumulators are keys then.
         splits_edges: whether edge tiles after the last full one come after the full tiles in a query list, so that a
             list nearly ascends. CTAs that wait for each other's turns then meet tiles of a document in one order.
+        bits: whether edge tiles have bits; else they have live rows alone, and the kernel compares rows.
     """
 
     rows: int
     keys: int
     transposed: bool = False
     splits_edges: bool = False
+    bits: bool = True
 
     @property
     def own(self) -> int:
@@ -79,7 +89,7 @@ class PrepassConfig:
     @property
     def bits_nbytes(self) -> int:
         """Bytes of the bits of a tile."""
-        return self.own // 16 * self.words * 128
+        return self.own // 16 * self.words * 128 if self.bits else 0
 
     @property
     def tile_nbytes(self) -> int:
@@ -128,6 +138,11 @@ def shapes(config: PrepassConfig, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     if config.transposed:
         found |= {"counts": (*planes, query_tiles), "visitors": (*planes, query_tiles, visitor_nbytes(key_tiles) // 4)}
     return found
+
+
+def has_too_many_bits(config: PrepassConfig, sizes: Sizes) -> bool:
+    """Returns whether bits would take more than `MAX_BITS_NBYTES`."""
+    return 4 * math.prod(shapes(config, sizes)["bits"]) > MAX_BITS_NBYTES
 
 
 class Entry(NamedTuple):

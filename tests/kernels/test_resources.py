@@ -48,6 +48,7 @@ FEATURES = {
     "everything": EVERYTHING,
     "sinks": SINKS,
     "listed": {"listed": True},
+    "compared": {"listed": True, "compared": True},
 }
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
@@ -232,12 +233,15 @@ HOPPER_ROWS = [
 # Those of packed sequences: forward a CTA for each tile, and persistent CTAs; backward one kernel, and two.
 PACKED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Features of those rows, all of which have to do without local memory.
-HOPPER = ("full", "causal", "soft-cap", "listed")
+HOPPER = ("full", "causal", "soft-cap", "listed", "compared")
 
 
 def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
     specs = []
     for dims, short in HOPPER_ROWS:
+        # One of each kernel: others do the same with these rows.
+        if features == "compared" and (short or dims not in DIMS[:3]):
+            continue
         spec = _spec("sm90", op, "sm_90a", dims, FEATURES[features])
         is_packed = dims in PACKED_DIMS and features == "causal" and not short
         if op == "forward":
@@ -273,6 +277,18 @@ def _listed_specs() -> list[KernelSpec]:
     return [*specs, dataclasses.replace(specs[3], ordered=True)]
 
 
+def _compared_specs() -> list[KernelSpec]:
+    """Each portable kernel with lists whose edge tiles have no bits."""
+    return [dataclasses.replace(_spec("sm80", op, arch, dims, LISTED), compared=True) for arch, op, dims in LISTED_ROWS]
+
+
+@pytest.mark.parametrize("spec", _compared_specs(), ids=lambda spec: _row_name("compared", spec))
+def test_portable_kernels_that_compare_rows_spill_little(spec: KernelSpec) -> None:
+    """At head dim 64 a warp keeps sums of dK and of dV, and makes two words at a time."""
+    is_single_role = spec.op == "backward" and spec.config.roles == 1
+    _assert_fits(spec, inspect_kernel(spec), 40 if is_single_role else 0)
+
+
 @pytest.mark.parametrize("spec", _listed_specs(), ids=lambda spec: _row_name("listed", spec))
 def test_portable_kernels_with_lists_spill_no_more_than_with_a_causal_mask(spec: KernelSpec) -> None:
     allowed = _local_bytes(spec.arch, spec.op, (spec.head_dim, spec.v_head_dim), "causal")
@@ -296,6 +312,7 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
     if not every_arch:
         named += [("sinks", spec) for spec in _sinks_specs()]
         named += [("listed", spec) for spec in _listed_specs()]
+        named += [("compared", spec) for spec in _compared_specs()]
         named += [
             (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
         ]

@@ -358,6 +358,12 @@ def load_constant_int(address: Int64, *, loc: Any = None, ip: Any = None) -> Int
 
 
 @dsl_user_op
+def load_constant_pair(address: Int64, *, loc: Any = None, ip: Any = None) -> Registers:
+    """Loads 8 bytes that nothing writes while the kernel runs; not at all if they are not used."""
+    return _asm("ld.global.nc.v2.b32 {$0, $1}, [$2];", "rr", "l", [address], False, loc, ip)
+
+
+@dsl_user_op
 def load_global_byte(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """Loads a byte."""
     return _asm("ld.global.u8 $0, [$1];", "r", "l", [address], True, loc, ip)

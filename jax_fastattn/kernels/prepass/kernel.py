@@ -250,7 +250,8 @@ class PrepassKernel:
 
     def _store(self, tile: _OwnTile, visited: Int32, target: Int64, found: _Found) -> None:
         """Writes bits and live rows of the visited side to an address."""
-        tile.matrix.store_fragments(target)
+        if self.config.bits:
+            tile.matrix.store_fragments(target)
 
         def store_live() -> None:
             scalars, lane = tile.predicate.scalars, tile.writer.lane

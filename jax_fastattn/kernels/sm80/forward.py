@@ -33,6 +33,7 @@ from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, cro
 from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bits import Bits
+from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
@@ -139,12 +140,15 @@ class ForwardKernel:
 
     def _listed(self, work: Work, buffers: ForwardBuffers, scalars: Scalars) -> tuple[Visit, TileBits]:
         """Returns the key tiles that the CTA's queries visit by their list, and its bits."""
-        config, planes = self.config, Planes.of(scalars)
+        tiles, planes = self.spec.tiles_of(self.config), Planes.of(scalars)
         plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
-        row = planes.row(plane, work.tile, copies.count(scalars.query_length, config.rows))
-        key_tiles = copies.count(scalars.key_length, config.keys)
+        query_tiles = copies.count(scalars.query_length, tiles.rows)
+        row = planes.row(plane, work.tile, query_tiles)
+        key_tiles = copies.count(scalars.key_length, tiles.keys)
         visit = Visit.of_list(GlobalList.of(buffers.key_lists, row, key_tiles), fulls_first=True)
-        return visit, TileBits.of(config.prepass, buffers.key_bits, row, key_tiles)
+        arrays = buffers.query_records, buffers.key_ids
+        compared = ComparedRows.of(tiles, arrays, plane, work.tile, (query_tiles, key_tiles))
+        return visit, TileBits.of(tiles, buffers.key_bits, row, key_tiles, compared)
 
     def _empty_rows(self) -> RowState:
         """Returns the registers of rows that have seen no key."""

@@ -17,6 +17,7 @@ from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.score import Score
@@ -127,15 +128,19 @@ class DkdvDqKernel:
 
     def _listed(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> tuple[Visit, GroupBits]:
         """Returns the query tiles that see some key of the tile by its list, and their bits."""
-        config, group, planes, batch = self.config, self.spec.group, Planes.of(scalars), at.sequence.queries.batch
-        key_tiles = copies.count(scalars.key_length, config.keys)
-        query_tiles = copies.count(scalars.query_length, config.queries)
+        group, planes, batch = self.spec.group, Planes.of(scalars), at.sequence.queries.batch
+        tiles = self.spec.tiles_of(self.config)
+        key_tiles = copies.count(scalars.key_length, tiles.keys)
+        query_tiles = copies.count(scalars.query_length, tiles.rows)
         lists = planes.query_lists(batch, at.kv_head, scalars.num_heads // group)
         entries = GlobalList.of(buffers.query_lists, planes.row(lists, at.tile, key_tiles), query_tiles)
-        row = planes.row(planes.bits(batch, at.kv_head * group, at.kv_head), at.tile, key_tiles)
-        first = TileBits.of(config.prepass, buffers.query_bits, row, query_tiles)
-        stride = Int64(planes.head * key_tiles) * query_tiles * config.prepass.tile_nbytes
-        return Visit.of_list(entries, fulls_first=False), GroupBits(first, stride)
+        plane = planes.bits(batch, at.kv_head * group, at.kv_head)
+        row = planes.row(plane, at.tile, key_tiles)
+        arrays = buffers.key_records, buffers.query_ids
+        compared = ComparedRows.of(tiles, arrays, plane, at.tile, (key_tiles, query_tiles))
+        first = TileBits.of(tiles, buffers.query_bits, row, query_tiles, compared)
+        stride = Int64(planes.head * key_tiles) * query_tiles * tiles.tile_nbytes
+        return Visit.of_list(entries, fulls_first=False), GroupBits(first, planes.head, stride)
 
     def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> DkdvDqState:
         """Returns the device values that all roles share."""

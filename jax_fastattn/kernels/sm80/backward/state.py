@@ -110,15 +110,18 @@ class GroupBits:
 
     Attributes:
         first: those of the first head.
-        stride: bytes from one head to the next; 0 if all share them.
+        planes: from one head to the next; 0 if all share one.
+        stride: bytes of them.
     """
 
     first: TileBits
+    planes: Int32
     stride: Int64
 
     def of(self, member: Int32) -> TileBits:
         """Returns those of a head of the group."""
-        return replace(self.first, address=self.first.address + Int64(member) * self.stride)
+        compared = self.first.compared and self.first.compared.moved(member * self.planes)
+        return replace(self.first, address=self.first.address + Int64(member) * self.stride, compared=compared)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
         """Returns the layout of a compile key."""
         rows = stages.stage_rows(spec.programs, config.queries, config.keys, config.stages)
         if spec.listed:
-            rows = (*rows, Region(BITS, config.prepass.tile_nbytes, config.stages))
+            rows = (*rows, Region(BITS, spec.tiles_of(config).tile_nbytes, config.stages))
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), rows)
 
     @property

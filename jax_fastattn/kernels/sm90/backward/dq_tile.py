@@ -54,7 +54,7 @@ class DqTile:
         """Returns a tile of the schedule with what its rows see."""
         row = work.tile * config.rows
         bounds = work.sequence.bounds()
-        listed = QueryTileList.of(config, work, buffers, sizes) if spec.listed else None
+        listed = QueryTileList.of(spec.tiles_of(config), work, buffers, sizes) if spec.listed else None
         if listed is not None:
             visit = listed.visit
         else:

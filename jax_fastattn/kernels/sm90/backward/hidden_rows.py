@@ -77,7 +77,7 @@ class SharedRows:
 
         Every warpgroup does so for itself: neither waits for the other one, and zeros harm no product.
         """
-        memory, bits = self.memory, self.shared.bits(stage)
+        memory, bits = self.memory, self.shared.bits(self.spec, stage)
         live = bits.live_queries()
         all_live = functools.reduce(operator.and_, live)
 

@@ -19,6 +19,7 @@ from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.places import Head, LoadedTile
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.listed_tiles import KeyTileList, KeyTilePlace
@@ -124,6 +125,11 @@ class QueryHead:
     def start(cls, work: KeyTile, member: Int32, score: Score) -> "QueryHead":
         """Returns a head of the group, given the composition before it starts."""
         return cls(work, member, score.start(work.score_head(member)))
+
+    def bits(self) -> TileBits:
+        """Returns the bits of its tiles of a list."""
+        assert self.work.listed is not None
+        return self.work.listed.head_bits(self.work.first_head + self.member)
 
     def load(self, shared: BackwardShared, index: Int32, stage: Int32) -> "QueryHead":
         """Returns the head with what features have loaded for the tile of queries at a position, with a stage of Q."""
@@ -326,7 +332,7 @@ class KeySchedule:
         listed = None
         if spec.listed:
             place = KeyTilePlace(sequence.queries.batch, head_index % kv_heads, kv_heads, tile)
-            listed = KeyTileList.of(config, call.buffers, sizes, place)
+            listed = KeyTileList.of(spec.tiles_of(config), call.buffers, sizes, place)
         visit = self._visit(row, bounds) if listed is None else listed.visit
         return KeyTile(
             tile=tile,

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx
-from jax_fastattn.kernels.features.bits import Bits
+from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
-from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, DqConfig
 from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 from jax_fastattn.kernels.visits import Visit
@@ -48,8 +47,7 @@ class KeyTileList:
         entries: its list, which the heads of a group share.
         visit: the tiles of queries in it.
         has_dead_keys: whether it has keys that no query sees.
-        bits: of all tiles.
-        sizes: of the launch.
+        buffers, sizes: of the launch.
     """
 
     config: PrepassConfig
@@ -57,27 +55,31 @@ class KeyTileList:
     entries: GlobalList
     visit: Visit
     has_dead_keys: Int32
-    bits: cute.Pointer
+    buffers: BackwardBuffers
     sizes: Sizes
 
     @classmethod
-    def of(cls, config: BackwardConfig, buffers: BackwardBuffers, sizes: Sizes, place: KeyTilePlace) -> "KeyTileList":
+    def of(cls, config: PrepassConfig, buffers: BackwardBuffers, sizes: Sizes, place: KeyTilePlace) -> "KeyTileList":
         """Returns that of a tile of keys."""
-        prepass, (batch, kv_head, kv_heads, tile) = config.prepass, place
+        batch, kv_head, kv_heads, tile = place
         plane = Planes.of(sizes).query_lists(batch, kv_head, kv_heads)
-        row = plane * copies.count(sizes.key_length, prepass.keys) + tile
-        entries = GlobalList.of(buffers.query_lists, row, copies.count(sizes.query_length, prepass.rows))
+        row = plane * copies.count(sizes.key_length, config.keys) + tile
+        entries = GlobalList.of(buffers.query_lists, row, copies.count(sizes.query_length, config.rows))
         edges, fulls, has_dead_keys, last_edges = entries.counts()
-        last = last_edges if prepass.splits_edges else None
+        last = last_edges if config.splits_edges else None
         visit = Visit.listed(entries, edges, fulls, fulls_first=False, last_edges=last)
-        return cls(prepass, place, entries, visit, has_dead_keys, buffers.query_bits, sizes)
+        return cls(config, place, entries, visit, has_dead_keys, buffers, sizes)
 
     def head_bits(self, head: Int32) -> TileBits:
         """Returns the bits of the tiles of a query head that see the tile of keys."""
-        sizes, config, place = self.sizes, self.config, self.place
+        buffers, sizes, config, place = self.buffers, self.sizes, self.config, self.place
         plane = Planes.of(sizes).bits(place.batch, head, place.kv_head)
-        row = plane * copies.count(sizes.key_length, config.keys) + place.tile
-        return TileBits.of(config, self.bits, row, copies.count(sizes.query_length, config.rows))
+        key_tiles = copies.count(sizes.key_length, config.keys)
+        row = plane * key_tiles + place.tile
+        query_tiles = copies.count(sizes.query_length, config.rows)
+        arrays = buffers.key_records, buffers.query_ids
+        compared = ComparedRows.of(config, arrays, plane, place.tile, (key_tiles, query_tiles))
+        return TileBits.of(config, buffers.query_bits, row, query_tiles, compared)
 
 
 @dataclass(frozen=True)
@@ -95,20 +97,23 @@ class QueryTileList:
     bits: TileBits
 
     @classmethod
-    def of(cls, config: DqConfig, work: Work, buffers: BackwardBuffers, sizes: Sizes) -> "QueryTileList":
+    def of(cls, config: PrepassConfig, work: Work, buffers: BackwardBuffers, sizes: Sizes) -> "QueryTileList":
         """Returns that of a tile of the schedule."""
-        planes, prepass = Planes.of(sizes), config.prepass
+        planes = Planes.of(sizes)
         plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
-        row = planes.row(plane, work.tile, copies.count(sizes.query_length, prepass.rows))
-        key_tiles = copies.count(sizes.key_length, prepass.keys)
+        query_tiles = copies.count(sizes.query_length, config.rows)
+        row = planes.row(plane, work.tile, query_tiles)
+        key_tiles = copies.count(sizes.key_length, config.keys)
         entries = GlobalList.of(buffers.key_lists, row, key_tiles)
         visit = Visit.of_list(entries, fulls_first=True)
-        return cls(entries, visit, TileBits.of(prepass, buffers.key_bits, row, key_tiles))
+        arrays = buffers.query_records, buffers.key_ids
+        compared = ComparedRows.of(config, arrays, plane, work.tile, (query_tiles, key_tiles))
+        return cls(entries, visit, TileBits.of(config, buffers.key_bits, row, key_tiles, compared))
 
 
 @dataclass(frozen=True)
 class StageBits:
-    """The bits and live queries of an edge tile in shared memory, where they came with a stage of Q.
+    """The bits, if there are some, and live queries of an edge tile, where they came with a stage of Q.
 
     Attributes:
         config: sizes of the tiles.
@@ -118,11 +123,11 @@ class StageBits:
     config: PrepassConfig
     address: Int32
 
-    def load(self, fragment: Int32, lane: Int32) -> Bits:
+    def load(self, fragment: Int32, lane: Int32) -> list[Int32]:
         """Loads the words of a lane for 16 keys."""
         words = self.config.words
         first = self.address + (fragment * (32 * words) + lane) * 4
-        return Bits([[ptx.load_shared(first + 128 * word) for word in range(words)]])
+        return [ptx.load_shared(first + 128 * word) for word in range(words)]
 
     def live_queries(self) -> list[Int32]:
         """Loads which queries of the tile see some key of the tile of keys, in words of 32."""

@@ -80,15 +80,21 @@ class QueryMask:
             first: whether the tile, the first one of the visit, may be full. It has no bits then.
         """
         # Read anew: see `edge`.
-        thread, bits = ptx.thread_index(), self.shared.bits(stage)
+        thread, bits = ptx.thread_index(), self.shared.bits(self.spec, stage)
         fragment, lane = thread // 32 % (self.config.keys // 16), thread % 32
+
+        def loaded() -> list[Int32]:
+            if not self.spec.compared:
+                return bits.load(fragment, lane)
+            return head.bits().fragment(head.work.visit.tile(index), fragment, lane)
+
         if not first:
-            return head.score.edges(bits.load(fragment, lane).rows())
+            return head.score.edges(Bits([loaded()]).rows())
         words = cute.make_rmem_tensor((bits.config.words,), Int32)
         words.fill(-1)
 
         def load() -> None:
-            for i, word in enumerate(bits.load(fragment, lane).words[0]):
+            for i, word in enumerate(loaded()):
                 words[i] = word
 
         cutlass.if_generate(Boolean(head.work.visit.is_edge(index)), load)

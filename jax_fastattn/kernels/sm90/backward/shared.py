@@ -12,6 +12,7 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.device.tile_counter import NextTile
 from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BITS, BLOCK, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.listed_tiles import StageBits
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
@@ -70,9 +71,9 @@ class BackwardShared:
             _write_constants(self.memory, self.regions, thread)
         self.regions.initialize(warp_index, tma)
 
-    def bits(self, stage: Int32) -> StageBits:
+    def bits(self, spec: KernelSpec, stage: Int32) -> StageBits:
         """Returns what came with a stage of Q if tiles are visited by lists."""
-        return StageBits(self.memory.config.prepass, self.regions.stage(BITS, stage))
+        return StageBits(spec.tiles_of(self.memory.config), self.regions.stage(BITS, stage))
 
     @property
     def address(self) -> Int32:

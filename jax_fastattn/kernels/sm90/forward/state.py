@@ -13,6 +13,7 @@ from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
@@ -109,12 +110,16 @@ class Call:
 
     def listed(self, work: Work) -> tuple[Visit, TileBits]:
         """Returns the key tiles that a tile of queries visits by its list, and its bits."""
-        config, scalars, planes = self.config, self.scalars, Planes.of(self.scalars)
+        buffers, scalars, planes = self.buffers, self.scalars, Planes.of(self.scalars)
+        tiles = self.spec.tiles_of(self.config)
         plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
-        row = planes.row(plane, work.tile, copies.count(scalars.query_length, config.rows))
-        key_tiles = copies.count(scalars.key_length, config.keys)
-        visit = Visit.of_list(GlobalList.of(self.buffers.key_lists, row, key_tiles), fulls_first=True)
-        return visit.uniform(), TileBits.of(config.prepass, self.buffers.key_bits, row, key_tiles)
+        query_tiles = copies.count(scalars.query_length, tiles.rows)
+        row = planes.row(plane, work.tile, query_tiles)
+        key_tiles = copies.count(scalars.key_length, tiles.keys)
+        visit = Visit.of_list(GlobalList.of(buffers.key_lists, row, key_tiles), fulls_first=True)
+        arrays = buffers.query_records, buffers.key_ids
+        compared = ComparedRows.of(tiles, arrays, plane, work.tile, (query_tiles, key_tiles))
+        return visit.uniform(), TileBits.of(tiles, buffers.key_bits, row, key_tiles, compared)
 
     def fetch_tiles(self) -> None:
         """Fetches tiles for the CTA by the tile counter. One lane calls it."""
