@@ -160,6 +160,7 @@ class Problem:
         sinks_per_batch: whether sinks has its own row for each batch entry.
         num_sequences: how many lie one after the other in each batch entry, padding included; 0 if none do.
         packed_offsets: whether they have offsets.
+        mask_shape: `[b, n, t, s]`; None without a mask.
     """
 
     spec: AttentionSpec
@@ -174,6 +175,7 @@ class Problem:
     sinks_per_batch: bool = False
     num_sequences: int = 0
     packed_offsets: bool = False
+    mask_shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> Problem:
@@ -194,6 +196,7 @@ class Problem:
             sinks_per_batch=sinks is not None and sinks.shape[0] > 1,
             num_sequences=0 if sequences is None else sequences.shape[1],
             packed_offsets=sequences is not None and sequences.shape[2] == 5,
+            mask_shape=None if operands.mask is None else operands.mask.shape,
         )
 
     @property

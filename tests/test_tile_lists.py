@@ -11,8 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from jax_fastattn.kernels import tile_lists
+from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.plan import place_in_sections
 from jax_fastattn.kernels.tile_lists import Entry, PrepassConfig, Sizes, TileList, classify, list_words, shapes
+from jax_fastattn.spec import QKV, AttentionSpec, Problem
 
 TILES = tuple(
     PrepassConfig(rows, keys, transposed) for rows in (2, 3) for keys in (1, 2) for transposed in (False, True)
@@ -159,3 +162,35 @@ def test_shapes_are_those_of_the_kernels_tiles() -> None:
     }
     assert list_words(3) == 12 and list_words(4) == 12 and list_words(5) == 16
     assert PrepassConfig(128, 80).tile_nbytes == 2064 and PrepassConfig(192, 128).bits_nbytes == 3072
+    assert PrepassConfig(128, 80, bits=False).tile_nbytes == 16
+
+
+def _compared(arch: str, length: int, mask: tuple[int, ...] | None = None, batch: int = 1) -> list[bool]:
+    """Returns whether the kernels of forward and backward pass compare rows; without a mask there are ids."""
+    given = ("query_segment_ids", "key_value_segment_ids") if mask is None else ("mask",)
+    spec = AttentionSpec(present=(*QKV, *given), scale=1.0)
+    problem = Problem(spec, "bfloat16", batch, length, length, 4, 2, 64, 64, mask_shape=mask)
+    return [kernel_spec(problem, op, arch).compared for op in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_rows_are_compared_where_bits_would_take_too_much_memory(arch: str) -> None:
+    k = 1024
+    assert _compared(arch, 32 * k) == [False, False]
+    assert _compared(arch, 64 * k) == [True, True]
+    # A plane for each batch entry, or for each head of the mask.
+    assert _compared(arch, 32 * k, batch=3) == [True, True]
+    assert _compared(arch, 32 * k, (3, 2, 32 * k, 1), batch=3) == [True, True]
+    # Tiles of queries share one list, and those of keys do not.
+    assert _compared(arch, 64 * k, (1, 1, 1, 64 * k)) == [False, True]
+    # A mask that is given whole is larger than its bits.
+    assert _compared(arch, 64 * k, (1, 1, 64 * k, 64 * k)) == [False, False]
+
+
+def test_the_limit_is_that_of_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, sizes = PrepassConfig(64, 128, transposed=True), Sizes(2, 3, 1, 130, 300)
+    nbytes = 2 * 3 * (3 * 3) * (64 * 128 // 8 + 16)
+    monkeypatch.setattr(tile_lists, "MAX_BITS_NBYTES", nbytes)
+    assert not tile_lists.has_too_many_bits(config, sizes)
+    monkeypatch.setattr(tile_lists, "MAX_BITS_NBYTES", nbytes - 1)
+    assert tile_lists.has_too_many_bits(config, sizes)

@@ -13,7 +13,7 @@ from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.forward import config as sm90
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tile_lists import PrepassConfig, Sizes, has_too_many_bits
 from jax_fastattn.spec import AttentionSpec, Problem
 
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
@@ -21,6 +21,9 @@ SHORT_LENGTH = 2048
 
 # Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
 _ORDERED_MEAN_LENGTH = 1536
+
+# What makes the lists of batch entries differ, whatever the mask.
+_PER_ENTRY = {"query_segment_ids", "query_seq_lengths", "key_value_seq_lengths", "query_offset"}
 
 
 def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
@@ -70,6 +73,36 @@ def is_listed(problem: Problem) -> bool:
     return not {"mask", "query_segment_ids"}.isdisjoint(problem.spec.present)
 
 
+def is_one_row(problem: Problem, config: PrepassConfig) -> bool:
+    """Returns whether no query differs from another, so that all tiles of queries have the first one's list."""
+    spec, mask = problem.spec, problem.mask_shape
+    differ = _PER_ENTRY - {"key_value_seq_lengths"}
+    alike = spec.bounds == (None, None) and differ.isdisjoint(spec.present)
+    return not config.transposed and alike and mask is not None and mask[2] == 1
+
+
+def list_sizes(problem: Problem, config: PrepassConfig) -> Sizes:
+    """Returns what the shapes of lists and bits depend on, given the tiles of the kernel that reads them."""
+    mask = problem.mask_shape
+    heads = 1 if mask is None else mask[1]
+    per_entry = not _PER_ENTRY.isdisjoint(problem.spec.present) or (mask is not None and mask[0] > 1)
+    members = problem.group if config.transposed and heads == problem.num_heads else 1
+    rows = config.rows if is_one_row(problem, config) else problem.query_length
+    entries = problem.batch if per_entry else 1
+    return Sizes(entries, heads, members if heads > 1 else 1, rows, problem.key_length)
+
+
+def _compares(problem: Problem, kernel: KernelSpec) -> bool:
+    """Returns whether edge tiles compare rows, see `KernelSpec.compared`: bits would take too much memory.
+
+    A mask that is given whole has bits at any size: its own array takes 8 times as much for each plane that it has.
+    """
+    mask = problem.mask_shape
+    if mask is not None and 1 not in mask[2:]:
+        return False
+    return any(has_too_many_bits(config, list_sizes(problem, config)) for config in prepass_configs(kernel))
+
+
 def prepass_spec(spec: AttentionSpec, config: PrepassConfig, arch: str) -> KernelSpec:
     """Returns the compile key of the prepass whose lists a kernel reads, given the tiles of that kernel."""
     left, right = spec.bounds
@@ -95,10 +128,8 @@ def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
     """Returns the tiles of the prepasses that a kernel reads the lists of; none if it visits ranges."""
     if not kernel.listed:
         return []
-    configs = [kernel.config.prepass]
-    if kernel.op == "backward" and kernel.lists_keys:
-        configs.append(kernel.config.dq.prepass)
-    return configs
+    lists_keys = kernel.op == "backward" and kernel.lists_keys
+    return [kernel.tiles_of(config) for config in (kernel.config, *([kernel.config.dq] if lists_keys else []))]
 
 
 def kernel_spec(
@@ -132,6 +163,7 @@ def kernel_spec(
         family=family,
     )
     key = configured(key, short=max(problem.query_length, problem.key_length) <= SHORT_LENGTH)
+    key = replace(key, compared=_compares(problem, key))
     if op == "forward" or not key.config.adds_dq:
         return key
     # Of the portable kernel it is not known where one order is faster.

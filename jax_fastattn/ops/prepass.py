@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels import tile_lists as layout
 from jax_fastattn.kernels.arguments import PrepassScalars, present_buffers
-from jax_fastattn.kernels.choose import prepass_spec
+from jax_fastattn.kernels.choose import is_one_row, list_sizes, prepass_spec
 from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.ops.compared import ComparedRows, compared_rows, narrow_ids
 from jax_fastattn.ops.launch import launch_p
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
+from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Problem
 
 # What lists stand for.
 PREDICATE = (
@@ -47,6 +47,7 @@ class TileLists:
             queries have theirs.
         lists, bits: see `kernels/tile_lists.py`.
         counts: how many tiles of keys visit each query tile; None for lists of tiles of queries.
+        rows: what edge tiles compare; None if they have bits.
     """
 
     config: PrepassConfig = field(metadata={"static": True})
@@ -54,12 +55,17 @@ class TileLists:
     lists: jax.Array
     bits: jax.Array
     counts: jax.Array | None = None
+    rows: ComparedRows | None = None
 
     def buffers(self) -> dict[str, jax.Array | None]:
         """Returns the operands of the launch that reads them, by name."""
+        own, visited = ("key", "query") if self.config.transposed else ("query", "key")
+        found: dict[str, jax.Array | None] = {f"{visited}_lists": self.lists, f"{visited}_bits": self.bits}
         if self.config.transposed:
-            return {"query_lists": self.lists, "query_bits": self.bits, "key_tile_counts": self.counts}
-        return {"key_lists": self.lists, "key_bits": self.bits}
+            found["key_tile_counts"] = self.counts
+        if self.rows is not None:
+            found |= {f"{own}_records": self.rows.records, f"{visited}_ids": self.rows.ids}
+        return found
 
 
 def tile_lists(
@@ -77,14 +83,13 @@ def tile_lists(
         ValueError: the lists of `kept` with these tiles are those of a call with other sizes.
     """
     kernel = prepass_spec(spec, config, ffi.arch())
-    one_row, sizes = _is_one_row(spec, operands, config), _sizes(operands, config)
-    if one_row:
-        sizes = sizes._replace(query_length=config.rows)
+    problem = Problem.of(spec, operands)
+    sizes = list_sizes(problem, config)
     buffers = {name: buffer for name, buffer in present_buffers(kernel).items() if buffer is not None}
     results = {name: buffer.dtype for name, buffer in buffers.items() if buffer.role != "operand"}
     arrays = _arrays(operands)
     shapes = layout.shapes(config, sizes)
-    planes = (*_planes(operands, sizes), int(not one_row))
+    planes = (*_planes(operands, sizes), int(not is_one_row(problem, config)))
     for lists in kept:
         if lists.config == config:
             return _checked(lists, shapes, planes)
@@ -96,7 +101,8 @@ def tile_lists(
         results=tuple((shapes[name], dtype) for name, dtype in results.items()),
     )
     named = dict(zip(results, found, strict=True))
-    return TileLists(config, planes, named["lists"], named["bits"], named.get("counts"))
+    rows = None if config.bits else compared_rows(spec, operands, config, sizes)
+    return TileLists(config, planes, named["lists"], named["bits"], named.get("counts"), rows)
 
 
 def _checked(lists: TileLists, shapes: Mapping[str, tuple[int, ...]], planes: tuple[int, int, int, int]) -> TileLists:
@@ -112,18 +118,6 @@ def _checked(lists: TileLists, shapes: Mapping[str, tuple[int, ...]], planes: tu
     return lists
 
 
-def _sizes(operands: Operands, config: PrepassConfig) -> layout.Sizes:
-    """Returns what the shapes of the results depend on."""
-    batch, query_length, num_heads, _ = operands.query.shape
-    _, key_length, kv_heads, _ = operands.key.shape
-    mask = operands.mask
-    heads = 1 if mask is None else mask.shape[1]
-    per_entry = any(getattr(operands, name) is not None for name in PREDICATE[1:])
-    entries = batch if per_entry or (mask is not None and mask.shape[0] > 1) else 1
-    members = num_heads // kv_heads if config.transposed and heads == num_heads else 1
-    return layout.Sizes(entries, heads, members if heads > 1 else 1, query_length, key_length)
-
-
 def _planes(operands: Operands, sizes: layout.Sizes) -> tuple[int, int, int]:
     """Returns how far planes of bits lie apart for batch entries, query heads and key/value heads."""
     per_head = sizes.heads > 1
@@ -133,13 +127,6 @@ def _planes(operands: Operands, sizes: layout.Sizes) -> tuple[int, int, int]:
         int(per_head and each_query_head),
         int(per_head and not each_query_head),
     )
-
-
-def _is_one_row(spec: AttentionSpec, operands: Operands, config: PrepassConfig) -> bool:
-    """Returns whether no query differs from another, so that all tiles of queries have the first one's list."""
-    differ = (operands.query_segment_ids, operands.query_seq_lengths, operands.query_offset)
-    alike = spec.bounds == (None, None) and all(x is None for x in differ)
-    return not config.transposed and alike and operands.mask is not None and operands.mask.shape[2] == 1
 
 
 def _scalars(spec: AttentionSpec, operands: Operands, sizes: layout.Sizes) -> PrepassScalars:
@@ -162,13 +149,3 @@ def _arrays(operands: Operands) -> dict[str, jax.Array | None]:
     if queries is not None and keys is not None:
         found["query_segment_ids"], found["key_value_segment_ids"] = narrow_ids(queries, keys)
     return found
-
-
-def narrow_ids(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns ids `[B, T]` and `[B, S]` as int32 that are equal where these are."""
-    if queries.dtype.itemsize <= 4:
-        return queries.astype(jnp.int32), keys.astype(jnp.int32)
-    # Places in the sorted ids of both: no bit may get lost.
-    both = jnp.sort(jnp.concatenate([queries, keys], axis=1), axis=1)
-    places = jax.vmap(jnp.searchsorted)
-    return places(both, queries).astype(jnp.int32), places(both, keys).astype(jnp.int32)

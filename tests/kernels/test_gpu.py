@@ -21,6 +21,7 @@ import pytest
 
 import jax_fastattn
 from jax_fastattn import ffi
+from jax_fastattn.kernels import tile_lists
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
@@ -46,6 +47,19 @@ CHOICES = {
 }
 # At most 60 kernels: two for each kind, and the prepasses of masks and ids. 4 runs with other seeds make 1,056 calls.
 COMBINED_DRAWS, COMBINED_KINDS = 264, 21
+
+# Segment ids, and masks that broadcast over queries or over keys.
+_LISTED = Case("bfloat16", 2, 517, 901, num_kv_heads=2, group=2, head_dim=64, deterministic=True)
+BROADCAST = [
+    dataclasses.replace(_LISTED, **changes)
+    for changes in (
+        {"segments": 4, "is_causal": True},
+        {"segments": 3, "head_dim": 128, "window": (150, 60), "query_offset": (300, -40)},
+        {"segments": 3, "mask": "bns", "head_dim": 192, "v_head_dim": 128},
+        {"mask": "bs", "query_seq_lengths": (517, 201), "key_value_seq_lengths": (333, 901)},
+        {"mask": "bt", "is_causal": True, "head_dim": 256},
+    )
+]
 
 
 def combined_draws(seed: int) -> list[Case]:
@@ -208,6 +222,16 @@ def test_wild_boundaries_are_moved_into_the_rows(case: Case, expectations: dict[
     found = _varlen_results(case)
     compare.assert_within_budget(found, *expectations[case].result())
     _assert_same_bits(case, found, _varlen_results(case, draws.moved(case)))
+
+
+@pytest.mark.parametrize("case", BROADCAST, ids=str)
+def test_results_without_bits_are_those_with_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edge tiles of long calls compare ids; see docs/kernels/masks.md."""
+    _skip_without_kernels(case)
+    with_bits = _results(case)
+    monkeypatch.setattr(tile_lists, "MAX_BITS_NBYTES", 0)
+    assert all(kernel.compared for kernel in kernel_specs([case], ffi.arch() or "") if kernel.op != "prepass")
+    compare.assert_same_bits(with_bits, _results(case, "compared"), set())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

@@ -28,7 +28,7 @@ from jax_fastattn.testing.poison import poison
 
 B, T, S, N, K = 2, 70, 141, 4, 2
 
-# Shapes of masks, and other arguments; "ids" says of how many documents.
+# Shapes of masks, and other arguments; "ids" says of how many documents, and "sort" whether they ascend.
 CASES: dict[str, dict[str, Any]] = {
     "b1ts": {"mask": (B, 1, T, S)},
     "11ts-causal": {"mask": (1, 1, T, S), "is_causal": True},
@@ -59,9 +59,9 @@ def draw(case: dict[str, Any]) -> tuple[Any, Operands]:
     if documents := case.pop("ids", None):
         # The first id is one of queries alone, and the last one of keys alone.
         sides = ((T, range(-1, documents)), (S, range(documents + 1)))
-        case["segment_ids"] = tuple(
-            jnp.asarray(np.sort(random.choice(ids, (B, rows)), 1), jnp.int32) for rows, ids in sides
-        )
+        drawn = [random.choice(ids, (B, rows)) for rows, ids in sides]
+        drawn = [np.sort(x, 1) for x in drawn] if case.pop("sort", True) else drawn
+        case["segment_ids"] = tuple(jnp.asarray(x, jnp.int32) for x in drawn)
     if case.pop("sinks", False):
         case["sinks"] = jnp.asarray(random.standard_normal(N), jnp.float32)
     case = {name: jnp.asarray(x, jnp.int32) if name in INTEGERS else x for name, x in case.items()}

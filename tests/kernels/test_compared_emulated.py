@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels whose edge tiles compare ids instead of bits, which would take too much memory; emulated from call to result.
+
+NaN is in whatever is hidden from everybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import emulated_ops
+import emulated_portable_masks
+import jax
+import jax.numpy as jnp
+import numpy as np
+from emulated_launch import MULTIPROCESSORS
+from test_masks_ops import B, K, N, S, T, draw
+
+from jax_fastattn import ffi
+from jax_fastattn.kernels import tile_lists
+from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars
+from jax_fastattn.kernels.choose import kernel_spec, list_sizes, prepass_configs
+from jax_fastattn.ops import cuda
+from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import Problem
+from jax_fastattn.testing.poison import poison
+
+pytestmark = pytest.mark.slow
+
+# See `test_masks_ops.CASES`. Masks broadcast over queries or over keys.
+CASES: dict[str, dict[str, Any]] = {
+    "ids-causal": {"ids": 3, "is_causal": True},
+    "unsorted-ids-window": {"ids": 2, "sort": False, "local_window_size": (50, 20), "query_offset": (40, -20)},
+    "ids-lengths-cap": {
+        "ids": 2,
+        "query_seq_lengths": (70, 40),
+        "key_value_seq_lengths": (100, 141),
+        "logits_soft_cap": 2.0,
+    },
+    "b11s": {"mask": (B, 1, 1, S)},
+    "111s-offset": {"mask": (1, 1, 1, S), "is_causal": True, "query_offset": (50, -3)},
+    "b1t1-sinks": {"mask": (B, 1, T, 1), "sinks": True, "is_causal": True},
+    "bn1s-lengths": {"mask": (B, N, 1, S), "query_seq_lengths": (70, 40), "key_value_seq_lengths": (100, 141)},
+    "1k1s-ids": {"mask": (1, K, 1, S), "ids": 2, "density": 0.7},
+    "bnt1-ids": {"mask": (B, N, T, 1), "ids": 2, "density": 0.7, "is_causal": True},
+    "nothing": {"mask": (1, 1, 1, S), "density": 0.0},
+}
+
+# Case, architecture, and head dims of keys and values.
+CALLS = [
+    ("ids-causal", "sm_90a", (64, 64)),
+    ("unsorted-ids-window", "sm_90a", (128, 128)),
+    ("ids-lengths-cap", "sm_90a", (64, 64)),
+    ("b11s", "sm_90a", (64, 64)),
+    ("111s-offset", "sm_90a", (96, 96)),
+    ("b1t1-sinks", "sm_90a", (64, 64)),
+    ("bn1s-lengths", "sm_90a", (128, 128)),
+    ("1k1s-ids", "sm_90a", (64, 64)),
+    ("bnt1-ids", "sm_90a", (64, 64)),
+    ("nothing", "sm_90a", (64, 64)),
+    ("unsorted-ids-window", "sm_90a", (192, 128)),
+    ("b11s", "sm_90a", (256, 256)),
+    ("bnt1-ids", "sm_90a", (192, 128)),
+    ("ids-causal", "sm_80", (64, 64)),
+    ("unsorted-ids-window", "sm_86", (128, 128)),
+    ("b11s", "sm_80", (128, 128)),
+    ("bn1s-lengths", "sm_80", (64, 64)),
+    ("1k1s-ids", "sm_86", (192, 128)),
+    ("bnt1-ids", "sm_80", (64, 64)),
+]
+
+
+def _run_portable(kernel: Any, buffers: Any, memory: Any, ints: Any, floats: Any) -> None:
+    scalars = Scalars(**dict(zip(SCALAR_DTYPES, (*ints, *floats), strict=True)))
+    emulated_portable_masks.run_launches(kernel, buffers, memory, scalars)
+
+
+class Launches(list[Any]):
+    """Compile keys of the calls that were emulated."""
+
+    def bind(self, *operands: jax.Array, **parameters: Any) -> list[jax.Array]:
+        """Takes the place of `launch_p.bind`."""
+        self.append(parameters["kernel"])
+        return emulated_ops.bind(*operands, **parameters)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, arch: str) -> Launches:
+    """Emulates custom calls of an architecture, in none of which bits may take memory."""
+    found = Launches()
+    monkeypatch.setattr(tile_lists, "MAX_BITS_NBYTES", 0)
+    monkeypatch.setattr(ffi, "arch", lambda: arch)
+    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
+    monkeypatch.setattr(launch_p, "bind", found.bind)
+    if arch != "sm_90a":
+        monkeypatch.setattr(emulated_ops, "_forward", _run_portable)
+        monkeypatch.setattr(emulated_ops, "_backward", _run_portable)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "dims"), CALLS, ids=[f"{arch}-{name}-d{dims[0]}" for name, arch, dims in CALLS]
+)
+def test_call(name: str, dims: tuple[int, int], launches: Launches) -> None:
+    """Residuals of the gradients are those of the forward kernel."""
+    spec, operands = draw(CASES[name] | {"head_dim": dims[0], "v_head_dim": dims[1]})
+    dout = np.random.default_rng(1).standard_normal((B, T, N, dims[1]))
+    dout = jnp.asarray(dout, jnp.bfloat16)
+    poisoned, poisoned_dout, *_ = poison(spec, operands, dout)
+    differentiated = ("query", "key", "value", *(["sinks"] if operands.sinks is not None else []))
+    out, lse = cuda.forward(spec, poisoned)
+    found = cuda.backward(spec, poisoned, out, lse, poisoned_dout, None, differentiated)
+    assert all(not kernel.config.bits if kernel.op == "prepass" else kernel.compared for kernel in launches)
+
+    def loss(*given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        results = attention_reference(spec, operands._replace(**dict(zip(differentiated, given, strict=True))))
+        return (results[0] * dout.astype(jnp.float32)).sum(), results
+
+    single = [getattr(operands, x).astype(jnp.float32) for x in differentiated]
+    gradients, wanted = jax.grad(loss, argnums=tuple(range(len(single))), has_aux=True)(*single)
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(wanted[1]), atol=1e-4, rtol=1e-4)
+    results = {"out": (out, wanted[0], 2**-7)}
+    results |= {x: (getattr(found, x), y, 2**-6) for x, y in zip(differentiated, gradients, strict=True)}
+    for of, (got, expected, tolerance) in results.items():
+        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max() + 1e-5, err_msg=of)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_both_sides_of_the_limit_give_the_same_bits(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, operands = draw(CASES["unsorted-ids-window"])
+    problem = Problem.of(spec, operands)
+    (config,) = prepass_configs(dataclasses.replace(kernel_spec(problem, "forward", ffi.arch()), compared=False))
+    nbytes = 4 * math.prod(tile_lists.shapes(config, list_sizes(problem, config))["bits"])
+    results = []
+    for limit in (nbytes, nbytes - 1):
+        monkeypatch.setattr(tile_lists, "MAX_BITS_NBYTES", limit)
+        results.append(cuda.forward(spec, operands))
+    assert [kernel.compared for kernel in launches if kernel.op == "forward"] == [False, True]
+    for bits, compared in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(bits), np.asarray(compared))
