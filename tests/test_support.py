@@ -246,6 +246,31 @@ def test_ctas_add_in_one_order_to_documents(features: dict[str, Any], longest: i
         assert not kernel_spec(case.problem(), "backward", "sm_80").ordered
 
 
+def test_a_long_mask_with_is_causal_counts_as_documents() -> None:
+    """It hides more than later keys, of queries that differ."""
+    long = dataclasses.replace(BASE, query_length=2049, key_length=2049, is_causal=True)
+    found = {mask: _backward(dataclasses.replace(long, mask=mask)).ordered for mask in ("bts", "bs", "bt")}
+    assert found == {"bts": True, "bs": False, "bt": False}
+    assert not _backward(dataclasses.replace(long, mask="bts", is_causal=False)).ordered
+    assert not _backward(dataclasses.replace(long, mask="bts", query_length=2048, key_length=2048)).ordered
+
+
+@pytest.mark.parametrize(("head_dim", "batch", "group", "longest"), [
+    (128, 16, 4, 2048), (128, 1, 4, 1024), (64, 16, 4, 1024), (128, 16, 1, 1024)
+])  # fmt: skip
+def test_causal_groups_add_in_one_order_to_longer_sequences(head_dim: int, batch: int, group: int, longest: int) -> None:
+    """In many CTAs, whose heads visit tiles of queries together wherever additions are ordered."""
+    base = dataclasses.replace(BASE, batch=batch, num_kv_heads=8, group=group, head_dim=head_dim, is_causal=True)
+    for length in (longest, longest + 1):
+        spec = _backward(dataclasses.replace(base, query_length=length, key_length=length))
+        assert spec.ordered == (length == longest)
+        assert spec.config.main.interleaves_heads == (spec.ordered and group > 1)
+
+
+def _backward(case: Case) -> KernelSpec:
+    return kernel_spec(case.problem(), "backward", "sm_90a")
+
+
 def test_few_heads_do_not_add_in_one_order_without_a_mask() -> None:
     """Where all CTAs begin together they would wait for each other; 264 tiles of keys are two for each SM."""
     case = dataclasses.replace(BASE, batch=1, num_kv_heads=66, query_length=100)

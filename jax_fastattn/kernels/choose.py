@@ -32,7 +32,8 @@ def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
     It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
     to the next, which takes short heads; and if CTAs that begin together wait for each other less than that saves,
     which takes many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences
-    only the mean length is known. Documents that segment ids tell apart count as short, since nothing is known of them.
+    only the mean length is known. Documents that segment ids tell apart count as short, since nothing is known of them;
+    so do those of a long mask that comes with `is_causal`, which hides more than later keys.
 
     Args:
         problem: what is computed.
@@ -44,9 +45,27 @@ def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
         return max(problem.query_length, problem.key_length) <= _ORDERED_MEAN_LENGTH * problem.num_sequences
     longest = max(problem.query_length, problem.key_length)
     if one_sided_window:
-        return longest <= 1024 or "query_segment_ids" in problem.spec.present
+        return longest <= _ordered_length(problem) or _tells_documents_apart(problem)
     key_tiles = problem.batch * problem.num_kv_heads * -(-problem.key_length // 128)
     return longest <= 512 and key_tiles >= 2 * H100_MULTIPROCESSORS
+
+
+def _ordered_length(problem: Problem) -> int:
+    """Returns up to which length CTAs add in one order if the window is one-sided and nothing else is known.
+
+    Heads of a group that share tiles of keys wait less, see `BackwardConfig.interleaves_heads`.
+    """
+    key_tiles = problem.batch * problem.num_kv_heads * -(-problem.key_length // 128)
+    waits_less = problem.group > 1 and problem.head_dim > 64 and key_tiles >= 4 * H100_MULTIPROCESSORS
+    return 2048 if waits_less and not is_listed(problem) else 1024
+
+
+def _tells_documents_apart(problem: Problem) -> bool:
+    """Returns whether ids do, or probably a mask."""
+    mask, causal = problem.mask_shape, problem.spec.bounds == (None, 0)
+    masks_pairs = mask is not None and 1 not in mask[2:]
+    long = max(problem.query_length, problem.key_length) > SHORT_LENGTH
+    return "query_segment_ids" in problem.spec.present or (masks_pairs and causal and long)
 
 
 def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
@@ -162,11 +181,12 @@ def kernel_spec(
         dsinks=dsinks,
         family=family,
     )
-    key = configured(key, short=max(problem.query_length, problem.key_length) <= SHORT_LENGTH)
+    short = max(problem.query_length, problem.key_length) <= SHORT_LENGTH
+    key = configured(key, short=short)
     key = replace(key, compared=_compares(problem, key))
     if op == "forward" or not key.config.adds_dq:
         return key
     # Of the portable kernel it is not known where one order is faster.
     one_sided_window = key.bounds_kind.one_sided_window
     ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, one_sided_window=one_sided_window)
-    return replace(key, ordered=ordered)
+    return configured(replace(key, ordered=ordered), short=short)

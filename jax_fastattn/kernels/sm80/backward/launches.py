@@ -49,4 +49,5 @@ class BackwardKernel:
         spec, key_tiles = self.spec, copies.count(scalars.key_length, self.config.keys)
         most_rows = plan.section_rows(ORDERED_NBYTES, spec.head_dim, spec.v_head_dim)
         running = scalars.multiprocessors * self.config.blocks
-        return HeadOrder(copies.key_section(spec, scalars, key_tiles, running, most_rows, scalars.query_length))
+        uneven, rows = spec.bounds_kind.one_sided_window, scalars.query_length
+        return HeadOrder(copies.key_section(spec, scalars, key_tiles, running, most_rows, rows, uneven=uneven))

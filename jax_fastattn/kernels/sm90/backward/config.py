@@ -57,7 +57,8 @@ class BackwardConfig:
             registers. Else those products read one factor less from there.
         interleaves_heads: whether the query heads of a group visit a tile of queries one after the other, and then all
             of them the next one; else a head visits all its tiles before the next head does. In the kernel that
-            computes dq only.
+            computes dq only. CTAs that add in one order then have one pace: one that visits few tiles of each head does
+            not wait until others have visited the rest.
     """
 
     queries: int
@@ -365,7 +366,9 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
         config = BackwardConfig(64, 3, kv_in_regs=6)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72
-    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=spec.listed and spec.group > 1)
+    later_tiles_are_shorter = spec.ordered and spec.window_right and not (spec.window_left or spec.packed)
+    interleaves = spec.group > 1 and (spec.listed or later_tiles_are_shorter)
+    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves)
     if largest <= 64 and spec.is_affine:
         return replace(config, queries=128)
     # A soft cap's slopes wait in registers; with those of ones over head dim 96 some would spill.
