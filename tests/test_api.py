@@ -570,8 +570,6 @@ def test_insisting_on_cuda_elsewhere_names_every_reason(transform: Any) -> None:
         "the dtype is float32; the kernels take bfloat16 and float16 (cast query, key and value to bfloat16)",
         "`bias` is given; the kernels take none (if it only hides pairs, leave it out and pass `is_causal=True`, "
         "`key_value_seq_lengths` or `local_window_size`)",
-        "`mask` is given; only the kernels of sm_90a take one (leave the array out and pass `is_causal=True` for a "
-        "causal mask, `key_value_seq_lengths` for padding, or `local_window_size` for a band)",
     ]
     assert "implementation=None falls back to the XLA path" in str(caught.value)
 

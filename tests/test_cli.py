@@ -276,9 +276,9 @@ def test_info_without_compiler_and_extension(directory: Path) -> None:
 
 def test_info_says_why_a_call_falls_back(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--heads", "32/8", "--head-dim", "128"]
-    assert main(["info", *shape, "--with", "mask"]) == 0
+    assert main(["info", *shape, "--with", "bias"]) == 0
     text = capsys.readouterr().out
-    assert "heads 32/8, head dim 128, bfloat16, mask:\n  XLA path, because the platform is cpu; `mask` is given" in text
+    assert "heads 32/8, head dim 128, bfloat16, bias:\n  XLA path, because the platform is cpu; `bias` is given" in text
     assert main(["info", "--json", *shape, "--causal", "--arch", "sm_90a", "--arch", "sm_80"]) == 0
     found = json.loads(capsys.readouterr().out)["calls"]
     assert [x["kernel"] for x in found] == ["sm90 forward, sm90 backward", "sm80 forward, sm80 backward"]

@@ -70,21 +70,20 @@ def test_one_obstacle_is_one_reason(name: str) -> None:
     assert found.text == reason
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES + BORROWED)
 @pytest.mark.parametrize("change", [{"mask": "bnts"}, {"segments": 3}], ids=["mask", "segment-ids"])
-def test_kernels_of_hopper_alone_take_masks_and_ids(change: dict) -> None:
-    problem = dataclasses.replace(BASE, **change).problem()
-    assert unsupported_reasons(problem, "sm_90a") == []
-    (reason,) = unsupported_reasons(problem, "sm_80")
-    assert reason.kind == ("mask" if "mask" in change else "segment_ids")
+def test_all_kernels_take_masks_and_ids(change: dict, arch: str) -> None:
+    assert unsupported_reasons(dataclasses.replace(BASE, **change).problem(), arch) == []
 
 
-def test_lists_number_so_many_tiles() -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_lists_number_so_many_tiles(arch: str) -> None:
     case = dataclasses.replace(BASE, mask="ts", query_length=64, key_length=MAX_LISTED_LENGTH)
-    assert unsupported_reasons(case.problem(), "sm_90a") == []
+    assert unsupported_reasons(case.problem(), arch) == []
     longer = dataclasses.replace(case, key_length=MAX_LISTED_LENGTH + 1).problem()
-    (reason,) = unsupported_reasons(longer, "sm_90a")
+    (reason,) = unsupported_reasons(longer, arch)
     assert reason.kind == "length" and f"at most {MAX_LISTED_LENGTH}" in reason.text
-    assert unsupported_reasons(dataclasses.replace(longer, spec=BASE.spec()), "sm_90a") == []
+    assert unsupported_reasons(dataclasses.replace(longer, spec=BASE.spec()), arch) == []
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_100", None])

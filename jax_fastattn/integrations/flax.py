@@ -47,7 +47,7 @@ class Packed:
 
     Attributes:
         segment_ids: integers `[batch..., T]` (with T = S), or a pair `([batch..., T], [batch..., S])`; tokens attend
-            inside equal ids. Where kernels take `segment_ids`, they run these.
+            inside equal ids.
         cu_seqlens: integers `[batch..., sequences + 1]`, or a pair of those of queries and of keys: the boundaries of
             the sequences in each row of the batch, as for `jax_fastattn.attention_varlen`. The CUDA kernels take these.
     """

@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 256
 # fmt: off
 Kind = Literal[
     "implementation", "empty", "platform", "speed", "installation", "derivative",
-    "architecture", "dtype", "head_dim", "symbolic", "length", "bias", "mask", "segment_ids",
+    "architecture", "dtype", "head_dim", "symbolic", "length", "bias",
 ]
 # fmt: on
 
@@ -47,17 +47,8 @@ _REMEDIES: dict[Kind, str] = {
     "bias": (
         "if it only hides pairs, leave it out and pass `is_causal=True`, `key_value_seq_lengths` or `local_window_size`"
     ),
-    "mask": (
-        "leave the array out and pass `is_causal=True` for a causal mask, `key_value_seq_lengths` for padding, or "
-        "`local_window_size` for a band"
-    ),
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
-    "segment_ids": "pass boundaries to `attention_varlen` instead; docs/packed.md shows how to get them",
 }
-
-
-# Masks and segment ids need kernels with lists of tiles. Those of other architectures have not run on a GPU yet.
-_LISTED = ("sm_90a",)
 
 # Up to which length lists have numbers for all tiles, of 32 rows at least.
 MAX_LISTED_LENGTH = 32 * MAX_TILES
@@ -70,7 +61,6 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         problem: the call.
         arch: the architecture; None if it is not known.
     """
-    has_lists, listed = arch in _LISTED, is_listed(problem)
     present, symbolic = problem.spec.present, problem.symbolic_sizes
     longest = max(size for size in (0, problem.query_length, problem.key_length) if is_known(size))
     is_known_arch, head_dims = arch in ARCHITECTURES + BORROWED, (problem.head_dim, problem.v_head_dim)
@@ -88,14 +78,8 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         (not symbolic, "symbolic", f"sizes are symbolic: {', '.join(symbolic)}"),
         (longest <= UNBOUNDED, "length", f"a length is {longest}; the kernels take at most {UNBOUNDED}"),
         ("bias" not in present, "bias", "`bias` is given; the kernels take none"),
-        ("mask" not in present or has_lists, "mask", "`mask` is given; only the kernels of sm_90a take one"),
         (
-            "query_segment_ids" not in present or has_lists,
-            "segment_ids",
-            "segment ids are given; only the kernels of sm_90a take them",
-        ),
-        (
-            not (listed and has_lists) or longest <= MAX_LISTED_LENGTH,
+            not is_listed(problem) or longest <= MAX_LISTED_LENGTH,
             "length",
             f"a length is {longest}; with a mask or segment ids the kernels take at most {MAX_LISTED_LENGTH}",
         ),

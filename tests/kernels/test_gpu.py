@@ -24,7 +24,6 @@ from jax_fastattn import ffi
 from jax_fastattn.kernels import tile_lists
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
@@ -63,15 +62,13 @@ BROADCAST = [
 
 
 def combined_draws(seed: int) -> list[Case]:
-    """Returns the calls of a run in which features meet, except for those that no kernel takes."""
-    found = combinations.combined_draws(seed, COMBINED_DRAWS, COMBINED_KINDS, combinations.LARGE)
-    return [case for case in found if not unsupported_reasons(case.problem(), "sm_90a")]
+    """Returns the calls of a run in which features meet."""
+    return combinations.combined_draws(seed, COMBINED_DRAWS, COMBINED_KINDS, combinations.LARGE)
 
 
 def model_calls() -> list[Case]:
-    """Returns the calls of published models that kernels take, with fewer heads and rows."""
-    found = [models.cut(case, min(case.query_length, 1100), 2) for case in models.CALLS.values()]
-    return [case for case in found if not unsupported_reasons(case.problem(), "sm_90a")]
+    """Returns the calls of published models, with fewer heads and rows."""
+    return [models.cut(case, min(case.query_length, 1100), 2) for case in models.CALLS.values()]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -185,22 +182,14 @@ def _assert_same_bits(case: Case, first: compare.Results, second: compare.Result
 
 def test_models(case: Case, expectations: dict[Case, Future[Any]]) -> None:
     """As they are called in training: by flags, with a mask array, with segment ids."""
-    _skip_without_kernels(case)
     compare.assert_within_budget(_public_results(case), *expectations[case].result())
 
 
 def test_random_combinations(case: Case, expectations: dict[Case, Future[Any]]) -> None:
     """Calls that `--seed` draws in which two or three features meet, each run twice."""
-    _skip_without_kernels(case)
     first, second = _public_results(case), _public_results(case)
     compare.assert_within_budget(first, *expectations[case].result())
     _assert_same_bits(case, first, second)
-
-
-def _skip_without_kernels(case: Case) -> None:
-    """Skips a call that the kernels of this GPU do not take, although those of Hopper GPUs do."""
-    if reasons := unsupported_reasons(case.problem(), ffi.arch()):
-        pytest.skip("; ".join(reason.text for reason in reasons))
 
 
 def _public_results(case: Case) -> compare.Results:
