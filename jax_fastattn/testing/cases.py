@@ -771,9 +771,46 @@ PACKED = _vary(
         "packed": ((1200, -900, 500, 10**9, -2 * 10**9, 10**9), (200, 1000, 0, -300, 1097, -400)),
     },
 )
+# Masks and segment ids. A line is one attention kernel forward and one backward, which all masks, ids, windows, offsets
+# and lengths of keys share; a predicate of its own has a prepass of its own.
+_SPARSE = {"mask": "bnts", "mask_density": 0.05}
+_IDS = {"mask": None, "segments": 4}
+MASKED = [
+    *_vary(
+        _on(_GQA, mask="bts"),
+        {},
+        *_FEW,
+        *_LONG[1:2],
+        _SPARSE,
+        {"mask_density": 0.0},
+        {"mask": "ks"},
+        {"mask": "bs", "key_value_seq_lengths": (257, 64)},
+        {"mask": "bt"},
+        {"mask": "kts", "window": (70, 30), "query_offset": (64, -70)},
+        {"is_causal": True},
+        _IDS,
+        _IDS | {"ids": "unsorted", "window": (100, 7)},
+    ),
+    *_vary(
+        _on(_GQA, head_dim=128, mask="ts"),
+        {},
+        *_LONG[1:2],
+        _SPARSE,
+        _SPARSE | {"logits_soft_cap": 5.0, "sinks": "n", "dlse": True},
+        _IDS | {"is_causal": True},
+        _IDS | {"ids": "negative", "query_seq_lengths": (193, 65), "dlse": True},
+        _IDS | {"is_causal": True, "query_length": 2113, "key_length": 2113},
+    ),
+    *_vary(_on(_MHA, head_dim=64, deterministic=True, **_SPARSE), {}, *_LONG[1:2]),
+    *_vary(_on(_MHA, head_dim=192, v_head_dim=128, mask="bts"), {}, _SPARSE, _IDS | {"is_causal": True}),
+    *_vary(_on(_GQA, head_dim=96, dtype="float16", mask="ns"), {}, _IDS),
+    *_vary(_on(_GQA, head_dim=160, **_SPARSE), {}, _IDS | {"is_causal": True}),
+    *_vary(_on(_GQA, head_dim=256, mask="bnts"), {}, {"mask": "bs"}),
+]
 GPU_CASES = [
     *_SHORTER,
     *PACKED,
+    *MASKED,
     # More queries: CTAs add in any order, unless the case is deterministic.
     *(
         dataclasses.replace(case, query_length=case.query_length + 1024, deterministic=i % 3 == 2)
