@@ -156,7 +156,7 @@ def test_the_prepass_reads_it_once(name: str, gradient: bool, monkeypatch: pytes
     ids=str,
 )
 def test_a_mesh_splits_batch_and_heads(kind: AxisType) -> None:
-    """Nothing is gathered, and results are split as the query. Explicit axes on both failed before."""
+    """Nothing is gathered, and results are split as the query."""
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(key, (2, rows, 4, 8)) for key, rows in zip(keys, (T, S, S), strict=False)]
     mask = jax.random.bernoulli(keys[3], 0.6, (2, T, S))

@@ -274,6 +274,9 @@ class Cta:
         values = [self.get(x, kind) for x in operands[1:]]
         self.put(operands[0], np.asarray(function(*values)).astype(kind, copy=False), active)
 
+    def do_griddepcontrol(self, *_: Any) -> None:
+        """Does nothing: a launch begins when the one before it has ended."""
+
     def do_add(self, *a: Any) -> None:
         self._simple(np.add, *a)
 
