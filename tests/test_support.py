@@ -257,7 +257,7 @@ def test_a_long_mask_with_is_causal_counts_as_documents() -> None:
 @pytest.mark.parametrize(("head_dim", "batch", "group", "longest"), [
     (128, 16, 4, 2048), (128, 1, 4, 1024), (64, 16, 4, 1024), (128, 16, 1, 1024)
 ])  # fmt: skip
-def test_causal_groups_add_in_one_order_to_longer_sequences(head_dim: int, batch: int, group: int, longest: int) -> None:
+def test_causal_groups_add_in_order_to_longer_sequences(head_dim: int, batch: int, group: int, longest: int) -> None:
     """In many CTAs, whose heads visit tiles of queries together wherever additions are ordered."""
     base = dataclasses.replace(BASE, batch=batch, num_kv_heads=8, group=group, head_dim=head_dim, is_causal=True)
     for length in (longest, longest + 1):
