@@ -1,0 +1,46 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""How key tiles are dealt to CTAs where few queries see many keys, so that every CTA gets as many as the others.
+
+A unit is a batch entry and a key/value head. The tiles of a unit follow each other in a line, and so do the units, the
+heads of a batch entry first. CTA c of `ctas` takes the tiles of `share`, which are neighbors in the line. What it takes
+of one unit is a segment. A segment that is a whole unit gives its results. Every other one gives a partial result. This
+lies in slot 2 c + 1 if the CTA begins a unit that it does not end, and in slot 2 c if the CTA goes on with one that it
+did not begin. A CTA has one of each at most, so scratch memory does not grow with the batch.
+
+Some heads are read side by side: there is a line for each of them, with every so many of the heads and of the CTAs, and
+CTAs go the same way along all lines.
+
+Functions run on Python integers as well as on device integers, as those of `plan.py` do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Int = Any  # a Python int or a device integer
+
+# Which share of the CTAs may be left without work, so that heads are read side by side.
+_IDLE = 0.04
+
+
+def share(cta: Int, ctas: Int, total: Int) -> tuple[Int, Int]:
+    """Returns the tiles [begin, end) of a CTA, of `total` tiles; the first CTAs have one tile more than the others."""
+    each, more = total // ctas, total % ctas
+    begin = cta * each + min(cta, more)
+    return begin, begin + each + min(max(more - cta, 0), 1)
+
+
+def owner(tile: Int, ctas: Int, total: Int) -> Int:
+    """Returns the CTA whose share has a tile: the inverse of `share`."""
+    each, more = total // ctas, total % ctas
+    longer = more * (each + 1)  # tiles of the CTAs that have one more
+    return min(tile // (each + 1), more) + max(tile - longer, 0) // max(each, 1)
+
+
+def heads_side_by_side(heads: int, ctas: int) -> int:
+    """Returns how many key/value heads are read side by side: what are neighbors in memory is read at one time.
+
+    It is the largest divisor of `heads` that leaves few CTAs without work.
+    """
+    return next(n for n in range(heads, 0, -1) if heads % n == 0 and (ctas % n <= _IDLE * ctas or n == 1))
