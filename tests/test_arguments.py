@@ -16,6 +16,7 @@ from jax_fastattn.kernels.arguments import (
     VISIT_SCALARS,
     Scalars,
     Sizes,
+    absent_scalars,
     buffers_type,
     launch_buffers,
     launch_scalars,
@@ -80,8 +81,12 @@ def test_integers_come_before_floats() -> None:
     assert Sizes.of(scalars) == Sizes._fields
 
 
-def test_scalars_of_lists_are_no_parameters_without_lists() -> None:
-    absent = dict.fromkeys(VISIT_SCALARS)
+def test_scalars_of_lists_and_of_decoding_are_no_parameters_of_other_launches() -> None:
+    absent = dict.fromkeys((*VISIT_SCALARS, "side_heads"))
+    plain = KernelSpec("forward", "sm_90a", "float16", 64, 64, family="sm90")
+    assert absent_scalars(plain) == tuple(absent)
+    assert absent_scalars(dataclasses.replace(plain, listed=True)) == ("side_heads",)
+    assert absent_scalars(dataclasses.replace(plain, op="decode")) == VISIT_SCALARS
     scalars = Scalars(**{name: name for name in Scalars._fields} | absent)
     assert scalars.of_dtype("int32") == tuple(
         x for x in Scalars._fields if SCALAR_DTYPES[x] == "int32" and x not in absent

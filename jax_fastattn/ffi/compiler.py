@@ -23,9 +23,9 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.arguments import (
     SCALAR_DTYPES,
-    VISIT_SCALARS,
     PrepassScalars,
     Scalars,
+    absent_scalars,
     launch_buffers,
     named_buffers,
 )
@@ -34,6 +34,7 @@ from jax_fastattn.kernels.prepass import kernel as prepass
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
 from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
 from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
+from jax_fastattn.kernels.sm90.decode import kernel as sm90_decode
 from jax_fastattn.kernels.sm90.forward import kernel as sm90_forward
 
 # Under which csrc/store.cc looks the host function up.
@@ -42,12 +43,13 @@ FUNCTION_PREFIX = "jax_fastattn"
 # XLA aligns buffers to 256 bytes; kernels copy 16 at a time.
 _ALIGNMENT = 16
 
-_KERNELS: dict[tuple[str, str], Any] = {
+KERNELS: dict[tuple[str, str], Any] = {
     # Portable, and the same for both families.
     ("sm80", "prepass"): prepass.PrepassKernel,
     ("sm80", "forward"): sm80_forward.ForwardKernel,
     ("sm80", "backward"): sm80_backward.BackwardKernel,
     ("sm90", "forward"): sm90_forward.ForwardKernel,
+    ("sm90", "decode"): sm90_decode.DecodeKernel,
     ("sm90", "backward"): sm90_backward.BackwardKernel,
 }
 _DTYPES = {
@@ -94,7 +96,7 @@ def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> by
     with _lock:
         _open_runtime()
         compiled = cute.compile(
-            _KERNELS[spec.family, spec.op](spec),
+            KERNELS[spec.family, spec.op](spec),
             *fake_arguments(spec),
             options=f"--gpu-arch {spec.gpu_arch}",
             trace_finalize_hooks=on_traced,
@@ -112,7 +114,7 @@ def fake_arguments(spec: KernelSpec) -> list[Any]:
 def _fake_scalars(spec: KernelSpec) -> Scalars | PrepassScalars:
     if spec.op == "prepass":
         return PrepassScalars(*[cutlass.Int32(0) for _ in PrepassScalars._fields])
-    absent = () if spec.listed else VISIT_SCALARS
+    absent = absent_scalars(spec)
     return Scalars(**{name: None if name in absent else _DTYPES[x](0) for name, x in SCALAR_DTYPES.items()})
 
 

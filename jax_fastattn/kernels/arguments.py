@@ -73,6 +73,29 @@ class ForwardBuffers(NamedTuple):
     tile_counter: Annotated[Any, Buffer("scratch", "int32", needs="has_tile_counter")]
 
 
+class DecodeBuffers(NamedTuple):
+    """Buffers of a decoding launch, which splits the keys of few queries, see `split.py`.
+
+    Attributes:
+        query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset, sinks, out, lse: see
+            `ForwardBuffers`.
+        partial_out: `[2 CTAs, T * group, D]`, outputs of segments.
+        partial_lse: `[2 CTAs, T * group]`, their log-sum-exps, in base 2 and without sinks.
+    """
+
+    query: Annotated[Any, Buffer("operand")]
+    key: Annotated[Any, Buffer("operand")]
+    value: Annotated[Any, Buffer("operand")]
+    query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
+    key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
+    query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
+    sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
+    out: Annotated[Any, Buffer("result")]
+    lse: Annotated[Any, Buffer("result", "float32")]
+    partial_out: Annotated[Any, Buffer("scratch", "float32")]
+    partial_lse: Annotated[Any, Buffer("scratch", "float32")]
+
+
 class BackwardBuffers(NamedTuple):
     """Buffers of a backward launch of the Hopper family.
 
@@ -214,6 +237,7 @@ class PrepassBuffers(NamedTuple):
 
 
 Buffers = ForwardBuffers | BackwardBuffers | PortableBackwardBuffers
+AnyBuffers = Buffers | DecodeBuffers | PrepassBuffers
 
 
 class PrepassScalars(NamedTuple):
@@ -253,6 +277,8 @@ class Scalars(NamedTuple):
         multiprocessors: of the GPU; decides about speed alone.
         visit_batch, visit_head, visit_kv_head, visit_tile: see `lists.Planes`; None, which is no parameter, if the
             compile key has no lists.
+        side_heads: how many key/value heads a decoding launch reads side by side, see `split.py`; None, which is no
+            parameter, in other launches.
         scale: factor on q . k, of any sign.
         logits_soft_cap: the cap; 0, and not read, if the compile key has none.
     """
@@ -269,6 +295,7 @@ class Scalars(NamedTuple):
     visit_head: Annotated[Any, "int32"]
     visit_kv_head: Annotated[Any, "int32"]
     visit_tile: Annotated[Any, "int32"]
+    side_heads: Annotated[Any, "int32"]
     scale: Annotated[Any, "float32"]
     logits_soft_cap: Annotated[Any, "float32"]
 
@@ -316,12 +343,19 @@ SCALAR_DTYPES: Mapping[str, str] = {
 }
 
 
-def buffers_type(spec: KernelSpec) -> type[Buffers | PrepassBuffers]:
+def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
+    """Returns the scalars that are None in launches of a compile key, which then takes no such parameter."""
+    return (() if spec.listed else VISIT_SCALARS) + (() if spec.op == "decode" else ("side_heads",))
+
+
+def buffers_type(spec: KernelSpec) -> type[AnyBuffers]:
     """The buffers of a compile key's launch."""
     if spec.op == "prepass":
         return PrepassBuffers
     if spec.op == "forward":
         return ForwardBuffers
+    if spec.op == "decode":
+        return DecodeBuffers
     return BackwardBuffers if spec.family == "sm90" else PortableBackwardBuffers
 
 
@@ -344,7 +378,7 @@ def added_buffers(spec: KernelSpec) -> dict[str, Buffer]:
     return {name: buffer for program in programs for name, buffer in program.buffers().items()}
 
 
-def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> Buffers | PrepassBuffers:
+def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> AnyBuffers:
     """Returns the buffers of a launch, given what `present_buffers` names; an absent one may be left out or None."""
     names, added = buffers_type(spec), tuple(added_buffers(spec))
     members = {name: values.get(name) for name in names._fields}
@@ -359,7 +393,10 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
 
 
 def launch_scalars(
-    problem: Problem, multiprocessors: int, visit: tuple[int | None, ...] = (None,) * len(VISIT_SCALARS)
+    problem: Problem,
+    multiprocessors: int,
+    visit: tuple[int | None, ...] = (None,) * len(VISIT_SCALARS),
+    side_heads: int | None = None,
 ) -> Scalars:
     """Returns the run-time scalars of a launch.
 
@@ -367,6 +404,7 @@ def launch_scalars(
         problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
         multiprocessors: how many the GPU has.
         visit: those of lists, see `lists.Planes`.
+        side_heads: see `Scalars`.
     """
     left, right = problem.spec.bounds
     return Scalars(
@@ -379,13 +417,14 @@ def launch_scalars(
         sinks_stride=problem.num_heads if problem.sinks_per_batch else 0,
         multiprocessors=multiprocessors,
         **dict(zip(VISIT_SCALARS, visit, strict=True)),
+        side_heads=side_heads,
         scale=problem.spec.scale,
         logits_soft_cap=problem.spec.logits_soft_cap or 0.0,
     )
 
 
 @functools.cache
-def _definition(buffers: type[Buffers | PrepassBuffers]) -> Mapping[str, Buffer | None]:
+def _definition(buffers: type[AnyBuffers]) -> Mapping[str, Buffer | None]:
     """The members of a launch's buffers; None for those that programs add."""
     hints = get_type_hints(buffers, include_extras=True)
     return {name: None if name == "added" else hint.__metadata__[0] for name, hint in hints.items()}

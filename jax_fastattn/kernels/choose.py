@@ -12,6 +12,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
+from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.tile_lists import PrepassConfig, Sizes, has_too_many_bits
 from jax_fastattn.spec import AttentionSpec, Problem
@@ -68,7 +69,7 @@ def _tells_documents_apart(problem: Problem) -> bool:
     return "query_segment_ids" in problem.spec.present or (masks_pairs and causal and long)
 
 
-def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
+def configured(spec: KernelSpec, *, short: bool = False, rows: int = 1) -> KernelSpec:
     """Returns a compile key with the config that the tables of its family have for it, whatever config it had.
 
     A soft cap becomes exact where a sink's gradient would show that the error of a rough one is not even, and in the
@@ -78,8 +79,11 @@ def configured(spec: KernelSpec, *, short: bool = False) -> KernelSpec:
         spec: the key; tests and tools build one by hand.
         short: whether T and S are at most `SHORT_LENGTH`. At most head dims the tables have one row for all lengths, so
             that a new length compiles nothing.
+        rows: of a decoding kernel, queries times query heads of a group.
     """
-    if spec.op == "forward":
+    if spec.op == "decode":
+        config = sm90_decode.decode_config(spec, rows)
+    elif spec.op == "forward":
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
     else:
         config = (sm90_backward.backward_configs if spec.family == "sm90" else sm80_backward.dkdv_dq_config)(spec)

@@ -21,7 +21,8 @@ class KernelSpec:
     """Everything that is compiled into one kernel object.
 
     Attributes:
-        op: "forward", "backward" or "prepass", which writes the lists and bits of `tile_lists.py` for a mask or ids.
+        op: "forward"; "decode", the forward pass of few queries, whose keys are split; "backward"; or "prepass", which
+            writes the lists and bits of `tile_lists.py` for a mask or ids.
         arch: target architecture, such as "sm_80" or "sm_90a", or one of `architectures.BORROWED`, which may have a
             suffix.
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
@@ -44,12 +45,12 @@ class KernelSpec:
         mask, segment_ids: which of these the prepass reads; its window, offset and lengths are those of the call.
         programs: score functions compiled into the kernel, in the order in which they apply; see kernels/features.
             Their `repr` names them in the cache.
-        config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for the backward pass
-            `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper), or for the prepass `PrepassConfig`. None in a key
-            that `choose.configured` has yet to complete.
+        config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
+            or for the backward pass `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper), or for the prepass
+            `PrepassConfig`. None in a key that `choose.configured` has yet to complete.
     """
 
-    op: Literal["forward", "backward", "prepass"]
+    op: Literal["forward", "decode", "backward", "prepass"]
     arch: str
     dtype: Literal["bfloat16", "float16"]
     head_dim: int

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32
@@ -13,6 +14,42 @@ from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.score import Score
+
+
+class RowEnd(NamedTuple):
+    """The end of a row's softmax.
+
+    Attributes:
+        live: whether the row has an output.
+        lse: its log-sum-exp, of which sinks are part.
+        total: its denominator.
+        weight: a factor on its output.
+    """
+
+    live: Boolean
+    lse: Float32
+    total: Float32
+    weight: Float32
+
+    @classmethod
+    def of(cls, score: Score, log_max: Float32, total: Float32, inside: Boolean) -> "RowEnd":
+        """Returns the end of a row.
+
+        Args:
+            score: from products to logits of the row's query head, after `Score.finish`.
+            log_max: the maximum logit, in base 2.
+            total: the sum of exponentials relative to that.
+            inside: whether the row is no padding.
+        """
+        live = Boolean((total != Float32(0.0)) & inside)
+        log_max, total, weight = score.finish_row(log_max, total)
+        # Rounded once: where one weight is 1, the logarithm is what the rounding of the maximum left of its logit.
+        value = ptx.fma(log_max, Float32(softmax.LN_2), ptx.log2(total) * softmax.LN_2)
+        return cls(live, ptx.where(inside, value, Float32(softmax.NEVER)), total, weight)
+
+    def result(self) -> ResultRow:
+        """Returns what the row of the output is stored as."""
+        return ResultRow(self.live, self.weight * ptx.reciprocal(self.total))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +88,10 @@ class LogSumExps:
         for i, (maximum, total) in enumerate(softmaxes):
             row = first_row + 8 * i
             total = softmax.quad_sum(total)
-            live = Boolean((total != Float32(0.0)) & (row < self.query_end))
-            log_max, total, weight = self.score.finish_row(maximum * self.score.unit, total)
-            # Rounded once: where one weight is 1, the logarithm is what the rounding of the maximum left of its logit.
-            value = ptx.fma(log_max, Float32(softmax.LN_2), ptx.log2(total) * softmax.LN_2)
-            value = ptx.where(row < self.query_end, value, Float32(softmax.NEVER))
+            inside = Boolean(row < self.query_end)
+            end = RowEnd.of(self.score, maximum * self.score.unit, total, inside)
             address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + self.head) * 4
             stores = Boolean((row < self.queries.length) & (self.column == 0))
-            cutlass.if_generate(stores, lambda address=address, value=value: ptx.store_global(address, value))
-            results.append(ResultRow(live, weight * ptx.reciprocal(total)))
+            cutlass.if_generate(stores, lambda address=address, lse=end.lse: ptx.store_global(address, lse))
+            results.append(end.result())
         return results

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Boolean, Float32, Int32, cute
 
-from jax_fastattn.kernels.arguments import Buffers, ForwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments import Buffers, DecodeBuffers, ForwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
@@ -70,7 +70,7 @@ class Score:
     negative: Boolean | None = None
 
     @classmethod
-    def forward(cls, spec: KernelSpec, buffers: ForwardBuffers, scalars: Scalars) -> "Score":
+    def forward(cls, spec: KernelSpec, buffers: ForwardBuffers | DecodeBuffers, scalars: Scalars) -> "Score":
         """Returns that of a forward launch."""
         if not spec.is_affine:
             score = cls.backward(spec, buffers, scalars, scalars.scale)

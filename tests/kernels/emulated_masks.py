@@ -88,6 +88,7 @@ def scalars(predicate: Predicate, *, one_row: bool = False) -> Scalars:
         sinks_stride=0,
         multiprocessors=MULTIPROCESSORS,
         **visit_scalars(predicate, one_row=one_row),
+        side_heads=None,
         scale=SCALE,
         logits_soft_cap=0.0,
     )

@@ -16,9 +16,9 @@ from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, number, 
 
 from jax_fastattn.kernels.arguments import (
     SCALAR_DTYPES,
-    VISIT_SCALARS,
     PrepassScalars,
     Scalars,
+    absent_scalars,
     present_buffers,
 )
 from jax_fastattn.kernels.key import KernelSpec
@@ -78,7 +78,7 @@ def _backward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, int
 
 
 def _scalars(kernel: KernelSpec, ints: Any, floats: Any) -> Scalars:
-    absent = () if kernel.listed else VISIT_SCALARS
+    absent = absent_scalars(kernel)
     names = [name for name in SCALAR_DTYPES if name not in absent]
     scalars = Scalars(**dict(zip(names, (*ints, *floats), strict=True)), **dict.fromkeys(absent))
     assert scalars.multiprocessors == MULTIPROCESSORS

@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_ops
-import emulated_portable_masks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +24,6 @@ from test_masks_ops import B, K, N, S, T, draw
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels import tile_lists
-from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars
 from jax_fastattn.kernels.choose import kernel_spec, list_sizes, prepass_configs
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.launch import launch_p
@@ -78,11 +76,6 @@ CALLS = [
 ]
 
 
-def _run_portable(kernel: Any, buffers: Any, memory: Any, ints: Any, floats: Any) -> None:
-    scalars = Scalars(**dict(zip(SCALAR_DTYPES, (*ints, *floats), strict=True)))
-    emulated_portable_masks.run_launches(kernel, buffers, memory, scalars)
-
-
 class Launches(list[Any]):
     """Compile keys of the calls that were emulated."""
 
@@ -100,9 +93,6 @@ def launches(monkeypatch: pytest.MonkeyPatch, arch: str) -> Launches:
     monkeypatch.setattr(ffi, "arch", lambda: arch)
     monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
     monkeypatch.setattr(launch_p, "bind", found.bind)
-    if arch != "sm_90a":
-        monkeypatch.setattr(emulated_ops, "_forward", _run_portable)
-        monkeypatch.setattr(emulated_ops, "_backward", _run_portable)
     return found
 
 

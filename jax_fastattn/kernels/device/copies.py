@@ -13,15 +13,15 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments import Buffers, DecodeBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import UNBOUNDED
 
 
-def _with_device_min_max(module: ModuleType) -> dict[str, Any]:
-    """Returns the functions of `plan`, and its `Bounds`, bound to the DSL's min and max.
+def with_device_min_max(module: ModuleType) -> dict[str, Any]:
+    """Returns the functions of `plan` or `split`, and the `Bounds` of the first, bound to the DSL's min and max.
 
     The builtin ones ask a device value for its truth.
     """
@@ -36,11 +36,12 @@ def _with_device_min_max(module: ModuleType) -> dict[str, Any]:
         }
 
     names.update(bind(vars(module)))
-    names["Bounds"] = type("Bounds", (module.Bounds,), bind(vars(module.Bounds)))
+    if module is plan:
+        names["Bounds"] = type("Bounds", (module.Bounds,), bind(vars(module.Bounds)))
     return names
 
 
-_device_plan = _with_device_min_max(plan)
+_device_plan = with_device_min_max(plan)
 _Bounds: type[plan.Bounds] = _device_plan["Bounds"]  # plan.Bounds of device integers
 section = _device_plan["section"]  # plan.section on device integers
 alike_section = _device_plan["alike_section"]  # plan.alike_section on device integers
@@ -255,7 +256,9 @@ def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any
     return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
 
 
-def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> plan.Bounds:
+def entry_bounds(
+    spec: KernelSpec, batch: Int32, buffers: Buffers | DecodeBuffers, scalars: Scalars | Sizes
+) -> plan.Bounds:
     """Returns what the rows of one batch entry may see."""
     offset = load_entry(buffers.query_offset, batch, Int32(0), -UNBOUNDED, UNBOUNDED)
     queries, keys = scalars.query_length, scalars.key_length

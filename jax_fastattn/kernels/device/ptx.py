@@ -232,6 +232,12 @@ def store_global_pair(address: Int64, low: Float32, high: Float32, *, loc: Any =
 
 
 @dsl_user_op
+def store_shared_pair(address: Int32, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores two float32."""
+    _asm("st.shared.v2.f32 [$0], {$1, $2};", "", "rff", [address, low, high], True, loc, ip)
+
+
+@dsl_user_op
 def load_shared_pair(address: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """Loads two float32."""
     return _asm("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r", [address], True, loc, ip)

@@ -9,9 +9,16 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars
-from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.wgmma import tile_layout
 from jax_fastattn.kernels.key import KernelSpec
+
+
+class TmaRows(Protocol):
+    """Which rows of an operand are loaded; a `Span` says that too."""
+
+    def tma_rows(self, coordinates: cute.Tensor, head: Int32) -> Any:
+        """Returns the rows of a head: `[rows, columns, heads, batch]` to `[rows, columns]`, from the first one on."""
+        ...
 
 
 class TmaOperand(NamedTuple):
@@ -25,7 +32,7 @@ class TmaOperand(NamedTuple):
     atom: cute.CopyAtom
     coordinates: cute.Tensor
 
-    def copy(self, shared: cute.Tensor, head: Int32, span: Span) -> Callable[[Int32, Any, cute.Pointer], None]:
+    def copy(self, shared: cute.Tensor, head: Int32, span: TmaRows) -> Callable[[Int32, Any, cute.Pointer], None]:
         """Returns a function `(tile, stage, barrier)` by which a warp loads a tile of rows; TMA completes the barrier.
 
         Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments import DecodeBuffers, ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.softmax import LOG2_E
@@ -39,7 +39,7 @@ class Sinks(Feature):
     sink: Any = None
 
     @classmethod
-    def of(cls, spec: KernelSpec, buffers: ForwardBuffers, scalars: Scalars) -> "Sinks | None":
+    def of(cls, spec: KernelSpec, buffers: ForwardBuffers | DecodeBuffers, scalars: Scalars) -> "Sinks | None":
         """Returns the sinks of a forward launch, if it has some."""
         return None if not spec.sinks else cls(buffers.sinks, scalars.sinks_stride)
 

@@ -1,0 +1,111 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a variant of a decoding kernel is, in both families; each family has a table of its own.
+
+Pure Python, no import of the DSL: tests and the support table read it on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_fastattn.kernels.device.regions import NamedBarrier, Region, disjoint
+from jax_fastattn.kernels.key import KernelSpec
+
+# Rows of a block: the M of mma.sync.
+BLOCK_ROWS = 16
+
+# Most rows (queries times query heads of a key/value head) that the kernels take.
+MAX_ROWS = 64
+
+# Floats between the rows of partial outputs, so that the four rows that a warp stores at a time use other banks.
+_PADDING = 4
+
+
+@disjoint
+class DecodeBarrier(NamedBarrier):
+    """Named barriers: the one on which the warps that compute meet at the end of a segment."""
+
+    MERGE = 1, 1
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One variant of a decoding kernel.
+
+    Attributes:
+        row_blocks: blocks of 16 rows. A row is a query and a query head of the key/value head's group.
+        parts: warps that share a block of rows; each computes `keys / parts` keys of every tile.
+        keys: keys of a tile, a multiple of `16 * parts`.
+        stages: tiles of K and of V in shared memory.
+        loader_warps: 1 if a warp of its own loads the tiles, 0 if each warp loads the keys that it computes.
+        blocks: CTAs that run on an SM at a time.
+    """
+
+    row_blocks: int
+    parts: int
+    keys: int
+    stages: int
+    loader_warps: int
+    blocks: int = 1
+
+    @property
+    def strip(self) -> int:
+        """Keys of a tile that a warp computes."""
+        return self.keys // self.parts
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that compute."""
+        return self.row_blocks * self.parts
+
+    @property
+    def consumer_threads(self) -> int:
+        """Threads that compute; the loader's follow them."""
+        return 32 * self.consumer_warps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.consumer_threads + 32 * self.loader_warps
+
+    @property
+    def tiles(self) -> str:
+        """Rows x keys of its tiles, in words."""
+        return f"decode {BLOCK_ROWS * self.row_blocks}x{self.keys}"
+
+    def partial_pitch(self, columns: int) -> int:
+        """Returns the bytes from one row of a warp's partial output to the next, given its columns, padded."""
+        return 4 * (columns + _PADDING)
+
+    def stats_offset(self, columns: int) -> int:
+        """Returns the bytes from the first partial output to the maxima and sums of the rows."""
+        return self.consumer_warps * BLOCK_ROWS * self.partial_pitch(columns)
+
+    def merge_region(self, columns: int, over: str | None = None) -> Region:
+        """Returns the region of partial outputs, maxima and sums of the warps, by which they merge their results.
+
+        Args:
+            columns: of the output, padded.
+            over: the region whose bytes it uses again; None if it has bytes of its own.
+        """
+        return Region("merge", self.stats_offset(columns) + self.consumer_warps * BLOCK_ROWS * 8, over=over)
+
+
+def row_blocks(rows: int) -> int:
+    """Returns how many blocks of rows a kernel has for so many rows: 1, 2 or 4."""
+    if not 0 < rows <= MAX_ROWS:
+        raise ValueError(f"a decoding kernel has 1 to {MAX_ROWS} rows; {rows} were asked for")
+    return next(blocks for blocks in (1, 2, 4) if rows <= BLOCK_ROWS * blocks)
+
+
+def decode_scratch(spec: KernelSpec, multiprocessors: int, rows: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the scratch buffers of a launch by name, see `split.py`.
+
+    Args:
+        spec: the compile key.
+        multiprocessors: of the GPU.
+        rows: queries times query heads of a key/value head.
+    """
+    slots = 2 * multiprocessors * spec.config.blocks
+    return {"partial_out": (slots, rows, spec.v_head_dim), "partial_lse": (slots, rows)}

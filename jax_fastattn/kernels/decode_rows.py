@@ -1,0 +1,344 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A warp of a decoding kernel, in both families: 16 rows and a strip of the keys of each tile, by mma.sync.
+
+A row is a query and a query head of the key/value head's group, numbered `query * group + head`. Warps that share a
+block of rows have different keys, so a warp needs no other one until the end of a segment. There the CTA merges the
+results of its warps and stores the result of the segment. A `KeySource` knows how K and V come to shared memory.
+
+Every tile has a mask: the loads take longer than that, whatever the tile. Rows of V that no query sees may hold
+anything; where the source does not zero them, they are cleared in the fragments.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.decode_config import BLOCK_ROWS, DecodeBarrier, DecodeConfig
+from jax_fastattn.kernels.device import copies, mma, ptx, softmax, wgmma
+from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.line import Line, Segment
+from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.finished_row import FinishedRow, QueryRow
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.plan import Limits
+from jax_fastattn.kernels.score import Score
+
+
+def refuse_programs(spec: KernelSpec) -> None:
+    """Raises if a compile key has programs, which are told of one query head at a time."""
+    if spec.programs:
+        raise NotImplementedError(
+            f"decoding kernels have rows of several query heads, and take no programs; found {spec.programs}; use the "
+            "forward kernel"
+        )
+
+
+class KeySource(Protocol):
+    """How tiles of K and V come to a warp. All lanes call its methods."""
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether rows that no query sees hold whatever is in memory, else zeros."""
+        ...
+
+    def start(self, segment: Segment) -> None:
+        """Prepares for the first tile of a segment."""
+        ...
+
+    def wait(self, segment: Segment, i: Int32) -> Int32:
+        """Waits for the i-th tile of a segment, and returns what the other methods find it by."""
+        ...
+
+    def key(self, place: Int32) -> Callable[[int, int], mma.Fragment]:
+        """Returns what loads the strip of K for `mma.gemm`."""
+        ...
+
+    def value(self, place: Int32) -> Callable[[int, int], mma.Fragment]:
+        """Returns what loads the strip of V for `mma.gemm`."""
+        ...
+
+    def release(self, place: Int32) -> None:
+        """Gives the tile back."""
+        ...
+
+    def end(self) -> None:
+        """Prepares shared memory for the merge."""
+        ...
+
+
+class MergeMemory(NamedTuple):
+    """Where the warps of a CTA merge their results.
+
+    Attributes:
+        config: the variant.
+        head_dim: columns of K in shared memory, padded.
+        v_head_dim: columns of V in shared memory, padded.
+        address: of the region of `DecodeConfig.merge_region`.
+    """
+
+    config: DecodeConfig
+    head_dim: int
+    v_head_dim: int
+    address: Int32
+
+    def stats(self, place: Any) -> Int32:
+        """Returns the address of maximum and sum of a row, given its place among the rows of all warps."""
+        return self.address + self.config.stats_offset(self.v_head_dim) + place * 8
+
+    def partial(self, place: Any) -> Int32:
+        """Returns the address of the partial output of a row."""
+        return self.address + place * self.config.partial_pitch(self.v_head_dim)
+
+
+class _Own(NamedTuple):
+    """What a lane knows of its two accumulator rows in a segment.
+
+    Attributes:
+        rows: their numbers; those from `T * group` on do not exist.
+        limits: the keys that they see.
+        column: the lane's first column of a strip.
+    """
+
+    rows: Sequence[Int32]
+    limits: list[Limits]
+    column: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeRows:
+    """Emits the code of a warp that computes.
+
+    Attributes:
+        line: of the launch.
+        memory: where results are merged.
+        source: of K and V.
+        score: from products to logits.
+        thread: index of the thread among those that compute.
+        block: which block of rows the warp has.
+        part: which keys of a tile.
+        query: fragments of Q, `[head_dim / 16 * 4]`.
+        out: accumulator of O, relative to the maxima.
+        maxima: `[2]`, of what enters the softmax.
+        sums: `[2]`, the lane's parts of the sums of exponentials.
+        factors: `[2]`, by which the last tile changed what came before.
+    """
+
+    line: Line
+    memory: MergeMemory
+    source: KeySource
+    score: Score
+    thread: Int32
+    block: Int32
+    part: Int32
+    query: Any
+    out: mma.Accumulator
+    maxima: Any
+    sums: Any
+    factors: Any
+
+    @classmethod
+    def start(cls, line: Line, memory: MergeMemory, source: KeySource, thread: Int32, warp: Int32) -> "DecodeRows":
+        """Returns the role with its registers."""
+        config = memory.config
+        return cls(
+            line=line,
+            memory=memory,
+            source=source,
+            score=Score.forward(line.spec, line.buffers, line.scalars),
+            thread=thread,
+            block=warp // config.parts if config.row_blocks > 1 else Int32(0),
+            part=warp % config.parts,
+            query=cute.make_rmem_tensor((memory.head_dim // 4,), Int32),
+            out=cute.make_rmem_tensor((memory.v_head_dim // 2,), Float32),
+            maxima=cute.make_rmem_tensor((2,), Float32),
+            sums=cute.make_rmem_tensor((2,), Float32),
+            factors=cute.make_rmem_tensor((2,), Float32),
+        )
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The compile key."""
+        return self.line.spec
+
+    @property
+    def mma_dtype(self) -> str:
+        """The dtype of products, as instructions name it."""
+        return ptx.MMA_DTYPE[self.spec.dtype]
+
+    def visit(self, segment: Segment) -> None:
+        """Computes the result of a segment."""
+        first, column = accumulator_lane(self.line.lane)
+        rows = [self.block * BLOCK_ROWS + first + 8 * i for i in range(2)]
+        self._load_query(segment, rows, column)
+        limits = [segment.entry.bounds.key_limits(row // self.spec.group) for row in rows]
+        own = _Own(rows, limits, column)
+        self.out.fill(0.0)
+        self.sums.fill(0.0)
+        self.maxima.fill(softmax.NEVER)
+        self.source.start(segment)
+        wgmma.loop(segment.count, lambda i: self._tile(segment, i, own))
+        self.source.end()
+        self._share(own)
+        self._sync()
+        self._merge(segment)
+        self._sync()
+
+    def _sync(self) -> None:
+        """Waits for all warps that compute."""
+        cute.arch.barrier(barrier_id=DecodeBarrier.MERGE.at(), number_of_threads=self.memory.config.consumer_threads)
+
+    def _load_query(self, segment: Segment, rows: Sequence[Int32], column: Int32) -> None:
+        """Loads fragments of Q, zeros in rows that do not exist; their signs change if the scale is negative."""
+        spec, scalars = self.spec, self.line.scalars
+        negative = self.score.negative
+        flip = None if negative is None else ptx.where(negative, Int32(-0x7FFF8000), Int32(0))
+        for i, row in enumerate(rows):
+            exists = Boolean(row < scalars.query_length * spec.group)
+            at = ptx.where(exists, row, Int32(0))
+            position = Int64(segment.batch * scalars.query_length + at // spec.group)
+            head = segment.kv_head * spec.group + at % spec.group
+            start = self.line.buffers.query.toint() + (position * scalars.num_heads + head) * (2 * spec.head_dim)
+            for chunk in range(self.memory.head_dim // 8):
+                value = Int32(0)
+                if 8 * chunk < spec.head_dim:
+                    value = ptx.load_global_int(start + (column * 2 + 16 * chunk))
+                    value = ptx.where(exists, value if flip is None else value ^ flip, Int32(0))
+                self.query[2 * chunk + i] = value
+
+    # Tiles.
+
+    def _tile(self, segment: Segment, i: Int32, own: _Own) -> None:
+        """Adds the warp's strip of a tile."""
+        config, memory = self.memory.config, self.memory
+        blocks, steps = config.strip // 8, memory.head_dim // 16
+        place = self.source.wait(segment, i)
+        scores = mma.zeros(1, blocks)
+        load_key, load_value = self.source.key(place), self.source.value(place)
+        mma.gemm(scores, (1, blocks, steps), lambda _, k: self._query(k), load_key, self.mma_dtype)
+        column = segment.entry.first + self.part * config.strip + own.column
+        tile = ScoreTile(own.rows[0], segment.tile + i, config.keys, column, blocks)
+        check_low = self.spec.bounds_kind.left
+        self.score.edge(scores, tile, own.limits, check_low=check_low)
+        self._rescale(self._exponentials(scores, blocks))
+        load_value = self._live_values(load_value, segment.entry.end - tile.column)
+
+        def weights(m: int, k: int) -> mma.Fragment:
+            return mma.pack_fragment(scores, blocks, m, k, self.mma_dtype)
+
+        mma.gemm(self.out, (1, memory.v_head_dim // 8, config.strip // 16), weights, load_value, self.mma_dtype)
+        self.source.release(place)
+
+    def _query(self, k: int) -> mma.Fragment:
+        return [self.query[4 * k + e] for e in range(4)]
+
+    def _exponentials(self, scores: list[Float32], blocks: int) -> Boolean:
+        """Replaces scores by weights relative to new maxima; returns whether one of the warp's rows has a new one."""
+        unit, shifts, grown = self.score.unit, [], Boolean(False)
+        for i, x in enumerate(softmax.row_maxima(scores, 1, blocks)):
+            old = self.maxima[i]
+            grown = Boolean(grown | (x > old))
+            new = ptx.maximum(old, x)
+            # A row that has seen no key yet: -inf minus -inf is not a number.
+            shift = ptx.where(new == Float32(softmax.NEVER), Float32(0.0), new)
+            self.maxima[i] = new
+            self.factors[i] = ptx.exp2((old - shift) * unit)
+            shifts.append(shift * unit)
+        for i, total in enumerate(softmax.exponentials(scores, 1, blocks, unit, shifts)):
+            self.sums[i] = ptx.fma(self.sums[i], self.factors[i], total)
+        return cute.arch.vote_any_sync(grown)
+
+    def _rescale(self, grown: Boolean) -> None:
+        """Makes the accumulator relative to the new maxima."""
+
+        def rescale() -> None:
+            for index in range(self.memory.v_head_dim // 2):
+                self.out[index] = self.out[index] * self.factors[index // 2 % 2]
+
+        cutlass.if_generate(grown, rescale)
+
+    def _live_values(self, load: Callable[[int, int], mma.Fragment], left: Int32) -> Callable[[int, int], mma.Fragment]:
+        """Returns what loads fragments of V without rows that no query sees, given how many others are left.
+
+        A weight of 0 does not hide them: 0 times NaN is NaN.
+        """
+        if not (self.spec.bounds_kind.hides_last_keys and self.source.keeps_hidden):
+            return load
+        # Of two neighboring rows a register has the first one in its lower half.
+        words = [
+            ptx.where(left > at + 1, Int32(-1), ptx.where(left > at, Int32(0xFFFF), Int32(0)))
+            for at in range(0, self.memory.config.strip, 8)
+        ]
+        return lambda n, k: [x & words[2 * k + i % 2] for i, x in enumerate(load(n, k))]
+
+    # The end of a segment.
+
+    def _share(self, own: _Own) -> None:
+        """Stores what the warp has of its rows to shared memory."""
+        memory = self.memory
+        first = (self.block * memory.config.parts + self.part) * BLOCK_ROWS
+        for i in range(2):
+            place = first + own.rows[i] % BLOCK_ROWS
+            total, log_max = softmax.quad_sum(self.sums[i]), self.maxima[i] * self.score.unit
+            target = memory.partial(place) + own.column * 4
+
+            def store_stats(place: Int32 = place, log_max: Float32 = log_max, total: Float32 = total) -> None:
+                ptx.store_shared_pair(memory.stats(place), log_max, total)
+
+            cutlass.if_generate(own.column == 0, store_stats)
+            for n in range(memory.v_head_dim // 8):
+                ptx.store_shared_pair(target + n * 32, self.out[4 * n + 2 * i], self.out[4 * n + 2 * i + 1])
+
+    def _merge(self, segment: Segment) -> None:
+        """Adds up what the warps have, and stores it; a thread has four columns of a row at a time."""
+        threads, chunks = self.memory.config.consumer_threads, self.spec.v_head_dim // 4
+        tasks = self.line.scalars.query_length * self.spec.group * chunks
+
+        def merge(i: Int32) -> None:
+            task = i * threads + self.thread
+            cutlass.if_generate(task < tasks, lambda: self._merge_chunk(segment, task // chunks, task % chunks))
+
+        wgmma.loop(copies.count(tasks, threads), merge)
+
+    def _merge_chunk(self, segment: Segment, row: Int32, chunk: Int32) -> None:
+        """Adds up four columns of a row, and stores them."""
+        memory, parts = self.memory, self.memory.config.parts
+        first = row // BLOCK_ROWS * (parts * BLOCK_ROWS) + row % BLOCK_ROWS
+        places = [first + part * BLOCK_ROWS for part in range(parts)]
+        stats = [ptx.load_shared_pair(memory.stats(place)) for place in places]
+        log_max = stats[0][0]
+        for x, _ in stats[1:]:
+            log_max = ptx.maximum(log_max, x)
+        shift = ptx.where(log_max == Float32(softmax.NEVER), Float32(0.0), log_max)
+        total, out = Float32(0.0), [Float32(0.0)] * 4
+        for place, (x, part) in zip(places, stats, strict=True):
+            weight = ptx.exp2(x - shift)
+            total = ptx.fma(weight, part, total)
+            values = ptx.load_shared_pairs(memory.partial(place) + chunk * 16)
+            out = [ptx.fma(weight, value, old) for value, old in zip(values, out, strict=True)]
+
+        def store_whole() -> None:
+            group = self.spec.group
+            place = QueryRow(segment.batch, row // group, segment.kv_head * group + row % group)
+            FinishedRow.of(self.line, self.score, segment.entry, place, log_max, total).store(chunk, out)
+
+        def store_partial() -> None:
+            self._store_partial(segment, row, chunk, shift + ptx.log2(total), total, out)
+
+        cutlass.if_generate(segment.whole, store_whole, store_partial)
+
+    def _store_partial(
+        self, segment: Segment, row: Int32, chunk: Int32, lse: Float32, total: Float32, out: list[Float32]
+    ) -> None:
+        """Stores four columns of a partial result, and its log-sum-exp together with the first ones."""
+        buffers, factor = self.line.buffers, ptx.reciprocal(total)
+        live = Boolean(total != Float32(0.0))
+        values = [ptx.bits(ptx.where(live, x * factor, Float32(0.0))) for x in out]
+        index = Int64(segment.slot) * (self.line.scalars.query_length * self.spec.group) + row
+        address = buffers.partial_out.toint() + (index * self.spec.v_head_dim + chunk * 4) * 4
+        ptx.store_global_chunk(address, values)
+        target = buffers.partial_lse.toint() + index * 4
+        cutlass.if_generate(chunk == 0, lambda: ptx.store_global(target, lse))

@@ -1,0 +1,76 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The result of one row (a query and a query head) of a decoding launch, of which a thread stores four columns."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64
+
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.line import Entry, Line
+from jax_fastattn.kernels.features.places import Head
+from jax_fastattn.kernels.log_sum_exp import RowEnd
+from jax_fastattn.kernels.score import Score
+
+
+class QueryRow(NamedTuple):
+    """Which row it is.
+
+    Attributes:
+        batch: the batch entry.
+        query: the query.
+        head: the query head.
+    """
+
+    batch: Int32
+    query: Int32
+    head: Int32
+
+
+class FinishedRow(NamedTuple):
+    """A row's result, apart from its accumulated output.
+
+    Attributes:
+        line: of the launch.
+        place: of the row in `[B, T, N]`.
+        end: of its softmax.
+    """
+
+    line: Line
+    place: Int64
+    end: RowEnd
+
+    @classmethod
+    def of(
+        cls, line: Line, score: Score, entry: Entry, row: QueryRow, log_max: Float32, total: Float32
+    ) -> "FinishedRow":
+        """Returns the result of a row.
+
+        Args:
+            line: of the launch.
+            score: from products to logits.
+            entry: what the queries of the batch entry see.
+            row: which row it is.
+            log_max: its maximum logit, in base 2.
+            total: its sum of exponentials relative to that.
+        """
+        inside = Boolean(row.query < entry.bounds.query_end)
+        end = RowEnd.of(score.finish(Head(row.batch, row.head)), log_max, total, inside)
+        position = Int64(row.batch * line.scalars.query_length + row.query)
+        return cls(line, position * line.scalars.num_heads + row.head, end)
+
+    def store(self, chunk: Int32, values: list[Float32]) -> None:
+        """Stores four neighboring columns, and the log-sum-exp together with the first ones.
+
+        Args:
+            chunk: which four columns.
+            values: the accumulated output, relative to the row's maximum.
+        """
+        spec, buffers, result = self.line.spec, self.line.buffers, self.end.result()
+        dtype = ptx.MMA_DTYPE[spec.dtype]
+        values = [result.value(x) for x in values]
+        pairs = [ptx.from_bits(ptx.pack(values[i], values[i + 1], dtype=dtype)) for i in (0, 2)]
+        ptx.store_global_pair(buffers.out.toint() + (self.place * spec.v_head_dim + chunk * 4) * 2, *pairs)
+        address = buffers.lse.toint() + self.place * 4
+        cutlass.if_generate(chunk == 0, lambda: ptx.store_global(address, self.end.lse))

@@ -1,0 +1,96 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Variants of the Hopper decoding kernel, and their shared memory.
+
+Pure Python, no import of the DSL: tests and the support table read it on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jax_fastattn.kernels.decode_config import DecodeConfig, row_blocks
+from jax_fastattn.kernels.device.regions import Barriers, Region, SharedTable
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, SM_SHARED_MEMORY, TILE_ALIGNMENT, padded_head_dim
+
+# Bytes that an SM has on the way: more were not faster (docs/kernels/decode.md).
+_BYTES_IN_FLIGHT = 96 * 1024
+
+
+@dataclass(frozen=True)
+class DecodeMemory:
+    """Shared memory of a CTA: the ring of K and V, results of the warps, mbarriers.
+
+    Attributes:
+        config: the variant.
+        head_dim: columns of K in shared memory, padded.
+        v_head_dim: columns of V in shared memory, padded.
+    """
+
+    config: DecodeConfig
+    head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, spec: KernelSpec, config: DecodeConfig) -> DecodeMemory:
+        """Returns the layout of a compile key with that config, which may be a candidate."""
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+
+    @property
+    def key_nbytes(self) -> int:
+        """Bytes of a tile of K."""
+        return self.config.keys * self.head_dim * 2
+
+    @property
+    def value_nbytes(self) -> int:
+        """Bytes of a tile of V."""
+        return self.config.keys * self.v_head_dim * 2
+
+    @cached_property
+    def table(self) -> SharedTable:
+        """Regions and barriers; a tile of K and one of V share the barriers of their stage."""
+        config = self.config
+        return SharedTable(
+            (
+                Region("key", self.key_nbytes, config.stages, TILE_ALIGNMENT),
+                Region("value", self.value_nbytes, config.stages, TILE_ALIGNMENT),
+                config.merge_region(self.v_head_dim),
+                Barriers("full", config.stages, arrive_count=1),
+                Barriers("empty", config.stages, arrive_count=config.consumer_warps),
+            )
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to ask for at launch."""
+        return self.table.nbytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether `blocks` CTAs fit an SM together."""
+        return self.nbytes <= SHARED_MEMORY and self.config.blocks * (self.nbytes + 1024) <= SM_SHARED_MEMORY
+
+
+def decode_config(spec: KernelSpec, rows: int) -> DecodeConfig:
+    """Returns the variant for a compile key, and for so many rows (queries times query heads of a group)."""
+    config = _candidate(spec, row_blocks(rows))
+    while not DecodeMemory.of(spec, config).fits:
+        config = replace(config, stages=config.stages - 1)
+        assert config.stages > 0, spec
+    return config
+
+
+def _candidate(spec: KernelSpec, blocks: int) -> DecodeConfig:
+    """Returns the variant that may have too many stages."""
+    dims = padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)
+    columns = max(dims)
+    if columns <= 128:
+        # Of four blocks, eight warps with strips of 32 keys take fewer registers than sixteen with strips of 16.
+        keys, parts = 128 if columns <= 64 else 64, 4 if blocks <= 2 else 2
+    else:
+        # More than four warps that compute would have 168 registers each.
+        keys, parts = 32, 2 if blocks <= 2 else 1
+    stages = max(_BYTES_IN_FLIGHT // (keys * 2 * sum(dims)), 2)
+    return DecodeConfig(blocks, parts, keys, stages, loader_warps=1)

@@ -1,0 +1,90 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Few queries over long keys on Hopper: a CTA on each SM, all with the same number of key tiles (`split.py`).
+
+One warp loads tiles of K and V into a ring (`loader.py`), the others compute (`kernels/decode_rows.py`). Then
+`kernels/combine.py` adds up what CTAs have of one row; it begins when the first kernel allows that, and waits for its
+end.
+"""
+
+import cuda.bindings.driver as cuda
+from cutlass import Int32, cute
+
+from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
+from jax_fastattn.kernels.combine import CombineKernel
+from jax_fastattn.kernels.decode_config import DecodeConfig
+from jax_fastattn.kernels.decode_rows import DecodeRows, refuse_programs
+from jax_fastattn.kernels.device import wgmma
+from jax_fastattn.kernels.device.launch import Launch, start_all
+from jax_fastattn.kernels.device.line import Line
+from jax_fastattn.kernels.device.tma import Box, Tma
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.decode.config import DecodeMemory
+from jax_fastattn.kernels.sm90.decode.loader import DenseLoader
+from jax_fastattn.kernels.sm90.decode.shared import DecodeShared, TmaSource
+
+
+class DecodeKernel:
+    """The decoding kernels of one compile key.
+
+    Args:
+        spec: what is compiled in.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        refuse_programs(spec)
+        self.spec = spec
+        self.config: DecodeConfig = spec.config
+        self.memory = DecodeMemory.of(spec, self.config)
+        self.dtype = wgmma.OPERAND_DTYPE[spec.dtype]
+
+    @cute.jit
+    def __call__(self, buffers: DecodeBuffers, scalars: Scalars, stream: cuda.CUstream):
+        """Launches the kernels."""
+        start_all(self.launches(buffers, scalars), stream)
+
+    def launches(self, buffers: DecodeBuffers, scalars: Scalars) -> list[Launch]:
+        """Returns the launches of a call, in order."""
+        config = self.config
+        decode = Launch(
+            self.kernel,
+            (buffers, scalars),
+            grid=scalars.multiprocessors * config.blocks,
+            block=config.threads,
+            shared_bytes=self.memory.nbytes,
+            tma=self._boxes(buffers, scalars),
+            min_blocks=config.blocks,
+        )
+        return [decode, CombineKernel(self.spec).launch(buffers, scalars)]
+
+    def _boxes(self, buffers: DecodeBuffers, scalars: Scalars) -> Tma:
+        """Returns what is loaded by TMA; queries come by ordinary loads."""
+        spec, memory, rows = self.spec, self.memory, self.config.keys
+        sizes = scalars.batch, scalars.key_length, scalars.num_heads // spec.group
+        return Tma(
+            query=None,
+            key=Box(buffers.key, *sizes, spec.head_dim, rows, memory.head_dim),
+            value=Box(buffers.value, *sizes, spec.v_head_dim, rows, memory.v_head_dim),
+            dout=None,
+        )
+
+    @cute.kernel
+    def kernel(self, tma: Tma, buffers: DecodeBuffers, scalars: Scalars):
+        thread = wgmma.thread_index()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        cute.arch.griddepcontrol_launch_dependents()
+        shared = DecodeShared.of(self.memory, self.dtype)
+        shared.regions.initialize(warp, tma)
+        block, _, _ = cute.arch.block_idx()
+        line = Line.of(self.spec, buffers, scalars, thread % 32)
+        if warp == self.config.consumer_warps:
+            self._load(line, shared, tma, block)
+        else:
+            self._compute(line, shared, block, thread, warp)
+
+    def _load(self, line: Line, shared: DecodeShared, tma: Tma, block: Int32) -> None:
+        line.each(block, DenseLoader.start(line, shared, tma).load)
+
+    def _compute(self, line: Line, shared: DecodeShared, block: Int32, thread: Int32, warp: Int32) -> None:
+        source = TmaSource(shared, shared.ring(), line.lane, warp % self.config.parts)
+        line.each(block, DecodeRows.start(line, shared.merge, source, thread, warp).visit)

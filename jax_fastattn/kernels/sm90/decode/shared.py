@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles and barriers of the Hopper decoding kernel in shared memory, and what a warp reads of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32, cute
+
+from jax_fastattn.kernels.decode_rows import MergeMemory
+from jax_fastattn.kernels.device import mma, ptx, wgmma
+from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
+from jax_fastattn.kernels.device.line import Segment
+from jax_fastattn.kernels.device.shared_regions import SharedRegions
+from jax_fastattn.kernels.device.warp_scores import swizzled_offset
+from jax_fastattn.kernels.sm90.decode.config import DecodeMemory
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeShared:
+    """Tiles and barriers in shared memory.
+
+    Attributes:
+        memory: their layout.
+        regions: the rows of the table.
+        key: `[keys, columns, stage]`.
+        value: `[keys, columns, stage]`.
+        full: barriers of the stages.
+        empty: barriers of the stages.
+    """
+
+    memory: DecodeMemory
+    regions: SharedRegions
+    key: cute.Tensor
+    value: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+
+    @classmethod
+    def of(cls, memory: DecodeMemory, dtype: Any) -> "DecodeShared":
+        """Returns the tiles, of a dtype, and the barriers of a CTA."""
+        regions = SharedRegions.of(memory.table, wgmma.shared_memory())
+        return cls(
+            memory=memory,
+            regions=regions,
+            key=regions.tiles("key", dtype, (memory.config.keys, memory.head_dim)),
+            value=regions.tiles("value", dtype, (memory.config.keys, memory.v_head_dim)),
+            full=regions.barriers["full"],
+            empty=regions.barriers["empty"],
+        )
+
+    @property
+    def merge(self) -> MergeMemory:
+        """Where the warps merge their results."""
+        memory = self.memory
+        return MergeMemory(memory.config, memory.head_dim, memory.v_head_dim, self.regions.stage("merge", Int32(0)))
+
+    def ring(self) -> wgmma.Ring:
+        """Returns a warp's position in the ring, at its start."""
+        return wgmma.Ring(self.full, self.empty, self.memory.config.stages)
+
+
+@dataclass(frozen=True, eq=False)
+class TmaSource:
+    """A `KeySource`: tiles of the ring that TMA fills.
+
+    Attributes:
+        shared: tiles and barriers.
+        ring: the warp's position in the ring.
+        lane: index of the lane in its warp.
+        part: which keys of a tile the warp has.
+    """
+
+    shared: DecodeShared
+    ring: wgmma.Ring
+    lane: Int32
+    part: Int32
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """TMA loads whatever is in the array, and zeros only past its end."""
+        return True
+
+    def start(self, segment: Segment) -> None:
+        """Prepares for the first tile of a segment."""
+        del segment
+        self.ring.make_uniform()
+
+    def wait(self, segment: Segment, i: Int32) -> Int32:
+        """Waits for the next tile, and returns its stage."""
+        del segment, i
+        return self.ring.consumer_wait()
+
+    def key(self, place: Int32) -> Callable[[int, int], mma.Fragment]:
+        """Returns what loads the strip of K."""
+        config, columns = self.shared.memory.config, self.shared.memory.head_dim
+        row, column = crossed_lane(self.lane)
+        start = self.shared.regions.stage("key", place) + self._strip(columns)
+
+        def load(n: int, k: int) -> mma.Fragment:
+            offset = swizzled_offset(row, k, column // 8, config.keys, columns)
+            return ptx.ldmatrix(start + (offset + self._rows(8 * n, columns)))
+
+        return load
+
+    def value(self, place: Int32) -> Callable[[int, int], mma.Fragment]:
+        """Returns what loads the strip of V."""
+        config, columns = self.shared.memory.config, self.shared.memory.v_head_dim
+        row, column = plain_lane(self.lane)
+        start = self.shared.regions.stage("value", place) + self._strip(columns)
+
+        def load(n: int, k: int) -> mma.Fragment:
+            offset = swizzled_offset(row, n // 2, column // 8, config.keys, columns)
+            return ptx.ldmatrix(start + (offset + self._rows(16 * k, columns)), transpose=True)
+
+        return load
+
+    def release(self, place: Int32) -> None:
+        """Gives the stage back."""
+        wgmma.release(self.shared.empty + place)
+
+    def end(self) -> None:
+        """Does nothing: the loader goes on with the next segment, and the merge has bytes of its own."""
+
+    def _strip(self, columns: int) -> Int32:
+        """Returns the bytes from the first row of a tile to that of the warp's strip."""
+        return self.part * self._rows(self.shared.memory.config.strip, columns)
+
+    @staticmethod
+    def _rows(count: int, columns: int) -> int:
+        """Returns the bytes of rows of a swizzle atom; the swizzle repeats every 8 rows."""
+        return count * (2 * wgmma.atom_columns(columns))

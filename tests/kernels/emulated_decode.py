@@ -1,0 +1,67 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the decoding kernels, runs their PTX in the emulators and compares with a float64 reference."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import emulated_hopper
+import numpy as np
+import warp_emulator
+from emulated_backward import Sizes, draw_operands, with_sinks
+from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, launch_scalars, number, place, text
+from ptx_emulator import Memory
+
+from jax_fastattn.ffi.compiler import KERNELS
+from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.decode_config import decode_scratch
+from jax_fastattn.kernels.key import KernelSpec
+
+
+@functools.cache
+def texts(spec: KernelSpec) -> dict[str, str]:
+    """Returns the PTX of the kernels; see `compile_kernel`."""
+    return compile_kernel(KERNELS[spec.family, spec.op](spec), spec)
+
+
+def run_launches(spec: KernelSpec, buffers: Any, memory: Memory, scalars: Scalars) -> None:
+    """Runs the kernels of a launch."""
+    for launch in KERNELS[spec.family, spec.op](spec).launches(buffers, scalars):
+        if spec.family == "sm90":
+            emulated_hopper.start(launch, texts(spec), memory)
+        else:
+            ptx = text(launch, texts(spec))
+            grid, shared_bytes = number(launch.grid), launch.shared_bytes
+            warp_emulator.launch(ptx, arguments(launch), memory, grid, shared_bytes, finds_races=True)
+
+
+def check(
+    spec: KernelSpec, sizes: Sizes, *, multiprocessors: int = MULTIPROCESSORS, side_heads: int = 1, seed: int = 0
+) -> None:
+    """Runs the kernels on poisoned operands, into buffers of NaN, and compares output and log-sum-exp.
+
+    Args:
+        spec: the compile key.
+        sizes: of the call.
+        multiprocessors: CTAs that the keys are split over.
+        side_heads: how many key/value heads are read side by side.
+        seed: of the operands.
+    """
+    arrays, wanted = draw_operands(spec, sizes, seed)
+    out, lse = wanted["out"], wanted["lse"]
+    if spec.sinks:
+        arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
+    dtype = arrays["query"].dtype
+    arrays |= {"out": np.full(out.shape, np.nan, dtype), "lse": np.full(lse.shape, np.nan, np.float32)}
+    for name, shape in decode_scratch(spec, multiprocessors, sizes.queries * spec.group).items():
+        arrays[name] = np.full(shape, np.nan, np.float32)
+    memory, buffers = place(spec, arrays)
+    scalars = launch_scalars(spec, sizes)._replace(multiprocessors=multiprocessors, side_heads=side_heads)
+    run_launches(spec, buffers, memory, scalars)
+
+    tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
+    got = memory.read(buffers.out, out.shape, dtype).astype(np.float64)
+    np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
+    np.testing.assert_allclose(memory.read(buffers.lse, lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)

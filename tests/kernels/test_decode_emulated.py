@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The decoding kernels of both families in the emulators, where few CTAs share the keys. No GPU needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import pytest
+
+from jax_fastattn.kernels.choose import configured
+from jax_fastattn.kernels.key import KernelSpec
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("nvidia-cutlass-dsl is not installed", allow_module_level=True)
+
+from emulated_backward import Sizes
+from emulated_decode import check
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = {"key_value_seq_lengths": True}
+CAUSAL = {**LENGTHS, "window_right": True, "query_offset": True}
+BAND = {**CAUSAL, "window_left": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call, and how it is split.
+
+    Attributes:
+        sizes: those of `Sizes` that differ from `_SIZES`.
+        features: of the compile key.
+        head_dims: of K and of V.
+        group: query heads of a key/value head.
+        split: options of `check`.
+    """
+
+    sizes: dict[str, Any]
+    features: dict[str, Any] = dataclasses.field(default_factory=dict)
+    head_dims: tuple[int, int] = (128, 128)
+    group: int = 4
+    split: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+_SIZES = Sizes(queries=1, keys=300, batch=2, kv_heads=2, right=0)
+_SIDE_BY_SIDE = {"multiprocessors": 7, "side_heads": 2}
+_MANY = tuple(37 * i % 131 for i in range(40))
+CASES = {
+    # 5 tiles of each of 4 units are dealt to 3 CTAs; the last tile has 44 keys.
+    "plain": Case({}),
+    # Units without keys, of one key, of whole tiles, and of one key more, next to each other.
+    "lengths": Case({"batch": 7, "key_lengths": (0, 300, 1, 64, 0, 65, 130)}, LENGTHS),
+    "fewer-tiles-than-ctas": Case(
+        {"keys": 100, "kv_heads": 1, "key_lengths": (3, 0)}, LENGTHS, split={"multiprocessors": 5}
+    ),
+    # A warp looks at 32 batch entries at a time.
+    "40-entries": Case(
+        {"keys": 130, "batch": 40, "kv_heads": 1, "key_lengths": _MANY}, LENGTHS, split={"multiprocessors": 4}
+    ),
+    "side-by-side": Case({"batch": 7, "key_lengths": (0, 300, 1, 64, 0, 65, 130)}, LENGTHS, split=_SIDE_BY_SIDE),
+    # CTAs are left over.
+    "2-of-4-side-by-side": Case(
+        {"queries": 2, "batch": 3, "kv_heads": 4, "key_lengths": (0, 300, 100)},
+        LENGTHS,
+        split={"multiprocessors": 5, "side_heads": 2},
+    ),
+    "ratio-7": Case({"queries": 3, "keys": 301, "key_lengths": (250, 77), "offsets": (240, 70)}, CAUSAL, group=7),
+    "64-rows-sinks": Case(
+        {"queries": 16, "keys": 301, "kv_heads": 1, "key_lengths": (301, 20), "offsets": (285, 4)},
+        {**CAUSAL, "sinks": True},
+    ),
+    "window-sinks": Case(
+        {"queries": 3, "keys": 601, "batch": 3, "kv_heads": 1, "left": 150}
+        | {"key_lengths": (601, 330, 77), "offsets": (590, 300, -200)},
+        {**BAND, "sinks": True},
+    ),
+    "window-without-offset": Case(
+        {"queries": 9, "keys": 70, "left": 3}, {"window_left": True, "window_right": True}, group=2
+    ),
+    # Rows that see nothing in a unit that other rows see.
+    "rows-that-see-nothing": Case(
+        {"queries": 3, "offsets": (-1, -2)}, {"window_right": True, "query_offset": True}, group=2
+    ),
+    # A row sees nothing in a whole partial result of its unit.
+    "rows-that-see-nothing-of-a-part": Case(
+        {"queries": 2, "keys": 900, "batch": 1, "kv_heads": 1, "offsets": (750,), "left": 700},
+        {"window_left": True, "window_right": True, "query_offset": True},
+        group=2,
+        split={"multiprocessors": 12},
+    ),
+    "query-lengths-sinks": Case(
+        {"queries": 4, "batch": 3, "query_lengths": (4, 0, 1), "key_lengths": (300, 77, 129)},
+        {**LENGTHS, "query_seq_lengths": True, "sinks": True},
+        group=3,
+    ),
+    "soft-cap-negative-scale-float16": Case({"scale": -0.3}, {"logits_soft_cap": True, "dtype": "float16"}, group=2),
+    "negative-scale": Case({"keys": 200, "batch": 1, "scale": -0.3}, group=8),
+    "large-scores": Case({"keys": 500, "batch": 1, "kv_heads": 1, "scale": 3.0}),
+    "d64": Case(
+        {"keys": 500, "batch": 3, "kv_heads": 1, "key_lengths": (500, 129, 0)}, LENGTHS, head_dims=(64, 64), group=8
+    ),
+    "d80": Case({"queries": 2, "kv_heads": 1, "key_lengths": (300, 129)}, LENGTHS, head_dims=(80, 80), group=3),
+    "d192v128": Case({"keys": 200, "kv_heads": 1, "key_lengths": (200, 33)}, LENGTHS, head_dims=(192, 128), group=8),
+    "d40v256-32-rows": Case(
+        {"queries": 4, "keys": 200, "kv_heads": 1, "key_lengths": (200, 33)}, LENGTHS, head_dims=(40, 256), group=8
+    ),
+    "d256-64-rows": Case(
+        {"queries": 8, "keys": 200, "kv_heads": 1, "key_lengths": (200, 33)}, LENGTHS, head_dims=(256, 256), group=8
+    ),
+}
+FAMILIES = {"sm90": "sm_90a"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
+def test_decoding_matches_reference(name: str, family: str) -> None:
+    case = CASES[name]
+    sizes = dataclasses.replace(_SIZES, **case.sizes)
+    features: dict[str, Any] = {"dtype": "bfloat16", **case.features}
+    dtype = features.pop("dtype")
+    spec = KernelSpec(
+        "decode",
+        FAMILIES[family],
+        dtype,
+        *case.head_dims,
+        group=case.group,
+        family=family,  # pyright: ignore[reportArgumentType] (a key of FAMILIES)
+        **features,
+    )
+    check(configured(spec, rows=sizes.queries * case.group), sizes, **case.split)
