@@ -33,6 +33,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass import kernel as prepass
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
 from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
+from jax_fastattn.kernels.sm80.decode import kernel as sm80_decode
 from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
 from jax_fastattn.kernels.sm90.decode import kernel as sm90_decode
 from jax_fastattn.kernels.sm90.forward import kernel as sm90_forward
@@ -47,6 +48,7 @@ KERNELS: dict[tuple[str, str], Any] = {
     # Portable, and the same for both families.
     ("sm80", "prepass"): prepass.PrepassKernel,
     ("sm80", "forward"): sm80_forward.ForwardKernel,
+    ("sm80", "decode"): sm80_decode.DecodeKernel,
     ("sm80", "backward"): sm80_backward.BackwardKernel,
     ("sm90", "forward"): sm90_forward.ForwardKernel,
     ("sm90", "decode"): sm90_decode.DecodeKernel,

@@ -11,6 +11,7 @@ from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
+from jax_fastattn.kernels.sm80.decode import config as sm80_decode
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
@@ -82,7 +83,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int = 1) -> Kerne
         rows: of a decoding kernel, queries times query heads of a group.
     """
     if spec.op == "decode":
-        config = sm90_decode.decode_config(spec, rows)
+        config = (sm90_decode if spec.family == "sm90" else sm80_decode).decode_config(spec, rows)
     elif spec.op == "forward":
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
     else:

@@ -24,9 +24,10 @@ _PADDING = 4
 
 @disjoint
 class DecodeBarrier(NamedBarrier):
-    """Named barriers: the one on which the warps that compute meet at the end of a segment."""
+    """Named barriers: that of all warps that compute, at the end of a segment, and those of warps with one strip."""
 
     MERGE = 1, 1
+    STRIP = 2, 4
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ CASES = {
         {"queries": 8, "keys": 200, "kv_heads": 1, "key_lengths": (200, 33)}, LENGTHS, head_dims=(256, 256), group=8
     ),
 }
-FAMILIES = {"sm90": "sm_90a"}
+FAMILIES = {"sm90": "sm_90a", "sm80": "sm_80"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,69 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Few queries over long keys for all architectures: a CTA on each SM, all with the same number of key tiles.
+
+As on Hopper (`sm90/decode/kernel.py`), but warps load the keys that they compute by cp.async.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import cute
+
+from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
+from jax_fastattn.kernels.combine import CombineKernel
+from jax_fastattn.kernels.decode_config import DecodeConfig
+from jax_fastattn.kernels.decode_rows import DecodeRows, MergeMemory, refuse_programs
+from jax_fastattn.kernels.device import wgmma
+from jax_fastattn.kernels.device.launch import Launch, start_all
+from jax_fastattn.kernels.device.line import Line
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.decode.config import DecodeMemory
+from jax_fastattn.kernels.sm80.decode.source import CopySource
+
+
+class DecodeKernel:
+    """The decoding kernels of one compile key.
+
+    Args:
+        spec: what is compiled in.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        refuse_programs(spec)
+        self.spec = spec
+        self.config: DecodeConfig = spec.config
+        self.memory = DecodeMemory.of(spec, self.config)
+
+    @cute.jit
+    def __call__(self, buffers: DecodeBuffers, scalars: Scalars, stream: cuda.CUstream):
+        """Launches the kernels."""
+        start_all(self.launches(buffers, scalars), stream)
+
+    def launches(self, buffers: DecodeBuffers, scalars: Scalars) -> list[Launch]:
+        """Returns the launches of a call, in order."""
+        config = self.config
+        decode = Launch(
+            self.kernel,
+            (buffers, scalars),
+            grid=scalars.multiprocessors * config.blocks,
+            block=config.threads,
+            shared_bytes=self.memory.nbytes,
+            min_blocks=config.blocks,
+        )
+        return [decode, CombineKernel(self.spec).launch(buffers, scalars)]
+
+    @cute.kernel
+    def kernel(self, buffers: DecodeBuffers, scalars: Scalars):
+        thread = wgmma.thread_index()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        block, _, _ = cute.arch.block_idx()
+        line = Line.of(self.spec, buffers, scalars, thread % 32)
+        address = cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint()
+        source = CopySource.begin(line, self.memory, address, warp)
+        line.each(block, DecodeRows.start(line, self._merge_memory(address), source, thread, warp).visit)
+
+    def _merge_memory(self, address: cutlass.Int32) -> MergeMemory:
+        """Returns where the warps merge their results."""
+        memory = self.memory
+        columns = memory.key.padded_columns, memory.value.padded_columns
+        return MergeMemory(self.config, *columns, address + memory.table.offset("merge"))
