@@ -81,21 +81,24 @@ def warm_specs(arch: str, *arguments: str) -> set[KernelSpec]:
 def test_a_later_call_finds_the_kernels_that_warmup_compiled(directory: Path) -> None:
     """By real compilers in two processes. Calls pad a head dim of 20."""
     text = printed("warmup", *SHAPE, "--arch", "sm_80", "--processes", "2")
-    assert len(re.findall(r"^\[[12]/2\] sm_80, (?:forward|backward), d24, .*: compiled in \d", text, re.MULTILINE)) == 2
-    assert re.search(rf"^2 kernels, by nvidia-cutlass-dsl .* for CUDA {registry.toolkit()}, into", text)
-    assert "2 compiled, 0 in the cache before, 0 failed" in text
+    line = r"^\[[1-5]/5\] sm_80, (?:forward|decode|backward), d24, .*: compiled in \d"
+    assert len(re.findall(line, text, re.MULTILINE)) == 5
+    assert re.search(rf"^5 kernels, by nvidia-cutlass-dsl .* for CUDA {registry.toolkit()}, into", text)
+    assert "5 compiled, 0 in the cache before, 0 failed" in text
     code = """
         import jax, jax.numpy as jnp
         import jax_fastattn
-        q, k = jnp.ones((2, 64, 4, 20), jnp.bfloat16), jnp.ones((2, 64, 2, 20), jnp.bfloat16)
+        k = jnp.ones((2, 300, 2, 20), jnp.bfloat16)
         loss = lambda *x: jax_fastattn.attention(*x, is_causal=True, implementation="cuda").astype(jnp.float32).sum()
         with jax_fastattn.target_arch("sm_80"):
-            jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",))
+            for length in (64, 1):
+                q = jnp.ones((2, length, 4, 20), jnp.bfloat16)
+                jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",))
         print(jax_fastattn.ffi.compile_count())
     """
     done = started("-c", "\n".join(line[8:] for line in code.splitlines()))
     assert done.stdout == "0\n", done.stderr
-    assert "0 compiled, 2 in the cache before" in printed("warmup", *SHAPE, "--arch", "sm_80")
+    assert "0 compiled, 5 in the cache before" in printed("warmup", *SHAPE, "--arch", "sm_80")
 
 
 CALLS = [
@@ -141,7 +144,7 @@ def test_keys_are_those_of_a_call(
 def test_without_a_length_every_size_is_warm(arguments: list[str], arch: str) -> None:
     options = options_of("warmup", *arguments)
     lengths = (1, 128, 512, 513, 1024, 1025, 2048, 2049, 16384)
-    sizes = [(batch, *lengths) for batch, *lengths in itertools.product((1, 7, 300), lengths, lengths)]
+    sizes = [*itertools.product((1, 7, 300), (*lengths, 2, 5, 20, 40), lengths)]
     found = {
         spec
         for layer in shapes.layers(options).values()
@@ -189,9 +192,9 @@ def test_a_kernel_that_fails_stops_no_other(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcomes = iter(["compiled in 1.0 s", "failed: out of luck"])
-    monkeypatch.setattr(warmup, "_prepared", lambda specs, *more: [(spec, next(outcomes)) for spec in specs])
+    monkeypatch.setattr(warmup, "_prepared", lambda specs, *more: [(spec, next(outcomes)) for spec in specs[:2]])
     assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 1
-    assert "1 compiled, 0 in the cache before, 1 failed" in capsys.readouterr().out
+    assert "1 compiled, 3 in the cache before, 1 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -223,14 +226,15 @@ def test_a_user_who_only_reads_the_cache_learns_whether_it_has_everything(
 ) -> None:
     """Root may write everywhere, so the test says that this user may not."""
     specs = [*warm_specs("sm_80", *SHAPE)]
-    cache.store(cache.kernel_key(specs[0]), b"kernel")
+    for spec in specs[1:]:
+        cache.store(cache.kernel_key(spec), b"kernel")
     find_state = cache.state
     monkeypatch.setattr(cache, "state", lambda: dataclasses.replace(find_state(), is_writable=False))
     assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 1
-    assert f"in {directory}: it lacks 1 of 2, and this user cannot write to it. Run" in capsys.readouterr().err
-    cache.store(cache.kernel_key(specs[1]), b"kernel")
+    assert f"in {directory}: it lacks 1 of 5, and this user cannot write to it. Run" in capsys.readouterr().err
+    cache.store(cache.kernel_key(specs[0]), b"kernel")
     assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 0
-    assert "0 compiled, 2 in the cache before, 0 failed" in capsys.readouterr().out
+    assert "0 compiled, 5 in the cache before, 0 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +50,10 @@ def test_elsewhere_names_every_reason() -> None:
 
 @pytest.mark.usefixtures("_gpu")
 def test_a_python_number_is_what_it_is_for_attention() -> None:
-    """An offset of 0 is none; one query over many keys with an offset would take the XLA path."""
-    query = jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16)
-    key = jax.ShapeDtypeStruct((1, 1 << 17, 8, 128), jnp.bfloat16)
-    for offset, implementation in ((0, "cuda"), (1, "xla"), (jnp.zeros((), jnp.int32), "xla")):
-        assert explain(query, key, key, is_causal=True, query_offset=offset).implementation == implementation
+    """An offset of 0 is none, and any other one needs no array."""
+    for offset in (0, 1, jnp.zeros((), jnp.int32)):
+        found = explain(**one_query(), is_causal=True, query_offset=offset)
+        assert (found.implementation, found.kernel) == ("cuda", "sm90 decode, sm90 backward")
 
 
 @pytest.mark.parametrize(
@@ -141,50 +138,46 @@ def one_query(batch: int = 1, kv_heads: int = 8, key_length: int = 1 << 17) -> d
     return {"query": query, "key": key, "value": key}
 
 
-@pytest.mark.usefixtures("_gpu")
-def test_one_query_over_few_heads_takes_the_xla_path() -> None:
-    """On an H100, b1 with 128k keys and 32/8 heads of 128: 0.97 ms in the kernel, 0.22 ms in `jax.nn`."""
-    found = explain(**one_query())
-    assert found.implementation == "xla"
-    assert found.reasons == (
-        "the XLA path is faster: one query over 8 key/value heads, batch included, keeps 8 of 132 multiprocessors busy "
-        "in the kernels; XLA splits the 131072 keys",
-    )
-    arrays = one_query()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a choice, not a fallback
-        assert "custom_call" not in calls.cuda_text(attention, *arrays.values())
-    insisting = functools.partial(attention, implementation="cuda")
-    assert calls.count_launches(calls.cuda_text(insisting, *arrays.values())) == 1
-    lengths, offset = ({name: jnp.ones(1, jnp.int32)} for name in ("key_value_seq_lengths", "query_offset"))
-    for call in (
-        one_query(kv_heads=33),
-        one_query(batch=2, kv_heads=5),
-        one_query(key_length=16384),
-        one_query() | lengths,
-        one_query() | offset | {"is_causal": True},
-        one_query() | offset | {"local_window_size": (1 << 15, 0)},
-        one_query() | {"local_window_size": (5, None)},
-    ):
-        assert explain(**call).implementation == "xla"
+def few_queries(queries: int, **sizes: int) -> dict[str, Any]:
+    call = one_query(**sizes)
+    batch, _, heads, head_dim = call["query"].shape
+    return call | {"query": jax.ShapeDtypeStruct((batch, queries, heads, head_dim), jnp.bfloat16)}
 
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize(
     "call",
     [
-        one_query(kv_heads=34),
-        one_query(batch=3, kv_heads=4),
-        one_query(key_length=8192),
-        one_query() | {"query": jax.ShapeDtypeStruct((1, 2, 32, 128), jnp.bfloat16)},
-        one_query() | {"query_offset": jnp.ones(1, jnp.int32), "local_window_size": (1 << 14, 0)},
-        one_query() | {"is_causal": True},
-        one_query() | {"implementation": "cuda"},
+        one_query(),
+        one_query(batch=64, kv_heads=33, key_length=256),
+        one_query() | {"is_causal": True, "query_offset": jnp.ones(1, jnp.int32), "local_window_size": (9, 0)},
+        one_query() | {"key_value_seq_lengths": jnp.ones(1, jnp.int32), "logits_soft_cap": 5.0},
+        one_query() | {"sinks": jnp.ones(32), "return_residual": True, "deterministic": True},
+        few_queries(16, key_length=1000),
     ],
-    ids=["heads", "batch", "keys", "queries", "window", "causal", "cuda"],
+    ids=["long", "short", "window", "cap", "sinks", "64 rows"],
 )
-def test_other_calls_of_few_queries_take_the_kernels(call: dict[str, Any]) -> None:
-    assert explain(**call).implementation == "cuda"
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_few_queries_split_their_keys(call: dict[str, Any], arch: str) -> None:
+    family = "sm90" if arch == "sm_90a" else "sm80"
+    found = explain(**call, arch=arch)
+    assert (found.implementation, found.kernel) == ("cuda", f"{family} decode, {family} backward")
+    assert found.tile is not None and found.tile.startswith(f"decode {64 if call['query'].shape[1] == 16 else 16}x")
+    assert found.variant is not None and found.variant.startswith("forward with keys split over all multiprocessors; ")
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(
+    "call",
+    [
+        few_queries(17),
+        one_query(key_length=255),
+        one_query() | {"mask": jnp.ones((1, 1, 1, 1 << 17), bool)},
+    ],
+    ids=["more rows", "few keys", "mask"],
+)
+def test_other_calls_take_the_forward_kernel(call: dict[str, Any]) -> None:
+    assert explain(**call).kernel == "sm90 forward, sm90 backward"
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -262,11 +255,11 @@ def test_answers_for_packed_calls(options: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("_gpu")
 def test_answers_for_packed_calls_by_their_sequences() -> None:
-    """Without its sequences this call takes the XLA path."""
+    """Without its sequences this call splits its keys."""
     call = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in one_query().items()}
     starts = {"cu_seqlens_q": jnp.array([0, 1]), "cu_seqlens_k": jnp.array([0, 1 << 17])}
-    assert explain(**call).implementation == "xla"
-    assert explain(**call, **starts).implementation == "cuda"
+    assert explain(**call).kernel == "sm90 decode, sm90 backward"
+    assert explain(**call, **starts).kernel == "sm90 forward, sm90 backward"
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,23 @@ from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
 from jax_fastattn.ffi import cache, registry
 from jax_fastattn.kernels.choose import SHORT_LENGTH
+from jax_fastattn.kernels.decode_config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops.cuda import HEAD_DIM_MULTIPLE
 from jax_fastattn.testing.cases import Case, kernel_specs
 
 # Long calls; calls with a config for short lengths, packed ones too; and calls with so many short heads that dq is
-# added in semaphore order. Together they have every key that any size has, which a test shows.
+# added in semaphore order. Together with those of `few_queries` they have every key that any size has, which a test
+# shows.
 SIZES = [shapes.Size(batch, length, length) for batch, length in ((1, 8192), (1, SHORT_LENGTH), (264, 512))]
+
+
+def few_queries(layer: Case) -> Iterator[shapes.Size]:
+    """Yields sizes with so few queries that their keys are split: one for each number of blocks of rows."""
+    for blocks in ROW_BLOCKS:
+        if queries := BLOCK_ROWS * blocks // layer.group:
+            yield shapes.Size(1, queries, 8192)
 
 
 def add_parser(commands: Any) -> None:
@@ -67,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 def cases_of(layer: Case, options: argparse.Namespace) -> Iterator[Case]:
     """Yields the calls whose kernels are compiled, with head dims padded as a call pads them."""
-    sizes = SIZES
+    sizes = [*SIZES, *few_queries(layer)]
     if options.length:
         sizes = [shapes.Size(options.batch or 1, *options.length)]
     elif options.batch:
@@ -194,6 +203,8 @@ def describe(spec: KernelSpec) -> str:
     if spec.op == "prepass":
         side = "keys" if spec.config.transposed else "queries"
         words = [spec.arch, spec.op, f"tiles of {spec.config.rows}x{spec.config.keys}", f"lists of {side}"]
+    if spec.op == "decode":
+        words.append(f"{BLOCK_ROWS * spec.config.row_blocks} rows")
     words += [text for name, text in flags.items() if getattr(spec, name)]
     return ", ".join(words) + f" ({cache.kernel_key(spec)[:8]})"
 

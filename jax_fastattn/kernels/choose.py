@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
+from jax_fastattn.kernels.decode_config import MAX_ROWS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
@@ -20,6 +21,9 @@ from jax_fastattn.spec import AttentionSpec, Problem
 
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
 SHORT_LENGTH = 2048
+
+# From how many keys on those of few queries are split. With fewer, the forward kernel is as fast, by one launch.
+MIN_SPLIT_KEYS = 256
 
 # Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
 _ORDERED_MEAN_LENGTH = 1536
@@ -156,10 +160,27 @@ def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
     return [kernel.tiles_of(config) for config in (kernel.config, *([kernel.config.dq] if lists_keys else []))]
 
 
+def splits_keys(problem: Problem) -> bool:
+    """Returns whether the forward pass splits the keys of a head over CTAs, which takes few queries and many keys."""
+    rows = problem.query_length * problem.group
+    is_range = not (problem.num_sequences or is_listed(problem))
+    return is_range and rows <= MAX_ROWS and problem.key_length >= MIN_SPLIT_KEYS
+
+
+def forward_spec(problem: Problem, arch: str) -> KernelSpec:
+    """Returns the compile key of the forward pass of a problem that kernels run."""
+    return kernel_spec(problem, "decode" if splits_keys(problem) else "forward", arch)
+
+
 def kernel_spec(
-    problem: Problem, op: Literal["forward", "backward"], arch: str, *, dlse: bool = False, dsinks: bool = False
+    problem: Problem,
+    op: Literal["forward", "decode", "backward"],
+    arch: str,
+    *,
+    dlse: bool = False,
+    dsinks: bool = False,
 ) -> KernelSpec:
-    """Returns the compile key of a problem that kernels run; see `KernelSpec` for dlse and dsinks."""
+    """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for dlse and dsinks."""
     spec = problem.spec
     left, right = spec.bounds
     packed, listed = problem.num_sequences > 0, is_listed(problem)
@@ -181,15 +202,15 @@ def kernel_spec(
         listed=listed,
         logits_soft_cap=spec.logits_soft_cap is not None,
         exact_cap="sinks" in spec.present,
-        sinks="sinks" in spec.present and op == "forward",
+        sinks="sinks" in spec.present and op != "backward",
         dlse=dlse,
         dsinks=dsinks,
         family=family,
     )
     short = max(problem.query_length, problem.key_length) <= SHORT_LENGTH
-    key = configured(key, short=short)
+    key = configured(key, short=short, rows=problem.query_length * problem.group if op == "decode" else 1)
     key = replace(key, compared=_compares(problem, key))
-    if op == "forward" or not key.config.adds_dq:
+    if op != "backward" or not key.config.adds_dq:
         return key
     # Of the portable kernel it is not known where one order is faster.
     one_sided_window = key.bounds_kind.one_sided_window

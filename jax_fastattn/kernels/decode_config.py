@@ -15,8 +15,11 @@ from jax_fastattn.kernels.key import KernelSpec
 # Rows of a block: the M of mma.sync.
 BLOCK_ROWS = 16
 
+# How many blocks of rows a kernel may have.
+ROW_BLOCKS = (1, 2, 4)
+
 # Most rows (queries times query heads of a key/value head) that the kernels take.
-MAX_ROWS = 64
+MAX_ROWS = BLOCK_ROWS * ROW_BLOCKS[-1]
 
 # Floats between the rows of partial outputs, so that the four rows that a warp stores at a time use other banks.
 _PADDING = 4
@@ -94,10 +97,10 @@ class DecodeConfig:
 
 
 def row_blocks(rows: int) -> int:
-    """Returns how many blocks of rows a kernel has for so many rows: 1, 2 or 4."""
+    """Returns how many blocks of rows a kernel has for so many rows."""
     if not 0 < rows <= MAX_ROWS:
         raise ValueError(f"a decoding kernel has 1 to {MAX_ROWS} rows; {rows} were asked for")
-    return next(blocks for blocks in (1, 2, 4) if rows <= BLOCK_ROWS * blocks)
+    return next(blocks for blocks in ROW_BLOCKS if rows <= BLOCK_ROWS * blocks)
 
 
 def decode_scratch(spec: KernelSpec, multiprocessors: int, rows: int) -> dict[str, tuple[int, ...]]:

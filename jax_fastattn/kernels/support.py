@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED
-from jax_fastattn.kernels.choose import is_listed, kernel_spec
+from jax_fastattn.kernels.choose import forward_spec, is_listed, kernel_spec
 from jax_fastattn.kernels.tile_lists import MAX_TILES
 from jax_fastattn.spec import UNBOUNDED, Problem, is_known
 
@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 256
 # Dispatch alone finds reasons of the first line.
 # fmt: off
 Kind = Literal[
-    "implementation", "empty", "platform", "speed", "installation", "derivative",
+    "implementation", "empty", "platform", "installation", "derivative",
     "architecture", "dtype", "head_dim", "symbolic", "length", "bias",
 ]
 # fmt: on
@@ -99,6 +99,6 @@ def speed_note(arch: str) -> str:
 
 def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
     """Describes the families, and query rows x keys of the tiles, that `problem` runs with on `arch`."""
-    forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
-    families = f"{forward.family} forward, {backward.family} backward"
+    forward, backward = forward_spec(problem, arch), kernel_spec(problem, "backward", arch)
+    families = f"{forward.family} {forward.op}, {backward.family} {backward.op}"
     return families, f"{forward.config.tiles}, {backward.config.tiles}"

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 
 from jax_fastattn import ffi
 from jax_fastattn.blocks import reduce_to
-from jax_fastattn.kernels.arguments import launch_scalars, present_buffers
-from jax_fastattn.kernels.choose import kernel_spec, prepass_configs
+from jax_fastattn.kernels.arguments import Scalars, launch_scalars, present_buffers
+from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs
+from jax_fastattn.kernels.decode_config import decode_scratch
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
+from jax_fastattn.kernels.split import heads_side_by_side
 from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
@@ -67,19 +69,27 @@ def forward(
     Args:
         spec: the static facts of the call.
         operands: the arrays of the call.
-        kernel: the compile key; by default the one that `kernel_spec` chooses.
+        kernel: the compile key; by default the one that `forward_spec` chooses.
         kept: see `tile_lists`.
     """
     padded = _for_kernels(operands)
     problem, arrays = _launched(spec, padded)
-    kernel = kernel or kernel_spec(problem, "forward", ffi.arch())
+    kernel = kernel or forward_spec(problem, ffi.arch())
     rows = padded.query.shape[:3]
     shapes = {"out": rows + padded.value.shape[3:], "lse": rows}
     launched = {name: _joined_shape(shape, padded) for name, shape in shapes.items()}
     arrays, lists = _with_lists(spec, padded, kernel, arrays, kept)
-    found = _launch(kernel, problem, arrays | _records(kernel, padded), launched | forward_scratch(kernel), lists)
+    launched |= _forward_scratch(kernel, problem)
+    found = _launch(kernel, problem, arrays | _records(kernel, padded), launched, lists)
     out, lse = (found[name].reshape(shape) for name, shape in shapes.items())
     return cut_head_dim(out, operands.value.shape[3]), lse
+
+
+def _forward_scratch(kernel: KernelSpec, problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the scratch buffers of a forward pass by name."""
+    if kernel.op == "decode":
+        return decode_scratch(kernel, ffi.multiprocessors(), problem.query_length * problem.group)
+    return forward_scratch(kernel)
 
 
 def backward(
@@ -215,7 +225,7 @@ def _launch(
     results = {name: (shapes[name], buffer.dtype) for name, buffer in buffers.items() if buffer.role != "operand"}
     given = {name for name, x in operands.items() if x is not None}
     assert given == set(names) and shapes.keys() == results.keys(), (kernel, given, set(shapes))
-    scalars = launch_scalars(problem, ffi.multiprocessors(), *([] if lists is None else [lists.planes]))
+    scalars = _scalars(kernel, problem, lists)
     found = launch_p.bind(
         *(operands[name] for name in names),
         kernel=kernel,
@@ -224,3 +234,13 @@ def _launch(
         results=tuple(results.values()),
     )
     return dict(zip(results, found, strict=True))
+
+
+def _scalars(kernel: KernelSpec, problem: Problem, lists: TileLists | None) -> Scalars:
+    """Returns the scalars of a launch."""
+    multiprocessors = ffi.multiprocessors()
+    options = {} if lists is None else {"visit": lists.planes}
+    if kernel.op == "decode":
+        ctas = multiprocessors * kernel.config.blocks
+        options["side_heads"] = heads_side_by_side(problem.num_kv_heads, ctas)
+    return launch_scalars(problem, multiprocessors, **options)

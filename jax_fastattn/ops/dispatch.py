@@ -12,17 +12,9 @@ from dataclasses import dataclass
 import jax
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.choose import configured, kernel_spec
+from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec
 from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-
-# From how many keys on, and up to which share of a GPU's multiprocessors, one query takes the XLA path; see
-# `faster_on_xla`. XLA reads keys at 2.3 TB/s from one batch entry and at 0.7 to 0.9 TB/s from several, the kernel at
-# 0.065 TB/s a head and up to 2 TB/s (H100, 32 query heads of 128, 2 to 32 key/value heads).
-ONE_QUERY_KEYS = 16384
-ONE_QUERY_SHARE = 1 / 4
-ONE_QUERY_SHARE_OF_SEVERAL = 1 / 12
-
 
 # Why tangents and second derivatives take the XLA path, whatever the call is.
 NO_DERIVATIVE_KERNELS = (
@@ -84,32 +76,6 @@ def cuda_reasons(problem: Problem) -> list[Reason]:
     return found
 
 
-def faster_on_xla(problem: Problem, multiprocessors: int) -> str | None:
-    """Says why the XLA path is the faster one for a call that the kernels can run; None if it is not.
-
-    A kernel gives all keys of a key/value head to one CTA for each tile of queries. One query over few heads leaves
-    most multiprocessors idle, whereas XLA splits the keys. XLA reads hidden keys, too. Letting lengths choose when a
-    call runs cost 0.03 to 0.1 ms on an H100, where 128k keys of 8 heads take 0.25 ms.
-    """
-    heads = problem.batch * problem.num_kv_heads
-    busy = multiprocessors * (ONE_QUERY_SHARE if problem.batch == 1 else ONE_QUERY_SHARE_OF_SEVERAL)
-    one = problem.query_length == 1 and not problem.num_sequences and problem.key_length >= ONE_QUERY_KEYS
-    if not one or _most_keys(problem) * busy < problem.key_length * heads:
-        return None
-    return (
-        f"the XLA path is faster: one query over {heads} key/value heads, batch included, keeps {heads} of "
-        f"{multiprocessors} multiprocessors busy in the kernels; XLA splits the {problem.key_length} keys"
-    )
-
-
-def _most_keys(problem: Problem) -> int:
-    """Returns how many keys the only query may see, as far as is known when a call is lowered."""
-    left, right = problem.spec.bounds
-    if right is None or (left is None and "query_offset" in problem.spec.present):
-        return problem.key_length
-    return min(problem.key_length, (left or 0) + right + 1)
-
-
 def takes_cuda(problem: Problem) -> bool:
     """Returns whether a call that is lowered for CUDA runs the kernels.
 
@@ -124,8 +90,7 @@ def takes_cuda(problem: Problem) -> bool:
         raise _refusal(reasons)
     if reasons:
         _warn_once(problem, reasons)
-        return False
-    return implementation == "cuda" or faster_on_xla(problem, ffi.multiprocessors()) is None
+    return not reasons
 
 
 def note_derivative(problem: Problem) -> None:
@@ -156,9 +121,8 @@ def explain(problem: Problem) -> Explanation:
     elif ffi.named_arch() is None and jax.default_backend() not in ("gpu", "cuda"):
         platform = Reason("platform", f"the platform is {jax.default_backend()}")
         reasons = [platform, *unsupported_reasons(problem, "sm_80")]
-    elif not (reasons := cuda_reasons(problem)) and problem.spec.implementation is None:
-        faster = faster_on_xla(problem, ffi.multiprocessors())
-        reasons = [Reason("speed", faster)] if faster else []
+    else:
+        reasons = cuda_reasons(problem)
     if reasons:
         texts = tuple(reason.text for reason in reasons)
         return Explanation("xla", None, None, None, texts, "; ".join(map(str, reasons)))
@@ -192,12 +156,15 @@ def _user_frame() -> str:
 
 def _variant(problem: Problem, arch: str) -> str:
     """Describes which kernels run, and how dq is added up."""
-    forward, backward = (kernel_spec(problem, op, arch) for op in ("forward", "backward"))
-    length = "any length" if forward == configured(forward) else "short lengths"
+    forward, backward = forward_spec(problem, arch), kernel_spec(problem, "backward", arch)
+    if forward.op == "decode":
+        forward_words = "forward with keys split over all multiprocessors"
+    else:
+        forward_words = f"forward for {'any length' if forward == configured(forward) else 'short lengths'}"
     if not backward.config.adds_dq:
-        return f"forward for {length}; dq in a kernel of its own, in registers"
+        return f"{forward_words}; dq in a kernel of its own, in registers"
     order = "in semaphore order, always the same bits" if backward.ordered else "by atomics, in an order that may vary"
-    return f"forward for {length}; backward in one kernel, dq added {order}"
+    return f"{forward_words}; backward in one kernel, dq added {order}"
 
 
 def _refusal(reasons: list[Reason]) -> NotImplementedError:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import packed
-from jax_fastattn.kernels.choose import kernel_spec, prepass_configs, prepass_spec
+from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, Problem
@@ -325,7 +325,7 @@ def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {}
     for case in cases:
         problem = case.problem()
-        forward = kernel_spec(problem, "forward", arch)
+        forward = forward_spec(problem, arch)
         backward = kernel_spec(problem, "backward", arch, dlse=case.dlse, dsinks=case.sinks is not None)
         configs = (*prepass_configs(forward), *prepass_configs(backward))
         prepasses = (prepass_spec(problem.spec, config, arch) for config in configs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import emulated_decode
 import emulated_hopper
 import emulated_portable_masks
 import jax
@@ -43,7 +44,7 @@ def bind(*operands: jax.Array, kernel: KernelSpec, ints: Any, floats: Any, resul
             shape, dtype = next(empty)
             arrays[name] = np.full(shape, -77 if dtype == "int32" else np.nan, jnp.dtype(dtype))
     memory, placed = place(kernel, arrays)
-    run = {"prepass": _prepass, "forward": _forward, "backward": _backward}[kernel.op]
+    run = {"prepass": _prepass, "forward": _forward, "decode": _decode, "backward": _backward}[kernel.op]
     run(kernel, placed, memory, tuple(ints), tuple(floats))
     names = [name for name, buffer in buffers.items() if buffer.role != "operand"]
     return [jnp.asarray(memory.read(getattr(placed, x), arrays[x].shape, arrays[x].dtype)) for x in names]
@@ -65,6 +66,10 @@ def _forward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints
         return
     for launch in ForwardKernel(kernel).launches(buffers, scalars):
         emulated_hopper.start(launch, emulated_hopper.forward_texts(kernel), memory)
+
+
+def _decode(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
+    emulated_decode.run_launches(kernel, buffers, memory, _scalars(kernel, ints, floats))
 
 
 def _backward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
