@@ -238,9 +238,8 @@ def _launch(
 
 def _scalars(kernel: KernelSpec, problem: Problem, lists: TileLists | None) -> Scalars:
     """Returns the scalars of a launch."""
-    multiprocessors = ffi.multiprocessors()
-    options = {} if lists is None else {"visit": lists.planes}
+    multiprocessors, side_heads = ffi.multiprocessors(), None
     if kernel.op == "decode":
-        ctas = multiprocessors * kernel.config.blocks
-        options["side_heads"] = heads_side_by_side(problem.num_kv_heads, ctas)
-    return launch_scalars(problem, multiprocessors, **options)
+        side_heads = heads_side_by_side(problem.num_kv_heads, multiprocessors * kernel.config.blocks)
+    visit = () if lists is None else (lists.planes,)
+    return launch_scalars(problem, multiprocessors, *visit, side_heads=side_heads)
