@@ -140,7 +140,7 @@ class CombineKernel:
             old, top = state[4], state[4]
             for lse, _ in parts:
                 top = ptx.maximum(top, lse)
-            # A row may see nothing in all of them: -inf minus -inf is not a number.
+            # All of them may be -inf, if logits are: -inf minus -inf is not a number.
             shift = ptx.where(top == Float32(NEVER), Float32(0.0), top)
             factor = ptx.exp2(old - shift)
             state[4] = top

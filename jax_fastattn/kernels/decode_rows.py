@@ -326,7 +326,7 @@ class DecodeRows:
             FinishedRow.of(self.line, self.score, segment.entry, place, log_max, total).store(chunk, out)
 
         def store_partial() -> None:
-            self._store_partial(segment, row, chunk, shift + ptx.log2(total), total, out)
+            self._store_partial(segment, row, chunk, log_max + ptx.log2(total), total, out)
 
         cutlass.if_generate(segment.whole, store_whole, store_partial)
 

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import emulated_hopper
 import numpy as np
 import warp_emulator
-from emulated_backward import Sizes, draw_operands, with_sinks
+from emulated_backward import Sizes, draw_operands, reference, with_sinks
 from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, launch_scalars, number, place, text
 from ptx_emulator import Memory
 
@@ -38,7 +39,12 @@ def run_launches(spec: KernelSpec, buffers: Any, memory: Memory, scalars: Scalar
 
 
 def check(
-    spec: KernelSpec, sizes: Sizes, *, multiprocessors: int = MULTIPROCESSORS, side_heads: int = 1, seed: int = 0
+    spec: KernelSpec,
+    sizes: Sizes,
+    *,
+    multiprocessors: int = MULTIPROCESSORS,
+    side_heads: int = 1,
+    change: Callable[[dict[str, np.ndarray]], None] | None = None,
 ) -> None:
     """Runs the kernels on poisoned operands, into buffers of NaN, and compares output and log-sum-exp.
 
@@ -47,9 +53,13 @@ def check(
         sizes: of the call.
         multiprocessors: CTAs that the keys are split over.
         side_heads: how many key/value heads are read side by side.
-        seed: of the operands.
+        change: changes operands, of which all elements are visible.
     """
-    arrays, wanted = draw_operands(spec, sizes, seed)
+    arrays, wanted = draw_operands(spec, sizes)
+    if change is not None:
+        change(arrays)
+        with np.errstate(invalid="ignore"):  # gradients, which are not compared
+            wanted = reference(spec, sizes, arrays)
     out, lse = wanted["out"], wanted["lse"]
     if spec.sinks:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)

@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jax_fastattn.kernels.choose import configured
@@ -84,13 +85,6 @@ CASES = {
     "rows-that-see-nothing": Case(
         {"queries": 3, "offsets": (-1, -2)}, {"window_right": True, "query_offset": True}, group=2
     ),
-    # A row sees nothing in a whole partial result of its unit.
-    "rows-that-see-nothing-of-a-part": Case(
-        {"queries": 2, "keys": 900, "batch": 1, "kv_heads": 1, "offsets": (750,), "left": 700},
-        {"window_left": True, "window_right": True, "query_offset": True},
-        group=2,
-        split={"multiprocessors": 12},
-    ),
     "query-lengths-sinks": Case(
         {"queries": 4, "batch": 3, "query_lengths": (4, 0, 1), "key_lengths": (300, 77, 129)},
         {**LENGTHS, "query_seq_lengths": True, "sinks": True},
@@ -114,11 +108,7 @@ CASES = {
 FAMILIES = {"sm90": "sm_90a", "sm80": "sm_80"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", CASES)
-def test_decoding_matches_reference(name: str, family: str) -> None:
-    case = CASES[name]
-    sizes = dataclasses.replace(_SIZES, **case.sizes)
+def _spec(family: str, case: Case, sizes: Sizes) -> KernelSpec:
     features: dict[str, Any] = {"dtype": "bfloat16", **case.features}
     dtype = features.pop("dtype")
     spec = KernelSpec(
@@ -130,4 +120,26 @@ def test_decoding_matches_reference(name: str, family: str) -> None:
         family=family,  # pyright: ignore[reportArgumentType] (a key of FAMILIES)
         **features,
     )
-    check(configured(spec, rows=sizes.queries * case.group), sizes, **case.split)
+    return configured(spec, rows=sizes.queries * case.group)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
+def test_decoding_matches_reference(name: str, family: str) -> None:
+    case = CASES[name]
+    sizes = dataclasses.replace(_SIZES, **case.sizes)
+    check(_spec(family, case, sizes), sizes, **case.split)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_whose_logits_are_all_minus_infinity_is_empty(family: str) -> None:
+    """In eight partial results one after the other, which are added up at a time."""
+    sizes = dataclasses.replace(_SIZES, batch=1, keys=600, kv_heads=1)
+    case = Case({}, group=2)
+
+    def change(arrays: dict[str, np.ndarray]) -> None:
+        arrays["key"][..., 0] = np.abs(arrays["key"][..., 0]) + 1
+        arrays["query"][0, 0, 1] = 0
+        arrays["query"][0, 0, 1, 0] = -np.inf
+
+    check(_spec(family, case, sizes), sizes, multiprocessors=10, change=change)
