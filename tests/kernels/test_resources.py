@@ -22,6 +22,7 @@ from resources import KernelResources, inspect_kernel
 
 from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.choose import configured
+from jax_fastattn.kernels.decode_config import BLOCK_ROWS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.testing.support_table import ALL_ROWS, COVERAGE, ONE_ROW
 
@@ -106,8 +107,7 @@ def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict
 
 def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_bytes: int) -> None:
     # Where CTAs get tiles by a counter, a kernel resets it.
-    forward, backward = 1 + int(spec.has_tile_counter), 3
-    assert len(kernels) == (forward if spec.op == "forward" else backward), spec
+    assert len(kernels) == {"forward": 1 + int(spec.has_tile_counter), "decode": 2, "backward": 3}[spec.op], spec
     for kernel in kernels:
         assert kernel.registers <= 255, (spec, kernel)
         assert kernel.local_bytes <= local_bytes, (spec, kernel)
@@ -295,6 +295,35 @@ def test_portable_kernels_with_lists_spill_no_more_than_with_a_causal_mask(spec:
     _assert_fits(spec, inspect_kernel(spec), allowed)
 
 
+# Architecture, head dims and rows of decoding kernels with lengths, and how many bytes of local memory they may have:
+# values that live across segments, at head dim 256.
+DECODE_ROWS = {
+    **{("sm_90a", dims, count): 0 for dims in ((64, 64), (128, 128), (192, 128)) for count in (16, 32, 64)},
+    **{("sm_90a", (256, 256), count): 72 * (count == 64) for count in (16, 32, 64)},
+    **{("sm_80", dims, count): 0 for dims in ((64, 64), (128, 128), (192, 128)) for count in (16, 32, 64)},
+    **{(arch, (256, 256), count): 24 * (count == 16) for arch in ("sm_80", "sm_86") for count in (16, 64)},
+    ("sm_86", (128, 128), 16): 0,
+}
+DECODE = {"lengths": {"key_value_seq_lengths": True, "group": 4}, "everything": {**EVERYTHING, "sinks": True}}
+
+
+def _decode_specs(features: str) -> dict[KernelSpec, int]:
+    """Returns decoding kernels, and how many bytes of local memory each may have."""
+    found = {}
+    for (arch, dims, count), local_bytes in DECODE_ROWS.items():
+        family = "sm90" if arch == "sm_90a" else "sm80"
+        spec = KernelSpec("decode", arch, "bfloat16", *dims, family=family, **DECODE[features])  # pyright: ignore[reportArgumentType]
+        if features == "lengths" or dims == (128, 128):
+            found[configured(spec, rows=count)] = local_bytes
+    return found
+
+
+@pytest.mark.parametrize("features", DECODE)
+def test_decoding_kernels_fit(features: str) -> None:
+    for spec, local_bytes in _decode_specs(features).items():
+        _assert_fits(spec, inspect_kernel(spec), local_bytes)
+
+
 def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
     """What is compiled in every run, by name: what `benchmarks/machine_code.py` compares between commits.
 
@@ -313,6 +342,7 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
         named += [("sinks", spec) for spec in _sinks_specs()]
         named += [("listed", spec) for spec in _listed_specs()]
         named += [("compared", spec) for spec in _compared_specs()]
+        named += [(features, spec) for features in DECODE for spec in _decode_specs(features)]
         named += [
             (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
         ]
@@ -323,7 +353,10 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
 
 def _row_name(features: str, spec: KernelSpec) -> str:
     dims = f"d{spec.head_dim}" + (f"v{spec.v_head_dim}" if spec.v_head_dim != spec.head_dim else "")
-    flags = {"short": spec != configured(spec), "ordered": spec.ordered, "packed": spec.packed}
+    if spec.op == "decode":
+        flags = {f"{BLOCK_ROWS * spec.config.row_blocks}-rows": True}
+    else:
+        flags = {"short": spec != configured(spec), "ordered": spec.ordered, "packed": spec.packed}
     return "-".join([spec.family, spec.arch, spec.op, dims, features, *(name for name, has in flags.items() if has)])
 
 
