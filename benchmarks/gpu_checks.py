@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # One of each structure; instrumented kernels are a hundred times slower.
 CASES = (
+    "gqa4-window300.0-sinks_n-dlse-offset1096.0.-2.-40.64.500.1200.1390.1401-d128v128-bf16-b9-q4-kv1100",
+    "gqa4-causal-cap5-offset-16.-15.47.48.49.113.684.-13.1084-d128v128-bf16-b9-q16-kv1100",
     "mha-d64-bf16-q193-kv257",
     "mha-causal-d64-f16-q2113-kv2305",
     "gqa2-sinks_n-d72-bf16-q257-kv127",
@@ -134,7 +136,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     from jax_fastattn.kernels.choose import configured
     from jax_fastattn.kernels.key import KernelSpec
     from jax_fastattn.testing import draws
-    from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, kernel_specs
+    from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, kernel_specs
 
     cases = [*GPU_CASES, *wild_draws(), *test_gpu.model_calls()]
     for seed in seeds:
@@ -145,7 +147,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     sanitized = kernel_specs([case for case in GPU_CASES if str(case) in CASES], arch)
     specs |= {dataclasses.replace(spec, dlse=spec.op == "backward"): None for spec in sanitized}
     if arch == "sm_90a":  # its portable kernels have tests too
-        portable = kernel_specs(HIDDEN_ROWS.values(), "sm_80")
+        portable = kernel_specs([*HIDDEN_ROWS.values(), *FEW_QUERIES.values()], "sm_80")
         specs |= {configured(dataclasses.replace(spec, arch=arch)): None for spec in portable}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         for i, _ in enumerate(pool.map(ffi.prepare, specs), 1):

@@ -13,7 +13,7 @@ import pytest
 
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
-from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, kernel_spec
+from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import (
     DKDV_DQ_HEAD_DIM,
@@ -33,7 +33,7 @@ from jax_fastattn.kernels.support import (
 )
 from jax_fastattn.spec import UNBOUNDED
 from jax_fastattn.testing.borrow import borrow
-from jax_fastattn.testing.cases import GPU_CASES, Case
+from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, Case
 from jax_fastattn.testing.support_table import COVERAGE, support_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
@@ -276,3 +276,11 @@ def test_few_heads_do_not_add_in_one_order_without_a_mask() -> None:
     lengths = (384, 385)
     cases = [dataclasses.replace(case, key_length=length) for length in lengths]
     assert [kernel_spec(case.problem(), "backward", "sm_90a").ordered for case in cases] == [False, True]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+def test_few_queries_split_their_keys_and_keep_their_rows_on_another_card(arch: str) -> None:
+    for case in FEW_QUERIES.values():
+        key = forward_spec(case.problem(), arch)
+        assert key.op == "decode" and 16 * key.config.row_blocks >= case.query_length * case.group
+        assert configured(dataclasses.replace(key, arch=arch)) == key

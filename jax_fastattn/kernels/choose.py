@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
-from jax_fastattn.kernels.decode_config import MAX_ROWS
+from jax_fastattn.kernels.decode_config import BLOCK_ROWS, MAX_ROWS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
@@ -22,7 +22,8 @@ from jax_fastattn.spec import AttentionSpec, Problem
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
 SHORT_LENGTH = 2048
 
-# From how many keys on those of few queries are split. With fewer, the forward kernel is as fast, by one launch.
+# From how many keys on those of few queries are split. A head with fewer has a few tiles, which one CTA of the forward
+# kernel computes by one launch.
 MIN_SPLIT_KEYS = 256
 
 # Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
@@ -74,7 +75,7 @@ def _tells_documents_apart(problem: Problem) -> bool:
     return "query_segment_ids" in problem.spec.present or (masks_pairs and causal and long)
 
 
-def configured(spec: KernelSpec, *, short: bool = False, rows: int = 1) -> KernelSpec:
+def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None) -> KernelSpec:
     """Returns a compile key with the config that the tables of its family have for it, whatever config it had.
 
     A soft cap becomes exact where a sink's gradient would show that the error of a rough one is not even, and in the
@@ -84,9 +85,12 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int = 1) -> Kerne
         spec: the key; tests and tools build one by hand.
         short: whether T and S are at most `SHORT_LENGTH`. At most head dims the tables have one row for all lengths, so
             that a new length compiles nothing.
-        rows: of a decoding kernel, queries times query heads of a group.
+        rows: of a decoding kernel, queries times query heads of a group; by default those of the config that it had,
+            else 1.
     """
     if spec.op == "decode":
+        if rows is None:
+            rows = BLOCK_ROWS * spec.config.row_blocks if spec.config else 1
         config = (sm90_decode if spec.family == "sm90" else sm80_decode).decode_config(spec, rows)
     elif spec.op == "forward":
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
@@ -208,7 +212,7 @@ def kernel_spec(
         family=family,
     )
     short = max(problem.query_length, problem.key_length) <= SHORT_LENGTH
-    key = configured(key, short=short, rows=problem.query_length * problem.group if op == "decode" else 1)
+    key = configured(key, short=short, rows=problem.query_length * problem.group)
     key = replace(key, compared=_compares(problem, key))
     if op != "backward" or not key.config.adds_dq:
         return key

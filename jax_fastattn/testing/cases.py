@@ -807,6 +807,46 @@ MASKED = [
     *_vary(_on(_GQA, head_dim=160, **_SPARSE), {}, _IDS | {"is_causal": True}),
     *_vary(_on(_GQA, head_dim=256, mask="bnts"), {}, {"mask": "bs"}),
 ]
+# Few queries, whose keys are split: lengths about those of tiles, none among them; rows that see nothing; each number
+# of blocks of rows.
+_DECODING = Case(
+    dtype="bfloat16", batch=9, query_length=1, key_length=1100, num_kv_heads=2, group=4, head_dim=128, v_head_dim=128
+)
+_ENDS = (0, 1, 63, 64, 65, 129, 700, 3, 1100)
+FEW_QUERIES = {
+    "one query": _DECODING,
+    "lengths": _on(_DECODING, key_value_seq_lengths=_ENDS, dlse=True),
+    "a few tiles": _on(_DECODING, batch=1, num_kv_heads=1, key_length=260, dtype="float16"),
+    "ratio 7, causal": _on(
+        _DECODING,
+        query_length=3,
+        group=7,
+        is_causal=True,
+        key_value_seq_lengths=_ENDS,
+        query_offset=tuple(end - 3 for end in _ENDS),
+    ),
+    "window, sinks": _on(
+        _DECODING,
+        query_length=4,
+        window=(300, 0),
+        query_offset=(1096, 0, -2, -40, 64, 500, 1200, 1390, 1401),
+        sinks="n",
+        dlse=True,
+    ),
+    "64 rows, cap": _on(
+        _DECODING, query_length=16, is_causal=True, logits_soft_cap=5.0, query_offset=tuple(end - 16 for end in _ENDS)
+    ),
+    "query lengths": _on(
+        _DECODING,
+        query_length=5,
+        query_seq_lengths=(5, 0, 1, 2, 3, 4, 5, 5, 5),
+        key_value_seq_lengths=_ENDS,
+        sinks="bn",
+    ),
+    "d64": _on(_DECODING, head_dim=64, v_head_dim=64, key_value_seq_lengths=_ENDS, scale=-0.2),
+    "d192v128": _on(_DECODING, head_dim=192, key_value_seq_lengths=_ENDS, query_length=8),
+    "d256": _on(_DECODING, head_dim=256, v_head_dim=256, key_value_seq_lengths=_ENDS),
+}
 GPU_CASES = [
     *_SHORTER,
     *PACKED,
@@ -818,4 +858,5 @@ GPU_CASES = [
         if i % 2 == 0 and case.batch * case.num_kv_heads <= 16
     ),
     *HIDDEN_ROWS.values(),
+    *FEW_QUERIES.values(),
 ]

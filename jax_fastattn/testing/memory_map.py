@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from jax_fastattn.kernels.decode_config import DecodeBarrier
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier, dkdv_dq_config
 from jax_fastattn.kernels.sm80.config import forward_config as portable_forward_config
+from jax_fastattn.kernels.sm80.decode import config as portable_decode
 from jax_fastattn.kernels.sm90.backward.config import (
     BackwardMemory,
     DkdvBarrier,
@@ -22,6 +24,7 @@ from jax_fastattn.kernels.sm90.backward.config import (
     backward_config,
     dq_config,
 )
+from jax_fastattn.kernels.sm90.decode import config as decode
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, SharedMemory, forward_config
 
 _HEAD = """\
@@ -52,9 +55,11 @@ class Section(NamedTuple):
     named: type[NamedBarrier] | None
 
 
-def _spec(family: Literal["sm80", "sm90"], op: Literal["forward", "backward"], head_dim: int) -> KernelSpec:
+def _spec(family: Literal["sm80", "sm90"], op: Literal["forward", "decode", "backward"], head_dim: int) -> KernelSpec:
     arch = "sm_80" if family == "sm80" else "sm_90a"
-    return KernelSpec(op, arch, "bfloat16", head_dim, head_dim, family=family, packed=family == "sm90")
+    return KernelSpec(
+        op, arch, "bfloat16", head_dim, head_dim, family=family, packed=family == "sm90" and op != "decode"
+    )
 
 
 def sections() -> list[Section]:
@@ -66,6 +71,7 @@ def sections() -> list[Section]:
     )
     old_forward, old_backward = _spec("sm80", "forward", 128), _spec("sm80", "backward", 256)
     dkdv_dq, dkdv = (BackwardMemory.of(spec, backward_config(spec)) for spec in (backward, wide))
+    few, old_few = _spec("sm90", "decode", 128), _spec("sm80", "decode", 128)
     old_dims = old_backward.head_dim, old_backward.v_head_dim
     return [
         Section(
@@ -73,6 +79,12 @@ def sections() -> list[Section]:
             "head dim 128, packed sequences",
             SharedMemory.of(forward, forward_config(forward, short=False)).table,
             ForwardBarrier,
+        ),
+        Section(
+            "Hopper: decode",
+            "head dim 128, 16 rows",
+            decode.DecodeMemory.of(few, decode.decode_config(few, rows=16)).table,
+            DecodeBarrier,
         ),
         Section("Hopper: dkdv_dq", "head dim 128", dkdv_dq.table, DkdvDqBarrier),
         Section("Hopper: dkdv", "head dim 256", dkdv.table, DkdvBarrier),
@@ -82,6 +94,12 @@ def sections() -> list[Section]:
             "head dim 128 on sm_80",
             portable_forward_config(old_forward).table(old_forward.head_dim, old_forward.v_head_dim),
             None,
+        ),
+        Section(
+            "Portable: decode",
+            "head dim 128 on sm_80, 32 rows",
+            portable_decode.DecodeMemory.of(old_few, portable_decode.decode_config(old_few, rows=32)).table,
+            DecodeBarrier,
         ),
         Section(
             "Portable: dkdv_dq",

@@ -22,13 +22,13 @@ import pytest
 import jax_fastattn
 from jax_fastattn import ffi
 from jax_fastattn.kernels import tile_lists
-from jax_fastattn.kernels.choose import configured, kernel_spec
+from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 from jax_fastattn.testing import combinations, compare, draws, models
-from jax_fastattn.testing.cases import GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
+from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
 from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +39,8 @@ _first_results: dict[Case, compare.Results] = {}
 # seeds make 500 calls.
 DRAWS, KINDS = 125, 18
 WILD_DRAWS, WILD_KINDS = 20, 2
+# Calls that the portable kernels run too, on a Hopper GPU.
+PORTABLE_CASES = HIDDEN_ROWS | FEW_QUERIES
 CHOICES = {
     "dtypes": ["bfloat16", "float16"],
     "head_dims": [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 72)],
@@ -134,6 +136,11 @@ def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
 def _portable_kernel(problem: Problem, op: Any, arch: str, **options: bool) -> KernelSpec:
     """Returns the compile key of the portable kernel, which any GPU can run."""
     return configured(dataclasses.replace(kernel_spec(problem, op, "sm_80", **options), arch=arch))
+
+
+def _portable_forward(problem: Problem, arch: str) -> KernelSpec:
+    """Returns that of the forward pass."""
+    return configured(dataclasses.replace(forward_spec(problem, "sm_80"), arch=arch))
 
 
 @pytest.fixture(scope="module")
@@ -245,10 +252,11 @@ def _varlen_results(case: Case, bounded: Case | None = None) -> compare.Results:
     return jax.tree.map(np.asarray, draws.evaluate(bounded or case, spec, *poison(spec, *arrays)))
 
 
-@pytest.mark.parametrize("case", HIDDEN_ROWS.values(), ids=HIDDEN_ROWS.keys())
+@pytest.mark.parametrize("case", PORTABLE_CASES.values(), ids=PORTABLE_CASES.keys())
 def test_portable_kernels(case: Case, expectations: dict[Case, Future[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that a Hopper GPU runs only here."""
     monkeypatch.setattr(cuda, "kernel_spec", _portable_kernel)
+    monkeypatch.setattr(cuda, "forward_spec", _portable_forward)
     compare.assert_within_budget(_results(case, "sm80"), *expectations[case].result())
 
 

@@ -17,7 +17,7 @@ from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.device.regions import Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
 
-# Bytes that an SM has on the way: more were not faster (docs/kernels/decode.md).
+# Bytes of K and V that an SM has on the way.
 _BYTES_IN_FLIGHT = 96 * 1024
 
 # More would have fewer registers than they need.
