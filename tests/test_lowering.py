@@ -390,7 +390,7 @@ def test_new_sizes_windows_and_caps_compile_nothing(monkeypatch: pytest.MonkeyPa
     first = Case(dtype="bfloat16", num_kv_heads=2, group=3, head_dim=8, window=(5, 2), logits_soft_cap=3.0)
     changes = {
         "batch size": {"batch": 5},
-        "query length": {"query_length": 7},
+        "query length": {"query_length": 70},
         "key length": {"key_length": 1000},
         "heads": {"num_kv_heads": 4},
         "window": {"window": (100, 0)},
