@@ -3,6 +3,7 @@
 """Strict JAX settings, eight CPU devices for sharding tests, and skips that say why."""
 
 import collections
+import dataclasses
 import os
 import zlib
 
@@ -86,9 +87,12 @@ def _sampled(items: list[pytest.Item], one_in: int) -> list[bool]:
 
 
 def _together(item: pytest.Item) -> str:
-    """The same for tests that share work: those of a case."""
+    """The same for tests that share work: those of a case, and of all draws of a kind, which share a program."""
     params = item.callspec.params if hasattr(item, "callspec") else {}  # pyright: ignore[reportAttributeAccessIssue]
-    return str(params.get("case", item.nodeid))
+    case = params.get("case")
+    if case is None:
+        return item.nodeid
+    return str(case if getattr(case, "draw", None) is None else dataclasses.replace(case, draw=None))
 
 
 @pytest.fixture
