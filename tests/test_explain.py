@@ -144,6 +144,12 @@ def few_queries(queries: int, **sizes: int) -> dict[str, Any]:
     return call | {"query": jax.ShapeDtypeStruct((batch, queries, heads, head_dim), jnp.bfloat16)}
 
 
+def many_heads(queries: int, heads: int) -> dict[str, Any]:
+    """Returns a call whose query heads have keys of their own."""
+    arrays = [jax.ShapeDtypeStruct((1, rows, heads, 128), jnp.bfloat16) for rows in (queries, 1024)]
+    return {"query": arrays[0], "key": arrays[1], "value": arrays[1]}
+
+
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize(
     "call",
@@ -154,15 +160,19 @@ def few_queries(queries: int, **sizes: int) -> dict[str, Any]:
         one_query() | {"key_value_seq_lengths": jnp.ones(1, jnp.int32), "logits_soft_cap": 5.0},
         one_query() | {"sinks": jnp.ones(32), "return_residual": True, "deterministic": True},
         few_queries(16, key_length=1000),
+        many_heads(16, 132),
+        many_heads(64, 131),
     ],
-    ids=["long", "short", "window", "cap", "sinks", "64 rows"],
+    ids=["long", "short", "window", "cap", "sinks", "64 rows", "16 rows of many heads", "fewer heads than SMs"],
 )
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_few_queries_split_their_keys(call: dict[str, Any], arch: str) -> None:
     family = "sm90" if arch == "sm_90a" else "sm80"
+    _, queries, heads, _ = call["query"].shape
+    rows = 64 if queries * heads // call["key"].shape[2] > 32 else 16
     found = explain(**call, arch=arch)
     assert (found.implementation, found.kernel) == ("cuda", f"{family} decode, {family} backward")
-    assert found.tile is not None and found.tile.startswith(f"decode {64 if call['query'].shape[1] == 16 else 16}x")
+    assert found.tile is not None and found.tile.startswith(f"decode {rows}x")
     assert found.variant is not None and found.variant.startswith("forward with keys split over all multiprocessors; ")
 
 
@@ -173,8 +183,9 @@ def test_few_queries_split_their_keys(call: dict[str, Any], arch: str) -> None:
         few_queries(17),
         one_query(key_length=255),
         one_query() | {"mask": jnp.ones((1, 1, 1, 1 << 17), bool)},
+        many_heads(17, 132),
     ],
-    ids=["more rows", "few keys", "mask"],
+    ids=["more rows", "few keys", "mask", "a head for each SM"],
 )
 def test_other_calls_take_the_forward_kernel(call: dict[str, Any]) -> None:
     assert explain(**call).kernel == "sm90 forward, sm90 backward"

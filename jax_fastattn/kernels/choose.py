@@ -168,7 +168,15 @@ def splits_keys(problem: Problem) -> bool:
     """Returns whether the forward pass splits the keys of a head over CTAs, which takes few queries and many keys."""
     rows = problem.query_length * problem.group
     is_range = not (problem.num_sequences or is_listed(problem))
-    return is_range and rows <= MAX_ROWS and problem.key_length >= MIN_SPLIT_KEYS
+    # The forward kernel reads keys once, too, where a head has them to itself, and has faster products.
+    whole_heads_suffice = problem.group == 1 and rows > BLOCK_ROWS and _fills_gpu(problem)
+    is_small = rows <= MAX_ROWS and problem.key_length >= MIN_SPLIT_KEYS
+    return is_range and is_small and not whole_heads_suffice
+
+
+def _fills_gpu(problem: Problem) -> bool:
+    """Returns whether there is a head for each SM."""
+    return problem.batch * problem.num_heads >= H100_MULTIPROCESSORS
 
 
 def forward_spec(problem: Problem, arch: str) -> KernelSpec:
