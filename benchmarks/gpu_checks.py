@@ -67,6 +67,15 @@ CASES = (
     "gqa2-window64.x-d160-bf16-q193-kv257",
     "gqa2-d192-f16-q193-kv257",
     "mha-d64v256-bf16-q193-kv257",
+    # Masks and segment ids, with rows that nothing sees.
+    "gqa2-mask_bts-d64-bf16-q257-kv1000",
+    "gqa2-window70.30-mask_kts-offset64.-70-d64-bf16-q193-kv257",
+    "gqa2-mask_bs-kvlen257.64-d64-bf16-q193-kv257",
+    "gqa2-cap5-mask_bnts-density0.05-sinks_n-dlse-d128-bf16-q193-kv257",
+    "gqa2-causal-segments4-d128-bf16-q193-kv257",
+    "mha-mask_bnts-density0.05-deterministic-d64-bf16-q193-kv257",
+    "mha-mask_bnts-density0.05-d192v128-bf16-q193-kv257",
+    "gqa2-mask_bnts-density0.05-d160-bf16-q193-kv257",
     # Packed sequences, whose boundaries decrease and leave the rows.
     "mha-causal-packed1200.-900.500.1e+09.-2e+09.1e+09-and200.1000.0.-300.1097.-400-first-7.3-d128v128-bf16-b1-q1600-kv1600",
 )
@@ -91,11 +100,14 @@ def main() -> None:
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--tool-seconds", type=float, help="after which a tool is stopped (default: never)")
     parser.add_argument("--tool-processes", type=int, default=1, help="that share a tool's cases (default: 1)")
+    parser.add_argument(
+        "--tool-cases", nargs="+", metavar="WORD", help="those of a tool's cases that have one of these words"
+    )
     parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90 (portable kernels)")
     parser.add_argument("--inside-sanitizer", metavar="I/N", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside_sanitizer:
-        run_cases(options.arch, *map(int, options.inside_sanitizer.split("/")))
+        run_cases(options.arch, *map(int, options.inside_sanitizer.split("/")), words=options.tool_cases)
         return
     if options.prepare:
         prepare(options.arch or "sm_90a", range(options.seed, options.seed + options.suite_runs), options.processes)
@@ -103,6 +115,7 @@ def main() -> None:
     if options.output is None:
         parser.error("--output is missing")
     arch = [] if options.arch is None else ["--arch", options.arch]
+    words = [] if options.tool_cases is None else ["--tool-cases", *options.tool_cases]
     # Oracles are compiled once per case and run once: tuning their products would take most of the time.
     os.environ.update({"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
     environment = dict(os.environ)
@@ -110,7 +123,7 @@ def main() -> None:
         "arch": options.arch,
         "suite": [],
         "sanitizer": {},
-        "sanitizer_cases": [*CASES, f"wild draws of seed {WILD_SEED}"],
+        "sanitizer_cases": options.tool_cases or [*CASES, f"wild draws of seed {WILD_SEED}"],
     }
 
     def write() -> None:
@@ -122,7 +135,9 @@ def main() -> None:
         write()
     # One after the other: beside the other two racecheck has once reported what it had not reported alone.
     for tool in options.tools:
-        record["sanitizer"][tool] = sanitize(tool, environment, arch, options.tool_processes, options.tool_seconds)
+        record["sanitizer"][tool] = sanitize(
+            tool, environment, [*arch, *words], options.tool_processes, options.tool_seconds
+        )
         write()
     print(json.dumps(record, indent=1))
 
@@ -197,13 +212,13 @@ def run_suite(environment: dict[str, str], processes: int, gpus: int, seed: int,
 
 
 def sanitize(
-    tool: str, environment: dict[str, str], arch: list[str], processes: int, seconds: float | None
+    tool: str, environment: dict[str, str], arguments: list[str], processes: int, seconds: float | None
 ) -> dict[str, Any]:
     """What a tool of compute-sanitizer says of our kernels, and of those alone, in each of some processes.
 
     A process that is stopped after `seconds` has no exit status. The record names the cases that have ended.
     """
-    script = [sys.executable, str(Path(__file__).resolve()), "--output", os.devnull, *arch]
+    script = [sys.executable, str(Path(__file__).resolve()), "--output", os.devnull, *arguments]
     # Return codes of the CUDA API are not ours: JAX probes what the driver can do.
     only = ["--kernel-regex", "kns=kernel_cutlass", *(["--report-api-errors", "no"] if tool == "memcheck" else [])]
     command = ["compute-sanitizer", "--tool", tool, *only, *script]
@@ -239,10 +254,10 @@ def sanitize(
     }
 
 
-def run_cases(arch: str | None, part: int, parts: int) -> None:
+def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None = None) -> None:
     """Forward and backward of the cases, on poisoned operands with scores that outgrow those of earlier tiles.
 
-    Every `parts`-th case runs, from `part` on.
+    Every `parts`-th case runs, from `part` on, of those that have one of the words.
     """
     import jax
 
@@ -261,7 +276,8 @@ def run_cases(arch: str | None, part: int, parts: int) -> None:
     evaluate = jax.jit(lambda spec, *arrays: compare.evaluate(attention, spec, *arrays), static_argnums=0)
     cases = [case for case in GPU_CASES if str(case) in CASES]
     wild = wild_draws()
-    for case in [*cases, *wild][part::parts]:
+    chosen = [case for case in [*cases, *wild] if words is None or any(word in str(case) for word in words)]
+    for case in chosen[part::parts]:
         begun = time.monotonic()
         spec = dataclasses.replace(case.spec(), implementation="cuda")
         operands, *cotangents = poison(spec, case.operands(jax.random.key(0)), *case.cotangents(jax.random.key(1)))
