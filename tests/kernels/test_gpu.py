@@ -21,6 +21,7 @@ import pytest
 
 import jax_fastattn
 from jax_fastattn import ffi
+from jax_fastattn.ffi import cache
 from jax_fastattn.kernels import tile_lists
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
@@ -160,8 +161,11 @@ def expectations(request: pytest.FixtureRequest) -> Any:
         else:
             specs |= dict.fromkeys(kernel_specs([case], arch))
     workers = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as compilers:
-        list(compilers.map(ffi.prepare, specs))
+    # Each worker takes half a gigabyte, and many processes may run the suite.
+    missing = [spec for spec in specs if cache.load(cache.kernel_key(spec)) is None]
+    if missing:
+        with ProcessPoolExecutor(min(workers, len(missing)), multiprocessing.get_context("spawn")) as compilers:
+            list(compilers.map(ffi.prepare, missing))
     with ThreadPoolExecutor(workers) as pool:
         futures: dict[Case, Future[Any]] = {case: pool.submit(_expectation, case) for case in cases}
         yield futures
