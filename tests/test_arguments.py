@@ -19,12 +19,12 @@ from jax_fastattn.kernels.arguments import (
     absent_scalars,
     buffers_type,
     launch_buffers,
-    launch_scalars,
     present_buffers,
 )
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
+from jax_fastattn.ops.launch import launch_scalars
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 ROLES = ("operand", "result", "scratch")

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.spec import UNBOUNDED, Problem
 
 
 @dataclass(frozen=True)
@@ -270,8 +269,8 @@ class Scalars(NamedTuple):
         query_length: T.
         key_length: S.
         num_heads: N.
-        window_left: keys to the left of its own position that a query sees; UNBOUNDED, and not read, if the compile key
-            lacks the bound.
+        window_left: keys to the left of its own position that a query sees; UNBOUNDED of `spec.py`, and not read, if the
+            compile key lacks the bound.
         window_right: the same to the right.
         sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
         multiprocessors: of the GPU; decides about speed alone.
@@ -390,37 +389,6 @@ def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> AnyBuffers:
 def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
     """Returns the dtype of each buffer of a launch by name, in order, see `present_buffers`; None if it is left out."""
     return {name: buffer and buffer.dtype for name, buffer in present_buffers(spec).items()}
-
-
-def launch_scalars(
-    problem: Problem,
-    multiprocessors: int,
-    visit: tuple[int | None, ...] = (None,) * len(VISIT_SCALARS),
-    side_heads: int | None = None,
-) -> Scalars:
-    """Returns the run-time scalars of a launch.
-
-    Args:
-        problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
-        multiprocessors: how many the GPU has.
-        visit: those of lists, see `lists.Planes`.
-        side_heads: see `Scalars`.
-    """
-    left, right = problem.spec.bounds
-    return Scalars(
-        batch=problem.num_sequences or problem.batch,
-        query_length=problem.query_length,
-        key_length=problem.key_length,
-        num_heads=problem.num_heads,
-        window_left=UNBOUNDED if left is None else min(left, UNBOUNDED),
-        window_right=UNBOUNDED if right is None else min(right, UNBOUNDED),
-        sinks_stride=problem.num_heads if problem.sinks_per_batch else 0,
-        multiprocessors=multiprocessors,
-        **dict(zip(VISIT_SCALARS, visit, strict=True)),
-        side_heads=side_heads,
-        scale=problem.spec.scale,
-        logits_soft_cap=problem.spec.logits_soft_cap or 0.0,
-    )
 
 
 @functools.cache

@@ -4,7 +4,7 @@
 
 A kernel generator receives a `KernelSpec` and nothing else; the cache key is derived from the same dataclass. What it
 holds is chosen in `choose.py`, which also completes a key that is built by hand (`choose.configured`).
-Sizes, scale, cap and window widths are run-time scalars (`arguments.launch_scalars`), so a new length compiles nothing.
+Sizes, scale, cap and window widths are run-time scalars (`arguments.Scalars`), so a new length compiles nothing.
 """
 
 from __future__ import annotations

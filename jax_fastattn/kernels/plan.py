@@ -135,6 +135,11 @@ class BoundsKind:
         return self.hides_first_queries or self.hides_last_queries
 
     @property
+    def later_keys_have_fewer_queries(self) -> bool:
+        """Whether tiles of keys of a sequence are visited by fewer tiles of queries the later they come."""
+        return self.right and not (self.left or self.packed)
+
+    @property
     def one_sided_window(self) -> bool:
         """Whether some tiles see much more than others: the window has one bound, or lists may say so."""
         return self.listed or self.left != self.right

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_fastattn import ffi
 from jax_fastattn.blocks import reduce_to
-from jax_fastattn.kernels.arguments import Scalars, launch_scalars, present_buffers
+from jax_fastattn.kernels.arguments import Scalars, present_buffers
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs
 from jax_fastattn.kernels.decode_config import decode_scratch
 from jax_fastattn.kernels.key import KernelSpec
@@ -20,7 +20,7 @@ from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.split import heads_side_by_side
-from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.ops.launch import launch_p, launch_scalars
 from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
 from jax_fastattn.portable import scale_gradient

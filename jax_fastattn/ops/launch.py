@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The primitive that is one launch of a compile key: a custom call, on one device."""
+"""The primitive that is one launch of a compile key: a custom call, on one device; and the numbers that it takes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
+from jax_fastattn.kernels.arguments import VISIT_SCALARS, Scalars
+from jax_fastattn.spec import UNBOUNDED, Problem
 
 launch_p = Primitive("jax_fastattn_launch")
 launch_p.multiple_results = True
@@ -31,3 +33,34 @@ def _lower(ctx, *operands, kernel, ints, floats, results):  # type: ignore[no-un
 
 # Not inlined: identical calls, as those of a model's layers, share one function and carry their kernel once.
 mlir.register_lowering(launch_p, _lower, platform="cuda", inline=False)
+
+
+def launch_scalars(
+    problem: Problem,
+    multiprocessors: int,
+    visit: tuple[int | None, ...] = (None,) * len(VISIT_SCALARS),
+    side_heads: int | None = None,
+) -> Scalars:
+    """Returns the run-time scalars of a launch.
+
+    Args:
+        problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
+        multiprocessors: how many the GPU has.
+        visit: those of lists, see `lists.Planes`.
+        side_heads: see `Scalars`.
+    """
+    left, right = problem.spec.bounds
+    return Scalars(
+        batch=problem.num_sequences or problem.batch,
+        query_length=problem.query_length,
+        key_length=problem.key_length,
+        num_heads=problem.num_heads,
+        window_left=UNBOUNDED if left is None else min(left, UNBOUNDED),
+        window_right=UNBOUNDED if right is None else min(right, UNBOUNDED),
+        sinks_stride=problem.num_heads if problem.sinks_per_batch else 0,
+        multiprocessors=multiprocessors,
+        **dict(zip(VISIT_SCALARS, visit, strict=True)),
+        side_heads=side_heads,
+        scale=problem.spec.scale,
+        logits_soft_cap=problem.spec.logits_soft_cap or 0.0,
+    )

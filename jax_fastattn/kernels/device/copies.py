@@ -61,7 +61,7 @@ def key_section(
     most_rows: int,
     head_rows: Any,
     *,
-    uneven: bool,
+    one_sided: bool,
 ) -> Int32:
     """Returns how many key/value heads are a section of a launch whose CTAs work on tiles of keys.
 
@@ -72,12 +72,12 @@ def key_section(
         running: CTAs that run at a time.
         most_rows: rows of queries of a section if CTAs add in semaphore order, see `plan.section_rows`.
         head_rows: rows of queries that a head has there.
-        uneven: whether the tiles of a head are dealt as if they differed in length.
+        one_sided: whether the tiles of a head are dealt as if they differed in length.
     """
     heads = scalars.batch * (scalars.num_heads // spec.group)
     if spec.ordered:
         return Int32(alike_section(most_rows // spec.group, head_rows, heads))
-    return Int32(section(running, key_tiles, heads, int(uneven)))
+    return Int32(section(running, key_tiles, heads, int(one_sided)))
 
 
 def clamp(x: Int32, low: Any, high: Any) -> Int32:

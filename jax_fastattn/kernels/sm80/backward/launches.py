@@ -49,5 +49,5 @@ class BackwardKernel:
         spec, key_tiles = self.spec, copies.count(scalars.key_length, self.config.keys)
         most_rows = plan.section_rows(ORDERED_NBYTES, spec.head_dim, spec.v_head_dim)
         running = scalars.multiprocessors * self.config.blocks
-        uneven, rows = spec.bounds_kind.one_sided_window, scalars.query_length
-        return HeadOrder(copies.key_section(spec, scalars, key_tiles, running, most_rows, rows, uneven=uneven))
+        one_sided, rows = spec.bounds_kind.one_sided_window, scalars.query_length
+        return HeadOrder(copies.key_section(spec, scalars, key_tiles, running, most_rows, rows, one_sided=one_sided))

@@ -366,9 +366,8 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
         config = BackwardConfig(64, 3, kv_in_regs=6)
         return config if BackwardMemory.of(spec, config).fits else replace(config, stages=2)
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72
-    later_tiles_are_shorter = spec.ordered and spec.window_right and not (spec.window_left or spec.packed)
-    interleaves = spec.group > 1 and (spec.listed or later_tiles_are_shorter)
-    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves)
+    waits = spec.ordered and spec.bounds_kind.later_keys_have_fewer_queries
+    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=spec.group > 1 and (spec.listed or waits))
     if largest <= 64 and spec.is_affine:
         return replace(config, queries=128)
     # A soft cap's slopes wait in registers; with those of ones over head dim 96 some would spill.

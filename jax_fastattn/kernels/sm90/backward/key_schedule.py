@@ -199,8 +199,10 @@ class EntryKeyTiles:
         if spec.listed:
             head_rows = cutlass.min(head_rows, LISTED_ROWS)
         # Tiles of most masks are much alike; those of a causal one lose less by this than the others gain.
-        uneven = spec.bounds_kind.one_sided_window and not spec.listed
-        section = copies.key_section(spec, scalars, key_tiles, multiprocessors, most_rows, head_rows, uneven=uneven)
+        one_sided = spec.bounds_kind.one_sided_window and not spec.listed
+        section = copies.key_section(
+            spec, scalars, key_tiles, multiprocessors, most_rows, head_rows, one_sided=one_sided
+        )
         wave = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
         return HeadOrder(heads, section, Int32(cutlass.max(section, wave)))
 
