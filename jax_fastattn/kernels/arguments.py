@@ -269,8 +269,8 @@ class Scalars(NamedTuple):
         query_length: T.
         key_length: S.
         num_heads: N.
-        window_left: keys to the left of its own position that a query sees; UNBOUNDED of `spec.py`, and not read, if the
-            compile key lacks the bound.
+        window_left: keys to the left of its own position that a query sees; `UNBOUNDED`, and not read, if the compile
+            key lacks the bound.
         window_right: the same to the right.
         sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
         multiprocessors: of the GPU; decides about speed alone.
