@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         write()
     steps = ["--steps", str(options.steps), "--eval-every", str(options.steps), "--sample", "1", "--quiet"]
     for name, (more, baseline) in RUNS.items():
-        run = train_gpt.train(train_gpt.parse_arguments(["--kv-heads", "4", *options.options, *steps, *more]))
+        run, _ = train_gpt.train(train_gpt.parse_arguments(["--kv-heads", "4", *options.options, *steps, *more]))
         record["runs"][name] = kept = {key: run[key] for key in KEPT}
         kept["gathered"] = gathered(run["collectives"], length)
         if baseline is not None:

@@ -39,7 +39,8 @@ def main() -> None:
     options = parser.parse_args()
     runs: list[dict[str, Any]] = []
     for name in options.implementations:
-        runs.append(train_gpt.train(train_gpt.parse_arguments([*options.options, "--implementation", name, "--quiet"])))
+        arguments = [*options.options, "--implementation", name, "--quiet"]
+        runs.append(train_gpt.train(train_gpt.parse_arguments(arguments))[0])
         print(f"{name}: {runs[-1]['tokens_per_second']:,.0f} tokens/s, last loss {runs[-1]['losses'][-1]:.3f}")
         record = {"runs": runs} | describe_run(options.commit)
         options.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -9,10 +9,11 @@ r"""Trains a small byte-level GPT on the sources of Python's standard library, w
     python examples/train_gpt.py --packed --length 1024 --batch 2       # whole documents, packed into rows
 
 If a wheel is installed, `python -m jax_fastattn.examples.train_gpt` runs the same file without a clone.
-Writes `metrics.json` and `loss.png` to the output folder, then prints a sample and a summary. A seed fixes the initial
-parameters and the order of the data, whatever the implementation and the mesh, so that curves can be compared. With
-`--packed`, a row holds documents of their own lengths (`jax_fastattn.attention_varlen`), and the metrics compare its
-tokens per second with those of the same documents padded to the longest one. Padding does not count as tokens.
+Writes `metrics.json`, `loss.png` and `parameters.npz` to the output folder, then prints a sample and a summary.
+`generate.py` continues prompts by these parameters. A seed fixes the initial parameters and the order of the data,
+whatever the implementation and the mesh, so that curves can be compared. With `--packed`, a row holds documents of
+their own lengths (`jax_fastattn.attention_varlen`), and the metrics compare its tokens per second with those of the
+same documents padded to the longest one. Padding does not count as tokens.
 Needs flax, optax, matplotlib and tqdm: the extra `examples` of jax_fastattn.
 """
 
@@ -90,7 +91,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--remat", action="store_true", help="recompute each block in its backward pass, except for attention"
     )
-    parser.add_argument("--output", type=Path, default=Path("gpt-run"), help="folder for metrics.json and loss.png")
+    parser.add_argument("--output", type=Path, default=Path("gpt-run"), help="folder of results")
     parser.add_argument(
         "--compare", type=Path, nargs="*", default=[], help="metrics.json of runs to draw in the same plot"
     )
@@ -173,14 +174,16 @@ def lay_out(row: list[np.ndarray], length: int, most: int) -> Batch:
 # Model: [B, T] tokens -> [B, T, VOCABULARY] logits
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding (arXiv:2104.09864) of [B, T, N, H].
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Applies the rotary position embedding (arXiv:2104.09864) of positions [1 or B, T] to x [B, T, N, H].
 
     Attention sees differences of positions alone, so that those of a row serve each of its documents.
     """
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None] / 10_000 ** (jnp.arange(half) / half)[None]  # [T, H / 2]
-    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+    angles = (
+        positions[:, :, None, None] / 10_000 ** (jnp.arange(half) / half)[None, None, None]
+    )  # [1 or B, T, 1, H / 2]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -201,19 +204,27 @@ class Block(nnx.Module):
         self.up = linear(options.width, 4 * options.width)
         self.down = linear(4 * options.width, options.width)
 
-    def __call__(self, x: jax.Array, boundaries: jax.Array | None) -> jax.Array:
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns query [B, T, N, H], key and value [B, T, K, H] of x [B, T, C] at positions [1 or B, T]."""
         normed = self.norm_1(x)
         query, key, value = (
             project(normed).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.query, self.key, self.value)
-        )  # [B, T, N or K, H]
-        query, key = rotate(query), rotate(key)
+        )
+        return rotate(query, positions), rotate(key, positions), value
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Returns what follows attention [B, T, N, H]: its sum with x, and the MLP."""
+        x = x + self.out(attended.reshape(x.shape))
+        return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
+
+    def __call__(self, x: jax.Array, boundaries: jax.Array | None) -> jax.Array:
+        query, key, value = self.project(x, jnp.arange(x.shape[1])[None])
         if boundaries is None:
             attended: Any = ATTENTION[self.implementation](query, key, value, is_causal=True)
         else:
             attend = partial(PACKED_ATTENTION[self.implementation], is_causal=True)
             attended = jax.vmap(attend)(query, key, value, boundaries, boundaries)  # each row has its own
-        x = x + self.out(attended.reshape(x.shape))
-        return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
+        return self.finish(x, attended)
 
 
 class GPT(nnx.Module):
@@ -292,8 +303,8 @@ class Speed:
         return statistics.mean(self.tokens[first:]) / statistics.median(self.seconds[first:])
 
 
-def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Trains, samples, and returns what goes into metrics.json."""
+def train(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Trains, samples, and returns what goes into metrics.json, and the parameters in the memory of the host."""
     devices = jax.devices()[: options.data_parallel * options.tensor_parallel]
     sizes = (options.data_parallel, options.tensor_parallel)
     mesh = jax.make_mesh(sizes, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices)
@@ -364,7 +375,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     text = np.zeros((1, len(PROMPT) + options.sample), np.int32)
     text[0, : len(PROMPT)] = list(PROMPT)
     sampled = sample(params, jnp.asarray(text), jax.random.key(options.seed))
-    padded = Speed()
+    trained, padded = jax.device_get(params), Speed()
     if options.packed:  # the first documents again, one in each row
         count = options.batch * 20
         again = [x[: options.length + 1] for x in islice(documents(corpus, np.random.default_rng(options.seed)), count)]
@@ -374,7 +385,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             with padded.of(batch):
                 params, state, loss = update(params, state, batch)
                 jax.block_until_ready(loss)
-    return {
+    metrics = {
         "options": {name: value for name, value in vars(options).items() if name not in ("output", "compare", "quiet")},
         "implementation": implementation,
         "device": device,
@@ -387,6 +398,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "held_out_losses": held_out_losses,
         "sample": bytes(np.asarray(sampled[0]).tolist()).decode(errors="replace"),
     }
+    return metrics, trained
+
+
+def named_leaves(params: Any) -> dict[str, Any]:
+    """Returns the arrays of parameters by name, as parameters.npz has them."""
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def collectives(hlo: str) -> dict[str, int]:
@@ -413,8 +430,9 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
-    metrics = train(options)
+    metrics, params = train(options)
     options.output.mkdir(parents=True, exist_ok=True)
+    np.savez(options.output / "parameters.npz", **named_leaves(params))
     (options.output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     plot([json.loads(path.read_text()) for path in options.compare] + [metrics], options.output / "loss.png")
     if not options.quiet:
