@@ -6,9 +6,9 @@
 
 Builds the sdist, and a wheel for each minor version of Python on this machine, up to that of `.venv-newest`. auditwheel
 gives the wheels the platform tag that an index accepts. Each archive is installed with its dependencies in
-`build/installed`. There the quickstart of README.md runs, the C++ extension loads, and the example trains for two
-steps; mypy and pyright check `tests/typed_calls.py` against each wheel. Then twine checks all archives, and `problems`
-their contents. The archives stay in `build/dist`. Nothing is uploaded.
+`build/installed`. There the quickstart of README.md runs, the C++ extension loads, and the examples train for two steps
+and generate two tokens; mypy and pyright check `tests/typed_calls.py` against each wheel. Then twine checks all
+archives, and `problems` their contents. The archives stay in `build/dist`. Nothing is uploaded.
 
 `tests/environments.py` says which interpreters there are and how they install; the tools are those of `.venv-newest`.
 """
@@ -64,9 +64,10 @@ jax_fastattn.register_ffi_targets()
 assert "jax_fastattn.ffi._ffi" in sys.modules
 """
 
-# The example in a tiny size.
+# The examples in a tiny size.
 TRAINING = ["--layers", "1", "--width", "16", "--heads", "4", "--kv-heads", "2"]
 TRAINING += ["--length", "48", "--batch", "2", "--steps", "2", "--sample", "4"]
+GENERATION = ["--run", "gpt-run", "--tokens", "2"]
 
 
 def must(command: Iterable[str | Path], variables: dict[str, str] | None = None, folder: Path = ROOT) -> None:
@@ -126,7 +127,7 @@ def quickstart() -> str:
 
 
 def try_out(archive: Path, home: Path) -> None:
-    """Installs an archive into the empty environment `home`, and runs the quickstart and the example there."""
+    """Installs an archive into the empty environment `home`, and runs the quickstart and the examples there."""
     python = home / "bin" / "python"
     options, variables = environments.build_constraints()
     variables.pop("PIP_CONSTRAINT", None)  # would bind dependencies, too
@@ -135,6 +136,7 @@ def try_out(archive: Path, home: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         must([python, "-P", "-c", quickstart() + CHECKS], variables, Path(folder))
         must([python, "-P", "-m", "jax_fastattn.examples.train_gpt", *TRAINING], variables, Path(folder))
+        must([python, "-P", "-m", "jax_fastattn.examples.generate", *GENERATION], variables, Path(folder))
 
 
 def check_types(home: Path) -> None:
@@ -156,7 +158,7 @@ def make_wheel(interpreter: Interpreter) -> Path:
     wheel = build_wheel(interpreter, home)
     try_out(wheel, home)
     check_types(home)
-    say(f"{wheel.name}: installed, ran quickstart and example, checked by mypy and pyright ({interpreter})")
+    say(f"{wheel.name}: installed, ran quickstart and examples, checked by mypy and pyright ({interpreter})")
     return wheel
 
 
@@ -166,7 +168,7 @@ def make_sdist(interpreter: Interpreter) -> Path:
     home = INSTALLED / "sdist"
     environments.make(home, interpreter)
     try_out(sdist, home)
-    say(f"{sdist.name}: installed, ran quickstart and example ({interpreter})")
+    say(f"{sdist.name}: installed, ran quickstart and examples ({interpreter})")
     return sdist
 
 

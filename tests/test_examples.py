@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,83 @@ def test_packed_documents_are_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             alone = model(jnp.asarray(document[None, :-1][:, :20]))
             np.testing.assert_allclose(logits[row, inside], alone[0], atol=1e-5)
     assert (batch.targets >= 0).sum() == sum(min(len(x) - 1, 20) for x in documents)
+
+
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module examples/generate.py, under the rules of promotion that a user has."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning)
+        import generate
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield generate
+
+
+def test_generate_continues_a_trained_model(one_device: tuple[Path, dict[str, Any], str]) -> None:
+    output, _, _ = one_device
+    printed = run("examples/generate.py", "--run", str(output), "--prompt", "def f(", "x", "--tokens", "8")
+    assert "attention of one query: XLA path" in printed and "--- 'def f(' ---\ndef f(" in printed
+    assert re.search(r"^[\d,]+ tokens/s from the cache, [\d,]+ tokens/s by recomputation; 16 of 16 ", printed, re.M)
+
+
+def test_generate_loads_what_was_trained(one_device: tuple[Path, dict[str, Any], str], generate: Any) -> None:
+    model = generate.load(one_device[0], "auto")
+    tokens = generate.pad(["import sys\n\n\ndef main(self):\n    return self"]).tokens
+
+    def loss(network: Any) -> jax.Array:
+        logits = jax.nn.log_softmax(network(tokens[:, :-1]))[0]
+        return -jnp.mean(logits[jnp.arange(len(logits)), tokens[0, 1:]])
+
+    untrained = generate.train_gpt.GPT(model.options, generate.nnx.Rngs(0))
+    assert loss(generate.nnx.merge(model.graphdef, model.params)) < loss(untrained) - 1
+
+
+def test_generate_has_the_logits_of_whole_texts(one_device: tuple[Path, dict[str, Any], str], generate: Any) -> None:
+    """Prompts of different lengths are in one batch, in float32."""
+    model, prompts = generate.load(one_device[0], "auto"), generate.pad(["import sys", "def", "class"])
+    seen: list[Any] = []
+
+    def choose(logits: jax.Array, lengths: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda *x: seen.append(x), logits, lengths, ordered=True)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    found = generate.from_cache(model, prompts, choose, 6)
+    jax.effects_barrier()
+    logits, lengths = (np.stack(x, axis=1) for x in zip(*seen, strict=True))
+    network = jax.jit(generate.nnx.merge(model.graphdef, model.params).__call__)
+    for b, count in enumerate(prompts.counts.tolist()):
+        text = np.concatenate([prompts.tokens[b, :count], found.tokens[b]])
+        np.testing.assert_allclose(logits[b], network(text[None])[0, count - 1 : -1], atol=2e-5)
+        assert lengths[b].tolist() == list(range(count, count + 6))
+
+
+def test_generate_chooses_the_same_tokens_by_recomputation(
+    one_device: tuple[Path, dict[str, Any], str], generate: Any
+) -> None:
+    model, prompts = generate.load(one_device[0], "auto"), generate.pad(["import sys", "def", "class"])
+    drawn = []
+    for temperature, seed in ((0.0, 0), (1.5, 0), (1.5, 1)):
+        arguments = (model, prompts, generate.chooser(temperature, seed), 6)
+        drawn.append(generate.from_cache(*arguments).tokens)
+        np.testing.assert_array_equal(drawn[-1], generate.by_recomputation(*arguments).tokens)
+    assert len({tokens.tobytes() for tokens in drawn}) == 3
+
+
+def test_generate_donates_its_cache(generate: Any) -> None:
+    model = generate.load(None, "xla")
+    cache = generate.make_cache(model.options, 2, 7)
+    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
+    step = generate.cached_step(model, generate.chooser(0.0, seed=0))
+    new, _ = step(model.params, cache, jnp.ones((2, 1), jnp.int32), jnp.ones(2, jnp.int32))
+    assert all(x.is_deleted() for x in jax.tree.leaves(cache))
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)] == before
+
+
+def test_generate_says_what_a_run_lacks(generate: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        generate.parse_arguments(["--run", str(tmp_path)])
+    assert "has no parameters.npz; pass the --output folder of a run of train_gpt.py" in capsys.readouterr().err
 
 
 def test_mean_flow_samples_in_one_step() -> None:
