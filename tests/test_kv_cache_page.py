@@ -1,0 +1,121 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Both recipes of docs/kv_cache.md run as they stand, and give what attention over the whole text gives."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+PAGE = (Path(__file__).parents[1] / "docs" / "kv_cache.md").read_text()
+PLAIN, FLAX = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+TOLERANCE = 1e-5
+
+
+def _run(code: str) -> dict[str, Any]:
+    """Returns what a recipe defines."""
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates.
+        warnings.filterwarnings("ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning)
+        import flax.nnx  # noqa: F401 (a recipe imports it again, without a warning)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(code, found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    return _run(PLAIN)
+
+
+@pytest.fixture(scope="module")
+def flax_nnx() -> dict[str, Any]:
+    return _run(FLAX)
+
+
+def _logits(names: dict[str, Any], text: np.ndarray) -> jax.Array:
+    """The logits [T, VOCABULARY] of a text [T], by attention of jax.nn over all of it."""
+    params = names["params"]
+    x = params["embedding"][text] + params["position"][: len(text)]
+    for i in range(names["LAYERS"]):
+        q, k, v = (jnp.einsum("tc,cnh->tnh", x, params[name][i]) for name in ("query", "key", "value"))
+        x += jnp.einsum("tnh,nhc->tc", jax.nn.dot_product_attention(q, k, v, is_causal=True), params["out"][i])
+    return x @ params["head"]
+
+
+def _texts(names: dict[str, Any]) -> list[np.ndarray]:
+    """Each prompt with the tokens that follow it."""
+    new = np.stack(names["tokens"], axis=1)
+    pairs = zip(names["prompts"], names["counts"], new, strict=True)
+    return [np.concatenate([prompt[:count], tokens]) for prompt, count, tokens in pairs]
+
+
+@pytest.mark.parametrize("code", [PLAIN, FLAX], ids=["plain", "nnx"])
+def test_recipes_have_forty_lines(code: str) -> None:
+    assert 20 < len([line for line in code.splitlines() if line]) <= 40
+
+
+def test_plain_recipe_gives_the_tokens_of_whole_texts(plain: dict[str, Any]) -> None:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for b, (text, count) in enumerate(zip(_texts(plain), plain["counts"], strict=True)):
+            logits = _logits(plain, text[:-1])
+            np.testing.assert_array_equal(logits[count - 1 :].argmax(axis=-1), text[count:])
+            np.testing.assert_allclose(plain["logits"][b], logits[-1], atol=TOLERANCE, rtol=TOLERANCE)
+    assert plain["cache"]["lengths"].tolist() == [16, 13]
+    assert plain["extend"]._cache_size() == 2  # the prompts, and every step of one token
+
+
+def test_chunks_and_withdrawn_tokens_give_the_same(plain: dict[str, Any]) -> None:
+    """A text in chunks over a cache of NaN; the second sequence gets one as a proposal, withdraws it, waits a step."""
+    text, extend = _texts(plain)[0][:9], plain["extend"]
+    cache = jax.tree.map(lambda x: x * jnp.nan if x.ndim > 1 else x, plain["make_cache"](2))
+    first, second, last = text[:3], text[3:6], text[6:]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        cache, _ = extend(plain["params"], cache, jnp.stack([first, first]), jnp.array([3, 3]))
+        cache, _ = extend(plain["params"], cache, jnp.stack([second, second[::-1]]), jnp.array([3, 3]))
+        cache = cache | {"lengths": cache["lengths"] - jnp.array([0, 3])}
+        cache, _ = extend(plain["params"], cache, jnp.stack([last, last]), jnp.array([2, 0]))
+        cache, logits = extend(plain["params"], cache, jnp.stack([last[::-1], second]), jnp.array([1, 3]))
+        for found, whole in zip(logits, (text, text[:6]), strict=True):
+            np.testing.assert_allclose(found, _logits(plain, whole)[-1], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_tokens_past_the_capacity_are_dropped(plain: dict[str, Any]) -> None:
+    cache = plain["make_cache"](2) | {"lengths": jnp.full(2, plain["CAPACITY"])}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        cache, _ = plain["extend"](plain["params"], cache, jnp.array([[1], [2]]), jnp.array([1, 1]))
+    assert not any(x.any() for x in cache["keys"] + cache["values"])
+
+
+def test_lengths_alone_serve_one_query(plain: dict[str, Any]) -> None:
+    cache, attention = plain["cache"], plain["attention"]
+    q, lengths = jnp.ones((2, 1, plain["HEADS"], plain["HEAD_DIM"])), cache["lengths"] - 1
+    arrays = (q, cache["keys"][0], cache["values"][0])
+    expected = attention(*arrays, is_causal=True, query_offset=lengths, key_value_seq_lengths=lengths + 1)
+    np.testing.assert_allclose(attention(*arrays, key_value_seq_lengths=lengths + 1), expected, atol=TOLERANCE)
+
+
+def test_a_step_writes_into_the_cache_that_it_is_given(plain: dict[str, Any], flax_nnx: dict[str, Any]) -> None:
+    one = jnp.array([1, 1])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for names, held, token in ((plain, "params", jnp.array([[1], [2]])), (flax_nnx, "rest", flax_nnx["x"][:, :1])):
+            old = jax.tree.map(jnp.copy, names["cache"])
+            before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(old)]
+            new, _ = names["extend"](names[held], old, token, one)
+            assert all(x.is_deleted() for x in jax.tree.leaves(old))
+            assert sorted(x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)) == sorted(before)
+
+
+def test_flax_recipe_gives_attention_over_the_whole_sequence(flax_nnx: dict[str, Any]) -> None:
+    layer, x = flax_nnx["layer"], flax_nnx["x"]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        attended = jax.nn.dot_product_attention(layer.query(x), layer.key(x), layer.value(x), is_causal=True)
+        expected = layer.out(attended)
+    np.testing.assert_allclose(np.concatenate(flax_nnx["outs"], axis=1), expected, atol=TOLERANCE)
+    assert flax_nnx["extend"]._cache_size() == 2
