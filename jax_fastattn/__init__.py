@@ -7,10 +7,11 @@ loads what it needs.
 """
 
 from jax_fastattn.api import attention, attention_varlen, explain
+from jax_fastattn.api_paged import paged_attention
 from jax_fastattn.ffi import register as register_ffi_targets
 from jax_fastattn.ffi import target_arch
 
-__all__ = ["attention", "attention_varlen", "explain", "register_ffi_targets", "target_arch"]
+__all__ = ["attention", "attention_varlen", "explain", "paged_attention", "register_ffi_targets", "target_arch"]
 __version__ = "0.1.0"
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastattn import canonical, ffi, validation
+from jax_fastattn.api_paged import paged_attention, paged_problem
 from jax_fastattn.ops import dispatch, vjp
 from jax_fastattn.spec import Implementation
 
@@ -195,10 +197,11 @@ def explain(
     *,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    page_table: Any = None,
     arch: str | None = None,
     **options: Any,
 ) -> dispatch.Explanation:
-    """Returns which implementation a call of `attention` or `attention_varlen` with these arguments would run, and why.
+    """Returns which implementation a call with these arguments would run, and why.
 
     It knows the call alone, not how it is differentiated: tangents and second derivatives take the XLA path always.
 
@@ -207,6 +210,8 @@ def explain(
             runs.
         cu_seqlens_q, cu_seqlens_k: as for `attention_varlen`. If they are given, all arguments are those of
             `attention_varlen`. Default: None, for a call of `attention`.
+        page_table: as for `paged_attention`. If it is given, all arguments are those of `paged_attention`, whose pages
+            are `key` and `value` here; its `lengths` are an option. Default: None.
         arch: the GPU to lower for, such as `"sm_90a"`; see `target_arch`. Default: that of an enclosing `target_arch`,
             else the local devices.
 
@@ -218,17 +223,21 @@ def explain(
         ValueError, TypeError: the call itself would raise the same error.
     """
     options |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
-    function, canonicalize = attention, canonical.canonicalize
+    function, problem_of = attention, functools.partial(canonical.problem_of, canonical.canonicalize)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        function, canonicalize = attention_varlen, canonical.canonicalize_packed
+        function, problem_of = attention_varlen, functools.partial(canonical.problem_of, canonical.canonicalize_packed)
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if page_table is not None:
+        function, problem_of = paged_attention, paged_problem
+        options = {"lengths": None} | options | {"page_table": page_table}
     if unknown := [name for name in options if name not in inspect.signature(function).parameters]:
         raise TypeError(f"explain() got an unexpected keyword argument '{unknown[0]}'; {function.__name__}() has none")
     return_residual = options.pop("return_residual", False)
-    problem = canonical.problem_of(canonicalize, query=query, key=key, value=value, **options)
+    problem = problem_of(query=query, key=key, value=value, **options)
     validation.check_flag("return_residual", return_residual)
     with ffi.target_arch(ffi.named_arch() if arch is None else arch):
-        return dispatch.explain(problem)
+        found = dispatch.explain(problem)
+    return found if page_table is None else dispatch.of_pages(found)
 
 
 @overload

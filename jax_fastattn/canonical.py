@@ -8,7 +8,7 @@ The word is "canonical", since "lowering" in JAX means jaxpr to StableHLO.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import _compat, packed, validation
+from jax_fastattn.paged import PAGED_OPERANDS, PagedOperands
 from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, Problem, is_known
 
 # What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
 LONGEST_SYMBOLIC = 1 << 27
+
+AnyOperands = TypeVar("AnyOperands", Operands, PagedOperands)
 
 # Arguments that are Python values, fixed when a call is traced.
 _STATIC = ("is_causal", "local_window_size", "implementation", "logits_soft_cap", "deterministic")
@@ -109,8 +112,48 @@ def canonicalize_packed(
     return _resolve(operands, **static)
 
 
+def canonicalize_paged(
+    query: Any,
+    key_pages: Any,
+    value_pages: Any,
+    page_table: Any,
+    lengths: Any,
+    *,
+    sinks: Any = None,
+    query_offset: Any = None,
+    **static: Any,
+) -> tuple[AttentionSpec, PagedOperands]:
+    """Checks the arguments of `api_paged.paged_attention`; lengths are clamped, ids are not."""
+    axes = validation.Axes()
+    pages = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
+    pages = {name: validation.as_array(name, x) for name, x in pages.items()}
+    validation.check_float_operands(**pages)
+    for name, x in pages.items():
+        axes.bind(name, x, PAGED_OPERANDS[name].letters)
+    validation.check_heads(axes)
+    validation.check_pages(axes)
+    table = to_int32(validation.as_integers("page_table", page_table))
+    axes.bind("page_table", table, "BM")
+    lengths = to_int32(validation.as_integers("lengths", lengths))
+    axes.bind("lengths", lengths, "B")
+    axes.set("S", axes["M"] * axes["R"], "page_table")
+    lengths = jnp.clip(lengths, 0, axes["S"]).astype(jnp.int32)
+    offset = None if query_offset is None else offset_per_batch(query_offset, axes["B"])
+    if query_offset is None and _has_positions(static):
+        offset = (lengths - axes["T"]).astype(jnp.int32)
+    offset, static = _near_offset(axes, offset, static)
+    operands = PagedOperands(
+        **pages,
+        page_table=table,
+        key_value_seq_lengths=lengths,
+        query_offset=offset,
+        sinks=None if sinks is None else _check_sinks(axes, sinks, pages["query"].dtype),
+    )
+    return _resolve(operands, **static)
+
+
 def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Inverts both on the results: drops an added batch axis, and a log-sum-exp that was not requested."""
+    """Inverts all three on the results: drops an added batch axis, and a log-sum-exp that was not requested."""
     out, lse = results if batched else jax.tree.map(drop_batch, results)
     return out if lse is None else (out, lse)
 
@@ -146,7 +189,7 @@ def _has_shape_alone(x: Any) -> bool:
 
 
 def _resolve(
-    operands: Operands,
+    operands: AnyOperands,
     *,
     scale: Any = None,
     is_causal: Any = False,
@@ -154,7 +197,7 @@ def _resolve(
     implementation: Any = None,
     logits_soft_cap: Any = None,
     deterministic: Any = False,
-) -> tuple[AttentionSpec, Operands]:
+) -> tuple[AttentionSpec, AnyOperands]:
     """Returns the static facts of a call with defaults filled in, and operands that agree with them."""
     head_dim = operands.query.shape[-1]
     if isinstance(scale, jax.Array):
@@ -287,6 +330,12 @@ def _packed_offset(query_offset: Any, sequences: jax.Array) -> jax.Array | None:
     return sequences[1:-1, 3] - sequences[1:-1, 1]
 
 
+def _has_positions(static: dict[str, Any]) -> bool:
+    """Returns whether it matters at which key a query stands."""
+    is_causal = validation.check_flag("is_causal", static.get("is_causal", False))
+    return validation.check_window(static.get("local_window_size")) != (None, None) or is_causal
+
+
 def _near_offset(
     axes: validation.Axes, offset: jax.Array | None, static: dict[str, Any]
 ) -> tuple[jax.Array | None, dict[str, Any]]:
@@ -330,8 +379,8 @@ def _saturating_sum(x: jax.Array, y: int) -> jax.Array:
     return x
 
 
-def unify_varying(operands: Operands) -> Operands:
+def unify_varying(operands: AnyOperands) -> AnyOperands:
     """Marks every operand as varying over the union of the manual axes of a `shard_map`: one kernel reads them all."""
     axes = frozenset().union(*(_compat.varying_axes(x) for x in operands.arrays()))
     unified: list[Any] = [None if x is None else _compat.as_varying(x, axes) for x in operands]
-    return Operands(*unified)
+    return type(operands)(*unified)

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import packed
+from jax_fastattn.paged import PagedOperands
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
 
 
@@ -88,6 +89,26 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
     out = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], out, 0.0)
     lse = jnp.where(is_empty, -jnp.inf, top + jnp.log(safe_total))
     return out.astype(operands.query.dtype), jnp.moveaxis(lse, 1, 2)
+
+
+def paged_reference(spec: AttentionSpec, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
+    """Computes attention to pages of R rows: key j of entry b is row j % R of page `page_table[b, j // R]`.
+
+    Ids are clamped to the pages. The lengths hide all other keys.
+    """
+    pages, rows = operands.key_pages.shape[:2]
+    positions = jnp.arange(operands.page_table.shape[1] * rows, dtype=jnp.int32)
+    ids = jnp.clip(operands.page_table, 0, pages - 1)[:, positions // rows]
+    dense = Operands(
+        operands.query,
+        operands.key_pages[ids, positions % rows],
+        operands.value_pages[ids, positions % rows],
+        key_value_seq_lengths=operands.key_value_seq_lengths,
+        query_offset=operands.query_offset,
+        sinks=operands.sinks,
+        scale=operands.scale,
+    )
+    return attention_reference(spec, dense)
 
 
 def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:

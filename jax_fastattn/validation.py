@@ -22,6 +22,9 @@ from jax_fastattn.spec import is_known
 
 _LARGEST_FLOAT32, _SMALLEST_FLOAT32 = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
+# Rows of a page are a multiple of this.
+PAGE_ROWS = 16
+
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -37,6 +40,10 @@ class Axes:
     def set(self, axis: str, size: int, source: str) -> None:
         """Fixes an axis that no array spells out."""
         self._sizes[axis] = (size, source)
+
+    def source(self, axis: str) -> str:
+        """Returns the argument that fixed the size of an axis."""
+        return self._sizes[axis][1]
 
     def bind(self, name: str, x: Any, axes: str) -> None:
         """Binds the axes of argument `name`, one letter each; raises ValueError where a size disagrees."""
@@ -144,18 +151,34 @@ def check_kind(name: str, x: jax.Array, expected: str) -> None:
 
 def check_heads(axes: Axes) -> None:
     """Raises ValueError unless K divides N, and neither heads nor head dims are symbolic."""
-    for axis, name in (("N", "query"), ("K", "key"), ("H", "query"), ("D", "value")):
+    for axis in "NKHD":
         if not is_known(axes[axis]):
             raise ValueError(
-                f"`{name}` has the symbolic size {axis} = {axes[axis]}, expected a number; "
+                f"`{axes.source(axis)}` has the symbolic size {axis} = {axes[axis]}, expected a number; "
                 "export one program for each, since only the batch and lengths may be symbolic"
             )
     num_heads, num_kv_heads = axes["N"], axes["K"]
     if (num_heads and not num_kv_heads) or (num_kv_heads and num_heads % num_kv_heads):
         raise ValueError(
-            f"`key` has {num_kv_heads} heads, which does not divide the {num_heads} heads of `query`; "
+            f"`{axes.source('K')}` has {num_kv_heads} heads, which does not divide the {num_heads} heads of `query`; "
             "grouped-query attention needs a multiple"
         )
+
+
+def check_pages(axes: Axes) -> None:
+    """Raises ValueError unless there are pages (P), whose rows (R) are a multiple of `PAGE_ROWS`."""
+    rows = axes["R"]
+    if not is_known(rows):
+        raise ValueError(
+            f"`key_pages` has the symbolic size R = {rows}, expected a number; export one program for each page size"
+        )
+    if rows == 0 or rows % PAGE_ROWS:
+        raise ValueError(
+            f"`key_pages` has pages of R = {rows} rows, expected a multiple of {PAGE_ROWS}, such as 16, 64 or 256; "
+            "make the pages of the cache larger"
+        )
+    if is_known(axes["P"]) and axes["P"] == 0:
+        raise ValueError("`key_pages` has P = 0 pages, expected at least one; pass lengths of 0 for an empty cache")
 
 
 def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:

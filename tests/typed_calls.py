@@ -13,7 +13,14 @@ from typing import assert_type
 import jax
 
 import jax_fastattn
-from jax_fastattn import attention, attention_varlen, explain, register_ffi_targets, target_arch
+from jax_fastattn import (
+    attention,
+    attention_varlen,
+    explain,
+    paged_attention,
+    register_ffi_targets,
+    target_arch,
+)
 
 
 def results_depend_on_return_residual(x: jax.Array, starts: jax.Array, flag: bool) -> None:
@@ -26,6 +33,14 @@ def results_depend_on_return_residual(x: jax.Array, starts: jax.Array, flag: boo
     out, lse = attention_varlen(x, x, x, starts, starts, sinks=x, return_residual=True)
     assert_type((out, lse), tuple[jax.Array, jax.Array])
     either = attention_varlen(x, x, x, starts, starts, return_residual=flag)
+    assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
+
+
+def results_of_pages(x: jax.Array, table: jax.Array, flag: bool) -> None:
+    assert_type(paged_attention(x, x, x, table, table, is_causal=True, query_offset=None), jax.Array)
+    pair = paged_attention(x, x, x, table, table, return_residual=True)
+    assert_type(pair, tuple[jax.Array, jax.Array])
+    either = paged_attention(x, x, x, table, table, return_residual=flag)
     assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
 
 

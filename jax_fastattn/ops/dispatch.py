@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -20,6 +21,9 @@ from jax_fastattn.spec import AttentionSpec, Operands, Problem
 NO_DERIVATIVE_KERNELS = (
     "no kernel computes tangents (forward mode) or second derivatives; outputs and gradients still run the kernels"
 )
+
+# What a paged call does before the dense call that `explain` describes.
+GATHERED_PAGES = "the pages are first gathered into dense keys and values, which takes a copy; there is no gradient"
 
 # Packages whose frames are not the user's.
 _LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox", "equimo", "ejkernel")
@@ -41,7 +45,7 @@ class Explanation:
         variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
         reasons: every reason why the CUDA kernels are not taken; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
-        note: a caveat about the speed of the CUDA kernels; empty on most GPUs.
+        note: caveats about speed: that of the CUDA kernels on some GPUs, and that pages are gathered; else empty.
     """
 
     implementation: str
@@ -54,9 +58,10 @@ class Explanation:
 
     def __str__(self) -> str:
         if self.implementation == "cuda":
-            kernels = f"CUDA kernels {self.kernel} ({self.tile}; {self.variant})"
-            return f"{kernels}; {self.note}" if self.note else kernels
-        return "XLA path, because " + self.advice
+            text = f"CUDA kernels {self.kernel} ({self.tile}; {self.variant})"
+        else:
+            text = "XLA path, because " + self.advice
+        return f"{text}; {self.note}" if self.note else text
 
 
 def cuda_reasons(problem: Problem) -> list[Reason]:
@@ -128,6 +133,11 @@ def explain(problem: Problem) -> Explanation:
         return Explanation("xla", None, None, None, texts, "; ".join(map(str, reasons)))
     arch = ffi.arch()
     return Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "", speed_note(arch))
+
+
+def of_pages(found: Explanation) -> Explanation:
+    """Returns the explanation of a paged call from that of the dense call that it runs."""
+    return dataclasses.replace(found, note="; ".join(filter(None, (found.note, GATHERED_PAGES))))
 
 
 def note_call_site(spec: AttentionSpec, operands: Operands) -> None:

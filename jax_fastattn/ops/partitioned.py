@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract
-from jax_fastattn.ops.sharding import Split, own_letters, shardy_rule
+from jax_fastattn.ops.sharding import Split, own_letters, refuse_gather, shardy_rule
 
 # Functions that an op keeps. A new one is made for every new spec, such as a new scale.
 CACHED_FUNCTIONS = 256
@@ -45,10 +45,14 @@ mlir.register_lowering(
 
 
 class Axes(NamedTuple):
-    """Axis letters of each operand and of each result, as in `spec.py`; letters that an array lacks are ignored."""
+    """Axis letters of each operand and of each result, as in `spec.py`; letters that an array lacks are ignored.
+
+    Operands in `resident`, by index and name, are never gathered: a call that would have to gather one is refused.
+    """
 
     operands: Sequence[str]
     results: Sequence[str]
+    resident: Sequence[tuple[int, str]] = ()
 
 
 class Op:
@@ -156,6 +160,8 @@ def partitioned(local: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         split = Split.of(mesh, axes.operands[0], *arg_shapes[:2])
         letters = [own_letters(a, x.shape, split.heads) for a, x in zip(axes.operands, arg_shapes, strict=True)]
         args = tuple(split.sharding(a, x.shape) for a, x in zip(letters, arg_shapes, strict=True))
+        for i, name in axes.resident:
+            refuse_gather(name, arg_shapes[i], args[i])
 
         def part(*arrays: jax.Array) -> Any:
             results = local(*(split.take_heads(a, x) for a, x in zip(letters, arrays, strict=True)))

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,30 @@ class Split:
         unsplit = (a for a, size in zip(letters, whole, strict=True) if size == 1)
         summed = tuple(name for a in unsplit for name in self.names.get(a, ()))
         return jax.lax.psum(x, summed) if summed else x
+
+
+def refuse_gather(name: str, x: Any, needed: NamedSharding) -> None:
+    """Raises ValueError if a device lacks a part of `x` that it needs; XLA would gather it."""
+    if x.sharding is None:
+        return
+    held, wanted = (sharding.devices_indices_map(x.shape) for sharding in (x.sharding, needed))
+
+    def holds(device: Any) -> bool:
+        pairs = zip(held[device], wanted[device], x.shape, strict=True)
+        limits = [(*a.indices(size)[:2], *b.indices(size)[:2]) for a, b, size in pairs]
+        return all(start <= first and last <= end for start, end, first, last in limits)
+
+    if not all(holds(device) for device in wanted):
+        refuse_split(name, x.sharding)
+
+
+def refuse_split(name: str, sharding: Any) -> NoReturn:
+    """Raises ValueError for an array in pages that is split in a way which a call would have to undo."""
+    raise ValueError(
+        f"`{name}` is split over a mesh as {sharding}, expected pages that are whole on each device, except that their "
+        "head axis may be split as that of `query`; replicate the pages, or call inside `jax.shard_map` if each device "
+        "has pages of its own"
+    )
 
 
 def _dividing(mesh: Mesh, names: tuple[str, ...], size: int) -> tuple[str, ...]:

@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The public function for keys and values in pages; `api.py` has the others, and offers this one to `explain`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from jax_fastattn import canonical, validation
+from jax_fastattn.ops import dispatch, paged
+from jax_fastattn.spec import Implementation, Problem
+
+
+class _Options(TypedDict, total=False):
+    """Keyword arguments of `paged_attention`, for its overloads."""
+
+    query_offset: int | ArrayLike | None
+    is_causal: bool
+    local_window_size: int | tuple[int | None, int | None] | None
+    sinks: ArrayLike | None
+    logits_soft_cap: float | None
+    scale: ArrayLike | None
+    implementation: Implementation | None
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: bool,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    query_offset: int | ArrayLike | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    sinks: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    scale: ArrayLike | None = None,
+    return_residual: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes attention to a key/value cache that lies in pages, as when sequences are decoded.
+
+    Key and value j of batch entry b are row `j % R` of page `page_table[b, j // R]`, for all `j < lengths[b]`. Batch
+    entries may share pages. Nothing else of the pages reaches a result, even if it is NaN.
+
+    Every call gathers the pages into dense keys and values first, on every platform: it takes the time and the memory
+    of a copy of `B * M * R` rows, and then that of `attention`. There is no derivative. docs/semantics.md has the whole
+    contract.
+
+    Sizes: as for `attention`; P pages, R rows of a page (a multiple of 16), M entries of the table per batch entry.
+
+    Args:
+        query: `[B, T, N, H]`; bfloat16, float16, float32, or float64 under x64.
+        key_pages: `[P, R, K, H]`, dtype of `query`; P is at least 1.
+        value_pages: `[P, R, K, D]`, dtype of `query`.
+        page_table: integers `[B, M]`, clamped to `[0, P)`. Entries from `ceil(lengths[b] / R)` on may be anything.
+        lengths: integers `[B]`, clamped to `[0, M * R]`: the keys of each batch entry, new ones included.
+        query_offset: int or integers `[B]`: query i stands at key position i + query_offset for `is_causal` and
+            windows. Default: `lengths - T`, after clamping, so that the last query stands at the last key.
+        is_causal, local_window_size, sinks, logits_soft_cap, scale, return_residual, implementation: as for
+            `attention`. "cuda" gathers the pages too, and then takes the CUDA kernels or raises.
+
+    Returns:
+        The output `[B, T, N, D]` in the dtype of `query`; with `return_residual` also the log-sum-exp `[B, T, N]`, as
+        for `attention`. A query with no visible key has output 0, and as log-sum-exp the sink, or -inf without sinks.
+
+    Raises:
+        ValueError: a shape or value does not fit, such as pages of 24 rows, or a mesh splits the pages by another axis
+            than K.
+        TypeError: a dtype or kind does not fit.
+        NotImplementedError: the call is differentiated, or the pages are mapped by `vmap`, or `implementation` is
+            "cuda" and no kernel applies; the message lists every reason.
+    """
+    spec, operands = canonical.canonicalize_paged(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        query_offset=query_offset,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        sinks=sinks,
+        logits_soft_cap=logits_soft_cap,
+        scale=scale,
+        implementation=implementation,
+    )
+    dispatch.note_call_site(paged.dense_spec(spec, operands), operands.dense_shapes())
+    results = paged.attend(spec, operands, validation.check_flag("return_residual", return_residual))
+    return canonical.restore(results, batched=True)
+
+
+def paged_problem(query: Any, key: Any, value: Any, **arguments: Any) -> Problem:
+    """Returns the problem of the dense call that a paged call with these arguments would run; nothing runs."""
+
+    def canonicalize(**arguments: Any) -> Any:
+        spec, operands = canonical.canonicalize_paged(**arguments)
+        return paged.dense_spec(spec, operands), operands.dense_shapes()
+
+    return canonical.problem_of(canonicalize, query=query, key_pages=key, value_pages=value, **arguments)
