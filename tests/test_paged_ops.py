@@ -218,7 +218,9 @@ def test_a_mesh_splits_batch_and_heads_and_gathers_nothing(kind: AxisType, query
 def test_pages_that_a_call_would_gather_are_refused(kind: AxisType, how: str, query: P, pages: P) -> None:
     mesh, split, _ = split_arguments(kind, query, pages)
     run = jax.jit(attend) if how == "jit" else attend
-    with jax.set_mesh(mesh), pytest.raises(Exception, match=r"_pages` is split over a mesh as .*replicate the pages"):
+    is_known = pages[2:3] != ("model",) and (how == "eager" or kind == AxisType.Explicit)  # before XLA compiles
+    error = ValueError if is_known else jax.errors.JaxRuntimeError
+    with jax.set_mesh(mesh), pytest.raises(error, match=r"_pages` is split over a mesh as .*replicate the pages"):
         run(split)
 
 
