@@ -70,7 +70,8 @@ class Layout:
         return ROWS[:2] if self.wanted is None else axes_of(self.wanted)
 
     def letters(self) -> Axes:
-        return Axes(*([x.upper().replace("1", "N") for x in axes] for axes in (self.axes, self.results)))
+        operands, results = ([x.upper().replace("1", "N") for x in axes] for axes in (self.axes, self.results))
+        return Axes(operands, results)
 
     def has_heads(self) -> bool:
         """Returns whether all results have an axis of heads; the gradient of a scale is summed over them."""
