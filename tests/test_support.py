@@ -264,6 +264,8 @@ def test_causal_groups_add_in_order_to_longer_sequences(head_dim: int, batch: in
         spec = _backward(dataclasses.replace(base, query_length=length, key_length=length))
         assert spec.ordered == (length == longest)
         assert spec.config.main.interleaves_heads == (spec.ordered and group > 1)
+    behind = dataclasses.replace(base, is_causal=False, window=(40, None), query_length=1025, key_length=1025)
+    assert not _backward(behind).ordered
 
 
 def _backward(case: Case) -> KernelSpec:

@@ -63,8 +63,9 @@ def _ordered_length(problem: Problem) -> int:
     Heads of a group that share tiles of keys wait less, see `BackwardConfig.interleaves_heads`.
     """
     key_tiles = problem.batch * problem.num_kv_heads * -(-problem.key_length // 128)
-    waits_less = problem.group > 1 and problem.head_dim > 64 and key_tiles >= 4 * H100_MULTIPROCESSORS
-    return 2048 if waits_less and not is_listed(problem) else 1024
+    is_causal = problem.spec.bounds[0] is None and not is_listed(problem)
+    is_large = problem.head_dim > 64 and key_tiles >= 4 * H100_MULTIPROCESSORS
+    return 2048 if problem.group > 1 and is_causal and is_large else 1024
 
 
 def _tells_documents_apart(problem: Problem) -> bool:
