@@ -46,6 +46,7 @@ FEATURES = {
     "full": {},
     "causal": CAUSAL,
     "soft-cap": {**CAUSAL, "logits_soft_cap": True},
+    "groups": {**CAUSAL, "group": 4},
     "everything": EVERYTHING,
     "sinks": SINKS,
     "listed": {"listed": True},
@@ -233,10 +234,12 @@ HOPPER_ROWS = [
 # Those of packed sequences: forward a CTA for each tile, and persistent CTAs; backward one kernel, and two.
 PACKED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Features of those rows, all of which have to do without local memory.
-HOPPER = ("full", "causal", "soft-cap", "listed", "compared")
+HOPPER = ("full", "causal", "soft-cap", "groups", "listed", "compared")
 
 
 def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
+    if features == "groups":
+        return _interleaved_specs() if op == "backward" else []
     specs = []
     for dims, short in HOPPER_ROWS:
         # One of each kernel: others do the same with these rows.
@@ -252,6 +255,14 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
             specs += _variants(spec)
             if is_packed:
                 specs += _variants(dataclasses.replace(spec, packed=True))
+    return specs
+
+
+def _interleaved_specs() -> list[KernelSpec]:
+    """Kernels whose CTAs add in one order, and visit a tile of queries with all heads of a group."""
+    specs = [_spec("sm90", "backward", "sm_90a", dims, FEATURES["groups"]) for dims in ((64, 64), (96, 96), (128, 128))]
+    specs = [configured(dataclasses.replace(spec, ordered=True)) for spec in specs]
+    assert all(spec.config.main.interleaves_heads for spec in specs)
     return specs
 
 
