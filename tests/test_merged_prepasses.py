@@ -47,6 +47,10 @@ GRADIENTS = {
     "checkpoint-prevent-cse": (1 + 2 * layers.LAYERS, 3 * layers.LAYERS),
 }
 
+if jax.__version_info__ < (0, 9):
+    # XLA for CPUs drops the barrier there, and merges what the layers compute again.
+    GRADIENTS["unrolled-checkpoint"] = GRADIENTS["unrolled"]
+
 
 @pytest.mark.parametrize("name", layers.STACKS)
 def test_forward(name: str) -> None:
