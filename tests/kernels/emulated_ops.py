@@ -26,6 +26,10 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
+from jax_fastattn.ops import cuda
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.testing.poison import poison
 
 _prepasses: dict[KernelSpec, dict[str, str]] = {}
 
@@ -48,6 +52,32 @@ def bind(*operands: jax.Array, kernel: KernelSpec, ints: Any, floats: Any, resul
     run(kernel, placed, memory, tuple(ints), tuple(floats))
     names = [name for name, buffer in buffers.items() if buffer.role != "operand"]
     return [jnp.asarray(memory.read(getattr(placed, x), arrays[x].shape, arrays[x].dtype)) for x in names]
+
+
+def compare_with_reference(spec: AttentionSpec, operands: Operands) -> None:
+    """Compares a call and its gradients, on poisoned operands, with the float32 reference.
+
+    Residuals of the gradients are those of the emulated forward kernel.
+    """
+    dout = np.random.default_rng(1).standard_normal((*operands.query.shape[:3], operands.value.shape[3]))
+    dout = jnp.asarray(dout, jnp.bfloat16)
+    poisoned, poisoned_dout, *_ = poison(spec, operands, dout)
+    differentiated = ("query", "key", "value", *(["sinks"] if operands.sinks is not None else []))
+    out, lse = cuda.forward(spec, poisoned)
+    found = cuda.backward(spec, poisoned, out, lse, poisoned_dout, None, differentiated)
+
+    def loss(*given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        results = attention_reference(spec, operands._replace(**dict(zip(differentiated, given, strict=True))))
+        return (results[0] * dout.astype(jnp.float32)).sum(), results
+
+    single = [getattr(operands, x).astype(jnp.float32) for x in differentiated]
+    gradients, wanted = jax.grad(loss, argnums=tuple(range(len(single))), has_aux=True)(*single)
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(wanted[1]), atol=1e-4, rtol=1e-4)
+    results = {"out": (out, wanted[0], 2**-7)}
+    results |= {x: (getattr(found, x), y, 2**-6) for x, y in zip(differentiated, gradients, strict=True)}
+    for of, (got, expected, tolerance) in results.items():
+        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max() + 1e-5, err_msg=of)
 
 
 def _prepass(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:

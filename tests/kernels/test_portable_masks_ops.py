@@ -9,17 +9,11 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_ops
-import jax
-import jax.numpy as jnp
-import numpy as np
 from emulated_launch import MULTIPROCESSORS
-from test_masks_ops import CASES, B, N, T, draw
+from test_masks_ops import CASES, draw
 
 from jax_fastattn import ffi
-from jax_fastattn.ops import cuda
 from jax_fastattn.ops.launch import launch_p
-from jax_fastattn.reference import attention_reference
-from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.slow
 
@@ -46,24 +40,4 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
 )
 @pytest.mark.usefixtures("_emulated")
 def test_call(name: str) -> None:
-    """Residuals of the gradients are those of the forward kernel."""
-    spec, operands = draw(CASES[name])
-    dout = np.random.default_rng(1).standard_normal((B, T, N, operands.value.shape[3]))
-    dout = jnp.asarray(dout, jnp.bfloat16)
-    poisoned, poisoned_dout, *_ = poison(spec, operands, dout)
-    differentiated = ("query", "key", "value", *(["sinks"] if operands.sinks is not None else []))
-    out, lse = cuda.forward(spec, poisoned)
-    found = cuda.backward(spec, poisoned, out, lse, poisoned_dout, None, differentiated)
-
-    def loss(*given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        results = attention_reference(spec, operands._replace(**dict(zip(differentiated, given, strict=True))))
-        return (results[0] * dout.astype(jnp.float32)).sum(), results
-
-    single = [getattr(operands, x).astype(jnp.float32) for x in differentiated]
-    gradients, wanted = jax.grad(loss, argnums=tuple(range(len(single))), has_aux=True)(*single)
-    np.testing.assert_allclose(np.asarray(lse), np.asarray(wanted[1]), atol=1e-4, rtol=1e-4)
-    results = {"out": (out, wanted[0], 2**-7)}
-    results |= {x: (getattr(found, x), y, 2**-6) for x, y in zip(differentiated, gradients, strict=True)}
-    for of, (got, expected, tolerance) in results.items():
-        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
-        np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max() + 1e-5, err_msg=of)
+    emulated_ops.compare_with_reference(*draw(CASES[name]))
