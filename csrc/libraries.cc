@@ -5,6 +5,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+#include <mutex>
 #include <utility>
 
 namespace jax_fastattn {
@@ -12,10 +14,11 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+auto& mutex = *new std::mutex;  // guards what follows, until the libraries are open
 std::string runtime_path;
 std::string driver_path;
 Libraries libraries;
-bool is_open = false;
+std::atomic<bool> is_open{false};
 
 // Looks symbols up and remembers the first problem.
 class SharedLibrary {
@@ -45,11 +48,14 @@ ffi::Unexpected<ffi::Error> Failure(const std::string& text) {
 }  // namespace
 
 void SetLibraryPaths(std::string runtime, std::string driver) {
+  std::lock_guard<std::mutex> lock(mutex);
   runtime_path = std::move(runtime);
   driver_path = std::move(driver);
 }
 
 ffi::ErrorOr<const Libraries*> OpenLibraries() {
+  if (is_open.load(std::memory_order_acquire)) return &libraries;
+  std::lock_guard<std::mutex> lock(mutex);
   if (is_open) return &libraries;
   if (runtime_path.empty()) {
     return Failure(
@@ -84,7 +90,7 @@ ffi::ErrorOr<const Libraries*> OpenLibraries() {
   if (!zlib.problem().empty()) {
     return Failure("zlib cannot be used: " + zlib.problem() + ". Install it with the system's package manager.");
   }
-  is_open = true;
+  is_open.store(true, std::memory_order_release);
   return &libraries;
 }
 

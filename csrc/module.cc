@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -20,13 +21,52 @@
 namespace jax_fastattn {
 namespace {
 
+// Reads attributes one after the other, in the order in which XLA has them: by name. `ffi::Dictionary` searches for each,
+// which takes longer than the rest of the handler.
+class Attributes {
+ public:
+  explicit Attributes(const XLA_FFI_Attrs* attributes) : attributes_(attributes) {}
+
+  // Returns false if the next attribute has another name or type, or there is none.
+  template <typename T>
+  bool Next(std::string_view name, T& value) {
+    if (IsEnd()) return false;
+    const XLA_FFI_ByteSpan& found = *attributes_->names[next_];
+    if (std::string_view(found.ptr, found.len) != name) return false;
+    xla::ffi::DiagnosticEngine diagnostic;
+    const auto decoded =
+        xla::ffi::AttrDecoding<T>::Decode(attributes_->types[next_], attributes_->attrs[next_], diagnostic);
+    ++next_;
+    if (decoded) value = *decoded;
+    return decoded.has_value();
+  }
+
+  bool IsEnd() const { return next_ == attributes_->size; }
+
+ private:
+  const XLA_FFI_Attrs* attributes_;
+  int64_t next_ = 0;
+};
+
+}  // namespace
+}  // namespace jax_fastattn
+
+// So that a handler takes `Attributes`.
+template <>
+struct xla::ffi::AttrDecoding<jax_fastattn::Attributes> {
+  using Type = jax_fastattn::Attributes;
+  static std::optional<Type> Decode(XLA_FFI_AttrType, void* attributes, DiagnosticEngine&) {
+    return Type(static_cast<const XLA_FFI_Attrs*>(attributes));
+  }
+};
+
+namespace jax_fastattn {
+namespace {
+
 namespace ffi = xla::ffi;
 
 constexpr size_t kMaxBuffers = 32;
 constexpr size_t kMaxArguments = 64;
-
-// The attributes that `Read` reads. An attribute of another version may change what the call means.
-constexpr size_t kNumAttributes = 8;
 
 // What a custom call passes on. XLA keeps the attributes where they are.
 struct Call {
@@ -37,35 +77,36 @@ struct Call {
   ffi::Span<const float> floats;
 };
 
-ffi::ErrorOr<Call> Read(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes) {
-  const auto key = attributes.get<std::string_view>("key"), arch = attributes.get<std::string_view>("arch"),
-             digest = attributes.get<std::string_view>("digest"), object = attributes.get<std::string_view>("object");
-  const auto object_size = attributes.get<int32_t>("object_size"), num_buffers = attributes.get<int32_t>("num_buffers");
-  const auto ints = attributes.get<ffi::Span<const int32_t>>("ints");
-  const auto floats = attributes.get<ffi::Span<const float>>("floats");
-  if (key.has_error() || arch.has_error() || digest.has_error() || object.has_error() || object_size.has_error() ||
-      num_buffers.has_error() || ints.has_error() || floats.has_error() || attributes.size() != kNumAttributes) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(
+// An attribute that `Read` does not know may change what the call means.
+ffi::Error Read(ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes, Call& call) {
+  KernelImage& image = call.image;
+  int32_t num_buffers = 0;
+  if (!(attributes.Next("arch", image.arch) && attributes.Next("digest", image.digest) &&
+        attributes.Next("floats", call.floats) && attributes.Next("ints", call.ints) &&
+        attributes.Next("key", image.key) && attributes.Next("num_buffers", num_buffers) &&
+        attributes.Next("object", image.object) && attributes.Next("object_size", image.object_size) &&
+        attributes.IsEnd())) {
+    return ffi::Error::InvalidArgument(
         "jax_fastattn: the program lacks an attribute that this version needs, or has one that it does not know: "
         "another version of jax_fastattn lowered it. Lower the computation again; if the program comes from a "
-        "jax.export file, export it again."));
+        "jax.export file, export it again.");
   }
   const size_t count = operands.size() + results.size();
-  if (count != static_cast<size_t>(*num_buffers) || count > kMaxBuffers ||
-      count + ints->size() + floats->size() + 2 > kMaxArguments) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_fastattn: " + KernelName(*key) + " takes " + std::to_string(*num_buffers) +
+  if (count != static_cast<size_t>(num_buffers) || count > kMaxBuffers ||
+      count + call.ints.size() + call.floats.size() + 2 > kMaxArguments) {
+    return ffi::Error::InvalidArgument(
+        "jax_fastattn: " + KernelName(image.key) + " takes " + std::to_string(num_buffers) +
         " buffers, but its custom call has " + std::to_string(operands.size()) + " operands and " +
-        std::to_string(results.size()) + " results. The program was changed after lowering: lower it again."));
+        std::to_string(results.size()) + " results. The program was changed after lowering: lower it again.");
   }
-  Call call{{*key, *arch, *digest, *object, *object_size}, {}, count, *ints, *floats};
+  call.num_buffers = count;
   for (size_t i = 0; i < operands.size(); ++i) {
     call.buffers[i] = operands.get<ffi::AnyBuffer>(i)->untyped_data();
   }
   for (size_t i = 0; i < results.size(); ++i) {
     call.buffers[operands.size() + i] = (*results.get<ffi::AnyBuffer>(i))->untyped_data();
   }
-  return call;
+  return ffi::Error::Success();
 }
 
 struct Outcome {
@@ -88,13 +129,13 @@ Outcome Run(const LoadedKernel& kernel, Call& call, void* stream) {
   return {status, cuda_error, next};
 }
 
-ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes) {
-  ffi::ErrorOr<Call> call = Read(operands, results, attributes);
-  if (call.has_error()) return call.error();
-  const ffi::ErrorOr<LoadedKernel> kernel = GetKernel(call->image);
+ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes) {
+  Call call;
+  if (ffi::Error error = Read(operands, results, attributes, call); error.failure()) return error;
+  const ffi::ErrorOr<LoadedKernel> kernel = GetKernel(call.image);
   if (kernel.has_error()) return kernel.error();
-  const Outcome outcome = Run(*kernel, *call, stream);
-  const std::string_view key = call->image.key;
+  const Outcome outcome = Run(*kernel, call, stream);
+  const std::string_view key = call.image.key;
   if (outcome.cuda_error != 0) {
     return ffi::Error::Internal("jax_fastattn: the launch of " + KernelName(key) +
                                 " failed: " + CudaErrorText(*kernel->libraries, outcome.cuda_error) + ".");
@@ -110,17 +151,17 @@ ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets 
 // Loads the kernel while nothing of the program runs: CUDA may wait for all work of a GPU when it loads one, and a
 // collective that waits for this GPU's part would then never end. CUDA loads code at its first launch, so that one is
 // captured and thrown away. Whatever fails here is left to the launch, which loads a kernel too, and reports it.
-ffi::Error Initialize(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes) {
+ffi::Error Initialize(ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes) {
   constexpr unsigned kNonBlockingStream = 1;
-  ffi::ErrorOr<Call> call = Read(operands, results, attributes);
-  if (call.has_error()) return ffi::Error::Success();
-  const ffi::ErrorOr<LoadedKernel> kernel = GetKernel(call->image);
+  Call call;
+  if (Read(operands, results, attributes, call).failure()) return ffi::Error::Success();
+  const ffi::ErrorOr<LoadedKernel> kernel = GetKernel(call.image);
   if (kernel.has_error() || !kernel->is_new) return ffi::Error::Success();
   const Libraries& cuda = *kernel->libraries;
   void* stream = nullptr;
   if (cuda.stream_create(&stream, kNonBlockingStream) != 0) return ffi::Error::Success();
   if (cuda.begin_capture(stream, kCaptureModeRelaxed) == 0) {
-    Run(*kernel, *call, stream);
+    Run(*kernel, call, stream);
     void* graph = nullptr;
     cuda.end_capture(stream, &graph);
     if (graph != nullptr) cuda.graph_destroy(graph);
@@ -134,7 +175,7 @@ auto BindCall(Binding binding) {
   return std::move(binding)
       .RemainingArgs()
       .RemainingRets()
-      .Attrs();
+      .template Attrs<Attributes>();
 }
 
 XLA_FFI_DEFINE_HANDLER(kLaunch, Launch, BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),

@@ -5,7 +5,9 @@
 
 #include <elf.h>
 
+#include <array>
 #include <charconv>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -40,16 +42,40 @@ struct Capability { int major = 0, minor = 0; };  // of a device
 struct Kernel {
   std::string object;  // as programs carry it
   int32_t object_size;
-  std::map<int, CuteFunction*> functions;  // by device
+  std::string arch;  // in the call that was first
+  std::map<int, CuteFunction*> functions;  // by device; those that are loaded
   // Where programs keep objects that were found equal to this one. A later program may reuse the place of one that is
   // gone; unless it lies about its digest, its object is the same.
   std::set<const char*> equal_objects;
 };
 
 // Leaked: other threads may launch while the process exits.
-auto& mutex = *new std::mutex;  // guards the maps and the libraries
-auto& kernels = *new std::map<std::string, Kernel, std::less<>>;  // by digest
+auto& mutex = *new std::mutex;  // guards the maps
+using Kernels = std::map<std::string, Kernel, std::less<>>;  // by digest
+auto& kernels = *new Kernels;
 auto& capabilities = *new std::map<int, Capability>;
+
+// A call whose kernel this thread has found before, so that it neither waits for other threads nor searches again.
+struct KnownCall {
+  const char* object;  // where its program keeps it
+  int device;
+  const Kernels::value_type* kernel;  // a loaded kernel stays where it is
+  CuteFunction* function;
+
+  bool Is(const KernelImage& image, int current_device) const {
+    return kernel != nullptr && object == image.object.data() && device == current_device &&
+           kernel->first == image.digest && kernel->second.arch == image.arch;
+  }
+};
+
+// A call has one place. Where two calls have the same place, each launch of one after the other searches again.
+constexpr int kLogKnownCalls = 10;
+thread_local std::array<KnownCall, 1 << kLogKnownCalls> known_calls;
+
+KnownCall& PlaceOf(const KernelImage& image, int device) {
+  const uint64_t call = reinterpret_cast<uintptr_t>(image.object.data()) + static_cast<unsigned>(device);
+  return known_calls[call * 0x9E3779B97F4A7C15u >> (64 - kLogKnownCalls)];  // Fibonacci hashing
+}
 
 ffi::Unexpected<ffi::Error> Failure(ffi::ErrorCode code, const std::string& text) {
   return ffi::Unexpected(ffi::Error(code, "jax_fastattn: " + text));
@@ -166,22 +192,11 @@ ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, std::string_view ke
   return function;
 }
 
-}  // namespace
-
-std::string KernelName(std::string_view key) { return "kernel " + std::string(key.substr(0, 12)); }
-
-ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
-  std::lock_guard<std::mutex> lock(mutex);
-  ffi::ErrorOr<const Libraries*> libraries = OpenLibraries();
-  if (libraries.has_error()) return ffi::Unexpected(libraries.error());
-  int device = 0;
-  if (int error = (*libraries)->get_device(&device); error != 0) {
-    return Failure(ffi::ErrorCode::kInternal, "no CUDA device is current: " + CudaErrorText(**libraries, error) + ".");
-  }
-  if (ffi::Error error = CheckArch(**libraries, image.arch, device); error.failure()) return ffi::Unexpected(error);
+// The kernel with the object of a call. Needs the mutex.
+ffi::ErrorOr<Kernels::iterator> Find(const KernelImage& image) {
   auto found = kernels.find(image.digest);
   if (found == kernels.end()) {
-    Kernel added{std::string(image.object), image.object_size, {}, {}};
+    Kernel added{std::string(image.object), image.object_size, std::string(image.arch), {}, {}};
     found = kernels.emplace(std::string(image.digest), std::move(added)).first;
   }
   Kernel& kernel = found->second;
@@ -194,17 +209,40 @@ ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
     if (kernel.equal_objects.size() == kMaxEqualObjects) kernel.equal_objects.clear();
     kernel.equal_objects.insert(image.object.data());
   }
-  CuteFunction*& function = kernel.functions[device];
-  const bool is_new = function == nullptr;
+  return found;
+}
+
+}  // namespace
+
+std::string KernelName(std::string_view key) { return "kernel " + std::string(key.substr(0, 12)); }
+
+ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
+  const ffi::ErrorOr<const Libraries*> libraries = OpenLibraries();
+  if (libraries.has_error()) return ffi::Unexpected(libraries.error());
+  int device = 0;
+  if (int error = (*libraries)->get_device(&device); error != 0) {
+    return Failure(ffi::ErrorCode::kInternal, "no CUDA device is current: " + CudaErrorText(**libraries, error) + ".");
+  }
+  KnownCall& known = PlaceOf(image, device);
+  if (known.Is(image, device)) return LoadedKernel{*libraries, known.function, false};
+  std::lock_guard<std::mutex> lock(mutex);
+  if (ffi::Error error = CheckArch(**libraries, image.arch, device); error.failure()) return ffi::Unexpected(error);
+  const ffi::ErrorOr<Kernels::iterator> found = Find(image);
+  if (found.has_error()) return ffi::Unexpected(found.error());
+  Kernel& kernel = (*found)->second;
+  auto function = kernel.functions.find(device);
+  const bool is_new = function == kernel.functions.end();
   if (is_new) {
-    ffi::ErrorOr<CuteFunction*> loaded = Load(**libraries, image.key, kernel, device);
+    const ffi::ErrorOr<CuteFunction*> loaded = Load(**libraries, image.key, kernel, device);
     if (loaded.has_error()) {
-      if (loaded.error().errc() == ffi::ErrorCode::kDataLoss) kernels.erase(found);  // makes room for a whole object
+      const bool is_damaged = loaded.error().errc() == ffi::ErrorCode::kDataLoss;
+      if (is_damaged && kernel.functions.empty()) kernels.erase(*found);  // makes room for a whole object
       return ffi::Unexpected(loaded.error());
     }
-    function = *loaded;
+    function = kernel.functions.emplace(device, *loaded).first;
   }
-  return LoadedKernel{*libraries, function, is_new};
+  known = KnownCall{image.object.data(), device, &**found, function->second};
+  return LoadedKernel{*libraries, function->second, is_new};
 }
 
 }  // namespace jax_fastattn

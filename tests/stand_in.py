@@ -28,7 +28,7 @@ from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import UNBOUNDED
 
-SOURCE = Path(__file__).parent / "csrc" / "stand_in.cc"
+SOURCES = [Path(__file__).parent / "csrc" / name for name in ("stand_in.cc", "call_again.cc")]
 SPEC = configured(KernelSpec("forward", "sm_90a", "bfloat16", 64, 32, key_value_seq_lengths=True))
 INTS = (2, 193, 257, 4, UNBOUNDED, 0, 0)
 FLOATS = (0.125, 30.0)
@@ -82,10 +82,8 @@ def elf_object(machine: int | None = None, content: bytes = b"kernel" * 100, sec
 def build(directory: Path) -> Path:
     """Compiles the stand-in."""
     path = directory / "stand_in.so"
-    subprocess.run(
-        ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", str(SOURCE), "-o", str(path)],
-        check=True,
-    )
+    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    subprocess.run(["g++", *options, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o", str(path)], check=True)
     return path
 
 

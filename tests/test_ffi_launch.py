@@ -61,7 +61,7 @@ def library(handle: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     library = Library(handle)
     library.set_num_buffers, library.set_device = NUM_BUFFERS, next(_devices)
     library.seen_loads = library.seen_runs = library.seen_overlapping_loads = library.seen_attribute_reads = 0
-    library.seen_captured_runs = library.set_load_milliseconds = 0
+    library.seen_captured_runs = library.seen_runs_elsewhere = library.set_load_milliseconds = 0
     library.seen_capture_mode, library.seen_stream_flags = -1, 0
     yield library
     for name in (
@@ -392,6 +392,14 @@ def test_missing_attribute(library: Library, name: str) -> None:
     assert library.seen_runs == 0
 
 
+@pytest.mark.parametrize("name", ["key", "digest", "ints", "num_buffers"])
+def test_attribute_of_another_type(library: Library, name: str) -> None:
+    value: Any = np.int32(0) if isinstance(_attributes()[name], str) else "text"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another version of jax_fastattn lowered it"):
+        _call(_attributes() | {name: value})
+    assert library.seen_runs == 0
+
+
 @pytest.mark.parametrize("value", [np.int32(0), np.array([1.0], np.float32), "text"], ids=["int", "floats", "text"])
 def test_attribute_that_this_version_does_not_know(library: Library, value: Any) -> None:
     """Such as an option of a later version's kernels, without which the call means something else."""
@@ -402,6 +410,51 @@ def test_attribute_that_this_version_does_not_know(library: Library, value: Any)
     ):
         _call(_attributes(option=value))
     assert library.seen_loads == library.seen_runs == 0
+
+
+def _address(handler: Any) -> int:
+    """The C function of a handler."""
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return address(handler, b"xla._CUSTOM_CALL_TARGET")
+
+
+def _call_again(library: Library, handler: str, **set_values: Any) -> None:
+    """Calls a handler of csrc/call_again.cc."""
+    from jax_fastattn.ffi import _ffi
+
+    kinds: dict[str, Any] = {
+        "name": ctypes.c_char_p,
+        "text": ctypes.c_char_p,
+        "handler": ctypes.c_void_p,
+        "first_device": ctypes.c_int,
+    }
+    for name, value in {"handler": _address(_ffi.launch_on_host), **set_values}.items():
+        kinds[name].in_dll(library.handle, f"set_{name}").value = value
+    jax.ffi.register_ffi_target(handler, jax.ffi.pycapsule(getattr(library.handle, handler)), platform="cpu")
+    library.set_num_buffers = 2
+    x = np.ones((3,), np.float32)
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    attributes = _attributes(content=f"{handler} {set_values}".encode())
+    jax.block_until_ready(jax.jit(lambda x: jax.ffi.ffi_call(handler, result)(x, **attributes))(x))
+
+
+def test_the_architecture_of_a_call_at_the_place_of_another_one_is_checked(library: Library) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"compiled for sm_80, but CUDA device \d+ has"):
+        _call_again(library, "launch_changed", name=b"arch", text=b"sm_80")
+    assert library.seen_runs == 1
+
+
+def test_a_call_at_the_place_of_another_one_runs_its_own_kernel(library: Library) -> None:
+    _call_again(library, "launch_changed", name=b"digest", text=b"1" * 64)
+    assert (library.seen_loads, library.seen_runs) == (2, 3)
+
+
+def test_threads_launch_the_kernel_of_their_device(library: Library) -> None:
+    first, _ = next(_devices), next(_devices)
+    _call_again(library, "launch_by_threads", first_device=first)
+    assert (library.seen_loads, library.seen_runs_elsewhere, library.seen_open_captures) == (2, 0, 0)
+    assert library.seen_runs == 8000
 
 
 class _Metadata(ctypes.Structure):
@@ -431,9 +484,7 @@ def test_launches_may_be_captured_into_command_buffers() -> None:
     """Asks the handler what XLA asks when it is registered."""
     from jax_fastattn.ffi import _ffi
 
-    address = ctypes.pythonapi.PyCapsule_GetPointer
-    address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address(_ffi.launch, b"xla._CUSTOM_CALL_TARGET"))
+    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(_address(_ffi.launch))
     metadata = _Metadata(struct_size=ctypes.sizeof(_Metadata), version_struct_size=24)
     extension = _MetadataExtension(ctypes.sizeof(_MetadataExtension), 1, None, ctypes.pointer(metadata))
     frame = (ctypes.c_void_p * 64)(168, ctypes.addressof(extension))  # XLA_FFI_CallFrame, of which this much is read

@@ -12,6 +12,8 @@
 #include <string>
 #include <thread>
 
+thread_local int thread_device = -1;  // of this thread, if not negative, instead of set_device
+
 extern "C" {
 
 int set_device = 0;
@@ -31,6 +33,7 @@ std::atomic<int> seen_loads{0};
 std::atomic<int> seen_overlapping_loads{0};
 std::atomic<int> seen_runs{0};
 std::atomic<int> seen_captured_runs{0};  // not among seen_runs
+std::atomic<int> seen_runs_elsewhere{0};  // of a kernel that is loaded on another device
 std::atomic<int> seen_open_captures{0};  // streams and graphs that are not destroyed
 int seen_object_size = 0;
 int seen_object_at_run = 0;  // size of the object whose kernel ran
@@ -52,6 +55,8 @@ struct Module {
   int object_size;
 };
 
+static int current_device() { return thread_device < 0 ? set_device : thread_device; }
+
 int CuteDSLRT_Module_Create_From_Bytes(Module** module, const unsigned char*, size_t size, const char**, size_t) {
   static std::atomic<int> loading{0};
   if (loading.fetch_add(1) != 0) ++seen_overlapping_loads;
@@ -59,7 +64,7 @@ int CuteDSLRT_Module_Create_From_Bytes(Module** module, const unsigned char*, si
   ++seen_loads;
   seen_mode_at_load = seen_mode;
   seen_object_size = static_cast<int>(size);
-  *module = new Module{set_device, static_cast<int>(size)};
+  *module = new Module{current_device(), static_cast<int>(size)};
   --loading;
   return set_create_status;
 }
@@ -71,6 +76,7 @@ int CuteDSLRT_Module_Get_Function(void** function, Module* module, const char* p
 }
 
 int CuteDSLRT_Function_Run(void* function, void** arguments, size_t count) {
+  if (static_cast<Module*>(function)->device != current_device()) ++seen_runs_elsewhere;
   if (*static_cast<void**>(arguments[count - 2]) == &captured_stream) {
     ++seen_captured_runs;
     return set_run_status;
@@ -93,7 +99,7 @@ int CuteDSLRT_Function_Run(void* function, void** arguments, size_t count) {
 const char* CuteDSLRT_GetErrorName(int error) { return error == 7 ? "InvalidArguments" : "CudaError"; }
 
 int cuCtxGetDevice(int* device) {
-  *device = set_device;
+  *device = current_device();
   return set_device_error;
 }
 
