@@ -21,8 +21,8 @@
 namespace jax_fastattn {
 namespace {
 
-// Reads attributes one after the other, in the order in which XLA has them: by name. `ffi::Dictionary` searches for each,
-// which takes longer than the rest of the handler.
+// Reads attributes one after the other, in the order in which XLA has them: by name. `ffi::Dictionary` searches for
+// each, which takes longer than the rest of the handler.
 class Attributes {
  public:
   explicit Attributes(const XLA_FFI_Attrs* attributes) : attributes_(attributes) {}

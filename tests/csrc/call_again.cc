@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// FFI handlers that pass a call on to the extension's handler more than once. The repeated calls keep their object at the
-// same address, as calls of an executable do, or as those of a later executable may.
+// FFI handlers that pass a call on to the extension's handler more than once. The repeated calls keep their object at
+// the same address, as calls of an executable do, or as those of a later executable may.
 
 #include <cstring>
 #include <string_view>
