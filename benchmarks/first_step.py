@@ -93,20 +93,21 @@ def measured(name: str) -> dict[str, Any]:
     """Returns the times of a model with two caches that are empty at first."""
     script = [sys.executable, __file__, "--step", name]
     with tempfile.TemporaryDirectory() as cold, tempfile.TemporaryDirectory() as filled_by_warmup:
-        found: dict[str, Any] = {"cold": _run(script, cold)}
-        begin = time.perf_counter()
+        found: dict[str, Any] = {"cold": json.loads(_printed(script, cold))}
+        begin, begin_cpu = time.perf_counter(), _cpu_seconds(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "jax_fastattn", "warmup", *MODELS[name].warmup, "--arch", ARCH]
-        _run(command, filled_by_warmup, prints_json=False)
-        found["warmup"] = {"seconds": round(time.perf_counter() - begin, 1)}
-        found["warm"] = _run(script, filled_by_warmup)
+        _printed(command, filled_by_warmup)
+        seconds, cpu = time.perf_counter() - begin, _cpu_seconds(resource.RUSAGE_CHILDREN) - begin_cpu
+        found["warmup"] = {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)}
+        found["warm"] = json.loads(_printed(script, filled_by_warmup))
         found["bytes"] = sum(path.stat().st_size for path in Path(cold).rglob("*") if path.is_file())
     return found
 
 
-def _run(command: list[str], cache: str, *, prints_json: bool = True) -> dict[str, Any]:
+def _printed(command: list[str], cache: str) -> str:
+    """Returns what a command prints that keeps its kernels in a directory."""
     environment = os.environ | {"JAX_FASTATTN_CACHE_DIR": cache, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-    return json.loads(done.stdout) if prints_json else {}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
 
 
 def lowered(model: Model) -> dict[str, Any]:
@@ -130,21 +131,21 @@ def lowered(model: Model) -> dict[str, Any]:
     return {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2), "compiled": ffi.compile_count()}
 
 
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
+def _cpu_seconds(whose: int = resource.RUSAGE_SELF) -> float:
+    used = resource.getrusage(whose)
     return used.ru_utime + used.ru_stime
 
 
 def table(record: dict[str, Any]) -> str:
     """Returns the table of a record."""
     lines = [
-        "| model | kernels | MiB on disk | cold, s | `warmup`, s | warm, s |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| model | kernels | MiB on disk | cold | `warmup` | warm | compiled when warm |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, x in record["models"].items():
         cells = [MODELS[name].title, f"{x['cold']['compiled']}", f"{x['bytes'] / 2**20:.2f}"]
-        cells += [f"{x['cold']['seconds']:.1f}", f"{x['warmup']['seconds']:.1f}", f"{x['warm']['seconds']:.1f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells += [f"{x[how]['seconds']:.1f} s ({x[how]['cpu_seconds']:.1f})" for how in ("cold", "warmup", "warm")]
+        lines.append(f"| {' | '.join([*cells, str(x['warm']['compiled'])])} |")
     return "\n".join(lines)
 
 
