@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports a program for another GPU: it carries its kernels, so the process that loads it needs no compiler.
 
-This machine needs the extra `cuda13` or `cuda12`, and no GPU.
+This machine needs the extra `cuda13` or `cuda12`, `flatbuffers` for JAX, and no GPU.
 """
 
 from pathlib import Path
