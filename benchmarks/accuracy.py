@@ -267,6 +267,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
             axes.plot(draws, [math.nan if x is None else x for x in shown], marker, label=name, markersize=5)
         axes.axhline(1, color="gray", linewidth=0.8)
         axes.set(yscale="log", title=result, ylabel="error / that of jax.nn's XLA path")
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, 0.4), max(high, 2.5))  # else equal errors would fill a panel
         axes.tick_params(axis="x", rotation=60, labelsize=8)
         axes.grid(axis="y", alpha=0.3)
     handles, labels = canvas.axes[0].get_legend_handles_labels()
