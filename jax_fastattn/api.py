@@ -107,11 +107,11 @@ def attention(
     query_offset: int | ArrayLike = 0,
     deterministic: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Computes exact scaled dot-product attention; a drop-in for `jax.nn.dot_product_attention` with more features.
+    """Computes exact scaled dot-product attention; a drop-in for `jax.nn.dot_product_attention` with more features.
 
-    For every batch entry and head, with sums over the visible keys, the output is
+    For every batch entry and head, with sums over the visible keys j, the output is
 
-    .. math:: \mathrm{out}_i = \sum_j \exp(x_{ij} - \mathrm{lse}_i) v_j, \; x = \mathrm{scale}\, q k^T + \mathrm{bias}
+        out[i] = sum_j exp(x[i, j] - lse[i]) v[j], x = scale * q k^T + bias, lse[i] = log(sum_j exp(x[i, j]))
 
     as in FlashAttention (https://arxiv.org/abs/2205.14135). Keys, values and rows that are invisible never reach a
     result, even if they are NaN.

@@ -69,9 +69,12 @@ class Environment:
         return ROOT / self.directory / "bin" / "python"
 
 
-# Keras is for one test in tests/test_integrations_jax_nn.py.
+# Keras is for one test in tests/test_integrations_jax_nn.py; both are for recipes.
 NEWEST = Environment(
-    ".venv-newest", ("dev", "examples", "test"), ("nvidia-cutlass-dsl[cu13]>=4.8,<4.9", "keras>=3"), "newest"
+    ".venv-newest",
+    ("dev", "docs", "examples", "test"),
+    ("nvidia-cutlass-dsl[cu13]>=4.8,<4.9", "equinox>=0.13", "keras>=3"),
+    "newest",
 )
 OLDEST = Environment(
     ".venv-oldest",

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CORES = 7
-TOOLS = ("pytest", "ruff", "pyright", "lint-imports", "python")
+TOOLS = ("pytest", "ruff", "pyright", "lint-imports", "mkdocs", "python")
 SET_UP = """import os, sys
 print(sys.argv[1], file=open({log!r}, "a"))
 sys.exit(9 * (os.environ["FAILING"] == sys.argv[1]))
@@ -75,6 +75,7 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
         [*(f"newest/{tool}" for tool in TOOLS), "oldest/pytest", "newest", "oldest", "check"]
     )
     assert calls["newest/python"] == [["tests/distributions.py"]]
+    assert calls["newest/mkdocs"] == [["build", "--strict"]]
     (newest,), (oldest,) = calls["newest/pytest"], calls["oldest/pytest"]
     assert options(newest, "-n") == options(oldest, "-n") == [str(CORES)]
     # The newest environment leaves nothing out; the oldest what no version of JAX can change, and cases of numbers.
@@ -124,12 +125,12 @@ def test_each_kernel_is_compiled_and_emulated_once_by_what_a_change_needs() -> N
 
 
 @pytest.mark.parametrize("part", ["", "all"])
-@pytest.mark.parametrize("tool", ["newest", "newest/bin/pyright", "newest/bin/pytest"])
+@pytest.mark.parametrize("tool", ["newest", "newest/bin/pyright", "newest/bin/mkdocs", "newest/bin/pytest"])
 def test_a_check_that_fails_fails_the_command(tool: str, part: str, tmp_path: Path) -> None:
     status, calls, printed = run(tmp_path, *part.split(), failing=tool)
     assert status == 9
     assert ("newest/pytest" in calls) == (tool != "newest")
-    assert ("=== linters: failed" in printed) == tool.endswith("pyright")
+    assert ("=== linters: failed" in printed) == tool.endswith(("pyright", "mkdocs"))
 
 
 @pytest.mark.parametrize("tool", ["oldest", "check", "newest/bin/python", "oldest/bin/pytest"])

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variants of the Hopper backward kernels: one frozen config each, checked against shared memory.
 
-Pure Python, no import of the DSL: tests and the support table read it on any machine. What each row compiles to and how
-fast it was measured is in docs/kernels/sm90.md.
+Pure Python, no import of the DSL: tests and the support table read it on any machine. What each row compiles to is in
+docs/kernels/sm90.md, and how fast it was measured in docs/benchmarks.md.
 """
 
 from __future__ import annotations

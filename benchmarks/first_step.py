@@ -1,0 +1,165 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what the kernels of a model add to its first step: seconds to compile, and MiB on disk.
+
+    python benchmarks/first_step.py             # needs the compiler and no GPU
+    python benchmarks/first_step.py --report    # makes the table of docs/first_step.md from the newest record
+
+A step is the gradient of a loss through one attention layer of each kind that a model has. It is traced and lowered for
+an H100, in a process of its own: with an empty cache (cold), and with one that `warmup` has filled (warm). XLA compiles
+nothing, so what XLA adds on a GPU is not measured. Layers of a kind share their kernels, whatever their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from peers import IMPLEMENTATIONS
+from report import RESULTS, ROOT
+from run import describe_run
+
+import jax_fastattn
+from jax_fastattn import ffi
+from jax_fastattn.testing.models import CALLS
+
+ARCH = "sm_90a"
+PAGE = ROOT / "docs" / "first_step.md"
+BEGIN, END = "<!-- first step: begin -->", "<!-- first step: end -->"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model.
+
+    Attributes:
+        title: its name in the table.
+        calls: names of its kinds of layers in `testing.models.CALLS`.
+        warmup: options of the command `warmup` for the same layers.
+    """
+
+    title: str
+    calls: tuple[str, ...]
+    warmup: tuple[str, ...]
+
+
+MODELS = {
+    "llama3-8b": Model("Llama 3 8B", ("llama3-8b",), ("--model", "llama3-8b", "--length", "8192")),
+    "gemma2-9b": Model(
+        "Gemma 2 9B", ("gemma2-9b-full", "gemma2-9b-window"), ("--model", "gemma2-9b", "--length", "8192")
+    ),
+    "masked-encoder": Model(
+        "masked Flax encoder (BERT large)",
+        ("bert-large-mask-bs",),
+        ("--heads", "16", "--head-dim", "64", "--with", "mask", "--batch", "8", "--length", "512"),
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/first-step-<date>.json")
+    parser.add_argument("--commit", help="to record, where this is not a git checkout")
+    parser.add_argument("--report", action="store_true", help="write the table, measure nothing")
+    parser.add_argument("--step", choices=MODELS, help="lower the step of a model in this process, and print times")
+    options = parser.parse_args(argv)
+    if options.report:
+        PAGE.write_text(filled(PAGE, RESULTS))
+        return
+    if options.step:
+        print(json.dumps(lowered(MODELS[options.step])))
+        return
+    found = {name: measured(name) for name in options.models}
+    record = {"benchmark": "first step", "arch": ARCH, "cores": os.cpu_count(), "models": found}
+    record |= describe_run(options.commit)
+    output = options.output or RESULTS / f"first-step-{record['date'][:10]}.json"
+    output.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record))
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Returns the times of a model with two caches that are empty at first."""
+    script = [sys.executable, __file__, "--step", name]
+    with tempfile.TemporaryDirectory() as cold, tempfile.TemporaryDirectory() as filled_by_warmup:
+        found: dict[str, Any] = {"cold": json.loads(_printed(script, cold))}
+        begin, begin_cpu = time.perf_counter(), _cpu_seconds(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "jax_fastattn", "warmup", *MODELS[name].warmup, "--arch", ARCH]
+        _printed(command, filled_by_warmup)
+        seconds, cpu = time.perf_counter() - begin, _cpu_seconds(resource.RUSAGE_CHILDREN) - begin_cpu
+        found["warmup"] = {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)}
+        found["warm"] = json.loads(_printed(script, filled_by_warmup))
+        found["bytes"] = sum(path.stat().st_size for path in Path(cold).rglob("*") if path.is_file())
+    return found
+
+
+def _printed(command: list[str], cache: str) -> str:
+    """Returns what a command prints that keeps its kernels in a directory."""
+    environment = os.environ | {"JAX_FASTATTN_CACHE_DIR": cache, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
+
+
+def lowered(model: Model) -> dict[str, Any]:
+    """Returns the seconds to trace and lower a step, those of the process's cores, and how many kernels it compiled."""
+    cases = [CALLS[name] for name in model.calls]
+    attend = IMPLEMENTATIONS["jax_fastattn"].attend
+    shapes = [jax.eval_shape(case.operands, jax.random.key(0)) for case in cases]
+
+    def loss(arrays: Any, others: Any) -> jax.Array:
+        outs = [
+            attend(case, rest._replace(query=q, key=k, value=v))
+            for case, (q, k, v), rest in zip(cases, arrays, others, strict=True)
+        ]
+        return jnp.sum(jnp.stack([jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in outs]))
+
+    arrays = [operands[:3] for operands in shapes]
+    begin, begin_cpu = time.perf_counter(), _cpu_seconds()
+    with jax_fastattn.target_arch(ARCH):
+        jax.jit(jax.grad(loss)).trace(arrays, shapes).lower(lowering_platforms=("cuda",))
+    seconds, cpu = time.perf_counter() - begin, _cpu_seconds() - begin_cpu
+    return {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2), "compiled": ffi.compile_count()}
+
+
+def _cpu_seconds(whose: int = resource.RUSAGE_SELF) -> float:
+    used = resource.getrusage(whose)
+    return used.ru_utime + used.ru_stime
+
+
+def table(record: dict[str, Any]) -> str:
+    """Returns the table of a record."""
+    lines = [
+        "| model | kernels | MiB on disk | cold | `warmup` | warm | compiled when warm |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, x in record["models"].items():
+        cells = [MODELS[name].title, f"{x['cold']['compiled']}", f"{x['bytes'] / 2**20:.2f}"]
+        cells += [f"{x[how]['seconds']:.1f} s ({x[how]['cpu_seconds']:.1f})" for how in ("cold", "warmup", "warm")]
+        lines.append(f"| {' | '.join([*cells, str(x['warm']['compiled'])])} |")
+    return "\n".join(lines)
+
+
+def filled(page: Path, folder: Path) -> str:
+    """Returns the text of the page with the table of the newest record between its markers."""
+    path = max(folder.glob("first-step-*.json"))
+    record = json.loads(path.read_text())
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    source = (
+        f"[Record](../benchmarks/results/{path.name}) of commit {record['commit'][:7]}, {record['cores']} CPU cores."
+    )
+    return "\n\n".join([before + BEGIN, source, table(record), END + after])
+
+
+if __name__ == "__main__":
+    main()

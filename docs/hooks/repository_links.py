@@ -1,0 +1,72 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the site from pages that a code host shows, too: mkdocs.yml loads this module.
+
+Pages outside of `docs/` join the site: README's neighbors, the notebook, and plots. A link from one page to another
+keeps its meaning, whichever folder each lies in. A link to any other file of the repository leads to the code host.
+mkdocs reports what leads nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+
+# Files outside of docs/, by their address in the site.
+JOINED = {"contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
+JOINED |= {path.as_posix(): path.as_posix() for path in (x.relative_to(ROOT) for x in ROOT.glob("notebook/*.md"))}
+JOINED |= {f"plots/{path.name}": path.relative_to(ROOT).as_posix() for path in ROOT.glob("benchmarks/results/*.png")}
+
+_ADDRESSES = {path: address for address, path in JOINED.items()}
+_CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Takes the address of the repository from pyproject.toml, the one place that has it, and lists the notebook."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    config.repo_url = urls["Source"]
+    index = "notebook/README.md"
+    pages = [index, *sorted({x for x in JOINED if x.startswith("notebook/")} - {index})]
+    (section,) = (x for x in config.nav if "Notebook" in x)
+    section["Notebook"] = pages
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the files outside of docs/."""
+    for address, path in JOINED.items():
+        files.append(File.generated(config, address, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Rewrites the links of a page, except in code."""
+    address = page.file.src_uri
+    pieces = _CODE.split(markdown)
+    pieces[::2] = [_LINK.sub(lambda link: _rewritten(address, link, config), piece) for piece in pieces[::2]]
+    return "".join(pieces)
+
+
+def _rewritten(address: str, link: re.Match[str], config: Any) -> str:
+    path, anchor = link.groups(default="")
+    own = JOINED.get(address, f"docs/{address}")
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(own), path))
+    if target == "README.md":
+        target = "docs/index.md" if not anchor else target  # the site's first page takes its place
+    if target in _ADDRESSES:
+        return f"]({os.path.relpath(_ADDRESSES[target], posixpath.dirname(address) or '.')}{anchor})"
+    if target.startswith("docs/") and (ROOT / target).is_file():
+        there = target.removeprefix("docs/")
+        return f"]({os.path.relpath(there, posixpath.dirname(address) or '.')}{anchor})"
+    if (ROOT / target).exists():
+        return f"]({config.repo_url}/blob/HEAD/{target}{anchor})"
+    return link[0]

@@ -1,0 +1,49 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/first_step.py: its steps compile what its `warmup` compiles, and its page has the table of the record."""
+
+import json
+import sys
+from pathlib import Path
+
+import calls
+import jax
+import pytest
+
+from jax_fastattn.cli import main as cli
+from jax_fastattn.cli import shapes, warmup
+from jax_fastattn.ffi import call
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.testing.cases import kernel_specs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import first_step
+
+
+@pytest.mark.parametrize("name", first_step.MODELS)
+def test_warmup_compiles_what_the_step_asks_for(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in takes the compiler's place."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    asked: list[KernelSpec] = []
+    compile_kernel = call._compile
+    monkeypatch.setattr(call, "_compile", lambda spec: asked.append(spec) or compile_kernel(spec))
+    model = first_step.MODELS[name]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = first_step.lowered(model)
+    assert asked and found["seconds"] > 0
+    options = cli.build_parser().parse_args(["warmup", *model.warmup, "--arch", first_step.ARCH])
+    cases = [case for layer in shapes.layers(options).values() for case in warmup.cases_of(layer, options)]
+    assert set(asked) <= set(kernel_specs(cases, first_step.ARCH))
+
+
+def test_the_page_has_the_table_of_the_newest_record() -> None:
+    assert first_step.PAGE.read_text() == first_step.filled(first_step.PAGE, first_step.RESULTS)
+
+
+def test_the_record_shows_that_a_warm_step_compiles_nothing() -> None:
+    record = json.loads(max(first_step.RESULTS.glob("first-step-*.json")).read_text())
+    assert {*record["models"]} == {*first_step.MODELS}
+    for model in record["models"].values():
+        assert model["warm"]["compiled"] == 0 < model["cold"]["compiled"]
+        assert model["warm"]["cpu_seconds"] < model["cold"]["cpu_seconds"]
