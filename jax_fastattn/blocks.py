@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_fastattn.chunks import Axis, Index, Span, Tuning
 from jax_fastattn.packed import by_token, key_range
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, is_known
+from jax_fastattn.spec import HIDING_BIAS, UNBOUNDED, AttentionSpec, Operands, is_known
 
 Pairs = tuple[tuple[jax.Array, jax.Array], ...]
 
@@ -259,7 +259,8 @@ class Blocks:
         query, key = self.take_query(self.query, queries), self.take_key(self.key, keys)
         logits = self.rows_by_keys(((query, key),)) * self.scale(5)
         if self.bias is not None:
-            logits = logits + self.take_plane(self.bias, queries, keys).astype(logits.dtype)
+            bias = self.take_plane(self.bias, queries, keys).astype(logits.dtype)
+            logits = logits + jnp.where(bias <= HIDING_BIAS, -jnp.inf, bias)
         slope = None
         if self.spec.logits_soft_cap is not None:
             capped = jnp.tanh(logits / self.spec.logits_soft_cap)

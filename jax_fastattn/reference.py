@@ -4,7 +4,7 @@
 
 This docstring and the function below are the contract that every implementation is tested against.
 
-    logits = scale * query . key + bias
+    logits = scale * query . key + bias                     where a bias at or below -2.36e38 counts as -inf
     logits = cap * tanh(logits / cap)                       with logits_soft_cap
     weights = exp(logits) over visible keys / (sum of exp(logits) over visible keys + exp(sink))
     out = weights . value
@@ -41,7 +41,7 @@ import numpy as np
 
 from jax_fastattn import packed
 from jax_fastattn.paged import PagedOperands
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
+from jax_fastattn.spec import HIDING_BIAS, UNBOUNDED, AttentionSpec, Operands
 
 
 def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -65,7 +65,8 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
     scale = spec.scale if operands.scale is None else operands.scale[:, :, None, None]
     logits = scale * jnp.einsum("btnh,bsnh->bnts", query, key)
     if operands.bias is not None:
-        logits = logits + operands.bias.astype(dtype)
+        bias = operands.bias.astype(dtype)
+        logits = logits + jnp.where(bias <= HIDING_BIAS, -jnp.inf, bias)
     # Before the cap as well as after it: NaN times the zero cotangent of an invisible logit would be NaN.
     logits = jnp.where(visible, logits, 0.0)
     if spec.logits_soft_cap is not None:

@@ -21,6 +21,10 @@ Implementation = Literal["cuda", "xla"]
 # Beyond any length. Offsets and sides of windows are clamped to it, so that no sum with a position leaves int32.
 UNBOUNDED = 1 << 29
 
+# A bias at or below this counts as -inf: `finfo.min` of float32 and of bfloat16, with which models spell masks, and 0.7
+# of it, as in `jax.nn`. The least number of float16 is a finite bias.
+HIDING_BIAS = -2.36e38
+
 
 def is_known(size: Any) -> bool:
     """Returns whether a size is a number. An expression of `jax.export.symbolic_shape` cannot be compared."""
@@ -59,7 +63,7 @@ class Operands(NamedTuple):
 
     Attributes:
         query, key, value: the arrays that attention is computed from.
-        bias: added to the scaled logits.
+        bias: added to the scaled logits; see `HIDING_BIAS`.
         mask: True where a query may attend to a key.
         query_seq_lengths: rows from there on are padding.
         key_value_seq_lengths: keys from there on are invisible.

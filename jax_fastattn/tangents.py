@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax_fastattn.blocks import Blocks, merge_rows, rows_of, split_heads, zero_unseen_keys
 from jax_fastattn.chunks import CPU, Index, Span, Tuning
 from jax_fastattn.portable import Rows, add_block, gradients_of, sum_blocks
-from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, HIDING_BIAS, AttentionSpec, Gradients, Operands
 
 # Planes of logits in float32 that an op holds at once.
 TANGENT_PLANES = 5
@@ -274,7 +274,7 @@ class _Motion:
         if self.scale is not None:
             terms.append(blocks.rows_by_keys(((query, key),)) * self.scale)
         if self.bias is not None:
-            terms.append(jnp.broadcast_to(blocks.take_plane(self.bias, queries, keys), logits.shape))
+            terms.append(jnp.broadcast_to(self._moved_bias(queries, keys), logits.shape))
         if not terms:
             return visible, weights, None
         dlogits = functools.reduce(jnp.add, terms)
@@ -314,9 +314,14 @@ class _Motion:
         # A query that sees no key may be NaN.
         return jnp.where(blocks.take_query(self.has_keys, queries) & jnp.isfinite(shift), shift, 0.0)
 
+    def _moved_bias(self, queries: Span, keys: Span) -> jax.Array:
+        """Returns the tangent of the bias in a block, and 0 where the bias counts as -inf."""
+        assert self.bias is not None and self.blocks.bias is not None
+        bias, moved = (self.blocks.take_plane(x, queries, keys) for x in (self.blocks.bias, self.bias))
+        return jnp.where(bias.astype(moved.dtype) <= HIDING_BIAS, 0.0, moved)
+
     def _mean_bias(self, queries: Span, keys: Span, visible: jax.Array | None) -> jax.Array:
-        assert self.bias is not None
-        plane = self.blocks.take_plane(self.bias, queries, keys)
+        plane = self._moved_bias(queries, keys)
         if visible is None:
             return plane.mean(axis=-1)
         seen = jnp.broadcast_to(visible, jnp.broadcast_shapes(visible.shape, plane.shape))

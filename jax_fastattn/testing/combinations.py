@@ -361,14 +361,14 @@ def check(case: Case) -> None:
     """
     spec, operands, *cotangents = inputs(case)
     poisoned = poison(spec, operands, *cotangents, turn=case.draw or 0)
-    with _in_chunks() if case.query_length > ROWS_AT_ONCE else contextlib.nullcontext():
+    with in_chunks() if case.query_length > ROWS_AT_ONCE else contextlib.nullcontext():
         first, second = (jax.tree.map(np.asarray, evaluate(case, spec, *poisoned)) for _ in range(2))
     compare.assert_within_budget(first, *_expected(spec, operands, *cotangents))
     compare.assert_same_bits(first, second)
 
 
 @contextlib.contextmanager
-def _in_chunks() -> Generator[None]:
+def in_chunks() -> Generator[None]:
     """Makes the XLA path take chunks of 16 queries and keys at once."""
     whole, tuning = blocks.Blocks.of, dataclasses.replace(chunks.CPU, whole=0, block=0, chunk=16, min_chunk=16)
     with mock.patch.object(blocks.Blocks, "of", lambda spec, operands, _: whole(spec, operands, tuning)):
