@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from jax_fastattn.kernels.support import unsupported_reasons
-from jax_fastattn.testing import combinations
+from jax_fastattn.spec import HIDING_BIAS
+from jax_fastattn.testing import combinations, compare
 from jax_fastattn.testing.cases import Case, kernel_specs
-from jax_fastattn.testing.combinations import EMULATED, FEATURES, LARGE, MASKS, SMALL, features_of
+from jax_fastattn.testing.combinations import BIASES, EMULATED, FEATURES, LARGE, MASKS, SMALL, features_of
 from jax_fastattn.testing.poison import fill, poison, visible_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -57,7 +58,9 @@ def test_every_pair_and_triple_is_drawn_once() -> None:
         # An offset comes with bounds.
         wanted |= {"causal"} if "offset" in wanted and "window" not in wanted else set()
         assert wanted in found
-    assert {"packing", "mask"} not in map(set, combinations.allowed())
+    for name in ("mask", "bias"):
+        assert {"packing", name} not in map(set, combinations.allowed())
+    assert {"mask", "bias"} in found
     assert set(FEATURES) == set().union(*found)
 
 
@@ -96,6 +99,42 @@ def test_masks_and_ids_of_every_sort_are_drawn() -> None:
     assert any((x[:, :n] != y[:, :n]).any() for x, y, n in zip(queries, keys, both, strict=True))
 
 
+def test_biases_of_every_sort_are_drawn() -> None:
+    kinds = len(combinations.allowed())
+    drawn = combinations.combined_draws(3, 12 * kinds, kinds, SMALL)
+    biases = [case for case in drawn if case.bias is not None]
+    assert {case.bias for case in biases} == set(BIASES) and len(BIASES) == 16
+    for dtype in ("float32", "bfloat16"):
+        of_dtype = [case for case in biases if case.dtype == dtype]
+        assert {case.bias_dtype for case in of_dtype} == {"float32", "bfloat16", "float16"}
+        assert {case.constant_bias for case in of_dtype} == {False, True}
+    spelled = [case.bias_spelled for case in biases if case.bias_spelled is not None]
+    assert {tuple(sorted(features_of(case))) for case in spelled} == {
+        ("causal",), ("window",), ("lengths",), ("ids",), ("causal", "ids"),
+    }  # fmt: skip
+    assert {case.bias_density for case in biases} == {0.0, 0.02, 0.2, 0.7, 0.97, 1.0}
+    assert sum(case.bias_density == 1.0 and case.bias_spelled is None for case in biases) > len(biases) / 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_elements_of_a_bias_that_count_as_minus_infinity(dtype: str) -> None:
+    case = Case(bias="ts", bias_dtype=dtype, bias_density=0.5)
+    bias = np.asarray(case.operands(jax.random.key(0)).bias, np.float32)
+    hidden = bias[bias <= HIDING_BIAS]
+    assert 0.4 < hidden.size / bias.size < 0.6 and np.abs(bias[bias > HIDING_BIAS]).max() < 10
+    assert len(np.unique(hidden)) == (1 if dtype == "float16" else 3) and hidden.min() == -np.inf
+
+
+def test_constant_bias_has_no_gradient() -> None:
+    case = Case(query_length=9, key_length=11, num_kv_heads=2, head_dim=4, bias="ts", constant_bias=True, draw=0)
+    spec, operands, dout, dlse = combinations.inputs(case)
+    assert combinations.evaluate(case, spec, operands, dout, dlse).dbias is None
+    combinations.check(case)
+    with pytest.raises(AssertionError, match="dbias: is present"):
+        found = combinations.evaluate(dataclasses.replace(case, constant_bias=False), spec, operands, dout, dlse)
+        compare.assert_within_budget(found, *combinations.expected(case, spec, operands, dout, dlse))
+
+
 @pytest.mark.parametrize("feature", ["mask", "ids"])
 def test_what_a_mask_or_ids_hide_from_everybody_is_poisoned(feature: str) -> None:
     """In draws where no other argument hides anything."""
@@ -124,7 +163,7 @@ def test_the_values_of_poison_vary() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_falls_back(arch: str) -> None:
-    kinds = len(combinations.allowed())
+    kinds = len(combinations.allowed(LARGE))
     drawn = combinations.combined_draws(1, kinds, kinds, LARGE)
     assert not any(unsupported_reasons(case.problem(), arch) for case in drawn)
 

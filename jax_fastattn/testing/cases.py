@@ -43,6 +43,11 @@ class Case:
             key/value head.
         query_seq_lengths, key_value_seq_lengths: one for each batch entry.
         query_offset: one for each batch entry, or for each packed sequence; "bottom_right" of packed sequences.
+        bias_dtype: None is float32.
+        bias_density: the probability that an element of a bias is finite. All others count as -inf, in three ways if
+            the dtype has three: -inf, the least finite number, and 0.7 of it.
+        bias_spelled: as `spelled`, by elements of the bias that count as -inf.
+        constant_bias: whether the call is not differentiated with respect to its bias.
         mask_density: the probability that a pair of a mask is visible.
         spelled: the call that the mask spells: the mask shows what causality, window, lengths, offset and ids of this
             call show. It has the sizes of the case and no mask. None is a random mask.
@@ -75,6 +80,10 @@ class Case:
     window: tuple[int | None, int | None] = (None, None)
     logits_soft_cap: float | None = None
     bias: str | None = None
+    bias_dtype: str | None = None
+    bias_density: float = 1.0
+    bias_spelled: Case | None = None
+    constant_bias: bool = False
     mask: str | None = None
     mask_density: float = 0.7
     spelled: Case | None = None
@@ -110,6 +119,10 @@ class Case:
             _joined("window", self.window),
             _joined("cap", self.logits_soft_cap),
             None if self.bias is None else f"bias_{self.bias or 1}",
+            self.bias_dtype and f"of_{DTYPE_NAMES[self.bias_dtype]}",
+            None if self.bias_density == 1.0 else f"finite{self.bias_density:g}",
+            self.bias_spelled and f"spells({self.bias_spelled.rules()})",
+            "constant" if self.constant_bias else None,
             None if self.mask is None else f"mask_{self.mask or 1}",
             None if self.mask_density == 0.7 else f"density{self.mask_density:g}",
             self.spelled and f"of({self.spelled.rules()})",
@@ -194,7 +207,7 @@ class Case:
         num_sequences, columns = len(self.packed[0]) if self.packed else 0, 4 if self.query_offset is None else 5
         sizes = self.shape | {"M": num_sequences + 2, "R": columns}
         dtypes: dict[str, Any] = {"query": self.dtype, "logits": np.promote_types(self.dtype, np.float32)}
-        dtypes |= {"float": np.float32, "integer": np.int32}
+        dtypes |= {"float": self.bias_dtype or np.float32, "integer": np.int32}
 
         def aval(name: str) -> Any:
             known, full = OPERANDS[name], self._full_axes.get(name) or ""
@@ -236,8 +249,8 @@ class Case:
             query=query,
             key=k,
             value=value,
-            bias=normal(bias_key, shapes.bias),
-            mask=None if shapes.mask is None else self._mask(mask_key, shapes.mask.shape),
+            bias=None if shapes.bias is None else self._with_hidden(bias_key, normal(bias_key, shapes.bias)),
+            mask=None if shapes.mask is None else _shown(mask_key, self.mask_density, self.spelled, shapes.mask.shape),
             query_seq_lengths=_int32(self.query_seq_lengths),
             key_value_seq_lengths=_int32(self.key_value_seq_lengths),
             query_offset=_int32(self.query_offset) if self.packed is None else None,
@@ -257,12 +270,15 @@ class Case:
         dlse = jax.random.normal(dlse_key, tuple(sizes[axis] for axis in "BTN"), jnp.float32).astype(dtype)
         return dout, dlse if self.dlse else None
 
-    def _mask(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        if self.spelled is None:
-            return jax.random.bernoulli(key, self.mask_density, shape)
-        one_head = dataclasses.replace(self.spelled, num_kv_heads=1, group=1, head_dim=1, v_head_dim=1)
-        pairs = visible_pairs(one_head.spec(), one_head.operands(key))
-        return jnp.broadcast_to(pairs[tuple(slice(size) for size in shape)], shape)
+    def _with_hidden(self, key: jax.Array, bias: jax.Array) -> jax.Array:
+        """Returns a bias with elements that count as -inf, as `bias_density` and `bias_spelled` say."""
+        if self.bias_density == 1.0 and self.bias_spelled is None:
+            return bias
+        places, kinds = jax.random.split(jax.random.fold_in(key, 1))
+        # The least number of float16 is a finite bias.
+        least = -np.inf if bias.dtype == np.float16 else float(jnp.finfo(bias.dtype).min)
+        hiding = jnp.array([-np.inf, least, 0.7 * least], bias.dtype)[jax.random.randint(kinds, bias.shape, 0, 3)]
+        return jnp.where(_shown(places, self.bias_density, self.bias_spelled, bias.shape), bias, hiding)
 
     def _segment_ids(self, key: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
         if self.documents is not None:
@@ -306,6 +322,15 @@ class Case:
         offset = self.query_offset
         offset = found[1:-1, 3] - found[1:-1, 1] if offset == "bottom_right" else _int32(offset)
         return packed.with_offsets(found, offset)[None]
+
+
+def _shown(key: jax.Array, density: float, spelled: Case | None, shape: tuple[int, ...]) -> jax.Array:
+    """Returns what a call that is spelled shows, bool `[b, n, t, s]`; without one, random elements."""
+    if spelled is None:
+        return jax.random.bernoulli(key, density, shape)
+    one_head = dataclasses.replace(spelled, num_kv_heads=1, group=1, head_dim=1, v_head_dim=1)
+    pairs = visible_pairs(one_head.spec(), one_head.operands(key))
+    return jnp.broadcast_to(pairs[tuple(slice(size) for size in shape)], shape)
 
 
 def _joined(name: str, values: Any) -> str | None:
@@ -385,6 +410,16 @@ CPU_CASES = [
         {"mask": "ks", "is_causal": True, "sinks": "n"},
         {"segments": 4},
         {"segments": 3, "is_causal": True, "query_offset": (5, 12), "sinks": "bn"},
+    ),
+    # AlphaFold, Swin, a graph transformer, ALiBi by keys and by rows, and padding that a bias spells.
+    *_vary(
+        _SMALL,
+        {"bias": "nts", "mask": "bs"},
+        {"bias": "nts", "mask": "bts", "bias_density": 0.5, "dlse": True},
+        {"bias": "bnts", "bias_density": 0.2, "key_value_seq_lengths": (19, 53)},
+        {"bias": "ns", "is_causal": True, "scale": 0.3},
+        {"bias": "nt", "bias_density": 0.8, "sinks": "n", "dlse": True},
+        {"bias": "bs", "bias_spelled": Case(query_length=37, key_length=53, key_value_seq_lengths=(0, 31))},
     ),
     *_vary(
         dataclasses.replace(_SMALL, batch=1, query_length=41),

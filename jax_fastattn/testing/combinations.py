@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -39,6 +39,7 @@ FEATURES = (
     "cap",
     "sinks",
     "mask",
+    "bias",
     "ids",
     "packing",
     "value head dim",
@@ -48,11 +49,16 @@ FEATURES = (
     "vmap",
 )
 # Arguments that `attention_varlen` does not have. `draws.py` has its calls under other conditions.
-_UNPACKED = {"lengths", "mask", "ids", "vmap"}
+_UNPACKED = {"lengths", "mask", "bias", "ids", "vmap"}
+# Features that no kernel has.
+_WITHOUT_KERNEL = {"bias"}
 # Axes that a mask may have in full. "k" is a row for each key/value head.
 MASKS = ("bts", "ts", "bnts", "bs", "s", "bt", "bkts", "kts", "nts", "ks", "nt", "t", "n", "")
 # What models pass comes more often.
 _MASKS = (*MASKS, "bts", "bts", "bts", "bts", "ts", "bs", "bnts", "bkts")
+# Axes that a bias may have in full: all choices, and again those of models (T5 and Swin, AlphaFold, graphs, ALiBi).
+BIASES = tuple("".join(axes) for count in range(5) for axes in itertools.combinations("bnts", count))
+_BIASES = (*BIASES, "nts", "nts", "nts", "bnts", "bnts", "ts", "bs", "ns")
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Sizes:
         windows: the choices; every one has a bound.
         widening: a factor on the head dims of dtypes of 16 bits. The largest error of the baseline is small by chance
             if a result has few elements: with head dims of 4, two of some 500 right calls failed.
+        features: those that are drawn.
     """
 
     dtypes: tuple[str, ...]
@@ -76,6 +83,7 @@ class Sizes:
     edges: tuple[int, ...]
     windows: tuple[tuple[int | None, int | None], ...]
     widening: int = 1
+    features: tuple[str, ...] = FEATURES
 
 
 # For the XLA path on a CPU.
@@ -97,6 +105,7 @@ LARGE = Sizes(
     rows=(420, 1100),
     edges=draws.EDGES,
     windows=((100, None), (7, 0), (None, 64), (63, 200), (300, 0)),
+    features=tuple(name for name in FEATURES if name not in _WITHOUT_KERNEL),
 )
 # For kernels in the emulators, which take seconds for a tile.
 EMULATED = dataclasses.replace(
@@ -108,9 +117,9 @@ EMULATED = dataclasses.replace(
 )
 
 
-def allowed() -> list[tuple[str, ...]]:
+def allowed(sizes: Sizes = SMALL) -> list[tuple[str, ...]]:
     """Returns the pairs and triples of features that a public call can have, pairs first."""
-    found = [chosen for size in (2, 3) for chosen in itertools.combinations(FEATURES, size)]
+    found = [chosen for size in (2, 3) for chosen in itertools.combinations(sizes.features, size)]
     return [chosen for chosen in found if "packing" not in chosen or not _UNPACKED.intersection(chosen)]
 
 
@@ -124,6 +133,7 @@ def features_of(case: Case) -> set[str]:
         "cap": case.logits_soft_cap is not None,
         "sinks": case.sinks is not None,
         "mask": case.mask is not None,
+        "bias": case.bias is not None,
         "ids": case.segments > 0 or case.documents is not None,
         "packing": case.packed is not None,
         "value head dim": case.v_head_dim is not None,
@@ -155,7 +165,7 @@ def emulated_draws(seed: int, count: int) -> list[Case]:
 
     Every second one has a mask or ids, in turns.
     """
-    kinds = len(allowed())
+    kinds = len(allowed(EMULATED))
     by_feature: dict[str, list[Case]] = {"mask": [], "ids": [], "": []}
     for case in combined_draws(seed, kinds, kinds, EMULATED):
         has = features_of(case)
@@ -170,10 +180,12 @@ def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
     def some(options: Sequence[Any]) -> Iterator[Any]:
         return itertools.cycle([options[i] for i in random.permutation(len(options))])
 
-    combinations, dtypes = some(allowed()), some(sizes.dtypes)
+    combinations, dtypes = some(allowed(sizes)), some(sizes.dtypes)
     head_dims, value_head_dims, windows = some(sizes.head_dims), some(sizes.value_head_dims), some(sizes.windows)
     caps, masks, groups = some([5.0, 1.5]), some(_MASKS), some([2, 3, 4])
     sides, offsets = some(["both", "queries", "keys"]), some(["given", "bottom_right"])
+    biases, constant_biases = some(_BIASES), some([False, False, True])
+    bias_dtypes = some(["float32", "float32", "bfloat16", "float16"])
     found = []
     for _ in range(count):
         has = set(next(combinations))
@@ -200,6 +212,9 @@ def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
                 is_causal="causal" in has or ("offset" in has and "window" not in has),
                 window=next(windows) if "window" in has else (None, None),
                 logits_soft_cap=next(caps) if "cap" in has else None,
+                bias=next(biases) if "bias" in has else None,
+                bias_dtype=next(bias_dtypes) if "bias" in has else None,
+                constant_bias=next(constant_biases) if "bias" in has else False,
                 mask=next(masks) if "mask" in has else None,
                 query_seq_lengths=empty if side in ("both", "queries") else None,
                 key_value_seq_lengths=empty if side in ("both", "keys") else None,
@@ -227,7 +242,11 @@ def _draw(random: np.random.Generator, kind: Case, number: int, sizes: Sizes) ->
         far = random.choice([-(1 << 28), -near, -1, 0, 1, near // 2, 1 << 28], len(kind.query_offset))
         changes["query_offset"] = _either(random, far, random.integers(-near, near, len(kind.query_offset)))
     if kind.mask is not None:
-        changes |= _mask(random, kind, sizes)
+        shown = _shown(random, kind.mask, kind, sizes)
+        changes["spelled" if isinstance(shown, Case) else "mask_density"] = shown
+    if kind.bias is not None and random.integers(2):
+        shown = _shown(random, kind.bias, kind, sizes)
+        changes["bias_spelled" if isinstance(shown, Case) else "bias_density"] = shown
     if kind.segments:
         changes |= _ids(random, kind, sizes)
     if kind.packed is not None:
@@ -244,19 +263,27 @@ def _lengths(random: np.random.Generator, count: int, rows: int, sizes: Sizes) -
     return _either(random, edges, random.integers(0, rows + 1, count))
 
 
-def _mask(random: np.random.Generator, kind: Case, sizes: Sizes) -> dict[str, Any]:
-    """Returns what a mask shows: random pairs, or what other arguments would."""
+def _shown(random: np.random.Generator, axes: str, kind: Case, sizes: Sizes) -> Case | float:
+    """Returns what a mask, or the finite part of a bias, shows: what other arguments would, or random pairs.
+
+    Args:
+        random, kind, sizes: as for `_draw`.
+        axes: those that the array has in full.
+
+    Returns:
+        A call, or the density of random pairs.
+    """
     plain = Case(batch=kind.batch, query_length=kind.query_length, key_length=kind.key_length)
-    axes, spelled = set(kind.mask or ""), list[dict[str, Any]]()
-    if axes >= set("ts"):
+    full, spelled = set(axes), list[dict[str, Any]]()
+    if full >= set("ts"):
         spelled += [{"is_causal": True}, {"window": sizes.windows[random.integers(len(sizes.windows))]}]
-    if axes >= set("bts"):
+    if full >= set("bts"):
         spelled.append({**_ids(random, plain, sizes), "is_causal": bool(random.integers(2))})
-    if axes >= set("bs"):
+    if full >= set("bs"):
         spelled.append({"key_value_seq_lengths": _lengths(random, kind.batch, kind.key_length, sizes)})
     if spelled and random.integers(2):
-        return {"spelled": dataclasses.replace(plain, **spelled[random.integers(len(spelled))])}
-    return {"mask_density": float(random.choice([0.7, 0.02, 0.97, 0.2, 0.0, 1.0], p=[0.3, 0.25, 0.1, 0.15, 0.1, 0.1]))}
+        return dataclasses.replace(plain, **spelled[random.integers(len(spelled))])
+    return float(random.choice([0.7, 0.02, 0.97, 0.2, 0.0, 1.0], p=[0.3, 0.25, 0.1, 0.15, 0.1, 0.1]))
 
 
 def _ids(random: np.random.Generator, kind: Case, sizes: Sizes) -> dict[str, Any]:
@@ -297,15 +324,24 @@ def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Arra
     """
     if case.packed is not None:
         return draws.evaluate(case, spec, operands, dout, dlse)
-    return _evaluate(spec, case.vmapped, operands, dout, dlse)
+    return _evaluate(spec, _mapped if case.vmapped else _call, wanted(case), operands, dout, dlse)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+def wanted(case: Case) -> tuple[str, ...]:
+    """Returns the operands of which a call asks for the gradient."""
+    constant = {"bias"} if case.constant_bias else set[str]()
+    return tuple(name for name in DIFFERENTIABLE if name in case.spec().present and name not in constant)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _evaluate(
-    spec: AttentionSpec, vmapped: bool, operands: Operands, dout: jax.Array, dlse: jax.Array | None
+    spec: AttentionSpec,
+    attend: Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]],
+    names: tuple[str, ...],
+    operands: Operands,
+    dout: jax.Array,
+    dlse: jax.Array | None,
 ) -> Results:
-    names = [name for name in DIFFERENTIABLE if name in spec.present]
-    attend = _mapped if vmapped else _call
 
     def function(*arrays: jax.Array) -> tuple[Any, jax.Array]:
         out, lse = attend(spec, operands._replace(**dict(zip(names, arrays, strict=True))))
@@ -363,7 +399,7 @@ def check(case: Case) -> None:
     poisoned = poison(spec, operands, *cotangents, turn=case.draw or 0)
     with in_chunks() if case.query_length > ROWS_AT_ONCE else contextlib.nullcontext():
         first, second = (jax.tree.map(np.asarray, evaluate(case, spec, *poisoned)) for _ in range(2))
-    compare.assert_within_budget(first, *_expected(spec, operands, *cotangents))
+    compare.assert_within_budget(first, *expected(case, spec, operands, *cotangents))
     compare.assert_same_bits(first, second)
 
 
@@ -375,9 +411,11 @@ def in_chunks() -> Generator[None]:
         yield
 
 
-def _expected(spec: AttentionSpec, operands: Operands, *cotangents: Any) -> tuple[Results, Results]:
+def expected(case: Case, spec: AttentionSpec, operands: Operands, *cotangents: Any) -> tuple[Results, Results]:
     """Returns the results of the oracle and of the baseline. Those of float32 may differ by rounding alone."""
-    if operands.query.dtype != np.float32:
-        return compare.expected(spec, operands, *cotangents)
-    exact = compare.evaluate(attention_reference, spec, operands, *cotangents)
-    return exact, exact
+    if {operands.query.dtype, (operands.query if operands.bias is None else operands.bias).dtype} != {np.float32}:
+        exact, baseline = compare.expected(spec, operands, *cotangents)
+    else:
+        exact = baseline = compare.evaluate(attention_reference, spec, operands, *cotangents)
+    unasked = {f"d{name}": None for name in DIFFERENTIABLE if name not in wanted(case)}
+    return exact._replace(**unasked), baseline._replace(**unasked)

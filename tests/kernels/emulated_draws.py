@@ -20,7 +20,6 @@ from emulated_launch import MULTIPROCESSORS
 from jax_fastattn import ffi
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.launch import launch_p
-from jax_fastattn.spec import DIFFERENTIABLE
 from jax_fastattn.testing import combinations, compare
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import Results
@@ -36,13 +35,12 @@ def draws(seed: int, count: int, arch: str) -> list[Case]:
 
 def check(case: Case, arch: str) -> None:
     """Asserts that the kernels of an architecture are right, by the rule of the GPU tests."""
-    spec, *arrays = combinations.inputs(case)
-    expected = jax.tree.map(np.asarray, compare.expected(spec, *arrays))
-    operands, dout, dlse = poison(spec, *arrays, turn=case.draw or 0)
+    spec, operands, *cotangents = combinations.inputs(case)
+    expected = jax.tree.map(np.asarray, combinations.expected(case, spec, operands, *cotangents))
+    operands, dout, dlse = poison(spec, operands, *cotangents, turn=case.draw or 0)
     with _emulated(arch):
         out, lse = cuda.forward(spec, operands)
-        wanted = [name for name in DIFFERENTIABLE if name in spec.present]
-        gradients = cuda.backward(spec, operands, out, lse, dout, dlse, wanted)
+        gradients = cuda.backward(spec, operands, out, lse, dout, dlse, combinations.wanted(case))
     compare.assert_within_budget(Results.of(out, lse, gradients), *expected)
 
 

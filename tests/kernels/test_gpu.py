@@ -131,7 +131,7 @@ def _results(case: Case, family: str | None = None) -> compare.Results:
 
 
 def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
-    return jax.tree.map(np.asarray, compare.expected(*_inputs(case)))
+    return jax.tree.map(np.asarray, combinations.expected(case, *_inputs(case)))
 
 
 def _portable_kernel(problem: Problem, op: Any, arch: str, **options: bool) -> KernelSpec:
