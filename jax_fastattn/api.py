@@ -132,8 +132,8 @@ def attention(
             follow `jax.default_matmul_precision`.
         key: `[B, S, K, H]` or `[S, K, H]`, dtype of `query`.
         value: `[B, S, K, D]` or `[S, K, D]`, dtype of `query`; D may differ from H.
-        bias: floating, broadcastable to `[B, N, T, S]`; added to the scaled logits. At or below -2.36e38 it counts as
-            -inf. Differentiable; its gradient has its shape and dtype.
+        bias: floating, broadcastable to `[B, N, T, S]`, or with K heads as `mask`; added to the scaled logits. At or
+            below -2.36e38 it counts as -inf. Differentiable; its gradient has its shape and dtype.
         mask: bool, broadcastable to `[B, N, T, S]`; True where the query may attend. A mask with K heads,
             `[b, K, t, s]`, has a row for each key/value head, which the query heads of its group share.
         scale: factor on `query . key`; default 1 / sqrt(H). A Python or NumPy number is fixed when the call is traced.

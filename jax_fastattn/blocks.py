@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_fastattn.chunks import Axis, Index, Span, Tuning
 from jax_fastattn.packed import by_token, key_range
-from jax_fastattn.spec import HIDING_BIAS, UNBOUNDED, AttentionSpec, Operands, is_known
+from jax_fastattn.spec import HIDDEN_BIAS, UNBOUNDED, AttentionSpec, Operands, is_known
 
 Pairs = tuple[tuple[jax.Array, jax.Array], ...]
 
@@ -42,7 +42,7 @@ class Blocks:
 
     Attributes:
         query, key, value: `[B, K, G, T, H]`, `[B, S, K, H]` and `[B, S, K, D]`.
-        bias, mask: `[b, k, g, t, s]`. In a mask with one row for each key/value head, g is 1.
+        bias, mask: `[b, k, g, t, s]`. With one row for each key/value head, g is 1.
         bands: queries of a band and the keys that they may see, if the call is computed at once; else empty.
         queries, keys: the chunks of T and of S otherwise.
         sequences: the operand, if sequences are packed.
@@ -260,7 +260,7 @@ class Blocks:
         logits = self.rows_by_keys(((query, key),)) * self.scale(5)
         if self.bias is not None:
             bias = self.take_plane(self.bias, queries, keys).astype(logits.dtype)
-            logits = logits + jnp.where(bias <= HIDING_BIAS, -jnp.inf, bias)
+            logits = logits + jnp.where(bias <= HIDDEN_BIAS, -jnp.inf, bias)
         slope = None
         if self.spec.logits_soft_cap is not None:
             capped = jnp.tanh(logits / self.spec.logits_soft_cap)

@@ -15,7 +15,7 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
     j <= p                                if is_causal
     p - left <= j <= p + right            with window = (left, right)
     query_segment_ids[i] == key_value_segment_ids[j]
-    mask[i, j]                            where a mask with K heads is that of the key/value head
+    mask[i, j]                            where a mask with K heads is that of the key/value head, and so is a bias
 
 - The log-sum-exp is log(sum of exp(logits) over visible keys + exp(sink)): natural, and the softmax's denominator.
 - A query that sees no key, or only logits of -inf, has out 0, zero gradients for its query, and a log-sum-exp of -inf,
@@ -41,7 +41,7 @@ import numpy as np
 
 from jax_fastattn import packed
 from jax_fastattn.paged import PagedOperands
-from jax_fastattn.spec import HIDING_BIAS, UNBOUNDED, AttentionSpec, Operands
+from jax_fastattn.spec import HIDDEN_BIAS, UNBOUNDED, AttentionSpec, Operands
 
 
 def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -65,8 +65,8 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
     scale = spec.scale if operands.scale is None else operands.scale[:, :, None, None]
     logits = scale * jnp.einsum("btnh,bsnh->bnts", query, key)
     if operands.bias is not None:
-        bias = operands.bias.astype(dtype)
-        logits = logits + jnp.where(bias <= HIDING_BIAS, -jnp.inf, bias)
+        bias = by_query_head(operands.bias, logits.shape[1]).astype(dtype)
+        logits = logits + jnp.where(bias <= HIDDEN_BIAS, -jnp.inf, bias)
     # Before the cap as well as after it: NaN times the zero cotangent of an invisible logit would be NaN.
     logits = jnp.where(visible, logits, 0.0)
     if spec.logits_soft_cap is not None:
@@ -139,10 +139,14 @@ def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
     if operands.query_segment_ids is not None and operands.key_value_segment_ids is not None:
         terms.append(operands.query_segment_ids[:, None, :, None] == operands.key_value_segment_ids[:, None, None, :])
     if operands.mask is not None:
-        # With one row for each key/value head, the query heads of a group share it.
-        heads = operands.mask.shape[1]
-        terms.append(jnp.repeat(operands.mask, num_heads // heads, axis=1) if heads > 1 else operands.mask)
+        terms.append(by_query_head(operands.mask, num_heads))
     return functools.reduce(jnp.logical_and, terms)
+
+
+def by_query_head(x: jax.Array, num_heads: int) -> jax.Array:
+    """Returns a bias or mask `[b, n, t, s]` in which n is not K: a group of query heads shares the row of its head."""
+    heads = x.shape[1]
+    return jnp.repeat(x, num_heads // heads, axis=1) if heads > 1 else x
 
 
 def padding_rows(operands: Operands) -> jax.Array:

@@ -23,7 +23,7 @@ UNBOUNDED = 1 << 29
 
 # A bias at or below this counts as -inf: `finfo.min` of float32 and of bfloat16, with which models spell masks, and 0.7
 # of it, as in `jax.nn`. The least number of float16 is a finite bias.
-HIDING_BIAS = -2.36e38
+HIDDEN_BIAS = -2.36e38
 
 
 def is_known(size: Any) -> bool:
@@ -63,7 +63,7 @@ class Operands(NamedTuple):
 
     Attributes:
         query, key, value: the arrays that attention is computed from.
-        bias: added to the scaled logits; see `HIDING_BIAS`.
+        bias: added to the scaled logits; see `HIDDEN_BIAS`.
         mask: True where a query may attend to a key.
         query_seq_lengths: rows from there on are padding.
         key_value_seq_lengths: keys from there on are invisible.
@@ -78,7 +78,7 @@ class Operands(NamedTuple):
     query: Annotated[jax.Array, Operand("BTNH", "query", differentiable=True)]
     key: Annotated[jax.Array, Operand("BSKH", "query", differentiable=True)]
     value: Annotated[jax.Array, Operand("BSKD", "query", differentiable=True)]
-    bias: Annotated[jax.Array | None, Operand("bnts", "float", differentiable=True)] = None
+    bias: Annotated[jax.Array | None, Operand("bnts", "float", differentiable=True, per_kv_head=True)] = None
     mask: Annotated[jax.Array | None, Operand("bnts", "bool", per_kv_head=True)] = None
     query_seq_lengths: Annotated[jax.Array | None, Operand("B", "int32")] = None
     key_value_seq_lengths: Annotated[jax.Array | None, Operand("B", "int32")] = None

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax_fastattn.blocks import Blocks, merge_rows, rows_of, split_heads, zero_unseen_keys
 from jax_fastattn.chunks import CPU, Index, Span, Tuning
 from jax_fastattn.portable import Rows, add_block, gradients_of, sum_blocks
-from jax_fastattn.spec import DIFFERENTIABLE, HIDING_BIAS, AttentionSpec, Gradients, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, AttentionSpec, Gradients, Operands
 
 # Planes of logits in float32 that an op holds at once.
 TANGENT_PLANES = 5
@@ -318,7 +318,7 @@ class _Motion:
         """Returns the tangent of the bias in a block, and 0 where the bias counts as -inf."""
         assert self.bias is not None and self.blocks.bias is not None
         bias, moved = (self.blocks.take_plane(x, queries, keys) for x in (self.blocks.bias, self.bias))
-        return jnp.where(bias.astype(moved.dtype) <= HIDING_BIAS, 0.0, moved)
+        return jnp.where(bias.astype(moved.dtype) <= HIDDEN_BIAS, 0.0, moved)
 
     def _mean_bias(self, queries: Span, keys: Span, visible: jax.Array | None) -> jax.Array:
         plane = self._moved_bias(queries, keys)

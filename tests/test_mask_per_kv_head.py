@@ -70,11 +70,6 @@ def test_wrong_head_count_of_a_mask_raises(name: str) -> None:
         attention(query, key, value, mask=mask)
 
 
-def test_bias_per_key_value_head_raises() -> None:
-    with pytest.raises(ValueError, match=r"`bias` .* with N = 3, expected 1 or N = 6"):
-        attention(Q, K, V, bias=jnp.zeros((2, 3, 5, 7)))
-
-
 @pytest.mark.parametrize(
     ("mask", "mapped"),
     [

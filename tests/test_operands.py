@@ -44,7 +44,7 @@ def test_what_is_derived_from_the_table() -> None:
     assert [name for name in broadcast if name not in DIFFERENTIABLE] == ["mask"]
     assert batching.HEAD_AXIS == {"query": 2, "bias": 1, "mask": 1, "sinks": 1}
     assert [name for name, x in OPERANDS.items() if "n" in x.axes] == ["bias", "mask"]
-    assert [name for name, x in OPERANDS.items() if x.per_kv_head] == ["mask"]
+    assert [name for name, x in OPERANDS.items() if x.per_kv_head] == ["bias", "mask"]
 
 
 def test_letters_of_the_axes() -> None:

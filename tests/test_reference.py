@@ -33,7 +33,8 @@ LENGTHS = Case(query_length=5, key_length=7, head_dim=4, query_seq_lengths=(3, 5
 
 def jax_nn_has(case: Case) -> bool:
     beyond = case.logits_soft_cap, case.sinks, case.query_offset, case.segments, case.packed, case.dlse
-    return not any(beyond) and case.num_heads > 0
+    is_finite = case.bias_density == 1.0 and case.bias_spelled is None
+    return not any(beyond) and is_finite and case.num_heads > 0
 
 
 def jax_nn_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:

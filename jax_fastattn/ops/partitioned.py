@@ -154,7 +154,10 @@ def partitioned(local: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
 
     def infer(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> list[NamedSharding]:
         split = Split.of(mesh, axes.operands[0], *arg_shapes[:2])
-        return [split.sharding(a, x.shape) for a, x in zip(axes.results, result_shapes, strict=True)]
+        return [
+            split.sharding(own_letters(a, x.shape, split.heads), x.shape)
+            for a, x in zip(axes.results, result_shapes, strict=True)
+        ]
 
     def partition(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> Any:
         split = Split.of(mesh, axes.operands[0], *arg_shapes[:2])
@@ -166,7 +169,7 @@ def partitioned(local: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         def part(*arrays: jax.Array) -> Any:
             results = local(*(split.take_heads(a, x) for a, x in zip(letters, arrays, strict=True)))
             return [
-                split.sum_shares(a, whole.shape, x)
+                split.sum_shares(own_letters(a, whole.shape, split.heads), whole.shape, x)
                 for a, whole, x in zip(axes.results, result_shapes, results, strict=True)
             ]
 

@@ -53,7 +53,7 @@ def shardy_rule(
 
 
 def own_letters(letters: str, shape: Sequence[int], heads: tuple[int, int]) -> str:
-    """Returns the letters of an array's axes, where that of a mask's heads is K if it has K rows and not N."""
+    """Returns the letters of an array's axes; that of the heads of a mask or bias is K if it has K rows and not N."""
     num_heads, num_kv_heads = heads
     return "".join(
         "K" if letter == "N" and 1 < size == num_kv_heads < num_heads else letter
@@ -123,7 +123,7 @@ class Split:
             )
             shares = jnp.expand_dims(x.astype(abstract.statistics_dtype(x.dtype)), axis)
             placed = jnp.sum(shares, axis + 1, where=jnp.expand_dims(is_of_head, range(axis)))
-            return jax.lax.psum(placed, self.sharers).astype(x.dtype)
+            x = jax.lax.psum(placed, self.sharers).astype(x.dtype)
         unsplit = (a for a, size in zip(letters, whole, strict=True) if size == 1)
         summed = tuple(name for a in unsplit for name in self.names.get(a, ()))
         return jax.lax.psum(x, summed) if summed else x

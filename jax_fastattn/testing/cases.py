@@ -39,7 +39,7 @@ class Case:
         scale: None is H ** -0.5.
         scale_is_array: whether scale is an operand instead of a static number.
         is_causal, window, logits_soft_cap: as in `AttentionSpec`.
-        bias, mask: the axes that are not broadcast, such as "nts"; None is absent. A mask "kts" has one row for each
+        bias, mask: the axes that are not broadcast, such as "nts"; None is absent. "kts" has one row for each
             key/value head.
         query_seq_lengths, key_value_seq_lengths: one for each batch entry.
         query_offset: one for each batch entry, or for each packed sequence; "bottom_right" of packed sequences.

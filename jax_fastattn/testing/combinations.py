@@ -57,7 +57,7 @@ MASKS = ("bts", "ts", "bnts", "bs", "s", "bt", "bkts", "kts", "nts", "ks", "nt",
 # What models pass comes more often.
 _MASKS = (*MASKS, "bts", "bts", "bts", "bts", "ts", "bs", "bnts", "bkts")
 # Axes that a bias may have in full: all choices, and again those of models (T5 and Swin, AlphaFold, graphs, ALiBi).
-BIASES = tuple("".join(axes) for count in range(5) for axes in itertools.combinations("bnts", count))
+BIASES = (*("".join(axes) for count in range(5) for axes in itertools.combinations("bnts", count)), "bkts", "kts", "ks")
 _BIASES = (*BIASES, "nts", "nts", "nts", "bnts", "bnts", "ts", "bs", "ns")
 
 

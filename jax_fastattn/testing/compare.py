@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.reference import attention_reference, padding_rows, visible_pairs
-from jax_fastattn.spec import DIFFERENTIABLE, HIDING_BIAS, AttentionSpec, Gradients, Operands
+from jax_fastattn.reference import attention_reference, by_query_head, padding_rows, visible_pairs
+from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, AttentionSpec, Gradients, Operands
 
 Attention = Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]]
 
@@ -160,8 +160,8 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
     logits = jnp.einsum("btkgh,bskh->bkgts", query.astype(wide), key.astype(wide), precision=precision)
     logits = jnp.reshape(_round_cotangent(logits, dtype), visible.shape) * spec.scale
     if operands.bias is not None:
-        bias = operands.bias.astype(wide)
-        logits = logits + jnp.where(bias <= HIDING_BIAS, -jnp.inf, bias)
+        bias = by_query_head(operands.bias, num_heads).astype(wide)
+        logits = logits + jnp.where(bias <= HIDDEN_BIAS, -jnp.inf, bias)
     logits = jnp.where(visible, logits, 0.0)
     if spec.logits_soft_cap is not None:
         logits = jnp.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap

@@ -43,7 +43,10 @@ def poison(
     bias = operands.bias
     if bias is not None:
         shared = tuple(axis for axis, size in enumerate(bias.shape) if size == 1)
-        bias = hide(bias, jnp.logical_not(jnp.any(pairs, axis=shared, keepdims=True)), axis=3)
+        read = jnp.any(pairs, axis=shared, keepdims=True)
+        if read.shape[1] > bias.shape[1]:  # one row for each key/value head
+            read = jnp.any(read.reshape(*bias.shape[:2], -1, *read.shape[2:]), axis=2)
+        bias = hide(bias, jnp.logical_not(read), axis=3)
     poisoned = operands._replace(
         query=hide(operands.query, jnp.logical_not(sees)),
         key=hide(operands.key, jnp.logical_not(seen)),
