@@ -68,6 +68,28 @@ def _masks() -> dict[str, Case]:
     }
 
 
+def _biases() -> dict[str, Case]:
+    """Returns calls with a bias, each with its gradient and without, next to calls without a bias."""
+    both = {
+        **{f"bias-d{dim}": _case(2048, 16, dim, bias="nts") for dim in (64, 128)},
+        **{f"bias-keys-d{dim}": _case(2048, 16, dim, bias="bs") for dim in (64, 128)},
+        "bias-rows-d64": _case(2048, 16, 64, bias="nt"),
+        "bias-whole-d64": _case(2048, 16, 64, bias="bnts"),
+        "bias-one-d64": _case(2048, 16, 64, bias="ts"),
+        "bias-causal-d64": _case(2048, 16, 64, bias="nts", is_causal=True),
+        **{f"bias-{name}": case for name, case in models.BIASED.items() if not case.constant_bias},
+    }
+    constant = {f"{name}-constant": dataclasses.replace(case, constant_bias=True) for name, case in both.items()}
+    causal = dataclasses.replace(_case(2048, 16, 64, is_causal=True), num_kv_heads=1)
+    return {
+        **{f"bias-none-d{dim}": _case(2048, 16, dim) for dim in (64, 128)},
+        **{name: case for pair in zip(both.items(), constant.items(), strict=True) for name, case in pair},
+        # All pairs count: compare it with `bias-d64-constant`.
+        "bias-spells-causal-d64": _case(2048, 16, 64, bias="nts", bias_spelled=causal, constant_bias=True),
+        "bias-alibi": models.BIASED["alibi"],
+    }
+
+
 GRID = _grid()
 # 65536 tokens each, except for one sequence that is a row of the grid. The first two are the same sequences, in a batch
 # and packed.
@@ -113,6 +135,8 @@ OTHERS = {
 }
 # 16384 tokens each; documents of 512 tokens, and of 1024 in rows of 8192.
 MASKS = _masks()
+# 16384 tokens each, and models. In cases that end in "-constant", backward leaves out the gradient of the bias.
+BIASES = _biases()
 # Published models, each as libraries call it: by flags, with a mask array, with segment ids.
 MODELS = models.CALLS
 # The same kinds in a size for any CPU: what the tests run.
@@ -122,10 +146,11 @@ TINY = {
         48, 2, 16, packed=((30, 12, 6), (30, 12, 6)), window=(9, 0), logits_soft_cap=5.0, sinks="n", batch=1
     ),
     "tiny-bias-mask": _case(48, 2, 16, bias="nts", mask="bts", batch=2),
+    "tiny-bias-constant": _case(48, 2, 16, bias="nts", bias_density=0.5, constant_bias=True, batch=2),
     "tiny-model-mask": models.cut(MODELS["gemma3-12b-window-mask"], 48, 1),
     "tiny-model-ids": models.cut(MODELS["pretraining-ids"], 48, 1),
 }
-CASES = GRID | OTHERS | PACKED | MASKS | MODELS | TINY
+CASES = GRID | OTHERS | PACKED | MASKS | BIASES | MODELS | TINY
 
 _QUICK = ("d128-causal-4k", "d128-full-4k", "d128-causal-16k", "d64-causal-4k", "d256-causal-4k")
 SETS = {
@@ -134,6 +159,7 @@ SETS = {
     "others": list(OTHERS),
     "packed": list(PACKED),
     "masks": list(MASKS),
+    "bias": list(BIASES),
     "models": list(MODELS),
     # With `--arch`: tiles of another card on the one that is there.
     "portable": list(GRID),

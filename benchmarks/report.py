@@ -16,16 +16,16 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cases import GRID, MASKS, MODELS, OTHERS, PACKED
+from cases import BIASES, GRID, MASKS, MODELS, OTHERS, PACKED
 from peers import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 MODES = ("forward", "backward")
-REPORTED = GRID | OTHERS | PACKED | MASKS | MODELS
+REPORTED = GRID | OTHERS | PACKED | MASKS | BIASES | MODELS
 # Cases that have a table alone, since they are many.
-OTHER_TABLES = {"Masks and segment ids": MASKS, "Models": MODELS}
+OTHER_TABLES = {"Masks and segment ids": MASKS, "Biases": BIASES, "Models": MODELS}
 
 Records = dict[tuple[str, str, str], dict[str, Any]]  # by case, mode and implementation
 

@@ -43,6 +43,7 @@ from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
 from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.combinations import wanted
 from jax_fastattn.testing.compare import Results, assert_within_budget, evaluate, same_dtype_attention
 
 # Logits of what is checked, in float32.
@@ -179,7 +180,7 @@ def compiled(
     attend: Attend, case: Case, operands: Operands, dout: jax.Array, mode: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What is timed and its arguments. Backward is the pullback alone: what forward left is an argument of it."""
-    names = [name for name in DIFFERENTIABLE if getattr(operands, name) is not None]
+    names = wanted(case)
     arrays = tuple(getattr(operands, name) for name in names)
 
     def forward(others: Operands, *arrays: jax.Array) -> jax.Array:
@@ -276,6 +277,7 @@ class Checked:
             for name, x in sums_over_batch.items()
             if x is not None and ((x.shape[0] == 1 and not self.is_whole_batch) or x.shape[1] != self.case.group)
         ]
+        left_out += [f"d{name}" for name in DIFFERENTIABLE if name not in wanted(self.case)]
         return results._replace(out=None, lse=None, **dict.fromkeys(left_out))
 
     def oracle(self, operands: Operands, dout: jax.Array) -> Results:

@@ -138,6 +138,15 @@ def test_figures_of_masks_compare() -> None:
     assert pairs["mask-random-d64"] == round(0.7 * 8 * 2048 * 2048)
 
 
+def test_each_bias_is_measured_with_its_gradient_and_without() -> None:
+    constant = {name for name, case in cases.BIASES.items() if case.constant_bias}
+    learnt = {name for name in cases.BIASES if f"{name}-constant" in constant}
+    alone = {"bias-none-d64", "bias-none-d128", "bias-spells-causal-d64", "bias-alibi"}
+    assert set(cases.BIASES) == learnt | constant | alone
+    assert {"bias-d64", "bias-d128", "bias-keys-d64", "bias-t5-base", "bias-alphafold-triangle"} <= learnt
+    assert len({cases.visible_pairs(cases.BIASES[name]) for name in ("bias-d64", "bias-spells-causal-d64")}) == 1
+
+
 def test_the_grid_is_of_one_size() -> None:
     for case in cases.GRID.values():
         assert (case.batch * case.query_length, case.num_heads * case.head_dim) == (cases.TOKENS, cases.WIDTH)

@@ -14,7 +14,7 @@ from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.testing import combinations, models
 from jax_fastattn.testing.cases import Case
-from jax_fastattn.testing.models import CALLS, DOCUMENTS, MODELS
+from jax_fastattn.testing.models import BIASED, CALLS, DOCUMENTS, MODELS
 
 
 def small(name: str, length: int = 64) -> Case:
@@ -82,6 +82,19 @@ COMPUTED = (
 @pytest.mark.parametrize("name", COMPUTED)
 def test_the_xla_path_runs_them(name: str) -> None:
     combinations.check(small(name, 40))
+
+
+def first_entries(case: Case) -> Case:
+    """A call of three entries of the batch, with its own lengths of keys."""
+    lengths = case.key_value_seq_lengths
+    spelled = case.spelled and first_entries(case.spelled)
+    return dataclasses.replace(case, batch=3, spelled=spelled, key_value_seq_lengths=lengths and lengths[1:4])
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("name", BIASED)
+def test_the_xla_path_runs_those_with_a_bias(name: str) -> None:
+    combinations.check(dataclasses.replace(first_entries(models.cut(BIASED[name], 40, 2)), dtype="float32"))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

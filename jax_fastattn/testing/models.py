@@ -3,7 +3,8 @@
 """The attention of published models: its shapes, and the calls that libraries make of it.
 
 `MODELS` has a case for each kind of layer. `CALLS` has the same layers as they are called in training: by flags, with
-a mask array that spells the flags, and with segment ids of packed documents. Tests and benchmarks share both.
+a mask array that spells the flags, and with segment ids of packed documents. `BIASED` has models that add a bias. Tests
+and benchmarks share all of them.
 """
 
 from __future__ import annotations
@@ -135,6 +136,36 @@ def _all_calls() -> dict[str, Case]:
 
 # In the sizes of training.
 CALLS = _all_calls()
+
+
+# Models that add a bias to their logits, most of which they learn. Those that are not learnt are constant.
+#   t5-base       google-t5/t5-base: 12 heads of 64, one relative position bias for all layers. Its scale of 1 is left
+#                 out: random operands would give weights of 0 and 1.
+#   alphafold     triangle attention (https://doi.org/10.1038/s41586-021-03819-2, algorithms 13 and 14): rows of 256
+#                 residues, a bias of pairs for each head, and a mask of residues: 192 of them on average
+#   swin-base     stage 1 of microsoft/swin-base-patch4-window7-224: windows of 7 x 7 patches, 64 for each image, with a
+#                 relative position bias; every second layer masks what a shift brings together
+#   alibi         slopes times distances (https://arxiv.org/abs/2108.12409). Under a causal mask the distance of a key
+#                 differs from its position by a constant of the row, so a bias of keys for each head is enough.
+#   graphormer    one bias for each pair of nodes of each graph (https://arxiv.org/abs/2106.05234); lengths are sizes of
+#                 graphs
+def _biased() -> dict[str, Case]:
+    def case(batch: int, length: int, heads: int, head_dim: int, **more: Any) -> Case:
+        return Case("bfloat16", batch, length, length, heads, 1, head_dim, **more)
+
+    residues = case(512, 256, 8, 32, key_value_seq_lengths=tuple(128 + 37 * i % 129 for i in range(512)))
+    return {
+        "t5-base": case(64, 512, 12, 64, bias="nts"),
+        "t5-base-decoder": case(64, 512, 12, 64, bias="nts", is_causal=True),
+        "alphafold-triangle": dataclasses.replace(as_mask(residues, "bs"), bias="nts"),
+        "swin-base": case(2048, 49, 4, 32, bias="nts"),
+        "swin-base-shifted": case(2048, 49, 4, 32, bias="nts", mask="bts"),
+        "alibi": case(2, 4096, 32, 128, bias="ns", constant_bias=True, is_causal=True),
+        "graphormer": case(32, 256, 32, 24, bias="bnts", key_value_seq_lengths=tuple(range(8, 257, 8))),
+    }
+
+
+BIASED = _biased()
 
 
 def cut(case: Case, length: int, kv_heads: int) -> Case:
