@@ -192,6 +192,36 @@ def test_bias_and_its_gradient_equal_linens() -> None:
     assert_same(value_and_grad(attention_fn), want, tolerance=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bias_that_holds_positions_and_a_mask_of_the_least_number(dtype: str) -> None:
+    """As T5 makes it: a bias of relative positions, plus `finfo.min` for the future and for padding."""
+    query, key, value = (jax.random.normal(k, (2, 11, HEADS, 8), dtype) for k in jax.random.split(jax.random.key(5), 3))
+    positions = jnp.arange(11)[None, :] - jnp.arange(11)[:, None]
+    hidden = (positions > 0)[None] | (jnp.arange(11)[None] >= jnp.array([[11], [7]]))[:, None]
+    least = jnp.where(hidden[:, None], jnp.finfo(dtype).min, jnp.zeros((), dtype))
+
+    def value_and_grad(function: Callable[..., jax.Array]) -> Any:
+        def loss(table: jax.Array) -> jax.Array:
+            bias = table[:, positions % 21].astype(dtype)[None] + least
+            return jnp.sum(jnp.sin(function(query, key, value, bias).astype(jnp.float32)))
+
+        return jax.jit(jax.value_and_grad(loss))(jax.random.normal(jax.random.key(6), (HEADS, 21)))
+
+    got, want = value_and_grad(attention_fn), value_and_grad(nn.dot_product_attention)
+    assert_same(got, want, tolerance=2e-5 if dtype == "float32" else 0.03)
+    assert np.any(got[1])
+
+
+def test_dropout_with_a_bias_per_key_value_head() -> None:
+    keys = jax.random.split(jax.random.key(5), 3)
+    query, key, value = (jax.random.normal(k, (2, 5, heads, 8)) for k, heads in zip(keys, (6, 3, 3), strict=True))
+    bias = jax.random.normal(jax.random.key(6), (2, 3, 5, 5))
+    dropout = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(0)}
+    with warnings.catch_warnings(action="ignore"):
+        found, expected = (attention_fn(query, key, value, x, **dropout) for x in (bias, jnp.repeat(bias, 2, axis=1)))
+    assert_same(found, expected, tolerance=0.0)
+
+
 def test_linen_decoding_equals_its_default() -> None:
     inputs = make_inputs((2, 5))[0]
     outputs = []

@@ -47,6 +47,16 @@ def test_every_implementation_of_jax_nn_is_ours(implementation: Any) -> None:
         assert shows_nothing(implementation=implementation)
 
 
+def test_gradient_of_a_bias_is_that_of_jax_nn() -> None:
+    def gradient(bias: jax.Array) -> jax.Array:
+        return jax.grad(lambda bias: jnp.sin(jax.nn.dot_product_attention(X, X, X, bias=bias)).sum())(bias)
+
+    bias = jnp.linspace(-1.0, 1.0, 3 * 11 * 11).reshape(1, 3, 11, 11)
+    theirs = gradient(bias)
+    with jax_nn.installed():
+        calls.assert_same(gradient(bias), theirs)
+
+
 def test_the_kernels_run_for_cudnn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
     x = jax.ShapeDtypeStruct((2, 129, 6, 32), jnp.bfloat16)

@@ -94,7 +94,8 @@ def attention_fn(
         query: `[batch..., T, N, H]` with any number of batch axes, none included.
         key: `[batch..., S, K, H]`, where K divides N.
         value: `[batch..., S, K, D]`.
-        bias: broadcastable to `[batch..., N, T, S]`, added to the scaled logits. Default None.
+        bias: broadcastable to `[batch..., N, T, S]`, or with K heads, added to the scaled logits. At or below -2.36e38
+            it counts as -inf, as a mask that T5 adds to its position bias does. Default None.
         mask: broadcastable to `[batch..., N, T, S]`, or with K heads, which groups of query heads share. It
             holds bools, or numbers as the mask functions of Flax return them; a query may attend where it is not 0. A
             `Packed` instead lets tokens attend inside their own sequence. Default None.
@@ -253,8 +254,12 @@ def _attend_with_dropout(
 
     _warn_of_dropout()
     num_heads, (query_length, key_length) = query.shape[-2], (query.shape[-3], key.shape[-3])
-    if mask is not None and mask.ndim == query.ndim and mask.shape[-3] == key.shape[-2] > 1:
-        mask = jnp.repeat(mask, num_heads // key.shape[-2], axis=-3)
+    bias, mask = (
+        jnp.repeat(x, num_heads // key.shape[-2], axis=-3)
+        if x is not None and x.ndim == query.ndim and x.shape[-3] == key.shape[-2] > 1
+        else x
+        for x in (bias, mask)
+    )
     key, value = (jnp.repeat(x, num_heads // x.shape[-2], axis=-2) for x in (key, value))
     if is_causal:
         causal = jnp.tril(jnp.ones((1,) * (query.ndim - 2) + (query_length, key_length), bool))
