@@ -24,7 +24,7 @@ from pathlib import Path
 import jax
 from run import describe_run
 
-from jax_fastattn.testing import combinations
+from jax_fastattn.testing import combinations, draw_sizes
 from jax_fastattn.testing.cases import Case
 
 # Compiled programs of more kinds than these are dropped, so that the memory of a process stays in bounds.
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.emulate:
         kinds, check, drawn = options.draws, *emulated(options.emulate, options.seed, options.draws)
     else:
-        drawn = combinations.combined_draws(options.seed, options.draws, kinds, combinations.SMALL)
+        drawn = combinations.combined_draws(options.seed, options.draws, kinds, draw_sizes.SMALL)
     settings = {"emulated": options.emulate, "seed": options.seed, "draws": len(drawn)}
     settings |= {"kinds": min(kinds, len(drawn)), "features": counts(drawn)}
     # What is there now: the run takes an hour, and the checkout may change.

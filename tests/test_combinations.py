@@ -21,7 +21,8 @@ from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.spec import HIDDEN_BIAS
 from jax_fastattn.testing import combinations, compare
 from jax_fastattn.testing.cases import Case, kernel_specs
-from jax_fastattn.testing.combinations import BIASES, EMULATED, FEATURES, LARGE, MASKS, SMALL, features_of
+from jax_fastattn.testing.combinations import BIASES, MASKS, features_of
+from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, LARGE, SMALL, Sizes
 from jax_fastattn.testing.poison import fill, poison, visible_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -65,7 +66,7 @@ def test_every_pair_and_triple_is_drawn_once() -> None:
 
 
 @pytest.mark.parametrize("sizes", [SMALL, LARGE, EMULATED], ids=["small", "large", "emulated"])
-def test_draws_of_a_kind_share_what_is_static(sizes: combinations.Sizes) -> None:
+def test_draws_of_a_kind_share_what_is_static(sizes: Sizes) -> None:
     """One program, or one set of kernels, for all of them; their data differ."""
     kinds = 60
     drawn = combinations.combined_draws(7, 3 * kinds, kinds, sizes)

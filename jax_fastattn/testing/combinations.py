@@ -15,7 +15,6 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -29,29 +28,11 @@ from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
 from jax_fastattn.testing import compare, draws
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import Results
+from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, SMALL, Sizes
 from jax_fastattn.testing.poison import poison
 
-FEATURES = (
-    "causal",
-    "window",
-    "offset",
-    "lengths",
-    "cap",
-    "sinks",
-    "mask",
-    "bias",
-    "ids",
-    "packing",
-    "value head dim",
-    "grouped heads",
-    "deterministic",
-    "residual",
-    "vmap",
-)
 # Arguments that `attention_varlen` does not have. `draws.py` has its calls under other conditions.
 _UNPACKED = {"lengths", "mask", "bias", "ids", "vmap"}
-# Features that no kernel has.
-_WITHOUT_KERNEL = {"bias"}
 # Axes that a mask may have in full. "k" is a row for each key/value head.
 MASKS = ("bts", "ts", "bnts", "bs", "s", "bt", "bkts", "kts", "nts", "ks", "nt", "t", "n", "")
 # What models pass comes more often.
@@ -59,62 +40,8 @@ _MASKS = (*MASKS, "bts", "bts", "bts", "bts", "ts", "bs", "bnts", "bkts")
 # Axes that a bias may have in full: all choices, and again those of models (T5 and Swin, AlphaFold, graphs, ALiBi).
 BIASES = (*("".join(axes) for count in range(5) for axes in itertools.combinations("bnts", count)), "bkts", "kts", "ks")
 _BIASES = (*BIASES, "nts", "nts", "nts", "bnts", "bnts", "ts", "bs", "ns")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What kinds may take.
-
-    Attributes:
-        dtypes, head_dims: the choices; head dims of calls whose values have the same one.
-        value_head_dims: pairs `(H, D)` of calls whose values have a head dim of their own.
-        rows: the least and the largest number of queries, and of keys.
-        edges: lengths that are drawn more often than others, such as those of tiles.
-        windows: the choices; every one has a bound.
-        widening: a factor on the head dims of dtypes of 16 bits. The largest error of the baseline is small by chance
-            if a result has few elements: with head dims of 4, two of some 500 right calls failed.
-        features: those that are drawn.
-    """
-
-    dtypes: tuple[str, ...]
-    head_dims: tuple[int, ...]
-    value_head_dims: tuple[tuple[int, int], ...]
-    rows: tuple[int, int]
-    edges: tuple[int, ...]
-    windows: tuple[tuple[int | None, int | None], ...]
-    widening: int = 1
-    features: tuple[str, ...] = FEATURES
-
-
-# For the XLA path on a CPU.
+# Calls of more queries are computed in chunks.
 ROWS_AT_ONCE = 30
-SMALL = Sizes(
-    dtypes=("float32", "float32", "float32", "bfloat16"),
-    head_dims=(8, 4),
-    value_head_dims=((8, 12), (8, 4)),
-    rows=(19, 41),
-    edges=(0, 1, 15, 16, 17),
-    windows=((7, 4), (11, None), (None, 5), (3, 0), (0, 0), (30, 9)),
-    widening=8,
-)
-# For kernels on a GPU.
-LARGE = Sizes(
-    dtypes=("bfloat16", "float16"),
-    head_dims=(64, 128, 96, 256, 40),
-    value_head_dims=((192, 128), (128, 64), (40, 72), (64, 256)),
-    rows=(420, 1100),
-    edges=draws.EDGES,
-    windows=((100, None), (7, 0), (None, 64), (63, 200), (300, 0)),
-    features=tuple(name for name in FEATURES if name not in _WITHOUT_KERNEL),
-)
-# For kernels in the emulators, which take seconds for a tile.
-EMULATED = dataclasses.replace(
-    LARGE,
-    dtypes=("bfloat16",),
-    head_dims=(64,),
-    value_head_dims=((40, 72),),
-    rows=(97, 200),
-)
 
 
 def allowed(sizes: Sizes = SMALL) -> list[tuple[str, ...]]:

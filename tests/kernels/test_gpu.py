@@ -28,7 +28,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-from jax_fastattn.testing import combinations, compare, draws, models
+from jax_fastattn.testing import combinations, compare, draw_sizes, draws, models
 from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
 from jax_fastattn.testing.poison import poison
 
@@ -66,7 +66,7 @@ BROADCAST = [
 
 def combined_draws(seed: int) -> list[Case]:
     """Returns the calls of a run in which features meet."""
-    return combinations.combined_draws(seed, COMBINED_DRAWS, COMBINED_KINDS, combinations.LARGE)
+    return combinations.combined_draws(seed, COMBINED_DRAWS, COMBINED_KINDS, draw_sizes.LARGE)
 
 
 def model_calls() -> list[Case]:

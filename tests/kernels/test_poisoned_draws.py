@@ -20,7 +20,7 @@ from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing import combinations, compare
+from jax_fastattn.testing import combinations, compare, draw_sizes
 from jax_fastattn.testing.cases import HIDDEN_ROWS, Case
 from jax_fastattn.testing.poison import visible_rows
 
@@ -119,7 +119,7 @@ def test_every_setting_is_poisoned(suite: str) -> None:
 def listed_draws(suite: str) -> Iterator[Operands]:
     """Yields the operands of what a suite draws with masks and segment ids."""
     if suite in ("CPU", "GPU"):
-        module, sizes = (test_combinations, combinations.SMALL) if suite == "CPU" else (test_gpu, combinations.LARGE)
+        module, sizes = (test_combinations, draw_sizes.SMALL) if suite == "CPU" else (test_gpu, draw_sizes.LARGE)
         counts = (module.DRAWS, module.KINDS) if suite == "CPU" else (module.COMBINED_DRAWS, module.COMBINED_KINDS)
         for case in combinations.combined_draws(34, *counts, sizes):
             if combinations.features_of(case) & {"mask", "ids"}:

@@ -1,0 +1,85 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The features and the sizes of the random calls that `combinations.py` draws."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from jax_fastattn.testing import draws
+
+FEATURES = (
+    "causal",
+    "window",
+    "offset",
+    "lengths",
+    "cap",
+    "sinks",
+    "mask",
+    "bias",
+    "ids",
+    "packing",
+    "value head dim",
+    "grouped heads",
+    "deterministic",
+    "residual",
+    "vmap",
+)
+# Features that no kernel has.
+_WITHOUT_KERNEL = {"bias"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What kinds may take.
+
+    Attributes:
+        dtypes, head_dims: the choices; head dims of calls whose values have the same one.
+        value_head_dims: pairs `(H, D)` of calls whose values have a head dim of their own.
+        rows: the least and the largest number of queries, and of keys.
+        edges: lengths that are drawn more often than others, such as those of tiles.
+        windows: the choices; every one has a bound.
+        widening: a factor on the head dims of dtypes of 16 bits. The largest error of the baseline is small by chance
+            if a result has few elements: with head dims of 4, two of some 500 right calls failed.
+        features: those that are drawn.
+    """
+
+    dtypes: tuple[str, ...]
+    head_dims: tuple[int, ...]
+    value_head_dims: tuple[tuple[int, int], ...]
+    rows: tuple[int, int]
+    edges: tuple[int, ...]
+    windows: tuple[tuple[int | None, int | None], ...]
+    widening: int = 1
+    features: tuple[str, ...] = FEATURES
+
+
+# For the XLA path on a CPU.
+SMALL = Sizes(
+    dtypes=("float32", "float32", "float32", "bfloat16"),
+    head_dims=(8, 4),
+    value_head_dims=((8, 12), (8, 4)),
+    rows=(19, 41),
+    edges=(0, 1, 15, 16, 17),
+    windows=((7, 4), (11, None), (None, 5), (3, 0), (0, 0), (30, 9)),
+    widening=8,
+)
+# For kernels on a GPU.
+LARGE = Sizes(
+    dtypes=("bfloat16", "float16"),
+    head_dims=(64, 128, 96, 256, 40),
+    value_head_dims=((192, 128), (128, 64), (40, 72), (64, 256)),
+    rows=(420, 1100),
+    edges=draws.EDGES,
+    windows=((100, None), (7, 0), (None, 64), (63, 200), (300, 0)),
+    features=tuple(name for name in FEATURES if name not in _WITHOUT_KERNEL),
+)
+# For kernels in the emulators, which take seconds for a tile.
+EMULATED = dataclasses.replace(
+    LARGE,
+    dtypes=("bfloat16",),
+    head_dims=(64,),
+    value_head_dims=((40, 72),),
+    rows=(97, 200),
+)
