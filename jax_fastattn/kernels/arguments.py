@@ -76,8 +76,9 @@ class DecodeBuffers(NamedTuple):
     """Buffers of a decoding launch, which splits the keys of few queries, see `split.py`.
 
     Attributes:
-        query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset, sinks, out, lse: see
-            `ForwardBuffers`.
+        query, query_seq_lengths, key_value_seq_lengths, query_offset, sinks, out, lse: see `ForwardBuffers`.
+        key, value: `[B, S, K, H or D]`, or with `spec.page` pages `[P, page, K, H or D]`.
+        page_table: `[B, S / page]`, the page of so many keys; entries past the last key are not read.
         partial_out: `[2 CTAs, T * group, D]`, outputs of segments.
         partial_lse: `[2 CTAs, T * group]`, their log-sum-exps, in base 2 and without sinks.
     """
@@ -85,6 +86,7 @@ class DecodeBuffers(NamedTuple):
     query: Annotated[Any, Buffer("operand")]
     key: Annotated[Any, Buffer("operand")]
     value: Annotated[Any, Buffer("operand")]
+    page_table: Annotated[Any, Buffer("operand", "int32", needs="page")]
     query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
     key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
@@ -278,6 +280,7 @@ class Scalars(NamedTuple):
             compile key has no lists.
         side_heads: how many key/value heads a decoding launch reads side by side, see `split.py`; None, which is no
             parameter, in other launches.
+        pages: how many pages there are; None, which is no parameter, if keys are not in pages.
         scale: factor on q . k, of any sign.
         logits_soft_cap: the cap; 0, and not read, if the compile key has none.
     """
@@ -295,6 +298,7 @@ class Scalars(NamedTuple):
     visit_kv_head: Annotated[Any, "int32"]
     visit_tile: Annotated[Any, "int32"]
     side_heads: Annotated[Any, "int32"]
+    pages: Annotated[Any, "int32"]
     scale: Annotated[Any, "float32"]
     logits_soft_cap: Annotated[Any, "float32"]
 
@@ -344,7 +348,9 @@ SCALAR_DTYPES: Mapping[str, str] = {
 
 def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
     """Returns the scalars that are None in launches of a compile key, which then takes no such parameter."""
-    return (() if spec.listed else VISIT_SCALARS) + (() if spec.op == "decode" else ("side_heads",))
+    visit = () if spec.listed else VISIT_SCALARS
+    side = () if spec.op == "decode" else ("side_heads",)
+    return visit + side + (() if spec.page else ("pages",))
 
 
 def buffers_type(spec: KernelSpec) -> type[AnyBuffers]:

@@ -7,6 +7,7 @@ Pure Python, no import of the DSL: tests and the support table read it on any ma
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, disjoint
@@ -72,6 +73,11 @@ class DecodeConfig:
     def threads(self) -> int:
         """Threads of a CTA."""
         return self.consumer_threads + 32 * self.loader_warps
+
+    def box_rows(self, page: int) -> int:
+        """Returns how many rows one copy loads: of pages of `page` rows (0: none) those that lie in one for certain."""
+        rows = self.keys if self.loader_warps else self.strip
+        return math.gcd(rows, page)
 
     @property
     def tiles(self) -> str:

@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from jax_fastattn.kernels.decode_config import BLOCK_ROWS, DecodeBarrier, DecodeConfig
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.line import Line, Segment
+from jax_fastattn.kernels.device.line import Entry, Line, Segment
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.finished_row import FinishedRow, QueryRow
 from jax_fastattn.kernels.key import KernelSpec
@@ -224,7 +224,7 @@ class DecodeRows:
         check_low = self.spec.bounds_kind.left
         self.score.edge(scores, tile, own.limits, check_low=check_low)
         self._rescale(self._exponentials(scores, blocks))
-        load_value = self._live_values(load_value, segment.entry.end - tile.column)
+        load_value = self._live_values(load_value, segment.entry, tile.column)
 
         def weights(m: int, k: int) -> mma.Fragment:
             return mma.pack_fragment(scores, blocks, m, k, self.mma_dtype)
@@ -260,18 +260,25 @@ class DecodeRows:
 
         cutlass.if_generate(grown, rescale)
 
-    def _live_values(self, load: Callable[[int, int], mma.Fragment], left: Int32) -> Callable[[int, int], mma.Fragment]:
-        """Returns what loads fragments of V without rows that no query sees, given how many others are left.
+    def _live_values(
+        self, load: Callable[[int, int], mma.Fragment], entry: Entry, key: Int32
+    ) -> Callable[[int, int], mma.Fragment]:
+        """Returns what loads fragments of V without rows that no query sees, given the lane's first key.
 
         A weight of 0 does not hide them: 0 times NaN is NaN.
         """
         if not (self.spec.bounds_kind.hides_last_keys and self.source.keeps_hidden):
             return load
         # Of two neighboring rows a register has the first one in its lower half.
-        words = [
-            ptx.where(left > at + 1, Int32(-1), ptx.where(left > at, Int32(0xFFFF), Int32(0)))
-            for at in range(0, self.memory.config.strip, 8)
-        ]
+        left, places = entry.end - key, range(0, self.memory.config.strip, 8)
+        words = [ptx.where(left > at + 1, Int32(-1), ptx.where(left > at, Int32(0xFFFF), Int32(0))) for at in places]
+        if entry.hidden_end is not None:
+            hidden = entry.hidden_end - key
+            shown = [
+                ptx.where(hidden <= at, Int32(-1), ptx.where(hidden <= at + 1, Int32(-0x10000), Int32(0)))
+                for at in places
+            ]
+            words = [x & y for x, y in zip(words, shown, strict=True)]
         return lambda n, k: [x & words[2 * k + i % 2] for i, x in enumerate(load(n, k))]
 
     # The end of a segment.

@@ -45,7 +45,7 @@ def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
         window_right=sizes.right,
         sinks_stride=sizes.kv_heads * spec.group,
         multiprocessors=MULTIPROCESSORS,
-        **dict.fromkeys((*VISIT_SCALARS, "side_heads")),
+        **dict.fromkeys((*VISIT_SCALARS, "side_heads", "pages")),
         scale=sizes.scale,
         logits_soft_cap=sizes.cap,
     )

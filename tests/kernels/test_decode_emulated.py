@@ -105,6 +105,62 @@ CASES = {
         {"queries": 8, "keys": 200, "kv_heads": 1, "key_lengths": (200, 33)}, LENGTHS, head_dims=(256, 256), group=8
     ),
 }
+
+
+def _pages(page: int, lengths: tuple[int, ...], keys: int, **other: Any) -> Case:
+    sizes = {"batch": len(lengths), "keys": keys, "key_lengths": lengths} | other.pop("sizes", {})
+    return Case(sizes, {**LENGTHS, "page": page} | other.pop("features", {}), **other)
+
+
+_SOME = (0, 384, 1, 128, 17, 250)
+PAGED = {
+    **{f"page{page}": _pages(page, _SOME, 384) for page in (16, 32, 48, 64, 128, 192)},
+    # An entry after the last one of the table would be outside of it.
+    "page16-full": _pages(16, (256, 16, 256), 256, sizes={"kv_heads": 1}),
+    "page16-more-than-32-boxes": _pages(16, (16, 1200, 729), 1200, sizes={"kv_heads": 1}),
+    "page16-side-by-side": _pages(
+        16, (1200, 4, 729), 1200, head_dims=(64, 64), split={"multiprocessors": 4, "side_heads": 2}
+    ),
+    "page16-4-queries": _pages(
+        16, (300, 4, 129), 320, sizes={"queries": 4, "offsets": (296, 0, 125)}, features={**CAUSAL, "sinks": True}
+    ),
+    "page16-ratio-7": _pages(16, (301, 77), 304, sizes={"queries": 3, "offsets": (298, 74)}, features=CAUSAL, group=7),
+    # A strip has 32 keys, two boxes, by TMA; 16 keys by cp.async.
+    "page16-d64": _pages(16, (300, 4, 129), 320, head_dims=(64, 64)),
+    "page16-64-rows": _pages(
+        16, (304, 20), 304, sizes={"queries": 16, "kv_heads": 1, "offsets": (288, 4)}, features=CAUSAL
+    ),
+    "page64-64-rows": _pages(
+        64, (320, 20), 320, sizes={"queries": 16, "kv_heads": 1, "offsets": (304, 4)}, features=CAUSAL
+    ),
+    "page32-d192v128": _pages(32, (190, 33), 192, sizes={"kv_heads": 1}, head_dims=(192, 128), group=8),
+    "page16-d256": _pages(16, (190, 33), 192, sizes={"kv_heads": 1}, head_dims=(256, 256), group=8),
+    # Keys of a page before the window may be NaN.
+    **{
+        f"page{page}-window": _pages(
+            page,
+            (601, 330, 77),
+            640,
+            sizes={"queries": 3, "kv_heads": 1, "left": 150, "offsets": (590, 300, -200)},
+            features={**BAND, "sinks": True},
+        )
+        for page in (16, 128)
+    },
+    "page32-window-d64": _pages(
+        32,
+        (601, 330, 77),
+        640,
+        sizes={"queries": 3, "kv_heads": 1, "left": 77, "offsets": (590, 300, 70)},
+        features=BAND,
+        head_dims=(64, 64),
+    ),
+    "page16-rows-that-see-nothing": _pages(
+        16, (300, 300), 304, sizes={"queries": 3, "offsets": (-1, -2)}, features=CAUSAL, group=2
+    ),
+    "page16-float16-cap": _pages(
+        16, (200, 33), 208, sizes={"scale": -0.3}, features={"logits_soft_cap": True, "dtype": "float16"}, group=2
+    ),
+}
 FAMILIES = {"sm90": "sm_90a", "sm80": "sm_80"}
 
 
@@ -129,6 +185,27 @@ def test_decoding_matches_reference(name: str, family: str) -> None:
     case = CASES[name]
     sizes = dataclasses.replace(_SIZES, **case.sizes)
     check(_spec(family, case, sizes), sizes, **case.split)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", PAGED)
+def test_decoding_from_pages_matches_reference(name: str, family: str) -> None:
+    case = PAGED[name]
+    sizes = dataclasses.replace(_SIZES, **case.sizes)
+    check(_spec(family, case, sizes), sizes, **case.split)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batch_entries_share_pages(family: str) -> None:
+    case = _pages(16, (208, 208, 208), 208)
+    sizes = dataclasses.replace(_SIZES, **case.sizes)
+
+    def change(arrays: dict[str, np.ndarray]) -> None:
+        for name in ("key", "value"):
+            arrays[name][1:, :160] = arrays[name][:1, :160]
+            arrays[name][2, 176:192] = arrays[name][2, 160:176]
+
+    check(_spec(family, case, sizes), sizes, change=change)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

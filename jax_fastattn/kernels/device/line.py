@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels import split
@@ -50,13 +50,16 @@ class Entry:
 
     Attributes:
         bounds: of its rows.
-        first: the first key of tile 0, which is the first one that some query sees.
+        first: the first key of tile 0, which is the first one that some query sees, or in pages the first one of its
+            box (`DecodeConfig.box_rows`).
+        hidden_end: hidden keys of tile 0 end here; None if there are none for certain.
         end: keys from there on are seen by no query.
         tiles: of a unit; 0 if no query sees a key.
     """
 
     bounds: Bounds
     first: Int32
+    hidden_end: Int32 | None
     end: Int32
     tiles: Int32
 
@@ -145,9 +148,25 @@ class Line:
         """Returns what the queries of a batch entry see."""
         bounds = copies.entry_bounds(self.spec, batch, self.buffers, self.scalars)
         live = bounds.live_keys()
-        first = live.begin if live.hides_first else Int32(0)
+        first, hidden_end = live.begin if live.hides_first else Int32(0), None
+        if live.hides_first and self.spec.page:
+            box_rows, hidden_end = self.spec.config.box_rows(self.spec.page), live.begin
+            first = first // box_rows * box_rows
         tiles = copies.count(live.end - first, self.keys)
-        return Entry(bounds, first, live.end, ptx.where(live.begin < live.end, tiles, Int32(0)))
+        return Entry(bounds, first, hidden_end, live.end, ptx.where(live.begin < live.end, tiles, Int32(0)))
+
+    def page(self, batch: Int32, key: Int32, exists: Boolean) -> Int32:
+        """Returns the page that holds a key of a batch entry which has some, an index of the pages whatever its id is.
+
+        Args:
+            batch: the batch entry.
+            key: the key.
+            exists: whether the entry has it; the page of its first key is returned otherwise.
+        """
+        columns = self.scalars.key_length // self.spec.page
+        place = Int64(batch) * columns + ptx.where(exists, key // self.spec.page, Int32(0))
+        page = ptx.load_global_int(self.buffers.page_table.toint() + place * 4)
+        return copies.clamp(page, 0, self.scalars.pages - 1)
 
     def tiles_before(self, batch: Int32) -> Int32:
         """Returns how many tiles of a line the batch entries before one have."""

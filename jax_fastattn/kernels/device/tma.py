@@ -51,6 +51,24 @@ class TmaOperand(NamedTuple):
 
         return copy
 
+    def copy_pages(self, shared: cute.Tensor, head: Int32) -> Callable[[Int32, Int32, Any, cute.Pointer], None]:
+        """Returns a function `(page, box, stage, barrier)` by which a warp loads a box of rows of a page of a head.
+
+        Args:
+            shared: `[rows, columns, stage]`.
+            head: its index. Pages take the place of the batch.
+        """
+        shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
+        boxes = cute.local_tile(self.coordinates[None, None, head, None], shape, (None, 0, None))
+        inner, outer = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(boxes, 0, 2)
+        )
+
+        def copy(page: Int32, box: Int32, stage: Any, barrier: cute.Pointer) -> None:
+            cute.copy(self.atom, outer[None, box, page], inner[None, stage], tma_bar_ptr=barrier)
+
+        return copy
+
 
 class Box(NamedTuple):
     """An operand `[batch, rows, heads, head_dim]`, contiguous, and the box of it that one copy loads.

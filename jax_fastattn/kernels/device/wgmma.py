@@ -68,7 +68,7 @@ def transposed(tile: cute.Tensor) -> cute.Tensor:
 # Barriers
 
 
-def expect(barrier: cute.Pointer, nbytes: int) -> None:
+def expect(barrier: cute.Pointer, nbytes: int | Int32) -> None:
     """Arrives on a barrier that TMA completes with `nbytes`; one warp calls it."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes)
@@ -144,7 +144,7 @@ class Ring:
         self._at = cute.make_rmem_tensor((2,), Int32)
         self._at.fill(0)
 
-    def producer_load(self, copy: Callable[..., None], tile: Int32, nbytes: int) -> None:
+    def producer_load(self, copy: Callable[..., None], tile: Int32, nbytes: int | Int32) -> None:
         """The producer's step: waits until the next stage is free and starts a copy of `nbytes` into it."""
         stage, phase = self._at[0], self._at[1] ^ 1
         advance(self._at, self._stages)

@@ -76,7 +76,8 @@ def decode_config(spec: KernelSpec, rows: int) -> DecodeConfig:
 def _candidates(spec: KernelSpec, blocks: int) -> Iterator[DecodeConfig]:
     """Yields the variants that may fit, the best one first."""
     columns = max(padded(spec.head_dim), padded(spec.v_head_dim))
-    strip = 32 if columns <= 64 else 16
+    # A strip of keys lies in one page.
+    strip = 32 if columns <= 64 and spec.page % 32 == 0 else 16
     for parts in (4, 2, 1):
         if parts * blocks <= _MAX_WARPS:
             stage_nbytes = 2 * parts * strip * (padded(spec.head_dim) + padded(spec.v_head_dim))

@@ -18,7 +18,7 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.line import Line
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.decode.config import DecodeMemory
-from jax_fastattn.kernels.sm80.decode.source import CopySource
+from jax_fastattn.kernels.sm80.decode.source import CopySource, DenseRows, PagedRows
 
 
 class DecodeKernel:
@@ -59,7 +59,8 @@ class DecodeKernel:
         block, _, _ = cute.arch.block_idx()
         line = Line.of(self.spec, buffers, scalars, thread % 32)
         address = cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint()
-        source = CopySource.begin(line, self.memory, address, warp)
+        rows = PagedRows.begin(line) if self.spec.page else DenseRows(line)
+        source = CopySource.begin(line, self.memory, rows, address, warp)
         line.each(block, DecodeRows.start(line, self._merge_memory(address), source, thread, warp).visit)
 
     def _merge_memory(self, address: cutlass.Int32) -> MergeMemory:

@@ -8,6 +8,7 @@ block of rows a warp waits for no other one. Copies of a segment begin when the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from cutlass import Boolean, Int32, Int64, cute
 
@@ -18,6 +19,78 @@ from jax_fastattn.kernels.device.line import Line, Segment
 from jax_fastattn.kernels.sm80.decode.config import DecodeMemory
 
 
+class StripRows(Protocol):
+    """Where the rows of strips lie, which a warp asks for one after the other."""
+
+    def start(self, segment: Segment, key: Int32) -> None:
+        """Prepares for the first strip of a segment, given its first key."""
+        ...
+
+    def row(self, segment: Segment, i: Int32, key: Int32, exists: Boolean) -> Int64:
+        """Returns the row, among those of all batch entries, that a strip begins with; some row if it does not exist.
+
+        Args:
+            segment: the segment.
+            i: the tile, counted from the segment's first one. A warp asks for every tile, in order.
+            key: the strip's first key.
+            exists: whether there is a strip.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class DenseRows:
+    """`StripRows` of arrays `[B, S, ...]`.
+
+    Attributes:
+        line: of the launch.
+    """
+
+    line: Line
+
+    def start(self, segment: Segment, key: Int32) -> None:
+        """Does nothing."""
+
+    def row(self, segment: Segment, i: Int32, key: Int32, exists: Boolean) -> Int64:
+        """Returns the row of a key."""
+        del i
+        return Int64(segment.batch) * self.line.scalars.key_length + ptx.where(exists, key, Int32(0))
+
+
+@dataclass(frozen=True, eq=False)
+class PagedRows:
+    """`StripRows` of pages `[P, page, ...]`: a strip lies in one, whose id is asked for one strip ahead.
+
+    Attributes:
+        line: of the launch.
+        page: that of the next strip, `[1]`.
+    """
+
+    line: Line
+    page: cute.Tensor
+
+    @classmethod
+    def begin(cls, line: Line) -> "PagedRows":
+        """Returns the rows with their register."""
+        return cls(line, cute.make_rmem_tensor((1,), Int32))
+
+    def start(self, segment: Segment, key: Int32) -> None:
+        """Asks for the page of the first strip."""
+        self._ask(segment, Int32(0), key)
+
+    def row(self, segment: Segment, i: Int32, key: Int32, exists: Boolean) -> Int64:
+        """Returns a row of the page that was asked for, and asks for the next strip's."""
+        del exists
+        page_rows = self.line.spec.page
+        row = Int64(self.page[0]) * page_rows + key % page_rows
+        self._ask(segment, i + 1, key + self.line.keys)
+        return row
+
+    def _ask(self, segment: Segment, i: Int32, key: Int32) -> None:
+        exists = Boolean((i < segment.count) & (key < segment.entry.end))
+        self.page[0] = self.line.page(segment.batch, key, exists)
+
+
 @dataclass(frozen=True, eq=False)
 class CopySource:
     """A `KeySource`: strips that warps copy themselves.
@@ -25,6 +98,7 @@ class CopySource:
     Attributes:
         line: of the launch.
         memory: the layout of shared memory.
+        rows: where the rows of strips lie.
         address: of the strip's first stage.
         block: which block of rows the warp has.
         part: which strip.
@@ -32,17 +106,18 @@ class CopySource:
 
     line: Line
     memory: DecodeMemory
+    rows: StripRows
     address: Int32
     block: Int32
     part: Int32
 
     @classmethod
-    def begin(cls, line: Line, memory: DecodeMemory, address: Int32, warp: Int32) -> "CopySource":
+    def begin(cls, line: Line, memory: DecodeMemory, rows: StripRows, address: Int32, warp: Int32) -> "CopySource":
         """Returns the source of a warp, given the address of shared memory."""
         config = memory.config
         part = warp % config.parts
         first = memory.table.offset("ring") + part * (config.stages * memory.stage_nbytes)
-        return cls(line, memory, address + first, warp // config.parts, part)
+        return cls(line, memory, rows, address + first, warp // config.parts, part)
 
     @property
     def config(self) -> DecodeConfig:
@@ -56,6 +131,7 @@ class CopySource:
 
     def start(self, segment: Segment) -> None:
         """Starts the copies of the first tiles of a segment."""
+        self.rows.start(segment, self._first_key(segment, Int32(0)))
         for i in range(self.config.stages - 1):
             self._copy(segment, Int32(i))
 
@@ -103,12 +179,12 @@ class CopySource:
         config, memory, buffers = self.config, self.memory, self.line.buffers
         spec, scalars, entry = self.line.spec, self.line.scalars, segment.entry
         kv_heads = scalars.num_heads // spec.group
-        first = entry.first + (segment.tile + i) * config.keys + self.part * config.strip
+        first = self._first_key(segment, i)
         exists = Boolean((i < segment.count) & (first < entry.end))
         # Other rows become zeros, and are not read.
-        rows = copies.Rows(None, ptx.where(exists, entry.end - first, Int32(0)))
-        row = Int64(segment.batch) * scalars.key_length + ptx.where(exists, first, Int32(0))
-        row = row * kv_heads + segment.kv_head
+        begin = None if entry.hidden_end is None else ptx.where(exists, entry.hidden_end - first, Int32(0))
+        rows = copies.Rows(begin, ptx.where(exists, entry.end - first, Int32(0)))
+        row = self.rows.row(segment, i, first, exists) * kv_heads + segment.kv_head
         threads, thread, target = 32 * config.row_blocks, self.block * 32 + self.line.lane, self._stage(i)
         for pointer, tile in ((buffers.key, memory.key), (buffers.value, memory.value)):
             nbytes = 2 * tile.columns
@@ -116,3 +192,7 @@ class CopySource:
             copies.load_tile(tile, threads, thread, target, source, Int64(kv_heads) * nbytes, rows)
             target = target + tile.nbytes
         cute.arch.cp_async_commit_group()
+
+    def _first_key(self, segment: Segment, i: Int32) -> Int32:
+        """Returns the first key of the strip of the i-th tile of a segment."""
+        return segment.entry.first + (segment.tile + i) * self.config.keys + self.part * self.config.strip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from jax_fastattn.kernels.decode_config import DecodeConfig, row_blocks
 from jax_fastattn.kernels.device.regions import Barriers, Region, SharedTable
@@ -27,16 +28,37 @@ class DecodeMemory:
         config: the variant.
         head_dim: columns of K in shared memory, padded.
         v_head_dim: columns of V in shared memory, padded.
+        box_rows: rows of a box. The boxes of a tile follow each other, each with a layout of its own; a tile is one box
+            unless keys are in pages.
     """
 
     config: DecodeConfig
     head_dim: int
     v_head_dim: int
+    box_rows: int
 
     @classmethod
     def of(cls, spec: KernelSpec, config: DecodeConfig) -> DecodeMemory:
         """Returns the layout of a compile key with that config, which may be a candidate."""
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+        dims = padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)
+        return cls(config, *dims, config.box_rows(spec.page))
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a tile."""
+        return self.config.keys // self.box_rows
+
+    def row_offset(self, row: Any, row_nbytes: int, columns: int) -> Any:
+        """Returns the bytes from the first row of a tile to another one, whose number is a multiple of 8.
+
+        Args:
+            row: its number, a Python or a device integer.
+            row_nbytes: bytes of a row of a swizzle atom.
+            columns: of the tile.
+        """
+        if self.boxes == 1:
+            return row * row_nbytes
+        return row // self.box_rows * (self.box_rows * columns * 2) + row % self.box_rows * row_nbytes
 
     @property
     def key_nbytes(self) -> int:

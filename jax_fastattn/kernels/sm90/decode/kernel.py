@@ -20,7 +20,7 @@ from jax_fastattn.kernels.device.line import Line
 from jax_fastattn.kernels.device.tma import Box, Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.decode.config import DecodeMemory
-from jax_fastattn.kernels.sm90.decode.loader import DenseLoader
+from jax_fastattn.kernels.sm90.decode.loader import DenseLoader, PagedLoader
 from jax_fastattn.kernels.sm90.decode.shared import DecodeShared, TmaSource
 
 
@@ -59,8 +59,12 @@ class DecodeKernel:
 
     def _boxes(self, buffers: DecodeBuffers, scalars: Scalars) -> Tma:
         """Returns what is loaded by TMA; queries come by ordinary loads."""
-        spec, memory, rows = self.spec, self.memory, self.config.keys
-        sizes = scalars.batch, scalars.key_length, scalars.num_heads // spec.group
+        spec, memory, rows = self.spec, self.memory, self.memory.box_rows
+        kv_heads = scalars.num_heads // spec.group
+        if spec.page:
+            sizes = scalars.pages, Int32(spec.page), kv_heads
+        else:
+            sizes = scalars.batch, scalars.key_length, kv_heads
         return Tma(
             query=None,
             key=Box(buffers.key, *sizes, spec.head_dim, rows, memory.head_dim),
@@ -83,7 +87,8 @@ class DecodeKernel:
             self._compute(line, shared, block, thread, warp)
 
     def _load(self, line: Line, shared: DecodeShared, tma: Tma, block: Int32) -> None:
-        line.each(block, DenseLoader.start(line, shared, tma).load)
+        loader = PagedLoader if self.spec.page else DenseLoader
+        line.each(block, loader.start(line, shared, tma).load)
 
     def _compute(self, line: Line, shared: DecodeShared, block: Int32, thread: Int32, warp: Int32) -> None:
         source = TmaSource(shared, shared.ring(), line.lane, warp % self.config.parts)

@@ -24,8 +24,8 @@ class DecodeShared:
     Attributes:
         memory: their layout.
         regions: the rows of the table.
-        key: `[keys, columns, stage]`.
-        value: `[keys, columns, stage]`.
+        key: boxes of all stages, `[box_rows, columns, box]`.
+        value: the same.
         full: barriers of the stages.
         empty: barriers of the stages.
     """
@@ -41,11 +41,12 @@ class DecodeShared:
     def of(cls, memory: DecodeMemory, dtype: Any) -> "DecodeShared":
         """Returns the tiles, of a dtype, and the barriers of a CTA."""
         regions = SharedRegions.of(memory.table, wgmma.shared_memory())
+        count = memory.config.stages * memory.boxes
         return cls(
             memory=memory,
             regions=regions,
-            key=regions.tiles("key", dtype, (memory.config.keys, memory.head_dim)),
-            value=regions.tiles("value", dtype, (memory.config.keys, memory.v_head_dim)),
+            key=regions.tiles("key", dtype, (memory.box_rows, memory.head_dim), count),
+            value=regions.tiles("value", dtype, (memory.box_rows, memory.v_head_dim), count),
             full=regions.barriers["full"],
             empty=regions.barriers["empty"],
         )
@@ -94,24 +95,24 @@ class TmaSource:
 
     def key(self, place: Int32) -> Callable[[int, int], mma.Fragment]:
         """Returns what loads the strip of K."""
-        config, columns = self.shared.memory.config, self.shared.memory.head_dim
+        memory, columns = self.shared.memory, self.shared.memory.head_dim
         row, column = crossed_lane(self.lane)
         start = self.shared.regions.stage("key", place) + self._strip(columns)
 
         def load(n: int, k: int) -> mma.Fragment:
-            offset = swizzled_offset(row, k, column // 8, config.keys, columns)
+            offset = swizzled_offset(row, k, column // 8, memory.box_rows, columns)
             return ptx.ldmatrix(start + (offset + self._rows(8 * n, columns)))
 
         return load
 
     def value(self, place: Int32) -> Callable[[int, int], mma.Fragment]:
         """Returns what loads the strip of V."""
-        config, columns = self.shared.memory.config, self.shared.memory.v_head_dim
+        memory, columns = self.shared.memory, self.shared.memory.v_head_dim
         row, column = plain_lane(self.lane)
         start = self.shared.regions.stage("value", place) + self._strip(columns)
 
         def load(n: int, k: int) -> mma.Fragment:
-            offset = swizzled_offset(row, n // 2, column // 8, config.keys, columns)
+            offset = swizzled_offset(row, n // 2, column // 8, memory.box_rows, columns)
             return ptx.ldmatrix(start + (offset + self._rows(16 * k, columns)), transpose=True)
 
         return load
@@ -125,9 +126,11 @@ class TmaSource:
 
     def _strip(self, columns: int) -> Int32:
         """Returns the bytes from the first row of a tile to that of the warp's strip."""
-        return self.part * self._rows(self.shared.memory.config.strip, columns)
+        memory, strip = self.shared.memory, self.shared.memory.config.strip
+        if memory.boxes == 1 or strip % memory.box_rows == 0:
+            return self.part * self._rows(strip, columns)
+        return self._rows(self.part * strip, columns)
 
-    @staticmethod
-    def _rows(count: int, columns: int) -> int:
-        """Returns the bytes of rows of a swizzle atom; the swizzle repeats every 8 rows."""
-        return count * (2 * wgmma.atom_columns(columns))
+    def _rows(self, row: Any, columns: int) -> Any:
+        """Returns the bytes to a row from the start of a tile, or of a strip; the swizzle repeats every 8 rows."""
+        return self.shared.memory.row_offset(row, 2 * wgmma.atom_columns(columns), columns)
