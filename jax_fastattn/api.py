@@ -237,8 +237,7 @@ def explain(
     problem = problem_of(query=query, key=key, value=value, **options)
     validation.check_flag("return_residual", return_residual)
     with ffi.target_arch(ffi.named_arch() if arch is None else arch):
-        found = dispatch.explain(problem)
-    return found if page_table is None else dispatch.of_pages(found)
+        return dispatch.explain(problem)
 
 
 @overload

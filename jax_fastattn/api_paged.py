@@ -128,16 +128,12 @@ def paged_attention(
         scale=scale,
         implementation=implementation,
     )
-    dispatch.note_call_site(paged.dense_spec(spec, operands), operands.dense_shapes())
+    dispatch.note_call_site(operands.dense_spec(spec), operands.dense_shapes())
     results = paged.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return canonical.restore(results, batched=True)
 
 
 def paged_problem(query: Any, key: Any, value: Any, **arguments: Any) -> Problem:
-    """Returns the problem of the dense call that a paged call with these arguments would run; nothing runs."""
-
-    def canonicalize(**arguments: Any) -> Any:
-        spec, operands = canonical.canonicalize_paged(**arguments)
-        return paged.dense_spec(spec, operands), operands.dense_shapes()
-
-    return canonical.problem_of(canonicalize, query=query, key_pages=key, value_pages=value, **arguments)
+    """Returns the problem of a paged call with these arguments; nothing runs."""
+    pages = {"key_pages": key, "value_pages": value}
+    return canonical.problem_of(canonical.canonicalize_paged, query=query, **pages, **arguments)

@@ -158,7 +158,7 @@ def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> ja
     return out if lse is None else (out, lse)
 
 
-def problem_of(canonicalize: Callable[..., tuple[AttentionSpec, Operands]], **arguments: Any) -> Problem:
+def problem_of(canonicalize: Callable[..., tuple[AttentionSpec, AnyOperands]], **arguments: Any) -> Problem:
     """Returns the problem that a call with the arguments of `canonicalize` would be lowered for; nothing runs.
 
     Arrays may be abstract. Any other argument is passed on unchanged, so that it raises the error of the call.
@@ -170,7 +170,9 @@ def problem_of(canonicalize: Callable[..., tuple[AttentionSpec, Operands]], **ar
 
     def trace(shapes: dict[int, jax.Array]) -> None:
         given = jax.tree.unflatten(tree, [shapes.get(i, x) for i, x in enumerate(leaves)])
-        found.append(Problem.of(*canonicalize(**given, **static)))
+        spec, operands = canonicalize(**given, **static)
+        is_paged = isinstance(operands, PagedOperands)
+        found.append(operands.problem(spec) if is_paged else Problem.of(spec, operands))
 
     jax.eval_shape(trace, {i: x for i, x in enumerate(leaves) if _has_shape_alone(x)})
     return found[0]

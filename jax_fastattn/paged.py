@@ -8,13 +8,14 @@ M * R. `ops/paged.py` is where a paged call is computed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.spec import AttentionSpec, Operand, Operands
+from jax_fastattn.spec import AttentionSpec, Operand, Operands, Problem
 
 
 class PagedOperands(NamedTuple):
@@ -67,6 +68,15 @@ class PagedOperands(NamedTuple):
     def dense_shapes(self) -> Operands:
         """Returns what `gathered` would, with abstract keys and values; nothing runs."""
         return self._dense(lambda pages: jax.ShapeDtypeStruct(self._dense_shape(pages), pages.dtype))
+
+    def dense_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """Returns the spec of the dense call that computes the same."""
+        return dataclasses.replace(spec, present=self.dense_shapes().present())
+
+    def problem(self, spec: AttentionSpec) -> Problem:
+        """Returns the problem of the call; its spec is that of the dense one."""
+        pages, rows = self.key_pages.shape[:2]
+        return dataclasses.replace(Problem.of(self.dense_spec(spec), self.dense_shapes()), page=rows, pages=pages)
 
     def _dense(self, rows: Callable[[jax.Array], Any]) -> Operands:
         return Operands(

@@ -165,6 +165,8 @@ class Problem:
         num_sequences: how many lie one after the other in each batch entry, padding included; 0 if none do.
         packed_offsets: whether they have offsets.
         mask_shape: `[b, n, t, s]`; None without a mask.
+        page: rows of a page, if keys and values are in pages; else 0.
+        pages: how many there are.
     """
 
     spec: AttentionSpec
@@ -180,6 +182,8 @@ class Problem:
     num_sequences: int = 0
     packed_offsets: bool = False
     mask_shape: tuple[int, ...] | None = None
+    page: int = 0
+    pages: int = 0
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> Problem:

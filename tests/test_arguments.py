@@ -82,11 +82,12 @@ def test_integers_come_before_floats() -> None:
 
 
 def test_scalars_of_lists_and_of_decoding_are_no_parameters_of_other_launches() -> None:
-    absent = dict.fromkeys((*VISIT_SCALARS, "side_heads"))
+    absent = dict.fromkeys((*VISIT_SCALARS, "side_heads", "pages"))
     plain = KernelSpec("forward", "sm_90a", "float16", 64, 64, family="sm90")
     assert absent_scalars(plain) == tuple(absent)
-    assert absent_scalars(dataclasses.replace(plain, listed=True)) == ("side_heads",)
-    assert absent_scalars(dataclasses.replace(plain, op="decode")) == VISIT_SCALARS
+    assert absent_scalars(dataclasses.replace(plain, listed=True)) == ("side_heads", "pages")
+    assert absent_scalars(dataclasses.replace(plain, op="decode")) == (*VISIT_SCALARS, "pages")
+    assert absent_scalars(dataclasses.replace(plain, op="decode", page=16)) == VISIT_SCALARS
     scalars = Scalars(**{name: name for name in Scalars._fields} | absent)
     assert scalars.of_dtype("int32") == tuple(
         x for x in Scalars._fields if SCALAR_DTYPES[x] == "int32" and x not in absent

@@ -17,7 +17,7 @@ from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.tile_lists import PrepassConfig, Sizes, has_too_many_bits
-from jax_fastattn.spec import AttentionSpec, Problem
+from jax_fastattn.spec import AttentionSpec, Problem, is_known
 
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
 SHORT_LENGTH = 2048
@@ -168,11 +168,23 @@ def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
 def splits_keys(problem: Problem) -> bool:
     """Returns whether the forward pass splits the keys of a head over CTAs, which takes few queries and many keys."""
     rows = problem.query_length * problem.group
+    if problem.page:
+        return reads_pages(problem)
     is_range = not (problem.num_sequences or is_listed(problem))
     # The forward kernel reads keys once, too, where a head has them to itself, and has faster products.
     whole_heads_suffice = problem.group == 1 and rows > BLOCK_ROWS and _fills_gpu(problem)
     is_small = rows <= MAX_ROWS and problem.key_length >= MIN_SPLIT_KEYS
     return is_range and is_small and not whole_heads_suffice
+
+
+def reads_pages(problem: Problem) -> bool:
+    """Returns whether a kernel reads the pages of a problem; else they are gathered into dense keys and values first.
+
+    It takes few queries, and head dims that need no padding: padded pages would be copies, too.
+    """
+    is_aligned = problem.head_dim % 8 == 0 and problem.v_head_dim % 8 == 0
+    is_small = is_known(problem.query_length) and problem.query_length * problem.group <= MAX_ROWS
+    return problem.page > 0 and is_known(problem.pages) and is_small and is_aligned
 
 
 def _fills_gpu(problem: Problem) -> bool:
@@ -213,6 +225,7 @@ def kernel_spec(
         query_offset=("query_offset" in spec.present or problem.packed_offsets) and not listed,
         packed=packed,
         listed=listed,
+        page=problem.page if op == "decode" else 0,
         logits_soft_cap=spec.logits_soft_cap is not None,
         exact_cap="sinks" in spec.present,
         sinks="sinks" in spec.present and op != "backward",

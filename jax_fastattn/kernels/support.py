@@ -99,6 +99,7 @@ def speed_note(arch: str) -> str:
 
 def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
     """Describes the families, and query rows x keys of the tiles, that `problem` runs with on `arch`."""
-    forward, backward = forward_spec(problem, arch), kernel_spec(problem, "backward", arch)
-    families = f"{forward.family} {forward.op}, {backward.family} {backward.op}"
-    return families, f"{forward.config.tiles}, {backward.config.tiles}"
+    kernels = [forward_spec(problem, arch)]
+    if not problem.page:  # pages have no gradient
+        kernels.append(kernel_spec(problem, "backward", arch))
+    return ", ".join(f"{x.family} {x.op}" for x in kernels), ", ".join(x.config.tiles for x in kernels)

@@ -23,6 +23,7 @@ from jax_fastattn.kernels.split import heads_side_by_side
 from jax_fastattn.ops.launch import launch_p, launch_scalars
 from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
+from jax_fastattn.paged import PagedOperands
 from jax_fastattn.portable import scale_gradient
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Gradients, Operands, Problem
 
@@ -46,7 +47,7 @@ def _padded(operands: Operands) -> Operands:
     return operands._replace(query=q, key=k, value=v)
 
 
-def _scaled(x: jax.Array, operands: Operands) -> jax.Array:
+def _scaled(x: jax.Array, operands: Operands | PagedOperands) -> jax.Array:
     """Multiplies x `[B, T, N, H]` by a scale that is an operand, and rounds once."""
     if operands.scale is None:
         return x
@@ -83,6 +84,20 @@ def forward(
     found = _launch(kernel, problem, arrays | _records(kernel, padded), launched, lists)
     out, lse = (found[name].reshape(shape) for name, shape in shapes.items())
     return cut_head_dim(out, operands.value.shape[3]), lse
+
+
+def paged_forward(
+    spec: AttentionSpec, operands: PagedOperands, kernel: KernelSpec | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `forward` does, from one custom call that reads the pages, which `reads_pages` has to admit."""
+    problem = operands.problem(spec)
+    kernel = kernel or forward_spec(problem, ffi.arch())
+    arrays = operands._replace(query=_scaled(operands.query, operands), scale=None)._asdict()
+    arrays |= {"key": arrays.pop("key_pages"), "value": arrays.pop("value_pages")}
+    rows = operands.query.shape[:3]
+    shapes = {"out": rows + operands.value_pages.shape[3:], "lse": rows}
+    found = _launch(kernel, problem, arrays, shapes | _forward_scratch(kernel, problem))
+    return found["out"], found["lse"]
 
 
 def _forward_scratch(kernel: KernelSpec, problem: Problem) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec
+from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -22,7 +22,8 @@ NO_DERIVATIVE_KERNELS = (
     "no kernel computes tangents (forward mode) or second derivatives; outputs and gradients still run the kernels"
 )
 
-# What a paged call does before the dense call that `explain` describes.
+# What else `explain` says of a paged call.
+READ_PAGES = "the pages are read where they lie; there is no gradient"
 GATHERED_PAGES = "the pages are first gathered into dense keys and values, which takes a copy; there is no gradient"
 
 # Packages whose frames are not the user's.
@@ -40,12 +41,13 @@ class Explanation:
 
     Attributes:
         implementation: "cuda" or "xla".
-        kernel: families of the CUDA kernels, such as "sm90 forward, sm80 backward"; None on the XLA path.
-        tile: tile sizes of forward and backward, in words; None on the XLA path.
+        kernel: families of the CUDA kernels, such as "sm90 forward, sm80 backward", or "sm90 decode" if there is no
+            gradient; None on the XLA path.
+        tile: tile sizes of these kernels, in words; None on the XLA path.
         variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
         reasons: every reason why the CUDA kernels are not taken; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
-        note: caveats about speed: that of the CUDA kernels on some GPUs, and that pages are gathered; else empty.
+        note: a caveat about the speed of the CUDA kernels on some GPUs, and what is done with pages; else empty.
     """
 
     implementation: str
@@ -119,6 +121,15 @@ def refuse_platform(problem: Problem) -> None:
 
 def explain(problem: Problem) -> Explanation:
     """Returns what would run `problem` on the GPU that `ffi.target_arch` names, else on the default backend."""
+    if not problem.page:
+        return _explain(problem)
+    found = _explain(problem if reads_pages(problem) else dataclasses.replace(problem, page=0, pages=0))
+    is_read = found.implementation == "cuda" and reads_pages(problem)
+    notes = found.note, READ_PAGES if is_read else GATHERED_PAGES
+    return dataclasses.replace(found, note="; ".join(filter(None, notes)))
+
+
+def _explain(problem: Problem) -> Explanation:
     if problem.spec.implementation == "xla":
         reasons = [Reason("implementation", '`implementation` is "xla"')]
     elif problem.is_empty:
@@ -133,11 +144,6 @@ def explain(problem: Problem) -> Explanation:
         return Explanation("xla", None, None, None, texts, "; ".join(map(str, reasons)))
     arch = ffi.arch()
     return Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "", speed_note(arch))
-
-
-def of_pages(found: Explanation) -> Explanation:
-    """Returns the explanation of a paged call from that of the dense call that it runs."""
-    return dataclasses.replace(found, note="; ".join(filter(None, (found.note, GATHERED_PAGES))))
 
 
 def note_call_site(spec: AttentionSpec, operands: Operands) -> None:
@@ -166,11 +172,14 @@ def _user_frame() -> str:
 
 def _variant(problem: Problem, arch: str) -> str:
     """Describes which kernels run, and how dq is added up."""
-    forward, backward = forward_spec(problem, arch), kernel_spec(problem, "backward", arch)
+    forward = forward_spec(problem, arch)
     if forward.op == "decode":
         forward_words = "forward with keys split over all multiprocessors"
     else:
         forward_words = f"forward for {'any length' if forward == configured(forward) else 'short lengths'}"
+    if problem.page:
+        return forward_words
+    backward = kernel_spec(problem, "backward", arch)
     if not backward.config.adds_dq:
         return f"{forward_words}; dq in a kernel of its own, in registers"
     order = "in semaphore order, always the same bits" if backward.ordered else "by atomics, in an order that may vary"

@@ -61,6 +61,7 @@ def launch_scalars(
         multiprocessors=multiprocessors,
         **dict(zip(VISIT_SCALARS, visit, strict=True)),
         side_heads=side_heads,
+        pages=problem.pages or None,
         scale=problem.spec.scale,
         logits_soft_cap=problem.spec.logits_soft_cap or 0.0,
     )

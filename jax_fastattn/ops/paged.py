@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged op: output and log-sum-exp of keys and values in pages. It has no derivative; all of its rules are here.
 
-One device's share gathers its pages into dense keys and values and runs the forward op on them, on every platform.
-Nothing outside of this share knows that: batching, partitioning and the public function see pages alone.
+Where a kernel reads pages, one device's share is a launch of it. Elsewhere the share gathers its pages into dense keys
+and values and runs the forward op on them. Nothing outside of this share knows that: batching, partitioning and the
+public function see pages alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NoReturn
 
@@ -18,7 +18,8 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 from jax.sharding import NamedSharding
 
-from jax_fastattn.ops import abstract, batching
+from jax_fastattn.kernels.choose import reads_pages
+from jax_fastattn.ops import abstract, batching, cuda, dispatch
 from jax_fastattn.ops.forward import forward_p
 from jax_fastattn.ops.partitioned import Axes, Op
 from jax_fastattn.ops.sharding import refuse_split
@@ -43,11 +44,6 @@ def attend(spec: AttentionSpec, operands: PagedOperands, return_residual: bool) 
     return out, lse if return_residual else None
 
 
-def dense_spec(spec: AttentionSpec, operands: PagedOperands) -> AttentionSpec:
-    """Returns the spec of the dense call that computes a paged one."""
-    return dataclasses.replace(spec, present=operands.dense_shapes().present())
-
-
 def _abstract(*arrays: Any, spec: AttentionSpec) -> list[Any]:
     return abstract.forward_results(spec, arrays)
 
@@ -65,13 +61,25 @@ paged_op = Op("jax_fastattn_paged", "jax_fastattn_paged_forward", _abstract, _ax
 def _gather_and_attend(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
     operands = PagedOperands.of(spec, arrays)
     dense = operands.gathered().arrays()
-    return forward_p.bind(*dense, spec=dense_spec(spec, operands), mapped=(False,) * len(dense))
+    return forward_p.bind(*dense, spec=operands.dense_spec(spec), mapped=(False,) * len(dense))
+
+
+def _read_pages(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
+    return list(cuda.paged_forward(spec, PagedOperands.of(spec, arrays)))
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec) -> Any:
     return abstract.lower_on_one_device(functools.partial(_gather_and_attend, spec=spec), ctx, *values)
 
 
+def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec) -> Any:
+    problem = PagedOperands.of(spec, ctx.avals_in).problem(spec)
+    if not (reads_pages(problem) and dispatch.takes_cuda(problem)):
+        return _lower(ctx, *values, spec=spec)
+    return abstract.lower_on_one_device(functools.partial(_read_pages, spec=spec), ctx, *values)
+
+
+mlir.register_lowering(paged_op.share, _cuda, platform="cuda", inline=False)
 mlir.register_lowering(paged_op.share, _lower, inline=False)
 
 

@@ -51,16 +51,16 @@ def in_pages(arrays: dict[str, np.ndarray], page: int) -> dict[str, np.ndarray]:
     counts = -(-np.clip(arrays["key_value_seq_lengths"][:batch], 0, keys) // page)
     tiles = {name: arrays[name].reshape(batch, entries, page, *arrays[name].shape[2:]) for name in ("key", "value")}
     used = [(b, j) for b in range(batch) for j in range(counts[b])]
-    contents = {place: tiles["key"][place].tobytes() + tiles["value"][place].tobytes() for place in used}
+    contents = {at: tiles["key"][at].tobytes() + tiles["value"][at].tobytes() for at in used}
     pages = len(set(contents.values())) + 3
     ids = dict(zip(dict.fromkeys(contents.values()), random.permutation(pages), strict=False))
     table = random.choice([-5, 1 << 30, -(1 << 31), pages], (batch, entries)).astype(np.int32)
     found = {name: np.full((pages, *x.shape[2:]), np.nan, x.dtype) for name, x in tiles.items()}
-    for place in used:
-        index = ids[contents[place]]
-        table[place] = {0: -7, pages - 1: pages + 9}.get(index, index)
+    for at in used:
+        index = ids[contents[at]]
+        table[at] = {0: -7, pages - 1: pages + 9}.get(index, index)
         for name, x in found.items():
-            x[index] = tiles[name][place]
+            x[index] = tiles[name][at]
     return found | {"page_table": table}
 
 

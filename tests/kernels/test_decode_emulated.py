@@ -43,7 +43,7 @@ class Case:
     features: dict[str, Any] = dataclasses.field(default_factory=dict)
     head_dims: tuple[int, int] = (128, 128)
     group: int = 4
-    split: dict[str, int] = dataclasses.field(default_factory=dict)
+    split: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _SIZES = Sizes(queries=1, keys=300, batch=2, kv_heads=2, right=0)
