@@ -115,8 +115,8 @@ def _pages(page: int, lengths: tuple[int, ...], keys: int, **other: Any) -> Case
 _SOME = (0, 384, 1, 128, 17, 250)
 PAGED = {
     **{f"page{page}": _pages(page, _SOME, 384) for page in (16, 32, 48, 64, 128, 192)},
-    # An entry after the last one of the table would be outside of it.
-    "page16-full": _pages(16, (256, 16, 256), 256, sizes={"kv_heads": 1}),
+    # An entry after the last one of the table would be outside of it; the last tile has one page.
+    "page16-full": _pages(16, (272, 16, 272), 272, sizes={"kv_heads": 1}),
     "page16-more-than-32-boxes": _pages(16, (16, 1200, 729), 1200, sizes={"kv_heads": 1}),
     "page16-side-by-side": _pages(
         16, (1200, 4, 729), 1200, head_dims=(64, 64), split={"multiprocessors": 4, "side_heads": 2}

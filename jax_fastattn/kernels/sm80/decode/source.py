@@ -26,13 +26,12 @@ class StripRows(Protocol):
         """Prepares for the first strip of a segment, given its first key."""
         ...
 
-    def row(self, segment: Segment, i: Int32, key: Int32, exists: Boolean) -> Int64:
+    def row(self, segment: Segment, key: Int32, exists: Boolean) -> Int64:
         """Returns the row, among those of all batch entries, that a strip begins with; some row if it does not exist.
 
         Args:
             segment: the segment.
-            i: the tile, counted from the segment's first one. A warp asks for every tile, in order.
-            key: the strip's first key.
+            key: the strip's first key. A warp asks for the strips of all tiles, in order.
             exists: whether there is a strip.
         """
         ...
@@ -51,9 +50,8 @@ class DenseRows:
     def start(self, segment: Segment, key: Int32) -> None:
         """Does nothing."""
 
-    def row(self, segment: Segment, i: Int32, key: Int32, exists: Boolean) -> Int64:
+    def row(self, segment: Segment, key: Int32, exists: Boolean) -> Int64:
         """Returns the row of a key."""
-        del i
         return Int64(segment.batch) * self.line.scalars.key_length + ptx.where(exists, key, Int32(0))
 
 
@@ -76,19 +74,18 @@ class PagedRows:
 
     def start(self, segment: Segment, key: Int32) -> None:
         """Asks for the page of the first strip."""
-        self._ask(segment, Int32(0), key)
+        self._ask(segment, key)
 
-    def row(self, segment: Segment, i: Int32, key: Int32, exists: Boolean) -> Int64:
+    def row(self, segment: Segment, key: Int32, exists: Boolean) -> Int64:
         """Returns a row of the page that was asked for, and asks for the next strip's."""
         del exists
         page_rows = self.line.spec.page
         row = Int64(self.page[0]) * page_rows + key % page_rows
-        self._ask(segment, i + 1, key + self.line.keys)
+        self._ask(segment, key + self.line.keys)
         return row
 
-    def _ask(self, segment: Segment, i: Int32, key: Int32) -> None:
-        exists = Boolean((i < segment.count) & (key < segment.entry.end))
-        self.page[0] = self.line.page(segment.batch, key, exists)
+    def _ask(self, segment: Segment, key: Int32) -> None:
+        self.page[0] = self.line.page(segment.batch, key, Boolean(key < segment.entry.end))
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +181,7 @@ class CopySource:
         # Other rows become zeros, and are not read.
         begin = None if entry.hidden_end is None else ptx.where(exists, entry.hidden_end - first, Int32(0))
         rows = copies.Rows(begin, ptx.where(exists, entry.end - first, Int32(0)))
-        row = self.rows.row(segment, i, first, exists) * kv_heads + segment.kv_head
+        row = self.rows.row(segment, first, exists) * kv_heads + segment.kv_head
         threads, thread, target = 32 * config.row_blocks, self.block * 32 + self.line.lane, self._stage(i)
         for pointer, tile in ((buffers.key, memory.key), (buffers.value, memory.value)):
             nbytes = 2 * tile.columns
