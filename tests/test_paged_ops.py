@@ -301,12 +301,65 @@ def test_cuda_gathers_and_launches_one_kernel(
     )
 
 
+# Shapes of a query and of values, and the kernel of the call; None if pages are gathered.
+READ: dict[str, tuple[tuple[int, ...], int, bool]] = {
+    "one query": ((5, 1, 6, 8), 8, True),
+    "64 rows": ((5, 32, 6, 8), 8, True),
+    "65 rows": ((5, 65, 3, 8), 8, False),
+    "a head dim that is padded": ((5, 1, 6, 8), 4, False),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", READ)
+def test_cuda_reads_pages_for_few_queries(
+    name: str, arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No copy of the pages is made, under vmap too, and `explain` says so."""
+    calls.lower_for_cuda(monkeypatch, tmp_path, arch)
+    shape, v_head_dim, is_read = READ[name]
+    arguments = draw(32, dtype=jnp.bfloat16, query=jnp.ones(shape, jnp.bfloat16))
+    arguments["value_pages"] = jnp.ones((19, 32, 3, v_head_dim), jnp.bfloat16)
+    run = lambda arguments: paged_attention(**arguments, is_causal=True, implementation="cuda")
+    axes = {name: None if name in PAGES else 0 for name in arguments}
+    batch = {name: x if name in PAGES else jnp.stack([x, x]) for name, x in arguments.items()}
+    for text in (calls.cuda_text(run, arguments), calls.cuda_text(jax.vmap(run, in_axes=(axes,)), batch)):
+        assert calls.count_launches(text) == 1
+        assert ("stablehlo.gather" in text) == (not is_read)
+    arrays = [arguments.pop(x) for x in NAMES[:3]]
+    with target_arch(arch):
+        found = explain(*arrays, **arguments, is_causal=True)
+    family = "sm90" if arch == "sm_90a" else "sm80"
+    if is_read:
+        assert (found.implementation, found.kernel) == ("cuda", f"{family} decode")
+        assert found.tile is not None and re.fullmatch(r"decode (16|64)x\d+", found.tile)
+        assert found.variant == "forward with keys split over all multiprocessors"
+        assert found.note.endswith("the pages are read where they lie; there is no gradient")
+    else:
+        assert found.implementation == "cuda" and found.note.endswith("; there is no gradient")
+        assert "the pages are first gathered" in found.note
+
+
 def test_export_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
     checks = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]
-    export = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=checks)(draw(dtype=jnp.bfloat16))
+    arguments = draw(dtype=jnp.bfloat16)
+    for pages in (arguments["value_pages"], arguments["key_pages"]):  # gathered, and read
+        export = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=checks)
+        loaded = jax.export.deserialize(export(arguments | {"value_pages": pages}).serialize())
+        assert loaded.mlir_module().count(f"stablehlo.custom_call @{TARGET_NAME}") == 1
+
+
+def test_export_for_two_platforms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One program has the launch and, for a CPU, the gather."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]
+    arguments = draw(dtype=jnp.bfloat16)
+    arguments |= {"value_pages": arguments["key_pages"]}
+    export = jax.export.export(jax.jit(attend), platforms=["cuda", "cpu"], disabled_checks=checks)(arguments)
     loaded = jax.export.deserialize(export.serialize())
     assert loaded.mlir_module().count(f"stablehlo.custom_call @{TARGET_NAME}") == 1
+    calls.assert_same(loaded.call(arguments), attend(arguments))
 
 
 def test_cuda_alone_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

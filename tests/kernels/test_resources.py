@@ -316,6 +316,7 @@ DECODE_ROWS = {
     ("sm_86", (128, 128), 16): 0,
 }
 DECODE = {"lengths": {"key_value_seq_lengths": True, "group": 4}, "everything": {**EVERYTHING, "sinks": True}}
+DECODE["pages"] = {**DECODE["everything"], "page": 16}
 
 
 def _decode_specs(features: str) -> dict[KernelSpec, int]:
@@ -324,7 +325,7 @@ def _decode_specs(features: str) -> dict[KernelSpec, int]:
     for (arch, dims, count), local_bytes in DECODE_ROWS.items():
         family = "sm90" if arch == "sm_90a" else "sm80"
         spec = KernelSpec("decode", arch, "bfloat16", *dims, family=family, **DECODE[features])  # pyright: ignore[reportArgumentType]
-        if features == "lengths" or dims == (128, 128):
+        if features == "lengths" or dims == (128, 128) or (features == "pages" and dims == (64, 64)):
             found[configured(spec, rows=count)] = local_bytes
     return found
 
