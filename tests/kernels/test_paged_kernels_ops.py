@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from jax_fastattn import ffi
 from jax_fastattn.canonical import canonicalize_paged
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.paged import PagedOperands
 from jax_fastattn.reference import paged_reference
+from jax_fastattn.spec import AttentionSpec
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +34,15 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "scale-operand-window": ((2, 2, 2, 32), {"scale": True, "local_window_size": (30, 3)}),
     "offset": ((3, 2, 1, 48), {"is_causal": True, "query_offset": 40}),
 }
+
+
+def _with_scaled_query(spec: AttentionSpec, operands: PagedOperands) -> tuple[AttentionSpec, PagedOperands]:
+    """Returns the call that kernels run: an array `scale` is multiplied into the query, which is rounded."""
+    if operands.scale is None:
+        return spec, operands
+    query = (operands.query.astype(jnp.float32) * operands.scale[0, 0]).astype(operands.query.dtype)
+    operands = operands._replace(query=query, scale=None)
+    return dataclasses.replace(spec, present=operands.present()), operands
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
@@ -51,7 +63,7 @@ def test_paged_attention_of_few_queries(name: str, arch: str, monkeypatch: pytes
     if "sinks" in arguments:
         arguments = arguments | {"sinks": jnp.asarray(random.standard_normal(heads), jnp.float32)}
     if "scale" in arguments:
-        arguments = arguments | {"scale": jnp.float32(0.125)}
+        arguments = arguments | {"scale": jnp.float32(0.2)}
     lengths, pages = np.array([0, 2 * page + 1, 3 * page], np.int32), 9
     table = random.permutation(pages)[:9].reshape(3, 3).astype(np.int32)
     shapes = ((3, queries, heads, 64), (pages, page, kv_heads, 64), (pages, page, kv_heads, 64))
@@ -62,9 +74,9 @@ def test_paged_attention_of_few_queries(name: str, arch: str, monkeypatch: pytes
             is_used[table[b, j // page], j % page] = True
         table[b, -(-length // page) :] = 1 << 30
     call = (*arrays, table, lengths)
-    wanted, wanted_lse = paged_reference(*canonicalize_paged(*call, **arguments))
+    wanted, wanted_lse = paged_reference(*_with_scaled_query(*canonicalize_paged(*call, **arguments)))
     broken = [np.where(is_used[..., None, None], x, np.nan).astype(x.dtype) for x in arrays[1:]]
     out, lse = cuda.paged_forward(*canonicalize_paged(arrays[0], *broken, table, lengths, **arguments))
     assert [(key.op, key.page) for key in keys] == [("decode", page)]
     np.testing.assert_allclose(np.asarray(out, np.float64), np.asarray(wanted, np.float64), atol=2e-2)
-    np.testing.assert_allclose(lse, wanted_lse, atol=1e-3, rtol=1e-4)
+    np.testing.assert_allclose(lse, wanted_lse, atol=2e-4, rtol=1e-4)
