@@ -86,8 +86,9 @@ def paged_attention(
     Key and value j of batch entry b are row `j % R` of page `page_table[b, j // R]`, for all `j < lengths[b]`. Batch
     entries may share pages. Nothing else of the pages reaches a result, even if it is NaN.
 
-    Every call gathers the pages into dense keys and values first, on every platform: it takes the time and the memory
-    of a copy of `B * M * R` rows, and then that of `attention`. There is no derivative. docs/semantics.md has the whole
+    On a GPU a kernel reads the pages where they lie if there are at most 64 rows (T * N / K) and both head dims are
+    multiples of 8. Any other call, and the XLA path, first gathers the pages into dense keys and values, which takes
+    the time and the memory of a copy of `B * M * R` rows. There is no derivative. docs/semantics.md has the whole
     contract.
 
     Sizes: as for `attention`; P pages, R rows of a page (a multiple of 16), M entries of the table per batch entry.
@@ -101,7 +102,7 @@ def paged_attention(
         query_offset: int or integers `[B]`: query i stands at key position i + query_offset for `is_causal` and
             windows. Default: `lengths - T`, after clamping, so that the last query stands at the last key.
         is_causal, local_window_size, sinks, logits_soft_cap, scale, return_residual, implementation: as for
-            `attention`. "cuda" gathers the pages too, and then takes the CUDA kernels or raises.
+            `attention`. "cuda" takes the CUDA kernels, after a gather where no kernel reads the pages, or raises.
 
     Returns:
         The output `[B, T, N, D]` in the dtype of `query`; with `return_residual` also the log-sum-exp `[B, T, N]`, as

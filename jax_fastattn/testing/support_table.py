@@ -83,10 +83,11 @@ _HEAD = """\
 
 # What runs where
 
-The XLA path runs everything that `attention` and `attention_varlen` accept, on every platform. The CUDA kernels run,
-forward and backward, what is marked "yes" here; elsewhere `implementation=None` takes the XLA path, on a GPU with a
-warning, and `implementation="cuda"` raises `NotImplementedError` with the reasons. `jax_fastattn.explain(...)` says it
-for one call.
+The XLA path runs everything that `attention`, `attention_varlen` and `paged_attention` accept, on every platform. The
+CUDA kernels run, forward and backward, what is marked "yes" here; elsewhere `implementation=None` takes the XLA path,
+on a GPU with a warning, and `implementation="cuda"` raises `NotImplementedError` with the reasons.
+`jax_fastattn.explain(...)` says it for one call. [`paged_attention`](semantics.md#keys-and-values-in-pages) has no
+backward pass. A kernel reads its pages in place if there are few queries; else they are copied to dense arrays first.
 """
 
 _GPUS = """\
@@ -115,6 +116,7 @@ def problems() -> dict[str, Problem]:
     base = _BASE.problem()
     found = {name: dataclasses.replace(_BASE, **change).problem() for name, change in FEATURES.items()}
     return found | {
+        "`paged_attention` (forward)": dataclasses.replace(found["`key_value_seq_lengths`"], page=16, pages=99),
         "`deterministic`": dataclasses.replace(base, spec=dataclasses.replace(base.spec, deterministic=True)),
         "float64": dataclasses.replace(base, dtype="float64"),  # no case: its arrays would need x64
     }
