@@ -146,7 +146,9 @@ def test_generate_continues_a_trained_model(one_device: tuple[Path, dict[str, An
     output, _, _ = one_device
     printed = run("examples/generate.py", "--run", str(output), "--prompt", "def f(", "x", "--tokens", "8")
     assert "attention of one query: XLA path" in printed and "--- 'def f(' ---\ndef f(" in printed
-    assert re.search(r"^[\d,]+ tokens/s from the cache, [\d,]+ tokens/s by recomputation; 16 of 16 ", printed, re.M)
+    assert re.search(r"attention of one query to pages: XLA path.*the pages are first gathered", printed)
+    for how in ("by recomputation", "from the cache", "from pages"):
+        assert re.search(rf"^[\d,]+ tokens/s {how}; 16 of 16 tokens are the same$", printed, re.M)
 
 
 def test_generate_loads_what_was_trained(one_device: tuple[Path, dict[str, Any], str], generate: Any) -> None:
@@ -161,7 +163,10 @@ def test_generate_loads_what_was_trained(one_device: tuple[Path, dict[str, Any],
     assert loss(generate.nnx.merge(model.graphdef, model.params)) < loss(untrained) - 1
 
 
-def test_generate_has_the_logits_of_whole_texts(one_device: tuple[Path, dict[str, Any], str], generate: Any) -> None:
+@pytest.mark.parametrize("way", ["from_cache", "from_pages"])
+def test_generate_has_the_logits_of_whole_texts(
+    way: str, one_device: tuple[Path, dict[str, Any], str], generate: Any
+) -> None:
     """Prompts of different lengths are in one batch, in float32."""
     model, prompts = generate.load(one_device[0], "auto"), generate.pad(["import sys", "def", "class"])
     seen: list[Any] = []
@@ -170,7 +175,7 @@ def test_generate_has_the_logits_of_whole_texts(one_device: tuple[Path, dict[str
         jax.debug.callback(lambda *x: seen.append(x), logits, lengths, ordered=True)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    found = generate.from_cache(model, prompts, choose, 6)
+    found = getattr(generate, way)(model, prompts, choose, 6)
     jax.effects_barrier()
     logits, lengths = (np.stack(x, axis=1) for x in zip(*seen, strict=True))
     network = jax.jit(generate.nnx.merge(model.graphdef, model.params).__call__)
@@ -189,17 +194,32 @@ def test_generate_chooses_the_same_tokens_by_recomputation(
         arguments = (model, prompts, generate.chooser(temperature, seed), 6)
         drawn.append(generate.from_cache(*arguments).tokens)
         np.testing.assert_array_equal(drawn[-1], generate.by_recomputation(*arguments).tokens)
+        np.testing.assert_array_equal(drawn[-1], generate.from_pages(*arguments).tokens)
     assert len({tokens.tobytes() for tokens in drawn}) == 3
 
 
-def test_generate_donates_its_cache(generate: Any) -> None:
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_generate_donates_its_cache(in_pages: bool, generate: Any) -> None:
     model = generate.load(None, "xla")
-    cache = generate.make_cache(model.options, 2, 7)
+    capacities = np.array([7, 17])
+    cache = generate.make_pages(model.options, capacities) if in_pages else generate.make_cache(model.options, 2, 7)
     before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
     step = generate.cached_step(model, generate.chooser(0.0, seed=0))
     new, _ = step(model.params, cache, jnp.ones((2, 1), jnp.int32), jnp.ones(2, jnp.int32))
     assert all(x.is_deleted() for x in jax.tree.leaves(cache))
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)] == before
+
+
+def test_pages_of_sequences_take_turns(generate: Any) -> None:
+    """The first sequence needs three pages and the second one; what is past them is written nowhere."""
+    options = generate.load(None, "xla").options
+    pages = generate.make_pages(options, np.array([33, 16]))
+    assert pages.table.tolist() == [[0, 2, 3], [1, 4, 4]] and pages.keys[0].shape[:2] == (4, 16)
+    positions = jnp.array([[15, 16, 32], [15, 16, 47]])
+    ones = jnp.ones((2, 3, *pages.keys[0].shape[2:]), options.dtype)
+    written = pages.write(1, ones, 2 * ones, positions)
+    assert np.argwhere(written.keys[1][..., 0, 0]).tolist() == [[0, 15], [1, 15], [2, 0], [3, 0]]
+    assert not written.keys[0].any() and written.values[1].max() == 2
 
 
 def test_generate_says_what_a_run_lacks(generate: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
