@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Both recipes of docs/kv_cache.md run as they stand, and give what attention over the whole text gives."""
+"""The recipes of docs/kv_cache.md run as they stand, and give what attention over the whole text gives."""
 
 import re
 import warnings
@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 PAGE = (Path(__file__).parents[1] / "docs" / "kv_cache.md").read_text()
-PLAIN, FLAX = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PLAIN, FLAX, PAGES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 TOLERANCE = 1e-5
 
 
-def _run(code: str) -> dict[str, Any]:
-    """Returns what a recipe defines."""
-    found: dict[str, Any] = {}
+def _run(code: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns what a recipe defines, and the names that it is given."""
+    found = dict(names or {})
     with warnings.catch_warnings():
         # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates.
         warnings.filterwarnings("ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning)
@@ -39,6 +39,12 @@ def flax_nnx() -> dict[str, Any]:
     return _run(FLAX)
 
 
+@pytest.fixture(scope="module")
+def in_pages(plain: dict[str, Any]) -> dict[str, Any]:
+    """What the plain recipe defines, and what the one with pages adds."""
+    return _run(PAGES, plain)
+
+
 def _logits(names: dict[str, Any], text: np.ndarray) -> jax.Array:
     """The logits [T, VOCABULARY] of a text [T], by attention of jax.nn over all of it."""
     params = names["params"]
@@ -56,7 +62,7 @@ def _texts(names: dict[str, Any]) -> list[np.ndarray]:
     return [np.concatenate([prompt[:count], tokens]) for prompt, count, tokens in pairs]
 
 
-@pytest.mark.parametrize("code", [PLAIN, FLAX], ids=["plain", "nnx"])
+@pytest.mark.parametrize("code", [PLAIN, FLAX, PAGES], ids=["plain", "nnx", "pages"])
 def test_recipes_have_forty_lines(code: str) -> None:
     assert 20 < len([line for line in code.splitlines() if line]) <= 40
 
@@ -119,3 +125,26 @@ def test_flax_recipe_gives_attention_over_the_whole_sequence(flax_nnx: dict[str,
         expected = layer.out(attended)
     np.testing.assert_allclose(np.concatenate(flax_nnx["outs"], axis=1), expected, atol=TOLERANCE)
     assert flax_nnx["extend"]._cache_size() == 2
+
+
+def test_pages_give_the_tokens_and_logits_of_the_plain_recipe(in_pages: dict[str, Any], plain: dict[str, Any]) -> None:
+    np.testing.assert_array_equal(np.stack(in_pages["paged"]), np.stack(plain["tokens"]))
+    np.testing.assert_allclose(in_pages["logits"], plain["logits"], atol=TOLERANCE, rtol=TOLERANCE)
+    assert in_pages["cache"]["lengths"].tolist() == [16, 13]
+    assert in_pages["extend_pages"]._cache_size() == 2
+
+
+def test_sequences_take_pages_as_they_grow_and_leave_others_alone(in_pages: dict[str, Any]) -> None:
+    """The first sequence needs a second page for its 17th token. Padding past a page that a sequence has is dropped."""
+    table, free, cache = in_pages["table"].copy(), list(in_pages["free"]), in_pages["cache"]
+    taken, none = {*range(in_pages["PAGES"])} - {*free}, in_pages["PAGES"]
+    assert len(taken) == 2 and (table == none).sum() == 2 and {*table[table != none].tolist()} == taken
+    in_pages["reserve"](table, free, np.array([17, 13]))
+    assert len(free) == 2 and table[0, 1] not in taken and table[1, 1] == none
+    tokens = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        given = jax.tree.map(jnp.copy, cache)
+        after, _ = in_pages["extend_pages"](in_pages["params"], given, table, tokens, jnp.array([1, 1]))
+    written = np.argwhere(np.any(np.asarray(after["keys"][0] != cache["keys"][0]), axis=(2, 3)))
+    rows = [(table[0, 1], i) for i in range(4)] + [(table[1, 0], i) for i in range(13, 16)]
+    assert sorted(map(tuple, written.tolist())) == sorted((int(page), i) for page, i in rows)
