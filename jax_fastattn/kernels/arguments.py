@@ -81,6 +81,8 @@ class DecodeBuffers(NamedTuple):
         page_table: `[B, S / page]`, the page of so many keys; entries past the last key are not read.
         partial_out: `[2 CTAs, T * group, D]`, outputs of segments.
         partial_lse: `[2 CTAs, T * group]`, their log-sum-exps, in base 2 and without sinks.
+        begun: `[CTAs, 4]`, the unit that a CTA begins and does not end: batch entry, key/value head, last tile as an
+            index of its line, tiles of the line. The batch entry is -1 if there is no such unit.
     """
 
     query: Annotated[Any, Buffer("operand")]
@@ -93,8 +95,9 @@ class DecodeBuffers(NamedTuple):
     sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
     out: Annotated[Any, Buffer("result")]
     lse: Annotated[Any, Buffer("result", "float32")]
-    partial_out: Annotated[Any, Buffer("scratch", "float32")]
-    partial_lse: Annotated[Any, Buffer("scratch", "float32")]
+    partial_out: Annotated[Any, Buffer("scratch", "float32", needs="config.splits")]
+    partial_lse: Annotated[Any, Buffer("scratch", "float32", needs="config.splits")]
+    begun: Annotated[Any, Buffer("scratch", "int32", needs="config.splits")]
 
 
 class BackwardBuffers(NamedTuple):

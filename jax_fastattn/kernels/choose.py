@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
-from jax_fastattn.kernels.decode_config import BLOCK_ROWS, MAX_ROWS
+from jax_fastattn.kernels.decode_config import BLOCK_ROWS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
@@ -25,6 +25,9 @@ SHORT_LENGTH = 2048
 # From how many keys on those of few queries are split. A head with fewer has a few tiles, which one CTA of the forward
 # kernel computes by one launch.
 MIN_SPLIT_KEYS = 256
+
+# Up to how many rows, queries times query heads of a key/value head.
+MAX_SPLIT_ROWS = 64
 
 # Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
 _ORDERED_MEAN_LENGTH = 1536
@@ -173,7 +176,7 @@ def splits_keys(problem: Problem) -> bool:
     is_range = not (problem.num_sequences or is_listed(problem))
     # The forward kernel reads keys once, too, where a head has them to itself, and has faster products.
     whole_heads_suffice = problem.group == 1 and rows > BLOCK_ROWS and _fills_gpu(problem)
-    is_small = rows <= MAX_ROWS and problem.key_length >= MIN_SPLIT_KEYS
+    is_small = rows <= MAX_SPLIT_ROWS and problem.key_length >= MIN_SPLIT_KEYS
     return is_range and is_small and not whole_heads_suffice
 
 

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second kernel of a decoding launch, for both families: a warp for each row adds up the row's partial results.
 
-Rows of units that one CTA has computed alone have their results already, and are left as they are. Rows of units
-without tiles get theirs here. Sinks join the denominator here or in the first kernel, once for each row.
+The first kernel has recorded for each CTA the unit that it begins and does not end; a unit whose results are partial is
+begun by one CTA. So this kernel has a warp for each CTA of the first one and each row of a unit, whatever the batch is.
+Other warps, one for each batch entry, write the results of entries without tiles. Sinks join the denominator here or in
+the first kernel, once for each row.
 """
 
 from collections.abc import Callable
@@ -35,9 +37,9 @@ class _Row:
         entry: what the queries of its batch entry see.
         number: of the row among those of its unit.
         line: of its key/value head.
-        begin: the first CTA of the line that has tiles of the unit.
-        count: how many CTAs have some.
-        pending: whether the row has no result yet; False for a warp that has no row.
+        begin: the CTA of the line that begins the unit.
+        count: how many CTAs have tiles of it.
+        pending: whether there is such a row.
     """
 
     row: QueryRow
@@ -66,11 +68,11 @@ class CombineKernel:
 
     def launch(self, buffers: DecodeBuffers, scalars: Scalars) -> Launch:
         """Returns the launch."""
-        rows = scalars.batch * scalars.query_length * scalars.num_heads
+        warps = scalars.multiprocessors * self.spec.config.blocks * self._unit_rows(scalars) + scalars.batch
         return Launch(
             self.kernel,
             (buffers, scalars),
-            grid=copies.count(rows, _WARPS),
+            grid=copies.count(warps, _WARPS),
             block=32 * _WARPS,
             min_blocks=0,
             begins_early=self.begins_early,
@@ -81,34 +83,54 @@ class CombineKernel:
         thread = wgmma.thread_index()
         block, _, _ = cute.arch.block_idx()
         line = Line.of(self.spec, buffers, scalars, thread % 32)
-        row = self._row(line, block * _WARPS + thread // 32)
+        index, rows = block * _WARPS + thread // 32, line.ctas * self._unit_rows(scalars)
         if cutlass.const_expr(self.begins_early):
             cute.arch.griddepcontrol_wait()
-        self._combine(line, row)
+        if index < rows:
+            self._combine(line, self._row(line, index))
+        elif index < rows + scalars.batch:
+            self._finish_empty(line, index - rows)
+
+    def _unit_rows(self, scalars: Scalars) -> Int32:
+        """Returns the rows of a unit."""
+        return scalars.query_length * self.spec.group
 
     def _row(self, line: Line, index: Int32) -> _Row:
-        """Returns a warp's row, given its index in `[B, T, N]`."""
-        scalars, group = line.scalars, self.spec.group
-        heads, length = scalars.num_heads, scalars.query_length
-        rows = scalars.batch * length * heads
-        exists = Boolean(index < rows)
-        index = Int32(cutlass.min(index, rows - 1))
-        row = QueryRow(index // heads // length, index // heads % length, index % heads)
-        entry, kv_head = line.entry(row.batch), row.head // group
-        total = line.tiles_before(scalars.batch)
-        first = line.tiles_before(row.batch) + kv_head // line.side * entry.tiles
-        begin = owner(first, line.shares, total)
-        last = owner(Int32(cutlass.max(first + entry.tiles - 1, 0)), line.shares, total)
-        count = ptx.where(entry.tiles > 0, last - begin + 1, Int32(0))
+        """Returns a warp's row: for each CTA of the first kernel, those of a unit."""
+        rows, group = self._unit_rows(line.scalars), self.spec.group
+        cta, number = index // rows, index % rows
+        record = ptx.load_global_chunk(line.buffers.begun.toint() + Int64(cta) * 16)
+        batch, kv_head, last, total = (cute.arch.make_warp_uniform(x) for x in record)
+        pending, begin = Boolean(batch >= 0), cta // line.side
+        batch = Int32(cutlass.max(batch, 0))
         return _Row(
-            row=row,
-            entry=entry,
-            number=row.query * group + row.head % group,
-            line=kv_head % line.side,
+            row=QueryRow(batch, number // group, kv_head * group + number % group),
+            entry=line.entry(batch),
+            number=number,
+            line=cta % line.side,
             begin=begin,
-            count=count,
-            pending=Boolean(exists & (count != 1)),
+            count=owner(last, line.shares, total) - begin + 1,
+            pending=pending,
         )
+
+    def _finish_empty(self, line: Line, batch: Int32) -> None:
+        """Writes the results of a batch entry if it has no tiles; a lane has four columns of a row at a time."""
+        entry, scalars, chunks = line.entry(batch), line.scalars, self.spec.v_head_dim // 4
+        score = Score.forward(self.spec, line.buffers, scalars)
+        tasks = scalars.query_length * scalars.num_heads * chunks
+
+        def finish(i: Int32) -> None:
+            task = i * 32 + line.lane
+            row, heads = task // chunks, scalars.num_heads
+
+            def store() -> None:
+                place = QueryRow(batch, row // heads, row % heads)
+                finished = FinishedRow.of(line, score, entry, place, Float32(NEVER), Float32(0.0))
+                finished.store(task % chunks, [Float32(0.0)] * 4)
+
+            cutlass.if_generate(task < tasks, store)
+
+        wgmma.loop(ptx.where(entry.tiles == 0, copies.count(tasks, 32), Int32(0)), finish)
 
     def _combine(self, line: Line, row: _Row) -> None:
         """Computes the result of a row, 128 columns at a time, of which a lane has four."""

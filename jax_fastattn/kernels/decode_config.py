@@ -17,7 +17,7 @@ from jax_fastattn.kernels.key import KernelSpec
 BLOCK_ROWS = 16
 
 # How many blocks of rows a kernel may have.
-ROW_BLOCKS = (1, 2, 4)
+ROW_BLOCKS = (1, 2, 4, 8)
 
 # Most rows (queries times query heads of a key/value head) that the kernels take.
 MAX_ROWS = BLOCK_ROWS * ROW_BLOCKS[-1]
@@ -45,6 +45,10 @@ class DecodeConfig:
         stages: tiles of K and of V in shared memory.
         loader_warps: 1 if a warp of its own loads the tiles, 0 if each warp loads the keys that it computes.
         blocks: CTAs that run on an SM at a time.
+        splits: whether units may be cut where a CTA's share ends; else a share is a number of units, there are no
+            partial results, and the combine kernel is left out. All batch entries must have as many tiles then, and
+            one at least.
+        asks_early: whether a warp asks for the next unit's Q before the CTA merges the results of a segment.
     """
 
     row_blocks: int
@@ -53,6 +57,8 @@ class DecodeConfig:
     stages: int
     loader_warps: int
     blocks: int = 1
+    splits: bool = True
+    asks_early: bool = True
 
     @property
     def strip(self) -> int:
@@ -110,12 +116,14 @@ def row_blocks(rows: int) -> int:
 
 
 def decode_scratch(spec: KernelSpec, multiprocessors: int, rows: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the scratch buffers of a launch by name, see `split.py`.
+    """Returns the shapes of the scratch buffers of a launch by name, see `split.py`; none if units are not split.
 
     Args:
         spec: the compile key.
         multiprocessors: of the GPU.
         rows: queries times query heads of a key/value head.
     """
-    slots = 2 * multiprocessors * spec.config.blocks
-    return {"partial_out": (slots, rows, spec.v_head_dim), "partial_lse": (slots, rows)}
+    ctas = multiprocessors * spec.config.blocks
+    if not spec.config.splits:
+        return {}
+    return {"partial_out": (2 * ctas, rows, spec.v_head_dim), "partial_lse": (2 * ctas, rows), "begun": (ctas, 4)}

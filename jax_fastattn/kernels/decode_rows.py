@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from jax_fastattn.kernels.decode_config import BLOCK_ROWS, DecodeBarrier, DecodeConfig
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.line import Entry, Line, Segment
+from jax_fastattn.kernels.device.line import Entry, Line, Segment, Unit
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.finished_row import FinishedRow, QueryRow
 from jax_fastattn.kernels.key import KernelSpec
@@ -46,7 +46,7 @@ class KeySource(Protocol):
         ...
 
     def start(self, segment: Segment) -> None:
-        """Prepares for the first tile of a segment."""
+        """Prepares for the first tile of a segment; other warps may still merge the one before it."""
         ...
 
     def wait(self, segment: Segment, i: Int32) -> Int32:
@@ -66,7 +66,7 @@ class KeySource(Protocol):
         ...
 
     def end(self) -> None:
-        """Prepares shared memory for the merge."""
+        """Waits until all warps that compute are past the merge before this one, and its bytes are free."""
         ...
 
 
@@ -169,11 +169,31 @@ class DecodeRows:
         """The dtype of products, as instructions name it."""
         return ptx.MMA_DTYPE[self.spec.dtype]
 
+    def begin(self, unit: Unit) -> None:
+        """Prepares for the first segment, given its unit."""
+        config = self.memory.config
+        if config.splits:
+            nothing = [Int32(-1)] + [Int32(0)] * 3
+            cutlass.if_generate(self.thread == 0, lambda: ptx.store_global_chunk(self._begun(), nothing))
+        if config.asks_early:
+            self._load_query(unit)
+
+    def _begun(self) -> Int64:
+        """Returns the address of the CTA's record of the unit that it begins and does not end."""
+        block, _, _ = cute.arch.block_idx()
+        return self.line.buffers.begun.toint() + block * 16
+
+    def _rows(self) -> tuple[list[Int32], Int32]:
+        """Returns the numbers of the lane's two accumulator rows, and its first column."""
+        first, column = accumulator_lane(self.line.lane)
+        return [self.block * BLOCK_ROWS + first + 8 * i for i in range(2)], column
+
     def visit(self, segment: Segment) -> None:
         """Computes the result of a segment."""
-        first, column = accumulator_lane(self.line.lane)
-        rows = [self.block * BLOCK_ROWS + first + 8 * i for i in range(2)]
-        self._load_query(segment, rows, column)
+        rows, column = self._rows()
+        if not self.memory.config.asks_early:
+            self._load_query(Unit(segment.batch, segment.kv_head))
+        self._turn_query()
         limits = [segment.entry.bounds.key_limits(row // self.spec.group) for row in rows]
         own = _Own(rows, limits, column)
         self.out.fill(0.0)
@@ -181,33 +201,38 @@ class DecodeRows:
         self.maxima.fill(softmax.NEVER)
         self.source.start(segment)
         wgmma.loop(segment.count, lambda i: self._tile(segment, i, own))
+        if self.memory.config.asks_early:
+            self._load_query(segment.following)
         self.source.end()
         self._share(own)
         self._sync()
         self._merge(segment)
-        self._sync()
 
     def _sync(self) -> None:
         """Waits for all warps that compute."""
         cute.arch.barrier(barrier_id=DecodeBarrier.MERGE.at(), number_of_threads=self.memory.config.consumer_threads)
 
-    def _load_query(self, segment: Segment, rows: Sequence[Int32], column: Int32) -> None:
-        """Loads fragments of Q, zeros in rows that do not exist; their signs change if the scale is negative."""
+    def _load_query(self, unit: Unit) -> None:
+        """Loads fragments of Q, those of row 0 in the place of rows that do not exist; nothing waits for them here."""
         spec, scalars = self.spec, self.line.scalars
-        negative = self.score.negative
-        flip = None if negative is None else ptx.where(negative, Int32(-0x7FFF8000), Int32(0))
+        rows, column = self._rows()
         for i, row in enumerate(rows):
-            exists = Boolean(row < scalars.query_length * spec.group)
-            at = ptx.where(exists, row, Int32(0))
-            position = Int64(segment.batch * scalars.query_length + at // spec.group)
-            head = segment.kv_head * spec.group + at % spec.group
+            at = ptx.where(row < scalars.query_length * spec.group, row, Int32(0))
+            position = Int64(unit.batch * scalars.query_length + at // spec.group)
+            head = unit.kv_head * spec.group + at % spec.group
             start = self.line.buffers.query.toint() + (position * scalars.num_heads + head) * (2 * spec.head_dim)
             for chunk in range(self.memory.head_dim // 8):
-                value = Int32(0)
-                if 8 * chunk < spec.head_dim:
-                    value = ptx.load_global_int(start + (column * 2 + 16 * chunk))
-                    value = ptx.where(exists, value if flip is None else value ^ flip, Int32(0))
+                inside = 8 * chunk < spec.head_dim
+                value = ptx.load_global_int(start + (column * 2 + 16 * chunk)) if inside else Int32(0)
                 self.query[2 * chunk + i] = value
+
+    def _turn_query(self) -> None:
+        """Changes the signs of Q if the scale is negative."""
+        if self.score.negative is None:
+            return
+        flip = ptx.where(self.score.negative, Int32(-0x7FFF8000), Int32(0))
+        for i in range(self.memory.head_dim // 4):
+            self.query[i] = self.query[i] ^ flip
 
     # Tiles.
 
@@ -309,6 +334,14 @@ class DecodeRows:
             cutlass.if_generate(task < tasks, lambda: self._merge_chunk(segment, task // chunks, task % chunks))
 
         wgmma.loop(copies.count(tasks, threads), merge)
+        if self.memory.config.splits:
+            begins = Boolean(Boolean(segment.tile == 0) & Boolean(segment.count < segment.entry.tiles))
+            cutlass.if_generate(Boolean(begins & (self.thread == 0)), lambda: self._record(segment))
+
+    def _record(self, segment: Segment) -> None:
+        """Says which unit the CTA begins and does not end."""
+        record = [segment.batch, segment.kv_head, segment.last, segment.total]
+        ptx.store_global_chunk(self._begun(), record)
 
     def _merge_chunk(self, segment: Segment, row: Int32, chunk: Int32) -> None:
         """Adds up four columns of a row, and stores them."""
@@ -335,7 +368,10 @@ class DecodeRows:
         def store_partial() -> None:
             self._store_partial(segment, row, chunk, log_max + ptx.log2(total), total, out)
 
-        cutlass.if_generate(segment.whole, store_whole, store_partial)
+        if self.memory.config.splits:
+            cutlass.if_generate(segment.whole, store_whole, store_partial)
+        else:
+            store_whole()
 
     def _store_partial(
         self, segment: Segment, row: Int32, chunk: Int32, lse: Float32, total: Float32, out: list[Float32]

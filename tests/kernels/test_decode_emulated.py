@@ -37,6 +37,7 @@ class Case:
         head_dims: of K and of V.
         group: query heads of a key/value head.
         split: options of `check`.
+        config: what differs from the config that the tables have.
     """
 
     sizes: dict[str, Any]
@@ -44,11 +45,15 @@ class Case:
     head_dims: tuple[int, int] = (128, 128)
     group: int = 4
     split: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _SIZES = Sizes(queries=1, keys=300, batch=2, kv_heads=2, right=0)
 _SIDE_BY_SIDE = {"multiprocessors": 7, "side_heads": 2}
 _MANY = tuple(37 * i % 131 for i in range(40))
+# Two entries with keys, with more empty ones between them than a warp holds at a time, and around them.
+_SPARSE = tuple(100 if i in (3, 90) else 0 for i in range(99))
+_WHOLE = {"splits": False}
 CASES = {
     # 5 tiles of each of 4 units are dealt to 3 CTAs; the last tile has 44 keys.
     "plain": Case({}),
@@ -61,6 +66,23 @@ CASES = {
     "40-entries": Case(
         {"keys": 130, "batch": 40, "kv_heads": 1, "key_lengths": _MANY}, LENGTHS, split={"multiprocessors": 4}
     ),
+    "runs-of-empty-entries": Case({"keys": 100, "batch": 99, "kv_heads": 1, "key_lengths": _SPARSE}, LENGTHS),
+    # 10 units are dealt to 3 CTAs: no combine kernel.
+    "whole-units": Case({"batch": 5}, config=_WHOLE),
+    "fewer-whole-units-than-ctas": Case({"batch": 1, "keys": 70}, split={"multiprocessors": 4}, config=_WHOLE),
+    "whole-units-side-by-side": Case(
+        {"queries": 2, "batch": 3, "kv_heads": 4, "left": 20},
+        {"window_left": True, "sinks": True},
+        split={"multiprocessors": 5, "side_heads": 2},
+        config=_WHOLE,
+    ),
+    "two-ctas-on-an-sm": Case(
+        {"batch": 3, "key_lengths": (300, 1, 130)},
+        LENGTHS,
+        split={"multiprocessors": 2},
+        config={"blocks": 2, "stages": 2},
+    ),
+    "asks-late": Case({"batch": 3, "key_lengths": (300, 1, 130)}, LENGTHS, config={"asks_early": False}),
     "side-by-side": Case({"batch": 7, "key_lengths": (0, 300, 1, 64, 0, 65, 130)}, LENGTHS, split=_SIDE_BY_SIDE),
     # CTAs are left over.
     "2-of-4-side-by-side": Case(
@@ -72,6 +94,9 @@ CASES = {
     "64-rows-sinks": Case(
         {"queries": 16, "keys": 301, "kv_heads": 1, "key_lengths": (301, 20), "offsets": (285, 4)},
         {**CAUSAL, "sinks": True},
+    ),
+    "128-rows": Case(
+        {"queries": 32, "keys": 301, "kv_heads": 1, "key_lengths": (301, 40), "offsets": (269, 8)}, CAUSAL
     ),
     "window-sinks": Case(
         {"queries": 3, "keys": 601, "batch": 3, "kv_heads": 1, "left": 150}
@@ -176,7 +201,8 @@ def _spec(family: str, case: Case, sizes: Sizes) -> KernelSpec:
         family=family,  # pyright: ignore[reportArgumentType] (a key of FAMILIES)
         **features,
     )
-    return configured(spec, rows=sizes.queries * case.group)
+    spec = configured(spec, rows=sizes.queries * case.group)
+    return dataclasses.replace(spec, config=dataclasses.replace(spec.config, **case.config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

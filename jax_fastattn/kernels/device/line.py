@@ -3,12 +3,13 @@
 """The line of all key tiles on the device, see `split.py`.
 
 Lengths are data, so every warp finds its place in the line by itself. All roles of a CTA call `Line.each`, and thus
-agree on the number of tiles of each segment.
+agree on the number of tiles of each segment. A warp holds the ends and offsets of 32 batch entries in its lanes, and
+waits for memory once for all of them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
@@ -27,6 +28,8 @@ owner = _device_split["owner"]  # split.owner on device integers
 _WARP = 32
 # Distances of a scan over the lanes of a warp.
 _DISTANCES = (1, 2, 4, 8, 16)
+# Batch entries that a lane loads at a time when it counts tiles.
+_TOGETHER = 4
 
 
 def warp_sum(x: Int32) -> Int32:
@@ -64,6 +67,13 @@ class Entry:
     tiles: Int32
 
 
+class Unit(NamedTuple):
+    """A batch entry and a key/value head."""
+
+    batch: Int32
+    kv_head: Int32
+
+
 @dataclass(frozen=True)
 class Segment:
     """Tiles [tile, tile + count) of a unit.
@@ -76,6 +86,9 @@ class Segment:
         count: how many tiles there are, at least one.
         slot: where a partial result lies.
         whole: whether these are all tiles of the unit, which then has no partial result.
+        last: the unit's last tile, as an index of the line.
+        total: tiles of the line.
+        following: the CTA's next unit; any unit if there is none.
     """
 
     entry: Entry
@@ -85,6 +98,31 @@ class Segment:
     count: Int32
     slot: Int32
     whole: Boolean
+    last: Int32
+    total: Int32
+    following: Unit
+
+
+class Share(NamedTuple):
+    """What a CTA takes of its line, and where that begins.
+
+    Attributes:
+        cta: index of the CTA in its line.
+        line: which line.
+        end: the tile of the line that the share ends before.
+        left: tiles of the share.
+        total: tiles of the line.
+        batch: the batch entry of its first tile.
+        before: tiles of the line before that entry.
+    """
+
+    cta: Int32
+    line: Int32
+    end: Int32
+    left: Int32
+    total: Int32
+    batch: Int32
+    before: Int32
 
 
 @dataclass(frozen=True)
@@ -146,7 +184,10 @@ class Line:
 
     def entry(self, batch: Int32) -> Entry:
         """Returns what the queries of a batch entry see."""
-        bounds = copies.entry_bounds(self.spec, batch, self.buffers, self.scalars)
+        return self.seen(copies.entry_bounds(self.spec, batch, self.buffers, self.scalars))
+
+    def seen(self, bounds: Bounds) -> Entry:
+        """Returns what queries with these bounds see."""
         live = bounds.live_keys()
         first, hidden_end = live.begin if live.hides_first else Int32(0), None
         if live.hides_first and self.spec.page:
@@ -168,33 +209,68 @@ class Line:
         page = ptx.load_global_int(self.buffers.page_table.toint() + place * 4)
         return copies.clamp(page, 0, self.scalars.pages - 1)
 
-    def tiles_before(self, batch: Int32) -> Int32:
-        """Returns how many tiles of a line the batch entries before one have."""
+    def share(self, cta: Int32) -> Share:
+        """Returns what a CTA takes; all lanes of a warp call this."""
+        own, line = cta // self.side, cta % self.side
         if self.alike:
-            return batch * (self.entry(Int32(0)).tiles * self.heads)
+            unit = self.entry(Int32(0)).tiles
+            total = self.scalars.batch * self.heads * unit
+            begin, end = self._dealt(own, total, unit)
+            batch = Int32(cutlass.min(begin // Int32(cutlass.max(unit * self.heads, 1)), self.scalars.batch - 1))
+            return Share(own, line, end, end - begin, total, batch, batch * self.heads * unit)
+        # A lane counts the tiles of neighboring entries.
+        chunk = copies.count(self.scalars.batch, _WARP)
+        mine = self._count(self.lane * chunk, chunk) * self.heads
+        through = warp_scan(mine, self.lane)
+        total = cute.arch.shuffle_sync(through, _WARP - 1)
+        begin, end = self._dealt(own, total, None)
+        before = through - mine
+        inside = Boolean((before <= begin) & (begin < through))
+        first, before = (warp_sum(ptx.where(inside, x, Int32(0))) for x in (self.lane * chunk, before))
+        return Share(own, line, end, end - begin, total, *self._find(begin, first, before, chunk))
+
+    def _dealt(self, cta: Int32, total: Int32, unit: Int32 | None) -> tuple[Int32, Int32]:
+        """Returns the tiles of the share of a CTA of a line, given those of a unit if all have as many."""
+        own = Int32(cutlass.min(cta, self.shares - 1))
+        if self.spec.config.splits:
+            begin, end = share(own, self.shares, total)
+        else:
+            assert unit is not None, self.spec
+            begin, end = (x * unit for x in share(own, self.shares, self.scalars.batch * self.heads))
+        # CTAs that are left over have nothing.
+        return begin, ptx.where(cta < self.shares, end, begin)
+
+    def _count(self, first: Int32, entries: Int32) -> Int32:
+        """Returns the tiles of a unit of each of some batch entries, from the lane's own first one on, in total."""
         total = cute.make_rmem_tensor((1,), Int32)
         total[0] = Int32(0)
+        end = Int32(cutlass.min(first + entries, self.scalars.batch))
 
         def add(i: Int32) -> None:
-            total[0] = total[0] + self._tiles(i * _WARP + self.lane, batch)
+            tiles = [self._tiles(first + i * _TOGETHER + j, end) for j in range(_TOGETHER)]
+            total[0] = sum(tiles, total[0])
 
-        wgmma.loop(copies.count(batch, _WARP), add)
-        return warp_sum(total[0]) * self.heads
+        wgmma.loop(copies.count(entries, _TOGETHER), add)
+        return total[0]
 
-    def find(self, tile: Int32) -> tuple[Int32, Int32]:
-        """Returns the batch entry that a tile of a line belongs to, and how many tiles come before that entry."""
-        last = self.scalars.batch - 1
-        if self.alike:
-            own = self.entry(Int32(0)).tiles * self.heads
-            batch = Int32(cutlass.min(tile // Int32(cutlass.max(own, 1)), last))
-            return batch, batch * own
+    def _find(self, tile: Int32, first: Int32, before: Int32, entries: Int32) -> tuple[Int32, Int32]:
+        """Returns the batch entry that a tile of the line belongs to, and how many tiles come before that entry.
+
+        Args:
+            tile: index of the line.
+            first: the first of the entries that it may belong to.
+            before: tiles of the line before that one.
+            entries: how many there are.
+        """
         # Tiles before; the entry and its tiles before, in the lane that has found it, 0 in the others.
         state = cute.make_rmem_tensor((3,), Int32)
         state.fill(0)
+        state[0] = before
+        end = Int32(cutlass.min(first + entries, self.scalars.batch))
 
         def look(i: Int32) -> None:
-            index = i * _WARP + self.lane
-            own = self._tiles(index, self.scalars.batch) * self.heads
+            index = first + i * _WARP + self.lane
+            own = self._tiles(index, end) * self.heads
             through = warp_scan(own, self.lane)
             before = state[0] + through - own
             inside = Boolean((before <= tile) & (tile < before + own))
@@ -202,7 +278,7 @@ class Line:
             state[2] = ptx.where(inside, before, state[2])
             state[0] = state[0] + cute.arch.shuffle_sync(through, _WARP - 1)
 
-        wgmma.loop(copies.count(self.scalars.batch, _WARP), look)
+        wgmma.loop(copies.count(entries, _WARP), look)
         return warp_sum(state[1]), warp_sum(state[2])
 
     def _tiles(self, batch: Int32, end: Int32) -> Int32:
@@ -210,42 +286,117 @@ class Line:
         existing = Int32(cutlass.min(batch, self.scalars.batch - 1))
         return ptx.where(batch < end, self.entry(existing).tiles, Int32(0))
 
-    def each(self, cta: Int32, visit: Callable[[Segment], None]) -> None:
-        """Emits a loop over the segments of a CTA; all lanes of a warp call this."""
-        own, line = cta // self.side, cta % self.side
-        begin, end = share(Int32(cutlass.min(own, self.shares - 1)), self.shares, self.tiles_before(self.scalars.batch))
-        # CTAs that are left over have nothing.
-        end = ptx.where(own < self.shares, end, begin)
-        batch, before = self.find(begin)
-        unit = Int32(cutlass.max(self.entry(batch).tiles, 1))
+    def each(self, cta: Int32, visit: Callable[[Segment], None], begin: Callable[[Unit], None] | None = None) -> None:
+        """Emits a loop over the segments of a CTA; all lanes of a warp call this.
+
+        Args:
+            cta: index of the CTA.
+            visit: emits what is done for a segment.
+            begin: emits what is done before the loop, given the first unit, or any unit if there is none.
+        """
+        own = self.share(cta)
+        held = _HeldEntries.of(self, own.batch)
+        unit = Int32(cutlass.max(held.entry(own.batch).tiles, 1))
+        ahead = own.end - own.left - own.before
         # Batch entry, head of the line, tile, and tiles left.
-        at = wgmma.Uniform(batch, (begin - before) // unit, (begin - before) % unit, end - begin)
+        at = wgmma.Uniform(own.batch, ahead // unit, ahead % unit, own.left)
         at.make_uniform()
+        if begin is not None:
+            begin(self._unit(at, own))
 
         def goes_on(_: Int32) -> Boolean:
             return Boolean(at[3] > 0)
 
         with while_generate([Int32(0)], goes_on) as nothing:
             at.make_uniform()
-            segment = self._segment(at, own, line)
-            self._advance(at, segment)
-            cutlass.if_generate(segment.count > 0, lambda: visit(segment))
+            visit(self._segment(at, own, held))
             cute.arch.sync_warp()
             yield_out(nothing)
 
-    def _segment(self, at: wgmma.Uniform, cta: Int32, line: Int32) -> Segment:
-        """Returns the segment at a place, which has no tiles if its batch entry has none."""
-        batch, head, tile = at[0], at[1], at[2]
-        entry = self.entry(batch)
-        count = cute.arch.make_warp_uniform(Int32(cutlass.min(at[3], entry.tiles - tile)))
-        slot = self.slot(cta, tile == 0, line)
-        return Segment(entry, batch, head * self.side + line, tile, count, slot, Boolean(count == entry.tiles))
+    def _unit(self, at: wgmma.Uniform, own: Share) -> Unit:
+        """Returns the unit at a place, which may be past the last one."""
+        head = Int32(cutlass.min(at[1], self.heads - 1))
+        return Unit(Int32(cutlass.min(at[0], self.scalars.batch - 1)), head * self.side + own.line)
 
-    def _advance(self, at: wgmma.Uniform, segment: Segment) -> None:
-        """Goes on to the next unit; a batch entry without tiles is passed at once."""
-        head = at[1]
-        wraps = Boolean((head == self.heads - 1) | (segment.entry.tiles == 0))
-        at[0] = ptx.where(wraps, segment.batch + 1, segment.batch)
+    def _segment(self, at: wgmma.Uniform, own: Share, held: "_HeldEntries") -> Segment:
+        """Returns the segment at a place, and goes on to the next one."""
+        unit, head, tile, left = self._unit(at, own), at[1], at[2], at[3]
+        entry = held.entry(unit.batch)
+        count = cute.arch.make_warp_uniform(Int32(cutlass.min(left, entry.tiles - tile)))
+        wraps = Boolean(head == self.heads - 1)
+        at[0] = ptx.where(wraps, unit.batch + 1, unit.batch)
         at[1] = ptx.where(wraps, Int32(0), head + 1)
         at[2] = Int32(0)
-        at[3] = at[3] - segment.count
+        at[3] = left - count
+        cutlass.if_generate(Boolean(wraps & (at[3] > 0)), lambda: held.skip_empty(at))
+        return Segment(
+            entry,
+            *unit,
+            tile,
+            count,
+            self.slot(own.cta, tile == 0, own.line),
+            Boolean(count == entry.tiles),
+            own.end - left - tile + entry.tiles - 1,
+            own.total,
+            self._unit(at, own),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldEntries:
+    """Batch entries from some first one on, one in each lane of a warp.
+
+    Attributes:
+        line: of the launch.
+        held: `[4]`, the first entry, then the lane's query_end, key_end and offset.
+    """
+
+    line: Line
+    held: cute.Tensor
+
+    @classmethod
+    def of(cls, line: Line, first: Int32) -> "_HeldEntries":
+        """Returns the entries from one on."""
+        entries = cls(line, cute.make_rmem_tensor((4,), Int32))
+        entries.hold(first)
+        return entries
+
+    def hold(self, first: Int32) -> None:
+        """Loads the entries from one on."""
+        line = self.line
+        batch = Int32(cutlass.min(first + line.lane, line.scalars.batch - 1))
+        bounds = copies.entry_bounds(line.spec, batch, line.buffers, line.scalars)
+        for i, x in enumerate((first, bounds.query_end, bounds.key_end, bounds.offset)):
+            self.held[i] = Int32(x)
+
+    def entry(self, batch: Int32) -> Entry:
+        """Returns what the queries of one of the entries see; all lanes call this."""
+        line, kind = self.line, self.line.spec.bounds_kind
+        lane = batch - self.held[0]
+        differs = (kind.query_end, kind.key_end, kind.offset)
+        ends = [
+            cute.arch.shuffle_sync(self.held[1 + i], lane) if x else self.held[1 + i] for i, x in enumerate(differs)
+        ]
+        return line.seen(copies.bounds(kind, *ends, line.scalars))
+
+    def skip_empty(self, at: wgmma.Uniform) -> None:
+        """Takes a place, at the first head of a batch entry, to the first entry from there on that has tiles."""
+        if self.line.alike:
+            return
+        last = self.line.scalars.batch - 1
+
+        def look() -> None:
+            first, *ends = (self.held[i] for i in range(4))
+            tiles = self.line.seen(copies.bounds(self.line.spec.bounds_kind, *ends, self.line.scalars)).tiles
+            index = first + self.line.lane
+            has = Boolean(Boolean(tiles > 0) & Boolean(Boolean(index >= at[0]) & Boolean(index <= last)))
+            at[0] = cute.arch.warp_redux_sync(ptx.where(has, index, first + _WARP), "min")
+
+        def goes_on(_: Int32) -> Boolean:
+            return Boolean(Boolean(at[0] == self.held[0] + _WARP) & Boolean(at[0] <= last))
+
+        look()
+        with while_generate([Int32(0)], goes_on) as nothing:
+            self.hold(self.held[0] + _WARP)
+            look()
+            yield_out(nothing)

@@ -50,7 +50,7 @@ class DecodeKernel:
             shared_bytes=self.memory.nbytes,
             min_blocks=config.blocks,
         )
-        return [decode, CombineKernel(self.spec).launch(buffers, scalars)]
+        return [decode, *([CombineKernel(self.spec).launch(buffers, scalars)] if config.splits else [])]
 
     @cute.kernel
     def kernel(self, buffers: DecodeBuffers, scalars: Scalars):
@@ -59,9 +59,10 @@ class DecodeKernel:
         block, _, _ = cute.arch.block_idx()
         line = Line.of(self.spec, buffers, scalars, thread % 32)
         address = cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint()
-        rows = PagedRows.begin(line) if self.spec.page else DenseRows(line)
-        source = CopySource.begin(line, self.memory, rows, address, warp)
-        line.each(block, DecodeRows.start(line, self._merge_memory(address), source, thread, warp).visit)
+        strips = PagedRows.begin(line) if self.spec.page else DenseRows(line)
+        source = CopySource.begin(line, self.memory, strips, address, warp)
+        rows = DecodeRows.start(line, self._merge_memory(address), source, thread, warp)
+        line.each(block, rows.visit, rows.begin)
 
     def _merge_memory(self, address: cutlass.Int32) -> MergeMemory:
         """Returns where the warps merge their results."""

@@ -127,8 +127,9 @@ class CopySource:
         return False
 
     def start(self, segment: Segment) -> None:
-        """Starts the copies of the first tiles of a segment."""
+        """Starts the copies of the first tiles of a segment, once no warp reads what the merge has put there."""
         self.rows.start(segment, self._first_key(segment, Int32(0)))
+        self._sync_all()
         for i in range(self.config.stages - 1):
             self._copy(segment, Int32(i))
 
@@ -158,6 +159,10 @@ class CopySource:
     def end(self) -> None:
         """Waits until no copy is on its way and no warp reads a strip, for the merge uses their bytes."""
         cute.arch.cp_async_wait_group(0)
+        self._sync_all()
+
+    def _sync_all(self) -> None:
+        """Waits for all warps."""
         cute.arch.barrier(barrier_id=DecodeBarrier.MERGE.at(), number_of_threads=self.config.consumer_threads)
 
     def _sync(self) -> None:

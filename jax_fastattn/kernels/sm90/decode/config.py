@@ -110,7 +110,7 @@ def _candidate(spec: KernelSpec, blocks: int) -> DecodeConfig:
     columns = max(dims)
     if columns <= 128:
         # Of four blocks, eight warps with strips of 32 keys take fewer registers than sixteen with strips of 16.
-        keys, parts = 128 if columns <= 64 else 64, 4 if blocks <= 2 else 2
+        keys, parts = 128 if columns <= 64 else 64, 4 if blocks <= 2 else max(8 // blocks, 1)
     else:
         # More than four warps that compute would have 168 registers each.
         keys, parts = 32, 2 if blocks <= 2 else 1

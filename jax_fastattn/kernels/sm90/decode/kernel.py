@@ -55,7 +55,7 @@ class DecodeKernel:
             tma=self._boxes(buffers, scalars),
             min_blocks=config.blocks,
         )
-        return [decode, CombineKernel(self.spec).launch(buffers, scalars)]
+        return [decode, *([CombineKernel(self.spec).launch(buffers, scalars)] if config.splits else [])]
 
     def _boxes(self, buffers: DecodeBuffers, scalars: Scalars) -> Tma:
         """Returns what is loaded by TMA; queries come by ordinary loads."""
@@ -92,4 +92,5 @@ class DecodeKernel:
 
     def _compute(self, line: Line, shared: DecodeShared, block: Int32, thread: Int32, warp: Int32) -> None:
         source = TmaSource(shared, shared.ring(), line.lane, warp % self.config.parts)
-        line.each(block, DecodeRows.start(line, shared.merge, source, thread, warp).visit)
+        rows = DecodeRows.start(line, shared.merge, source, thread, warp)
+        line.each(block, rows.visit, rows.begin)

@@ -8,6 +8,7 @@ from typing import Any
 
 from cutlass import Int32, cute
 
+from jax_fastattn.kernels.decode_config import DecodeBarrier
 from jax_fastattn.kernels.decode_rows import MergeMemory
 from jax_fastattn.kernels.device import mma, ptx, wgmma
 from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
@@ -122,7 +123,9 @@ class TmaSource:
         wgmma.release(self.shared.empty + place)
 
     def end(self) -> None:
-        """Does nothing: the loader goes on with the next segment, and the merge has bytes of its own."""
+        """Waits for the merge before this one: the loader goes on with the next segment, and merges have own bytes."""
+        threads = self.shared.memory.config.consumer_threads
+        cute.arch.barrier(barrier_id=DecodeBarrier.MERGE.at(), number_of_threads=threads)
 
     def _strip(self, columns: int) -> Int32:
         """Returns the bytes from the first row of a tile to that of the warp's strip."""
