@@ -81,8 +81,8 @@ class DecodeBuffers(NamedTuple):
         page_table: `[B, S / page]`, the page of so many keys; entries past the last key are not read.
         partial_out: `[2 CTAs, T * group, D]`, outputs of segments.
         partial_lse: `[2 CTAs, T * group]`, their log-sum-exps, in base 2 and without sinks.
-        begun: `[CTAs, 4]`, the unit that a CTA begins and does not end: batch entry, key/value head, last tile as an
-            index of its line, tiles of the line. The batch entry is -1 if there is no such unit.
+        begun: `[CTAs, 4]`: the unit that a CTA begins and does not end, numbered in `[B, K]`, -1 if there is none; its
+            tiles past the CTA's share; where that share ends; and tiles of the line.
     """
 
     query: Annotated[Any, Buffer("operand")]

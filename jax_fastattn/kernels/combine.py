@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
-from jax_fastattn.kernels.device.line import Entry, Line, owner
+from jax_fastattn.kernels.device.line import Entry, Line, owner, slot
 from jax_fastattn.kernels.device.softmax import NEVER
 from jax_fastattn.kernels.finished_row import FinishedRow, QueryRow
 from jax_fastattn.kernels.key import KernelSpec
@@ -36,8 +36,7 @@ class _Row:
         row: which row it is.
         entry: what the queries of its batch entry see.
         number: of the row among those of its unit.
-        line: of its key/value head.
-        begin: the CTA of the line that begins the unit.
+        cta: that begins the unit; the next ones of its line go on with it.
         count: how many CTAs have tiles of it.
         pending: whether there is such a row.
     """
@@ -45,8 +44,7 @@ class _Row:
     row: QueryRow
     entry: Entry
     number: Int32
-    line: Int32
-    begin: Int32
+    cta: Int32
     count: Int32
     pending: Boolean
 
@@ -100,16 +98,15 @@ class CombineKernel:
         rows, group = self._unit_rows(line.scalars), self.spec.group
         cta, number = index // rows, index % rows
         record = ptx.load_global_chunk(line.buffers.begun.toint() + Int64(cta) * 16)
-        batch, kv_head, last, total = (cute.arch.make_warp_uniform(x) for x in record)
-        pending, begin = Boolean(batch >= 0), cta // line.side
-        batch = Int32(cutlass.max(batch, 0))
+        unit, rest, end, total = (cute.arch.make_warp_uniform(x) for x in record)
+        pending, begin, heads = Boolean(unit >= 0), cta // line.side, line.scalars.num_heads // group
+        batch, kv_head = Int32(cutlass.max(unit, 0)) // heads, unit % heads
         return _Row(
             row=QueryRow(batch, number // group, kv_head * group + number % group),
             entry=line.entry(batch),
             number=number,
-            line=cta % line.side,
-            begin=begin,
-            count=owner(last, line.shares, total) - begin + 1,
+            cta=cta,
+            count=owner(end + rest - 1, line.shares, total) - begin + 1,
             pending=pending,
         )
 
@@ -181,8 +178,8 @@ class CombineKernel:
         buffers, columns = line.buffers, self.spec.v_head_dim
         at = Int32(cutlass.min(i, row.count - 1))
         # The first CTA begins the unit and, since there are several, does not end it.
-        slot = line.slot(row.begin + at, at == 0, row.line)
-        index = Int64(slot) * (line.scalars.query_length * self.spec.group) + row.number
+        place = slot(row.cta + at * line.side, at == 0)
+        index = Int64(place) * (line.scalars.query_length * self.spec.group) + row.number
         lse = ptx.load_global(buffers.partial_lse.toint() + index * 4)
         values = ptx.load_global_chunk(buffers.partial_out.toint() + (index * columns + chunk * 4) * 4)
         return ptx.where(i < row.count, lse, Float32(NEVER)), [ptx.from_bits(x) for x in values]

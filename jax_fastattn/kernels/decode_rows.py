@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from jax_fastattn.kernels.decode_config import BLOCK_ROWS, DecodeBarrier, DecodeConfig
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.line import Entry, Line, Segment, Unit
+from jax_fastattn.kernels.device.line import Entry, Line, Segment, Share, Unit
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.finished_row import FinishedRow, QueryRow
 from jax_fastattn.kernels.key import KernelSpec
@@ -169,12 +169,12 @@ class DecodeRows:
         """The dtype of products, as instructions name it."""
         return ptx.MMA_DTYPE[self.spec.dtype]
 
-    def begin(self, unit: Unit) -> None:
-        """Prepares for the first segment, given its unit."""
+    def begin(self, share: Share, unit: Unit) -> None:
+        """Prepares for the first segment, given the CTA's share and its first unit."""
         config = self.memory.config
         if config.splits:
-            nothing = [Int32(-1)] + [Int32(0)] * 3
-            cutlass.if_generate(self.thread == 0, lambda: ptx.store_global_chunk(self._begun(), nothing))
+            record = [Int32(-1), Int32(0), share.end, share.total]
+            cutlass.if_generate(self.thread == 0, lambda: ptx.store_global_chunk(self._begun(), record))
         if config.asks_early:
             self._load_query(unit)
 
@@ -201,10 +201,10 @@ class DecodeRows:
         self.maxima.fill(softmax.NEVER)
         self.source.start(segment)
         wgmma.loop(segment.count, lambda i: self._tile(segment, i, own))
-        if self.memory.config.asks_early:
-            self._load_query(segment.following)
         self.source.end()
         self._share(own)
+        if self.memory.config.asks_early:
+            self._load_query(segment.following())
         self._sync()
         self._merge(segment)
 
@@ -340,8 +340,10 @@ class DecodeRows:
 
     def _record(self, segment: Segment) -> None:
         """Says which unit the CTA begins and does not end."""
-        record = [segment.batch, segment.kv_head, segment.last, segment.total]
-        ptx.store_global_chunk(self._begun(), record)
+        heads = self.line.scalars.num_heads // self.spec.group
+        record = segment.batch * heads + segment.kv_head, segment.entry.tiles - segment.count
+        for i, x in enumerate(record):
+            ptx.store_global_int(self._begun() + 4 * i, x)
 
     def _merge_chunk(self, segment: Segment, row: Int32, chunk: Int32) -> None:
         """Adds up four columns of a row, and stores them."""

@@ -32,6 +32,11 @@ _DISTANCES = (1, 2, 4, 8, 16)
 _TOGETHER = 4
 
 
+def slot(cta: Int32, begins: Any) -> Int32:
+    """Returns the slot of a partial result, given a CTA and whether it begins the unit, and then does not end it."""
+    return 2 * cta + ptx.where(begins, Int32(1), Int32(0))
+
+
 def warp_sum(x: Int32) -> Int32:
     """Returns the sum over the lanes of a warp, all of which call this."""
     for offset in _DISTANCES:
@@ -86,9 +91,7 @@ class Segment:
         count: how many tiles there are, at least one.
         slot: where a partial result lies.
         whole: whether these are all tiles of the unit, which then has no partial result.
-        last: the unit's last tile, as an index of the line.
-        total: tiles of the line.
-        following: the CTA's next unit; any unit if there is none.
+        following: returns the CTA's next unit; any unit if there is none.
     """
 
     entry: Entry
@@ -98,9 +101,7 @@ class Segment:
     count: Int32
     slot: Int32
     whole: Boolean
-    last: Int32
-    total: Int32
-    following: Unit
+    following: Callable[[], Unit]
 
 
 class Share(NamedTuple):
@@ -171,16 +172,6 @@ class Line:
         """Whether all batch entries have the same tiles."""
         kind = self.spec.bounds_kind
         return not (kind.query_end or kind.key_end or kind.offset)
-
-    def slot(self, cta: Int32, begins: Any, line: Int32) -> Int32:
-        """Returns the slot of a partial result.
-
-        Args:
-            cta: index of the CTA in its line.
-            begins: whether it begins the unit, and then does not end it.
-            line: which line.
-        """
-        return (2 * cta + ptx.where(begins, Int32(1), Int32(0))) * self.side + line
 
     def entry(self, batch: Int32) -> Entry:
         """Returns what the queries of a batch entry see."""
@@ -286,13 +277,16 @@ class Line:
         existing = Int32(cutlass.min(batch, self.scalars.batch - 1))
         return ptx.where(batch < end, self.entry(existing).tiles, Int32(0))
 
-    def each(self, cta: Int32, visit: Callable[[Segment], None], begin: Callable[[Unit], None] | None = None) -> None:
+    def each(
+        self, cta: Int32, visit: Callable[[Segment], None], begin: Callable[[Share, Unit], None] | None = None
+    ) -> None:
         """Emits a loop over the segments of a CTA; all lanes of a warp call this.
 
         Args:
             cta: index of the CTA.
             visit: emits what is done for a segment.
-            begin: emits what is done before the loop, given the first unit, or any unit if there is none.
+            begin: emits what is done before the loop, given the CTA's share, and its first unit or any unit if there is
+                none.
         """
         own = self.share(cta)
         held = _HeldEntries.of(self, own.batch)
@@ -302,14 +296,14 @@ class Line:
         at = wgmma.Uniform(own.batch, ahead // unit, ahead % unit, own.left)
         at.make_uniform()
         if begin is not None:
-            begin(self._unit(at, own))
+            begin(own, self._unit(at, own))
 
         def goes_on(_: Int32) -> Boolean:
             return Boolean(at[3] > 0)
 
         with while_generate([Int32(0)], goes_on) as nothing:
             at.make_uniform()
-            visit(self._segment(at, own, held))
+            visit(self._segment(cta, at, own, held))
             cute.arch.sync_warp()
             yield_out(nothing)
 
@@ -318,7 +312,7 @@ class Line:
         head = Int32(cutlass.min(at[1], self.heads - 1))
         return Unit(Int32(cutlass.min(at[0], self.scalars.batch - 1)), head * self.side + own.line)
 
-    def _segment(self, at: wgmma.Uniform, own: Share, held: "_HeldEntries") -> Segment:
+    def _segment(self, cta: Int32, at: wgmma.Uniform, own: Share, held: "_HeldEntries") -> Segment:
         """Returns the segment at a place, and goes on to the next one."""
         unit, head, tile, left = self._unit(at, own), at[1], at[2], at[3]
         entry = held.entry(unit.batch)
@@ -334,11 +328,9 @@ class Line:
             *unit,
             tile,
             count,
-            self.slot(own.cta, tile == 0, own.line),
+            slot(cta, tile == 0),
             Boolean(count == entry.tiles),
-            own.end - left - tile + entry.tiles - 1,
-            own.total,
-            self._unit(at, own),
+            lambda: self._unit(at, own),
         )
 
 
@@ -352,7 +344,7 @@ class _HeldEntries:
     """
 
     line: Line
-    held: cute.Tensor
+    held: Any
 
     @classmethod
     def of(cls, line: Line, first: Int32) -> "_HeldEntries":
