@@ -186,7 +186,7 @@ def reads_pages(problem: Problem) -> bool:
     It takes few queries, and head dims that need no padding: padded pages would be copies, too.
     """
     is_aligned = problem.head_dim % 8 == 0 and problem.v_head_dim % 8 == 0
-    is_small = is_known(problem.query_length) and problem.query_length * problem.group <= MAX_ROWS
+    is_small = is_known(problem.query_length) and problem.query_length * problem.group <= MAX_SPLIT_ROWS
     return problem.page > 0 and is_known(problem.pages) and is_small and is_aligned
 
 
