@@ -22,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_fastattn.chunks import Axis, Index, Span, Tuning
 from jax_fastattn.packed import by_token, key_range
+from jax_fastattn.predicate import Predicate, split_heads
 from jax_fastattn.spec import HIDDEN_BIAS, UNBOUNDED, AttentionSpec, Operands, is_known
 
 Pairs = tuple[tuple[jax.Array, jax.Array], ...]
@@ -180,12 +181,7 @@ class Blocks:
 
     def query_positions(self, queries: Span) -> jax.Array:
         """Returns the positions of the queries among the keys, int32 `[b, t]`."""
-        positions = queries.positions()[None, :]
-        offset = self.operands.query_offset
-        if offset is None:
-            return positions
-        offset = offset[:, None] if offset.ndim == 1 else queries.take(offset, 1, self.queries.length)
-        return positions + jnp.clip(offset, -UNBOUNDED, UNBOUNDED)
+        return self.predicate.query_positions(queries)
 
     def key_chunks(self, queries: Span) -> tuple[Index, Index]:
         """Returns the range [begin, end) of chunks with keys that the queries may see."""
@@ -211,33 +207,14 @@ class Blocks:
             end = jnp.minimum(end, (final + self.keys.chunk - 1) // self.keys.chunk)
         return begin, end
 
+    @property
+    def predicate(self) -> Predicate:
+        """Which queries see which keys."""
+        return Predicate(self.spec, self.operands, self.mask, self.queries.length, self.keys.length)
+
     def visible(self, queries: Span, keys: Span, *, skip_stored_queries: bool = False) -> jax.Array | None:
-        """Returns which pairs are visible, broadcastable to `[B, K, G, t, s]`; None if every pair of every block is."""
-        operands = self.operands
-        query_positions, key_positions = queries.positions(), keys.positions()
-        terms: list[jax.Array] = []
-        if keys.own is not None:
-            terms.append((key_positions >= keys.own)[None, None, :])
-        if skip_stored_queries and queries.own is not None:
-            terms.append((query_positions >= queries.own)[None, :, None])
-        if operands.key_value_seq_lengths is not None:
-            terms.append(key_positions[None, None, :] < operands.key_value_seq_lengths[:, None, None])
-        if operands.query_seq_lengths is not None:
-            terms.append(query_positions[None, :, None] < operands.query_seq_lengths[:, None, None])
-        left, right = self.spec.bounds
-        distance = key_positions[None, None, :] - self.query_positions(queries)[:, :, None]
-        if left is not None:
-            terms.append(distance >= -min(left, UNBOUNDED))
-        if right is not None:
-            terms.append(distance <= min(right, UNBOUNDED))
-        query_ids, key_ids = operands.query_segment_ids, operands.key_value_segment_ids
-        if query_ids is not None and key_ids is not None:
-            query_ids = queries.take(query_ids, 1, self.queries.length)
-            terms.append(query_ids[:, :, None] == self.take_key(key_ids, keys)[:, None, :])
-        terms = [term[:, None, None] for term in terms]
-        if self.mask is not None:
-            terms.append(self.take_plane(self.mask, queries, keys))
-        return functools.reduce(jnp.logical_and, terms) if terms else None
+        """Returns which pairs are visible, see `Predicate.visible`."""
+        return self.predicate.visible(queries, keys, skip_stored_queries=skip_stored_queries)
 
     def rounded(self, logits: jax.Array) -> jax.Array:
         """Keeps XLA:CPU from fusing the last product of the logits with the subtraction that follows.
@@ -319,13 +296,6 @@ _rows_by_keys.defjvp(_rows_by_keys_jvp, symbolic_zeros=True)
 
 def is_power_of_two(x: float) -> bool:
     return math.frexp(abs(x))[0] == 0.5
-
-
-def split_heads(x: jax.Array, num_kv_heads: int, axis: int) -> jax.Array:
-    """Splits an axis of size N into K, G, one of size 1 into 1, 1, and one of size K into K, 1."""
-    heads = x.shape[axis]
-    kv_heads = 1 if heads == 1 else num_kv_heads
-    return x.reshape(*x.shape[:axis], kv_heads, heads // max(kv_heads, 1), *x.shape[axis + 1 :])
 
 
 def rows_of(x: jax.Array, num_kv_heads: int) -> jax.Array:

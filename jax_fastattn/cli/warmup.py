@@ -193,6 +193,7 @@ def describe(spec: KernelSpec) -> str:
         "mask": "mask",
         "segment_ids": "segment ids",
         "listed": "lists of tiles",
+        "row_bits": "bits of rows",
         "logits_soft_cap": "soft cap",
         "sinks": "sinks",
         "dsinks": "gradient of sinks",

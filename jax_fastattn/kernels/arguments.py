@@ -79,6 +79,7 @@ class DecodeBuffers(NamedTuple):
         query, query_seq_lengths, key_value_seq_lengths, query_offset, sinks, out, lse: see `ForwardBuffers`.
         key, value: `[B, S, K, H or D]`, or with `spec.page` pages `[P, page, K, H or D]`.
         page_table: `[B, S / page]`, the page of so many keys; entries past the last key are not read.
+        row_bits: `[planes, rows, ceil(S / 32)]`, the keys that each row sees, see `ops/row_bits.py`.
         partial_out: `[2 CTAs, T * group, D]`, outputs of segments.
         partial_lse: `[2 CTAs, T * group]`, their log-sum-exps, in base 2 and without sinks.
         begun: `[CTAs, 4]`: the unit that a CTA begins and does not end, numbered in `[B, K]`, -1 if there is none; its
@@ -92,6 +93,7 @@ class DecodeBuffers(NamedTuple):
     query_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="query_seq_lengths")]
     key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
+    row_bits: Annotated[Any, Buffer("operand", "int32", needs="row_bits")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
     out: Annotated[Any, Buffer("result")]
     lse: Annotated[Any, Buffer("result", "float32")]
@@ -279,8 +281,8 @@ class Scalars(NamedTuple):
         window_right: the same to the right.
         sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
         multiprocessors: of the GPU; decides about speed alone.
-        visit_batch, visit_head, visit_kv_head, visit_tile: see `lists.Planes`; None, which is no parameter, if the
-            compile key has no lists.
+        visit_batch, visit_head, visit_kv_head, visit_tile: see `lists.Planes`, and of a decoding launch
+            `features.row_bits.RowPlanes`; None, which is no parameter, if the compile key has neither.
         side_heads: how many key/value heads a decoding launch reads side by side, see `split.py`; None, which is no
             parameter, in other launches.
         pages: how many pages there are; None, which is no parameter, if keys are not in pages.
@@ -341,7 +343,7 @@ class Sizes(NamedTuple):
         return cls(**{name: getattr(scalars, name) for name in cls._fields})
 
 
-# Those that only launches with lists have.
+# Those that only launches with lists or with bits of rows have.
 VISIT_SCALARS = ("visit_batch", "visit_head", "visit_kv_head", "visit_tile")
 
 SCALAR_DTYPES: Mapping[str, str] = {
@@ -351,7 +353,7 @@ SCALAR_DTYPES: Mapping[str, str] = {
 
 def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
     """Returns the scalars that are None in launches of a compile key, which then takes no such parameter."""
-    visit = () if spec.listed else VISIT_SCALARS
+    visit = () if spec.listed or spec.row_bits else VISIT_SCALARS
     side = () if spec.op == "decode" else ("side_heads",)
     return visit + side + (() if spec.page else ("pages",))
 

@@ -105,7 +105,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
 
 
 def is_listed(problem: Problem) -> bool:
-    """Returns whether kernels visit tiles by lists: they take no mask or segment ids otherwise."""
+    """Returns whether kernels visit tiles by lists, or read bits of few rows: for a mask or segment ids."""
     return not {"mask", "query_segment_ids"}.isdisjoint(problem.spec.present)
 
 
@@ -173,11 +173,10 @@ def splits_keys(problem: Problem) -> bool:
     rows = problem.query_length * problem.group
     if problem.page:
         return reads_pages(problem)
-    is_range = not (problem.num_sequences or is_listed(problem))
     # The forward kernel reads keys once, too, where a head has them to itself, and has faster products.
     whole_heads_suffice = problem.group == 1 and rows > BLOCK_ROWS and _fills_gpu(problem)
     is_small = rows <= MAX_SPLIT_ROWS and problem.key_length >= MIN_SPLIT_KEYS
-    return is_range and is_small and not whole_heads_suffice
+    return not problem.num_sequences and is_small and not whole_heads_suffice
 
 
 def reads_pages(problem: Problem) -> bool:
@@ -211,7 +210,8 @@ def kernel_spec(
     """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for dlse and dsinks."""
     spec = problem.spec
     left, right = spec.bounds
-    packed, listed = problem.num_sequences > 0, is_listed(problem)
+    packed, predicated = problem.num_sequences > 0, is_listed(problem)
+    row_bits = predicated and op == "decode"
     family = "sm90" if arch == "sm_90a" else "sm80"
     key = KernelSpec(
         op=op,
@@ -220,14 +220,15 @@ def kernel_spec(
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         group=problem.group,
-        # Lists stand for the predicate; the forward kernel still zeroes padding rows of Q.
-        window_left=left is not None and not listed,
-        window_right=right is not None and not listed,
-        query_seq_lengths="query_seq_lengths" in spec.present and not (listed and op == "backward"),
-        key_value_seq_lengths="key_value_seq_lengths" in spec.present and not listed,
-        query_offset=("query_offset" in spec.present or problem.packed_offsets) and not listed,
+        # Lists or bits stand for the predicate; forward kernels still know which rows of Q are padding.
+        window_left=row_bits or (left is not None and not predicated),
+        window_right=right is not None and not predicated,
+        query_seq_lengths="query_seq_lengths" in spec.present and not (predicated and op == "backward"),
+        key_value_seq_lengths=row_bits or ("key_value_seq_lengths" in spec.present and not predicated),
+        query_offset=row_bits or (("query_offset" in spec.present or problem.packed_offsets) and not predicated),
         packed=packed,
-        listed=listed,
+        listed=predicated and not row_bits,
+        row_bits=row_bits,
         page=problem.page if op == "decode" else 0,
         logits_soft_cap=spec.logits_soft_cap is not None,
         exact_cap="sinks" in spec.present,

@@ -22,6 +22,7 @@ from jax_fastattn.kernels.device import copies, mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.line import Entry, Line, Segment, Share, Unit
 from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.row_bits import RowBits, SeenKeys
 from jax_fastattn.kernels.finished_row import FinishedRow, QueryRow
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Limits
@@ -99,12 +100,14 @@ class _Own(NamedTuple):
 
     Attributes:
         rows: their numbers; those from `T * group` on do not exist.
-        limits: the keys that they see.
+        limits: the keys that they see, unless bits say so.
+        words: addresses of their bits, if there are some.
         column: the lane's first column of a strip.
     """
 
     rows: Sequence[Int32]
     limits: list[Limits]
+    words: list[Int64]
     column: Int32
 
 
@@ -117,6 +120,7 @@ class DecodeRows:
         memory: where results are merged.
         source: of K and V.
         score: from products to logits.
+        bits: of the keys that rows see; None if they see ranges of keys.
         thread: index of the thread among those that compute.
         block: which block of rows the warp has.
         part: which keys of a tile.
@@ -131,6 +135,7 @@ class DecodeRows:
     memory: MergeMemory
     source: KeySource
     score: Score
+    bits: RowBits | None
     thread: Int32
     block: Int32
     part: Int32
@@ -149,6 +154,7 @@ class DecodeRows:
             memory=memory,
             source=source,
             score=Score.forward(line.spec, line.buffers, line.scalars),
+            bits=RowBits.of(line.spec, line.buffers, line.scalars, config.strip),
             thread=thread,
             block=warp // config.parts if config.row_blocks > 1 else Int32(0),
             part=warp % config.parts,
@@ -190,12 +196,10 @@ class DecodeRows:
 
     def visit(self, segment: Segment) -> None:
         """Computes the result of a segment."""
-        rows, column = self._rows()
         if not self.memory.config.asks_early:
             self._load_query(Unit(segment.batch, segment.kv_head))
         self._turn_query()
-        limits = [segment.entry.bounds.key_limits(row // self.spec.group) for row in rows]
-        own = _Own(rows, limits, column)
+        own = self._own(segment)
         self.out.fill(0.0)
         self.sums.fill(0.0)
         self.maxima.fill(softmax.NEVER)
@@ -207,6 +211,21 @@ class DecodeRows:
             self._load_query(segment.following())
         self._sync()
         self._merge(segment)
+
+    def _own(self, segment: Segment) -> _Own:
+        """Returns what the lane knows of its rows, and asks for the bits of the first tile."""
+        rows, column = self._rows()
+        if self.bits is None:
+            limits = [segment.entry.bounds.key_limits(row // self.spec.group) for row in rows]
+            return _Own(rows, limits, [], column)
+        own = _Own(rows, [], self.bits.rows(segment.batch, segment.kv_head, rows), column)
+        self.bits.ask(own.words, self._strip(segment, Int32(0)))
+        return own
+
+    def _strip(self, segment: Segment, i: Int32) -> Int32:
+        """Returns the first key of the warp's strip of the i-th tile."""
+        config = self.memory.config
+        return segment.entry.first + (segment.tile + i) * config.keys + self.part * config.strip
 
     def _sync(self) -> None:
         """Waits for all warps that compute."""
@@ -246,16 +265,25 @@ class DecodeRows:
         mma.gemm(scores, (1, blocks, steps), lambda _, k: self._query(k), load_key, self.mma_dtype)
         column = segment.entry.first + self.part * config.strip + own.column
         tile = ScoreTile(own.rows[0], segment.tile + i, config.keys, column, blocks)
+        bits = self._take_bits(segment, i, own, tile)
         check_low = self.spec.bounds_kind.left
-        self.score.edge(scores, tile, own.limits, check_low=check_low)
+        self.score.edge(scores, tile, own.limits if bits is None else bits, check_low=check_low)
         self._rescale(self._exponentials(scores, blocks))
-        load_value = self._live_values(load_value, segment.entry, tile.column)
+        load_value = self._live_values(load_value, segment.entry, tile.column, bits)
 
         def weights(m: int, k: int) -> mma.Fragment:
             return mma.pack_fragment(scores, blocks, m, k, self.mma_dtype)
 
         mma.gemm(self.out, (1, memory.v_head_dim // 8, config.strip // 16), weights, load_value, self.mma_dtype)
         self.source.release(place)
+
+    def _take_bits(self, segment: Segment, i: Int32, own: _Own, tile: ScoreTile) -> SeenKeys | None:
+        """Returns the bits of the i-th tile, and asks for those of the next one; None if rows see ranges."""
+        if self.bits is None:
+            return None
+        found = self.bits.take(tile.column)
+        self.bits.ask(own.words, self._strip(segment, i + 1))
+        return found
 
     def _query(self, k: int) -> mma.Fragment:
         return [self.query[4 * k + e] for e in range(4)]
@@ -286,24 +314,20 @@ class DecodeRows:
         cutlass.if_generate(grown, rescale)
 
     def _live_values(
-        self, load: Callable[[int, int], mma.Fragment], entry: Entry, key: Int32
+        self, load: Callable[[int, int], mma.Fragment], entry: Entry, key: Int32, bits: SeenKeys | None
     ) -> Callable[[int, int], mma.Fragment]:
         """Returns what loads fragments of V without rows that no query sees, given the lane's first key.
 
         A weight of 0 does not hide them: 0 times NaN is NaN.
         """
-        if not (self.spec.bounds_kind.hides_last_keys and self.source.keeps_hidden):
+        strip = self.memory.config.strip
+        if bits is not None:
+            words = bits.pairs(strip)
+        elif self.spec.bounds_kind.hides_last_keys and self.source.keeps_hidden:
+            words = entry.pairs(key, strip)
+        else:
             return load
         # Of two neighboring rows a register has the first one in its lower half.
-        left, places = entry.end - key, range(0, self.memory.config.strip, 8)
-        words = [ptx.where(left > at + 1, Int32(-1), ptx.where(left > at, Int32(0xFFFF), Int32(0))) for at in places]
-        if entry.hidden_end is not None:
-            hidden = entry.hidden_end - key
-            shown = [
-                ptx.where(hidden <= at, Int32(-1), ptx.where(hidden <= at + 1, Int32(-0x10000), Int32(0)))
-                for at in places
-            ]
-            words = [x & y for x, y in zip(words, shown, strict=True)]
         return lambda n, k: [x & words[2 * k + i % 2] for i, x in enumerate(load(n, k))]
 
     # The end of a segment.

@@ -42,6 +42,8 @@ class KernelSpec:
         listed: whether tiles are visited by lists, which stand for the whole predicate. The key then has no window, no
             offset, and no lengths except for those of queries in the forward pass.
         compared: whether edge tiles of lists compare rows, see `features/compared.py`; else they have bits.
+        row_bits: of decoding kernels, whether bits say which keys each row sees, see `ops/row_bits.py`. They stand
+            for the whole predicate; offset and lengths of keys are then the range of keys that are read.
         page: of decoding kernels, rows of a page, a multiple of 16; 0 if keys and values are not in pages.
         mask, segment_ids: which of these the prepass reads; its window, offset and lengths are those of the call.
         programs: score functions compiled into the kernel, in the order in which they apply; see kernels/features.
@@ -72,6 +74,7 @@ class KernelSpec:
     ordered: bool = False
     listed: bool = False
     compared: bool = False
+    row_bits: bool = False
     page: int = 0
     mask: bool = False
     segment_ids: bool = False

@@ -25,6 +25,7 @@ from jax_fastattn.kernels.features.bits import BitRow, Bits
 from jax_fastattn.kernels.features.bounds import Visibility, hide
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
+from jax_fastattn.kernels.features.row_bits import SeenKeys
 from jax_fastattn.kernels.features.sinks import Sinks
 from jax_fastattn.kernels.features.softcap import SoftCap
 from jax_fastattn.kernels.key import KernelSpec
@@ -133,7 +134,9 @@ class Score:
         for i in range(_size(acc)) if self.steps else ():
             acc[i] = self.logit(acc[i], tile.at(i)).value
 
-    def edge(self, acc: Accumulator, tile: ScoreTile, seen: Sequence[Limits] | Bits, *, check_low: bool) -> None:
+    def edge(
+        self, acc: Accumulator, tile: ScoreTile, seen: Sequence[Limits] | Bits | SeenKeys, *, check_low: bool
+    ) -> None:
         """As `full`, and puts -inf where a score does not count.
 
         Args:
@@ -146,10 +149,16 @@ class Score:
         self.hide(acc, tile, seen, Float32(float("-inf")), check_low=check_low)
 
     def hide(
-        self, acc: Accumulator, tile: ScoreTile, seen: Sequence[Limits] | Bits, hidden: Float32, *, check_low: bool
+        self,
+        acc: Accumulator,
+        tile: ScoreTile,
+        seen: Sequence[Limits] | Bits | SeenKeys,
+        hidden: Float32,
+        *,
+        check_low: bool,
     ) -> None:
         """Puts `hidden` where a score does not count, in place; see `edge`."""
-        if isinstance(seen, Bits):
+        if isinstance(seen, Bits | SeenKeys):
             seen.hide(acc, tile, hidden)
         else:
             hide(acc, tile, seen, hidden, check_low=check_low)

@@ -23,6 +23,7 @@ from jax_fastattn.kernels.split import heads_side_by_side
 from jax_fastattn.ops.launch import launch_p, launch_scalars
 from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
+from jax_fastattn.ops.row_bits import RowBits, row_bits
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.portable import scale_gradient
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Gradients, Operands, Problem
@@ -154,14 +155,15 @@ def _with_lists(
     kernel: KernelSpec,
     arrays: dict[str, jax.Array | None],
     kept: Sequence[TileLists],
-) -> tuple[dict[str, jax.Array | None], TileLists | None]:
-    """Returns the operands of a launch with lists in place of the predicate, and lists; else all as it is.
+) -> tuple[dict[str, jax.Array | None], TileLists | RowBits | None]:
+    """Returns the operands of a launch with lists or bits in place of the predicate, and these; else all as it is.
 
     Of a launch with lists of both sides these are the lists of tiles of queries, whose `planes` hold for both.
     """
-    if not kernel.listed:
+    if not (kernel.listed or kernel.row_bits):
         return arrays, None
-    found = [tile_lists(spec, operands, config, kept) for config in prepass_configs(kernel)]
+    found: list[TileLists | RowBits] = [row_bits(spec, operands)] if kernel.row_bits else []
+    found += [tile_lists(spec, operands, config, kept) for config in prepass_configs(kernel)]
     others = {name: x for name, x in arrays.items() if name not in PREDICATE or getattr(kernel, name, False)}
     for lists in found:
         others |= lists.buffers()
@@ -221,7 +223,7 @@ def _launch(
     problem: Problem,
     operands: Mapping[str, jax.Array | None],
     shapes: Mapping[str, tuple[int, ...]],
-    lists: TileLists | None = None,
+    lists: TileLists | RowBits | None = None,
 ) -> dict[str, jax.Array]:
     """Binds one custom call; its buffers are those of `present_buffers`.
 
@@ -230,7 +232,7 @@ def _launch(
         problem: the problem that the kernel was chosen for.
         operands: the operands by name; None is absent.
         shapes: the shapes of the results and of scratch, by name.
-        lists: those that the kernel visits tiles by, if it does.
+        lists: what the kernel has in place of the predicate, if it does.
 
     Returns:
         The results and scratch by name.
@@ -251,10 +253,12 @@ def _launch(
     return dict(zip(results, found, strict=True))
 
 
-def _scalars(kernel: KernelSpec, problem: Problem, lists: TileLists | None) -> Scalars:
+def _scalars(kernel: KernelSpec, problem: Problem, lists: TileLists | RowBits | None) -> Scalars:
     """Returns the scalars of a launch."""
     multiprocessors, side_heads = ffi.multiprocessors(), None
     if kernel.op == "decode":
         side_heads = heads_side_by_side(problem.num_kv_heads, multiprocessors * kernel.config.blocks)
     visit = () if lists is None else (lists.planes,)
-    return launch_scalars(problem, multiprocessors, *visit, side_heads=side_heads)
+    scalars = launch_scalars(problem, multiprocessors, *visit, side_heads=side_heads)
+    # The range of keys begins at the offset.
+    return scalars._replace(window_left=0) if kernel.row_bits else scalars

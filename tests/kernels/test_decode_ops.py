@@ -21,6 +21,8 @@ from jax_fastattn.canonical import canonicalize
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.slow
 
@@ -30,21 +32,22 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     "decoding": ((1, 6, 3, 60, 36), {"is_causal": True, "query_offset": (256, 12), "key_value_seq_lengths": (257, 13)}),
     "speculative": ((5, 3, 1, 64, 64), {"is_causal": True, "query_offset": (255, 0), "sinks": True}),
     "scale-operand": ((2, 2, 2, 64, 64), {"scale": True, "local_window_size": (100, 3), "query_offset": 200}),
+    # Keys before the first visible one, which is no multiple of a word, and after the last one are not read.
+    "mask-of-keys": ((1, 6, 3, 64, 64), {"mask": (2, 1, 1, 260), "keys": ((70, 250), (0, 40))}),
+    "mask-of-pairs-and-heads": ((5, 4, 2, 64, 64), {"mask": (1, 4, 5, 260), "query_seq_lengths": (5, 2)}),
+    "mask-of-kv-heads-causal": (
+        (3, 6, 2, 128, 128),
+        {"mask": (2, 2, 3, 260), "is_causal": True, "query_offset": (256, 100), "key_value_seq_lengths": (259, 90)},
+    ),
+    "mask-that-hides-all": ((2, 4, 2, 64, 64), {"mask": (2, 1, 1, 260), "keys": ((0, 0), (3, 4)), "sinks": True}),
+    "64-rows-of-a-mask": ((16, 4, 1, 64, 64), {"mask": (1, 1, 16, 260), "logits_soft_cap": 2.0}),
+    "segment-ids": ((4, 4, 2, 64, 64), {"ids": 3, "local_window_size": (150, 150)}),
+    "segment-ids-and-a-mask": ((2, 2, 1, 256, 256), {"ids": 2, "mask": (2, 1, 1, 260), "keys": ((100, 190), (0, 64))}),
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-@pytest.mark.parametrize("name", CASES)
-def test_attention_of_few_queries(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ops: list[str] = []
-
-    def bind(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-        ops.append(params["kernel"].op)
-        return emulated_ops.bind(*operands, **params)
-
-    monkeypatch.setattr(ffi, "arch", lambda: arch)
-    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
-    monkeypatch.setattr(launch_p, "bind", bind)
+def _arguments(name: str) -> tuple[AttentionSpec, Operands]:
+    """Returns a case's specification and canonical operands."""
     (queries, heads, kv_heads, head_dim, v_head_dim), arguments = CASES[name]
     arguments = {name: jnp.asarray(x, jnp.int32) if name.endswith("lengths") else x for name, x in arguments.items()}
     random = np.random.default_rng(0)
@@ -54,10 +57,36 @@ def test_attention_of_few_queries(name: str, arch: str, monkeypatch: pytest.Monk
         arguments["scale"] = jnp.float32(0.125)
     if isinstance(offset := arguments.get("query_offset"), tuple):
         arguments["query_offset"] = jnp.asarray(offset, jnp.int32)
+    if documents := arguments.pop("ids", None):
+        ids = [np.sort(random.integers(0, documents, (2, rows)), 1) for rows in (queries, 260)]
+        arguments["segment_ids"] = tuple(jnp.asarray(x, jnp.int32) for x in ids)
+    if "mask" in arguments:
+        mask = random.random(arguments["mask"]) < 0.6
+        for i, (begin, end) in enumerate(arguments.pop("keys", ())):
+            mask[i, ..., :begin] = mask[i, ..., end:] = False
+            mask[i, ..., begin : begin + 1] = mask[i, ..., end - 1 : end] = begin < end
+        arguments["mask"] = jnp.asarray(mask)
     shapes = ((2, queries, heads, head_dim), (2, 260, kv_heads, head_dim), (2, 260, kv_heads, v_head_dim))
     arrays = [jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-    spec, operands = canonicalize(*arrays, **arguments)
-    out, lse = cuda.forward(spec, operands)
+    return canonicalize(*arrays, **arguments)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_of_few_queries(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of Q, K and V that are invisible hold NaN."""
+    ops: list[str] = []
+
+    def bind(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+        ops.append(params["kernel"].op)
+        return emulated_ops.bind(*operands, **params)
+
+    monkeypatch.setattr(ffi, "arch", lambda: arch)
+    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
+    monkeypatch.setattr(launch_p, "bind", bind)
+    spec, operands = _arguments(name)
+    poisoned, *_ = poison(spec, operands, jnp.zeros((*operands.query.shape[:3], operands.value.shape[3]), jnp.bfloat16))
+    out, lse = cuda.forward(spec, poisoned)
     wanted, wanted_lse = attention_reference(spec, operands)
     assert ops == ["decode"]
     np.testing.assert_allclose(np.asarray(out, np.float64), np.asarray(wanted, np.float64), atol=2e-2)

@@ -71,6 +71,23 @@ class Entry:
     end: Int32
     tiles: Int32
 
+    def pairs(self, key: Int32, count: int) -> list[Int32]:
+        """Returns masks of pairs of 16 bits for the first two of each 8 keys: those that some query may see.
+
+        Args:
+            key: the first one.
+            count: how many keys.
+        """
+        left, places = self.end - key, range(0, count, 8)
+        words = [ptx.where(left > at + 1, Int32(-1), ptx.where(left > at, Int32(0xFFFF), Int32(0))) for at in places]
+        if self.hidden_end is None:
+            return words
+        hidden = self.hidden_end - key
+        shown = [
+            ptx.where(hidden <= at, Int32(-1), ptx.where(hidden <= at + 1, Int32(-0x10000), Int32(0))) for at in places
+        ]
+        return [x & y for x, y in zip(words, shown, strict=True)]
+
 
 class Unit(NamedTuple):
     """A batch entry and a key/value head."""
