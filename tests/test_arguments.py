@@ -88,6 +88,7 @@ def test_scalars_of_lists_and_of_decoding_are_no_parameters_of_other_launches() 
     assert absent_scalars(dataclasses.replace(plain, listed=True)) == ("side_heads", "pages")
     assert absent_scalars(dataclasses.replace(plain, op="decode")) == (*VISIT_SCALARS, "pages")
     assert absent_scalars(dataclasses.replace(plain, op="decode", page=16)) == VISIT_SCALARS
+    assert absent_scalars(dataclasses.replace(plain, op="decode", row_bits=True)) == ("pages",)
     scalars = Scalars(**{name: name for name in Scalars._fields} | absent)
     assert scalars.of_dtype("int32") == tuple(
         x for x in Scalars._fields if SCALAR_DTYPES[x] == "int32" and x not in absent

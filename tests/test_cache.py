@@ -377,6 +377,8 @@ CHANGES = {
     "packed": True,
     "listed": True,
     "compared": True,
+    "row_bits": True,
+    "page": 16,
     "mask": True,
     "segment_ids": True,
     "logits_soft_cap": True,

@@ -159,11 +159,12 @@ def many_heads(queries: int, heads: int) -> dict[str, Any]:
         one_query() | {"is_causal": True, "query_offset": jnp.ones(1, jnp.int32), "local_window_size": (9, 0)},
         one_query() | {"key_value_seq_lengths": jnp.ones(1, jnp.int32), "logits_soft_cap": 5.0},
         one_query() | {"sinks": jnp.ones(32), "return_residual": True, "deterministic": True},
+        one_query() | {"mask": jnp.ones((1, 1, 1, 1 << 17), bool)},
         few_queries(16, key_length=1000),
         many_heads(16, 132),
         many_heads(64, 131),
     ],
-    ids=["long", "short", "window", "cap", "sinks", "64 rows", "16 rows of many heads", "fewer heads than SMs"],
+    ids=["long", "short", "window", "cap", "sinks", "mask", "64 rows", "16 rows of many heads", "fewer heads than SMs"],
 )
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_few_queries_split_their_keys(call: dict[str, Any], arch: str) -> None:
@@ -182,10 +183,9 @@ def test_few_queries_split_their_keys(call: dict[str, Any], arch: str) -> None:
     [
         few_queries(17),
         one_query(key_length=255),
-        one_query() | {"mask": jnp.ones((1, 1, 1, 1 << 17), bool)},
         many_heads(17, 132),
     ],
-    ids=["more rows", "few keys", "mask", "a head for each SM"],
+    ids=["more rows", "few keys", "a head for each SM"],
 )
 def test_other_calls_take_the_forward_kernel(call: dict[str, Any]) -> None:
     assert explain(**call).kernel == "sm90 forward, sm90 backward"

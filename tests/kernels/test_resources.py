@@ -317,6 +317,8 @@ DECODE_ROWS = {
 }
 DECODE = {"lengths": {"key_value_seq_lengths": True, "group": 4}, "everything": {**EVERYTHING, "sinks": True}}
 DECODE["pages"] = {**DECODE["everything"], "page": 16}
+DECODE["bits"] = {**DECODE["lengths"], "row_bits": True, "window_left": True, "query_offset": True}
+DECODE["bits-sinks-cap"] = {**DECODE["bits"], "query_seq_lengths": True, "sinks": True, "logits_soft_cap": True}
 
 
 def _decode_specs(features: str) -> dict[KernelSpec, int]:
