@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
-from jax_fastattn.kernels.decode_config import BLOCK_ROWS
+from jax_fastattn.kernels.decode_config import BLOCK_ROWS, MAX_ROWS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
@@ -16,18 +16,24 @@ from jax_fastattn.kernels.sm80.decode import config as sm80_decode
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
+from jax_fastattn.kernels.split import heads_side_by_side
 from jax_fastattn.kernels.tile_lists import PrepassConfig, Sizes, has_too_many_bits
 from jax_fastattn.spec import AttentionSpec, Problem, is_known
 
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
 SHORT_LENGTH = 2048
 
-# From how many keys on those of few queries are split. A head with fewer has a few tiles, which one CTA of the forward
-# kernel computes by one launch.
-MIN_SPLIT_KEYS = 256
+# From how many keys on those of few queries are split; fewer were not timed.
+MIN_SPLIT_KEYS = 128
 
-# Up to how many rows, queries times query heads of a key/value head.
+# Up to how many rows, queries times query heads of a key/value head, whatever else is known.
 MAX_SPLIT_ROWS = 64
+
+# How many SMs stream as much as the whole GPU: an H100 has 3 TB/s, one of its SMs 75 GB/s.
+_STREAMING_SMS = 40
+
+# Bytes that the GPU reads in the time that the launch of the combine kernel takes.
+_LAUNCH_NBYTES = 16 << 20
 
 # Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
 _ORDERED_MEAN_LENGTH = 1536
@@ -169,14 +175,43 @@ def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
 
 
 def splits_keys(problem: Problem) -> bool:
-    """Returns whether the forward pass splits the keys of a head over CTAs, which takes few queries and many keys."""
+    """Returns whether the forward pass takes the decoding kernels, which takes few queries and many keys."""
     rows = problem.query_length * problem.group
     if problem.page:
         return reads_pages(problem)
     # The forward kernel reads keys once, too, where a head has them to itself, and has faster products.
     whole_heads_suffice = problem.group == 1 and rows > BLOCK_ROWS and _fills_gpu(problem)
-    is_small = rows <= MAX_SPLIT_ROWS and problem.key_length >= MIN_SPLIT_KEYS
+    is_small = rows <= _most_split_rows(problem) and problem.key_length >= MIN_SPLIT_KEYS
     return not problem.num_sequences and is_small and not whole_heads_suffice
+
+
+def _most_split_rows(problem: Problem) -> int:
+    """Returns up to how many rows keys are split. Over 64 the products take longer than the loads of K and V.
+
+    The forward kernel has faster products. But it leaves SMs idle if there are few heads, and its tiles have rows of
+    one query head, most of which do not exist if the group is large. Head dims over 128
+    were not timed; at 256 the partial outputs do not fit the shared memory of all GPUs.
+    """
+    few_units = 2 * problem.batch * problem.num_kv_heads <= H100_MULTIPROCESSORS
+    wins = few_units or problem.head_dim <= 64 or problem.group >= 8
+    fits = max(problem.head_dim, problem.v_head_dim) <= 128
+    return MAX_ROWS if wins and fits else MAX_SPLIT_ROWS
+
+
+def _takes_whole_units(problem: Problem, key: KernelSpec) -> bool:
+    """Returns whether CTAs of a decoding kernel take whole units (`split.py`), so that one launch is enough.
+
+    No CTA may then read for longer than the split call and the launch that is saved take together. If lengths are data,
+    one batch entry may be all that there is to read, and each unit has a CTA of its own.
+    """
+    side = heads_side_by_side(problem.num_kv_heads, H100_MULTIPROCESSORS)
+    rounds = -(-problem.batch * problem.num_kv_heads // side // (H100_MULTIPROCESSORS // side))
+    kind = key.bounds_kind
+    differ = kind.query_end or kind.key_end or kind.offset
+    unit_nbytes = 2 * problem.key_length * (problem.head_dim + problem.v_head_dim)
+    total = unit_nbytes * problem.num_kv_heads * (1 if differ else problem.batch)
+    is_short = rounds * unit_nbytes * _STREAMING_SMS <= total + _LAUNCH_NBYTES
+    return is_short and (rounds == 1 or not differ)
 
 
 def reads_pages(problem: Problem) -> bool:
@@ -239,6 +274,8 @@ def kernel_spec(
     )
     short = max(problem.query_length, problem.key_length) <= SHORT_LENGTH
     key = configured(key, short=short, rows=problem.query_length * problem.group)
+    if op == "decode" and _takes_whole_units(problem, key):
+        return replace(key, config=replace(key.config, splits=False))
     key = replace(key, compared=_compares(problem, key))
     if op != "backward" or not key.config.adds_dq:
         return key

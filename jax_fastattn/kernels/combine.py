@@ -66,7 +66,7 @@ class CombineKernel:
 
     def launch(self, buffers: DecodeBuffers, scalars: Scalars) -> Launch:
         """Returns the launch."""
-        warps = scalars.multiprocessors * self.spec.config.blocks * self._unit_rows(scalars) + scalars.batch
+        warps = scalars.multiprocessors * self._unit_rows(scalars) + scalars.batch
         return Launch(
             self.kernel,
             (buffers, scalars),

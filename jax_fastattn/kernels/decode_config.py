@@ -44,11 +44,8 @@ class DecodeConfig:
         keys: keys of a tile, a multiple of `16 * parts`.
         stages: tiles of K and of V in shared memory.
         loader_warps: 1 if a warp of its own loads the tiles, 0 if each warp loads the keys that it computes.
-        blocks: CTAs that run on an SM at a time.
         splits: whether units may be cut where a CTA's share ends; else a share is a number of units, there are no
-            partial results, and the combine kernel is left out. All batch entries must have as many tiles then, and
-            one at least.
-        asks_early: whether a warp asks for the next unit's Q before the CTA merges the results of a segment.
+            partial results, and the combine kernel is left out.
     """
 
     row_blocks: int
@@ -56,9 +53,7 @@ class DecodeConfig:
     keys: int
     stages: int
     loader_warps: int
-    blocks: int = 1
     splits: bool = True
-    asks_early: bool = True
 
     @property
     def strip(self) -> int:
@@ -123,7 +118,7 @@ def decode_scratch(spec: KernelSpec, multiprocessors: int, rows: int) -> dict[st
         multiprocessors: of the GPU.
         rows: queries times query heads of a key/value head.
     """
-    ctas = multiprocessors * spec.config.blocks
     if not spec.config.splits:
         return {}
-    return {"partial_out": (2 * ctas, rows, spec.v_head_dim), "partial_lse": (2 * ctas, rows), "begun": (ctas, 4)}
+    slots = 2 * multiprocessors
+    return {"partial_out": (slots, rows, spec.v_head_dim), "partial_lse": (slots, rows), "begun": (multiprocessors, 4)}

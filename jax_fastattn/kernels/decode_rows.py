@@ -177,12 +177,10 @@ class DecodeRows:
 
     def begin(self, share: Share, unit: Unit) -> None:
         """Prepares for the first segment, given the CTA's share and its first unit."""
-        config = self.memory.config
-        if config.splits:
+        if self.memory.config.splits:
             record = [Int32(-1), Int32(0), share.end, share.total]
             cutlass.if_generate(self.thread == 0, lambda: ptx.store_global_chunk(self._begun(), record))
-        if config.asks_early:
-            self._load_query(unit)
+        self._load_query(unit)
 
     def _begun(self) -> Int64:
         """Returns the address of the CTA's record of the unit that it begins and does not end."""
@@ -196,8 +194,6 @@ class DecodeRows:
 
     def visit(self, segment: Segment) -> None:
         """Computes the result of a segment."""
-        if not self.memory.config.asks_early:
-            self._load_query(Unit(segment.batch, segment.kv_head))
         self._turn_query()
         own = self._own(segment)
         self.out.fill(0.0)
@@ -207,8 +203,7 @@ class DecodeRows:
         wgmma.loop(segment.count, lambda i: self._tile(segment, i, own))
         self.source.end()
         self._share(own)
-        if self.memory.config.asks_early:
-            self._load_query(segment.following())
+        self._load_query(segment.following())
         self._sync()
         self._merge(segment)
 

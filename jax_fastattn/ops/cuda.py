@@ -257,7 +257,7 @@ def _scalars(kernel: KernelSpec, problem: Problem, lists: TileLists | RowBits | 
     """Returns the scalars of a launch."""
     multiprocessors, side_heads = ffi.multiprocessors(), None
     if kernel.op == "decode":
-        side_heads = heads_side_by_side(problem.num_kv_heads, multiprocessors * kernel.config.blocks)
+        side_heads = heads_side_by_side(problem.num_kv_heads, multiprocessors)
     visit = () if lists is None else (lists.planes,)
     scalars = launch_scalars(problem, multiprocessors, *visit, side_heads=side_heads)
     # The range of keys begins at the offset.

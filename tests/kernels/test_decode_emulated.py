@@ -76,13 +76,23 @@ CASES = {
         split={"multiprocessors": 5, "side_heads": 2},
         config=_WHOLE,
     ),
-    "two-ctas-on-an-sm": Case(
-        {"batch": 3, "key_lengths": (300, 1, 130)},
-        LENGTHS,
-        split={"multiprocessors": 2},
-        config={"blocks": 2, "stages": 2},
+    # Each unit has a CTA of its own, with or without tiles.
+    "whole-units-of-lengths": Case(
+        {"batch": 5, "key_lengths": (0, 300, 1, 64, 0), "query_lengths": (1, 1, 0, 1, 0)},
+        {**LENGTHS, "query_seq_lengths": True, "sinks": True},
+        split={"multiprocessors": 11},
+        config=_WHOLE,
     ),
-    "asks-late": Case({"batch": 3, "key_lengths": (300, 1, 130)}, LENGTHS, config={"asks_early": False}),
+    "whole-units-of-lengths-in-turn": Case(
+        {"batch": 40, "keys": 130, "kv_heads": 1, "queries": 2, "left": 70}
+        | {"key_lengths": _MANY, "offsets": tuple(x - 2 for x in _MANY)},
+        {**BAND, "logits_soft_cap": True},
+        split={"multiprocessors": 4},
+        config=_WHOLE,
+    ),
+    "whole-units-of-pages": Case(
+        {"batch": 3, "keys": 192, "key_lengths": (0, 192, 17)}, {**LENGTHS, "page": 16}, config=_WHOLE
+    ),
     "side-by-side": Case({"batch": 7, "key_lengths": (0, 300, 1, 64, 0, 65, 130)}, LENGTHS, split=_SIDE_BY_SIDE),
     # CTAs are left over.
     "2-of-4-side-by-side": Case(

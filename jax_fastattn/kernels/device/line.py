@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The line of all key tiles on the device, see `split.py`.
 
-Lengths are data, so every warp finds its place in the line by itself. All roles of a CTA call `Line.each`, and thus
-agree on the number of tiles of each segment. A warp holds the ends and offsets of 32 batch entries in its lanes, and
-waits for memory once for all of them.
+Lengths are data, so every warp finds its place in the line by itself. `walk.py` has the way from there on.
 """
 
 from collections.abc import Callable
@@ -13,7 +11,6 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
-from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels import split
 from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
@@ -25,7 +22,8 @@ _device_split = copies.with_device_min_max(split)
 share = _device_split["share"]  # split.share on device integers
 owner = _device_split["owner"]  # split.owner on device integers
 
-_WARP = 32
+# Lanes of a warp.
+WARP = 32
 # Distances of a scan over the lanes of a warp.
 _DISTANCES = (1, 2, 4, 8, 16)
 # Batch entries that a lane loads at a time when it counts tiles.
@@ -105,7 +103,7 @@ class Segment:
         batch: the batch entry.
         kv_head: the key/value head.
         tile: the first tile.
-        count: how many tiles there are, at least one.
+        count: how many tiles there are; at least one, unless units are whole.
         slot: where a partial result lies.
         whole: whether these are all tiles of the unit, which then has no partial result.
         following: returns the CTA's next unit; any unit if there is none.
@@ -167,7 +165,7 @@ class Line:
     def of(cls, spec: KernelSpec, buffers: DecodeBuffers, scalars: Scalars, lane: Int32) -> "Line":
         """Returns the lines of a launch."""
         config = spec.config
-        return cls(spec, config.keys, buffers, scalars, scalars.multiprocessors * config.blocks, lane)
+        return cls(spec, config.keys, buffers, scalars, scalars.multiprocessors, lane)
 
     @property
     def side(self) -> Any:
@@ -223,28 +221,23 @@ class Line:
         if self.alike:
             unit = self.entry(Int32(0)).tiles
             total = self.scalars.batch * self.heads * unit
-            begin, end = self._dealt(own, total, unit)
+            begin, end = self.dealt(own, total)
             batch = Int32(cutlass.min(begin // Int32(cutlass.max(unit * self.heads, 1)), self.scalars.batch - 1))
             return Share(own, line, end, end - begin, total, batch, batch * self.heads * unit)
         # A lane counts the tiles of neighboring entries.
-        chunk = copies.count(self.scalars.batch, _WARP)
+        chunk = copies.count(self.scalars.batch, WARP)
         mine = self._count(self.lane * chunk, chunk) * self.heads
         through = warp_scan(mine, self.lane)
-        total = cute.arch.shuffle_sync(through, _WARP - 1)
-        begin, end = self._dealt(own, total, None)
+        total = cute.arch.shuffle_sync(through, WARP - 1)
+        begin, end = self.dealt(own, total)
         before = through - mine
         inside = Boolean((before <= begin) & (begin < through))
         first, before = (warp_sum(ptx.where(inside, x, Int32(0))) for x in (self.lane * chunk, before))
         return Share(own, line, end, end - begin, total, *self._find(begin, first, before, chunk))
 
-    def _dealt(self, cta: Int32, total: Int32, unit: Int32 | None) -> tuple[Int32, Int32]:
-        """Returns the tiles of the share of a CTA of a line, given those of a unit if all have as many."""
-        own = Int32(cutlass.min(cta, self.shares - 1))
-        if self.spec.config.splits:
-            begin, end = share(own, self.shares, total)
-        else:
-            assert unit is not None, self.spec
-            begin, end = (x * unit for x in share(own, self.shares, self.scalars.batch * self.heads))
+    def dealt(self, cta: Int32, total: Int32) -> tuple[Int32, Int32]:
+        """Returns what a CTA of a line takes of so many tiles or units."""
+        begin, end = share(Int32(cutlass.min(cta, self.shares - 1)), self.shares, total)
         # CTAs that are left over have nothing.
         return begin, ptx.where(cta < self.shares, end, begin)
 
@@ -277,135 +270,19 @@ class Line:
         end = Int32(cutlass.min(first + entries, self.scalars.batch))
 
         def look(i: Int32) -> None:
-            index = first + i * _WARP + self.lane
+            index = first + i * WARP + self.lane
             own = self._tiles(index, end) * self.heads
             through = warp_scan(own, self.lane)
             before = state[0] + through - own
             inside = Boolean((before <= tile) & (tile < before + own))
             state[1] = ptx.where(inside, index, state[1])
             state[2] = ptx.where(inside, before, state[2])
-            state[0] = state[0] + cute.arch.shuffle_sync(through, _WARP - 1)
+            state[0] = state[0] + cute.arch.shuffle_sync(through, WARP - 1)
 
-        wgmma.loop(copies.count(entries, _WARP), look)
+        wgmma.loop(copies.count(entries, WARP), look)
         return warp_sum(state[1]), warp_sum(state[2])
 
     def _tiles(self, batch: Int32, end: Int32) -> Int32:
         """Returns the tiles of a unit of a batch entry before `end`; 0 from there on."""
         existing = Int32(cutlass.min(batch, self.scalars.batch - 1))
         return ptx.where(batch < end, self.entry(existing).tiles, Int32(0))
-
-    def each(
-        self, cta: Int32, visit: Callable[[Segment], None], begin: Callable[[Share, Unit], None] | None = None
-    ) -> None:
-        """Emits a loop over the segments of a CTA; all lanes of a warp call this.
-
-        Args:
-            cta: index of the CTA.
-            visit: emits what is done for a segment.
-            begin: emits what is done before the loop, given the CTA's share, and its first unit or any unit if there is
-                none.
-        """
-        own = self.share(cta)
-        held = _HeldEntries.of(self, own.batch)
-        unit = Int32(cutlass.max(held.entry(own.batch).tiles, 1))
-        ahead = own.end - own.left - own.before
-        # Batch entry, head of the line, tile, and tiles left.
-        at = wgmma.Uniform(own.batch, ahead // unit, ahead % unit, own.left)
-        at.make_uniform()
-        if begin is not None:
-            begin(own, self._unit(at, own))
-
-        def goes_on(_: Int32) -> Boolean:
-            return Boolean(at[3] > 0)
-
-        with while_generate([Int32(0)], goes_on) as nothing:
-            at.make_uniform()
-            visit(self._segment(cta, at, own, held))
-            cute.arch.sync_warp()
-            yield_out(nothing)
-
-    def _unit(self, at: wgmma.Uniform, own: Share) -> Unit:
-        """Returns the unit at a place, which may be past the last one."""
-        head = Int32(cutlass.min(at[1], self.heads - 1))
-        return Unit(Int32(cutlass.min(at[0], self.scalars.batch - 1)), head * self.side + own.line)
-
-    def _segment(self, cta: Int32, at: wgmma.Uniform, own: Share, held: "_HeldEntries") -> Segment:
-        """Returns the segment at a place, and goes on to the next one."""
-        unit, head, tile, left = self._unit(at, own), at[1], at[2], at[3]
-        entry = held.entry(unit.batch)
-        count = cute.arch.make_warp_uniform(Int32(cutlass.min(left, entry.tiles - tile)))
-        wraps = Boolean(head == self.heads - 1)
-        at[0] = ptx.where(wraps, unit.batch + 1, unit.batch)
-        at[1] = ptx.where(wraps, Int32(0), head + 1)
-        at[2] = Int32(0)
-        at[3] = left - count
-        cutlass.if_generate(Boolean(wraps & (at[3] > 0)), lambda: held.skip_empty(at))
-        return Segment(
-            entry,
-            *unit,
-            tile,
-            count,
-            slot(cta, tile == 0),
-            Boolean(count == entry.tiles),
-            lambda: self._unit(at, own),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _HeldEntries:
-    """Batch entries from some first one on, one in each lane of a warp.
-
-    Attributes:
-        line: of the launch.
-        held: `[4]`, the first entry, then the lane's query_end, key_end and offset.
-    """
-
-    line: Line
-    held: Any
-
-    @classmethod
-    def of(cls, line: Line, first: Int32) -> "_HeldEntries":
-        """Returns the entries from one on."""
-        entries = cls(line, cute.make_rmem_tensor((4,), Int32))
-        entries.hold(first)
-        return entries
-
-    def hold(self, first: Int32) -> None:
-        """Loads the entries from one on."""
-        line = self.line
-        batch = Int32(cutlass.min(first + line.lane, line.scalars.batch - 1))
-        bounds = copies.entry_bounds(line.spec, batch, line.buffers, line.scalars)
-        for i, x in enumerate((first, bounds.query_end, bounds.key_end, bounds.offset)):
-            self.held[i] = Int32(x)
-
-    def entry(self, batch: Int32) -> Entry:
-        """Returns what the queries of one of the entries see; all lanes call this."""
-        line, kind = self.line, self.line.spec.bounds_kind
-        lane = batch - self.held[0]
-        differs = (kind.query_end, kind.key_end, kind.offset)
-        ends = [
-            cute.arch.shuffle_sync(self.held[1 + i], lane) if x else self.held[1 + i] for i, x in enumerate(differs)
-        ]
-        return line.seen(copies.bounds(kind, *ends, line.scalars))
-
-    def skip_empty(self, at: wgmma.Uniform) -> None:
-        """Takes a place, at the first head of a batch entry, to the first entry from there on that has tiles."""
-        if self.line.alike:
-            return
-        last = self.line.scalars.batch - 1
-
-        def look() -> None:
-            first, *ends = (self.held[i] for i in range(4))
-            tiles = self.line.seen(copies.bounds(self.line.spec.bounds_kind, *ends, self.line.scalars)).tiles
-            index = first + self.line.lane
-            has = Boolean(Boolean(tiles > 0) & Boolean(Boolean(index >= at[0]) & Boolean(index <= last)))
-            at[0] = cute.arch.warp_redux_sync(ptx.where(has, index, first + _WARP), "min")
-
-        def goes_on(_: Int32) -> Boolean:
-            return Boolean(Boolean(at[0] == self.held[0] + _WARP) & Boolean(at[0] <= last))
-
-        look()
-        with while_generate([Int32(0)], goes_on) as nothing:
-            self.hold(self.held[0] + _WARP)
-            look()
-            yield_out(nothing)

@@ -16,6 +16,7 @@ from jax_fastattn.kernels.decode_rows import DecodeRows, MergeMemory, refuse_pro
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.line import Line
+from jax_fastattn.kernels.device.walk import each
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.decode.config import DecodeMemory
 from jax_fastattn.kernels.sm80.decode.source import CopySource, DenseRows, PagedRows
@@ -45,10 +46,9 @@ class DecodeKernel:
         decode = Launch(
             self.kernel,
             (buffers, scalars),
-            grid=scalars.multiprocessors * config.blocks,
+            grid=scalars.multiprocessors,
             block=config.threads,
             shared_bytes=self.memory.nbytes,
-            min_blocks=config.blocks,
         )
         return [decode, *([CombineKernel(self.spec).launch(buffers, scalars)] if config.splits else [])]
 
@@ -62,7 +62,7 @@ class DecodeKernel:
         strips = PagedRows.begin(line) if self.spec.page else DenseRows(line)
         source = CopySource.begin(line, self.memory, strips, address, warp)
         rows = DecodeRows.start(line, self._merge_memory(address), source, thread, warp)
-        line.each(block, rows.visit, rows.begin)
+        each(line, block, rows.visit, rows.begin)
 
     def _merge_memory(self, address: cutlass.Int32) -> MergeMemory:
         """Returns where the warps merge their results."""

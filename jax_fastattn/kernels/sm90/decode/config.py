@@ -14,7 +14,7 @@ from typing import Any
 from jax_fastattn.kernels.decode_config import DecodeConfig, row_blocks
 from jax_fastattn.kernels.device.regions import Barriers, Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, SM_SHARED_MEMORY, TILE_ALIGNMENT, padded_head_dim
+from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, TILE_ALIGNMENT, padded_head_dim
 
 # Bytes of K and V that an SM has on the way. Twice as many were not faster on an H100.
 _BYTES_IN_FLIGHT = 96 * 1024
@@ -91,8 +91,8 @@ class DecodeMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether `blocks` CTAs fit an SM together."""
-        return self.nbytes <= SHARED_MEMORY and self.config.blocks * (self.nbytes + 1024) <= SM_SHARED_MEMORY
+        """Whether an SM has so much memory for a CTA."""
+        return self.nbytes <= SHARED_MEMORY
 
 
 def decode_config(spec: KernelSpec, rows: int) -> DecodeConfig:

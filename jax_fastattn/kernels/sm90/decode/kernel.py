@@ -18,6 +18,7 @@ from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.line import Line
 from jax_fastattn.kernels.device.tma import Box, Tma
+from jax_fastattn.kernels.device.walk import each
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.decode.config import DecodeMemory
 from jax_fastattn.kernels.sm90.decode.loader import DenseLoader, PagedLoader
@@ -49,11 +50,10 @@ class DecodeKernel:
         decode = Launch(
             self.kernel,
             (buffers, scalars),
-            grid=scalars.multiprocessors * config.blocks,
+            grid=scalars.multiprocessors,
             block=config.threads,
             shared_bytes=self.memory.nbytes,
             tma=self._boxes(buffers, scalars),
-            min_blocks=config.blocks,
         )
         return [decode, *([CombineKernel(self.spec).launch(buffers, scalars)] if config.splits else [])]
 
@@ -88,9 +88,9 @@ class DecodeKernel:
 
     def _load(self, line: Line, shared: DecodeShared, tma: Tma, block: Int32) -> None:
         loader = PagedLoader if self.spec.page else DenseLoader
-        line.each(block, loader.start(line, shared, tma).load)
+        each(line, block, loader.start(line, shared, tma).load)
 
     def _compute(self, line: Line, shared: DecodeShared, block: Int32, thread: Int32, warp: Int32) -> None:
         source = TmaSource(shared, shared.ring(), line.lane, warp % self.config.parts)
         rows = DecodeRows.start(line, shared.merge, source, thread, warp)
-        line.each(block, rows.visit, rows.begin)
+        each(line, block, rows.visit, rows.begin)

@@ -1,0 +1,228 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A CTA's way along its line of tiles (`line.py`), or along the units that it takes whole.
+
+All roles of a CTA call `each`, and thus agree on the number of tiles of each segment.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.cutlass_dsl import while_generate, yield_out
+
+from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device.line import WARP, Entry, Line, Segment, Share, Unit, slot
+
+
+def each(
+    line: Line, cta: Int32, visit: Callable[[Segment], None], begin: Callable[[Share, Unit], None] | None = None
+) -> None:
+    """Emits a loop over the segments of a CTA; all lanes of a warp call this.
+
+    Args:
+        line: of the launch.
+        cta: index of the CTA.
+        visit: emits what is done for a segment.
+        begin: emits what is done before the loop, given the CTA's share, and its first unit or any unit if there is
+            none.
+    """
+    walk = (_TileWalk if line.spec.config.splits else _UnitWalk).start(line, cta)
+    walk.at.make_uniform()
+    if begin is not None:
+        begin(walk.own, walk.unit())
+
+    def goes_on(_: Int32) -> Boolean:
+        return Boolean(walk.left > 0)
+
+    with while_generate([Int32(0)], goes_on) as nothing:
+        walk.at.make_uniform()
+        visit(walk.next())
+        cute.arch.sync_warp()
+        yield_out(nothing)
+
+
+class _Walk(Protocol):
+    """Where a CTA is.
+
+    Attributes:
+        own: what the CTA takes.
+        at: the place, which loops carry.
+    """
+
+    own: Share
+    at: wgmma.Uniform
+
+    @property
+    def left(self) -> Int32:
+        """How much of the share is left."""
+        ...
+
+    def unit(self) -> Unit:
+        """Returns the unit at the place, which may be past the last one."""
+        ...
+
+    def next(self) -> Segment:
+        """Returns the segment at the place, and goes on to the next one."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _UnitWalk:
+    """Units are not cut: the units are dealt, whatever tiles they have. One without tiles is visited, too.
+
+    Attributes:
+        line: of the launch.
+        cta: index of the CTA.
+        own: its share, of units.
+        at: number of the unit in the line, and units left.
+    """
+
+    line: Line
+    cta: Int32
+    own: Share
+    at: wgmma.Uniform
+
+    @classmethod
+    def start(cls, line: Line, cta: Int32) -> "_UnitWalk":
+        """Returns the beginning."""
+        own, units = cta // line.side, line.scalars.batch * line.heads
+        begin, end = line.dealt(own, units)
+        batch = begin // line.heads
+        share = Share(own, cta % line.side, end, end - begin, units, batch, batch * line.heads)
+        return cls(line, cta, share, wgmma.Uniform(begin, share.left))
+
+    @property
+    def left(self) -> Int32:
+        """How much of the share is left."""
+        return self.at[1]
+
+    def unit(self) -> Unit:
+        """Returns the unit at the place, which may be past the last one."""
+        index, heads = Int32(cutlass.min(self.at[0], self.own.total - 1)), self.line.heads
+        return Unit(index // heads, index % heads * self.line.side + self.own.line)
+
+    def next(self) -> Segment:
+        """Returns the unit at the place as a segment, and goes on to the next one."""
+        unit = self.unit()
+        entry = self.line.entry(unit.batch)
+        count = cute.arch.make_warp_uniform(entry.tiles)
+        self.at[0] = self.at[0] + 1
+        self.at[1] = self.at[1] - 1
+        return Segment(entry, *unit, Int32(0), count, slot(self.cta, Boolean(False)), Boolean(True), self.unit)
+
+
+@dataclass(frozen=True, eq=False)
+class _TileWalk:
+    """Tiles are dealt.
+
+    Attributes:
+        line: of the launch.
+        cta: index of the CTA.
+        own: its share.
+        held: the next batch entries.
+        at: batch entry, head of the line, tile, and tiles left.
+    """
+
+    line: Line
+    cta: Int32
+    own: Share
+    held: "_HeldEntries"
+    at: wgmma.Uniform
+
+    @classmethod
+    def start(cls, line: Line, cta: Int32) -> "_TileWalk":
+        """Returns the beginning."""
+        own = line.share(cta)
+        held = _HeldEntries.of(line, own.batch)
+        unit = Int32(cutlass.max(held.entry(own.batch).tiles, 1))
+        ahead = own.end - own.left - own.before
+        return cls(line, cta, own, held, wgmma.Uniform(own.batch, ahead // unit, ahead % unit, own.left))
+
+    @property
+    def left(self) -> Int32:
+        """How much of the share is left."""
+        return self.at[3]
+
+    def unit(self) -> Unit:
+        """Returns the unit at the place, which may be past the last one."""
+        line, at = self.line, self.at
+        head = Int32(cutlass.min(at[1], line.heads - 1))
+        return Unit(Int32(cutlass.min(at[0], line.scalars.batch - 1)), head * line.side + self.own.line)
+
+    def next(self) -> Segment:
+        """Returns the segment at the place, and goes on to the next one."""
+        at = self.at
+        unit, head, tile, left = self.unit(), at[1], at[2], at[3]
+        entry = self.held.entry(unit.batch)
+        count = cute.arch.make_warp_uniform(Int32(cutlass.min(left, entry.tiles - tile)))
+        wraps = Boolean(head == self.line.heads - 1)
+        at[0] = ptx.where(wraps, unit.batch + 1, unit.batch)
+        at[1] = ptx.where(wraps, Int32(0), head + 1)
+        at[2] = Int32(0)
+        at[3] = left - count
+        cutlass.if_generate(Boolean(wraps & (at[3] > 0)), lambda: self.held.skip_empty(at))
+        place = slot(self.cta, tile == 0)
+        return Segment(entry, *unit, tile, count, place, Boolean(count == entry.tiles), self.unit)
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldEntries:
+    """Batch entries from some first one on, one in each lane of a warp.
+
+    Attributes:
+        line: of the launch.
+        held: `[4]`, the first entry, then the lane's query_end, key_end and offset.
+    """
+
+    line: Line
+    held: Any
+
+    @classmethod
+    def of(cls, line: Line, first: Int32) -> "_HeldEntries":
+        """Returns the entries from one on."""
+        entries = cls(line, cute.make_rmem_tensor((4,), Int32))
+        entries.hold(first)
+        return entries
+
+    def hold(self, first: Int32) -> None:
+        """Loads the entries from one on."""
+        line = self.line
+        batch = Int32(cutlass.min(first + line.lane, line.scalars.batch - 1))
+        bounds = copies.entry_bounds(line.spec, batch, line.buffers, line.scalars)
+        for i, x in enumerate((first, bounds.query_end, bounds.key_end, bounds.offset)):
+            self.held[i] = Int32(x)
+
+    def entry(self, batch: Int32) -> Entry:
+        """Returns what the queries of one of the entries see; all lanes call this."""
+        line, kind = self.line, self.line.spec.bounds_kind
+        lane = batch - self.held[0]
+        differs = (kind.query_end, kind.key_end, kind.offset)
+        ends = [
+            cute.arch.shuffle_sync(self.held[1 + i], lane) if x else self.held[1 + i] for i, x in enumerate(differs)
+        ]
+        return line.seen(copies.bounds(kind, *ends, line.scalars))
+
+    def skip_empty(self, at: wgmma.Uniform) -> None:
+        """Takes a place, at the first head of a batch entry, to the first entry from there on that has tiles."""
+        if self.line.alike:
+            return
+        last = self.line.scalars.batch - 1
+
+        def look() -> None:
+            first, *ends = (self.held[i] for i in range(4))
+            tiles = self.line.seen(copies.bounds(self.line.spec.bounds_kind, *ends, self.line.scalars)).tiles
+            index = first + self.line.lane
+            has = Boolean(Boolean(tiles > 0) & Boolean(Boolean(index >= at[0]) & Boolean(index <= last)))
+            at[0] = cute.arch.warp_redux_sync(ptx.where(has, index, first + WARP), "min")
+
+        def goes_on(_: Int32) -> Boolean:
+            return Boolean(Boolean(at[0] == self.held[0] + WARP) & Boolean(at[0] <= last))
+
+        look()
+        with while_generate([Int32(0)], goes_on) as nothing:
+            self.hold(self.held[0] + WARP)
+            look()
+            yield_out(nothing)
