@@ -138,10 +138,12 @@ def one_query(batch: int = 1, kv_heads: int = 8, key_length: int = 1 << 17) -> d
     return {"query": query, "key": key, "value": key}
 
 
-def few_queries(queries: int, **sizes: int) -> dict[str, Any]:
+def few_queries(queries: int, group: int = 4, head_dim: int = 128, **sizes: int) -> dict[str, Any]:
     call = one_query(**sizes)
-    batch, _, heads, head_dim = call["query"].shape
-    return call | {"query": jax.ShapeDtypeStruct((batch, queries, heads, head_dim), jnp.bfloat16)}
+    batch, keys, kv_heads, _ = call["key"].shape
+    key = jax.ShapeDtypeStruct((batch, keys, kv_heads, head_dim), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((batch, queries, group * kv_heads, head_dim), jnp.bfloat16)
+    return call | {"query": query, "key": key, "value": key}
 
 
 def many_heads(queries: int, heads: int) -> dict[str, Any]:
@@ -155,37 +157,86 @@ def many_heads(queries: int, heads: int) -> dict[str, Any]:
     "call",
     [
         one_query(),
-        one_query(batch=64, kv_heads=33, key_length=256),
+        one_query(batch=64, kv_heads=33, key_length=256) | {"key_value_seq_lengths": jnp.ones(64, jnp.int32)},
         one_query() | {"is_causal": True, "query_offset": jnp.ones(1, jnp.int32), "local_window_size": (9, 0)},
         one_query() | {"key_value_seq_lengths": jnp.ones(1, jnp.int32), "logits_soft_cap": 5.0},
         one_query() | {"sinks": jnp.ones(32), "return_residual": True, "deterministic": True},
         one_query() | {"mask": jnp.ones((1, 1, 1, 1 << 17), bool)},
-        few_queries(16, key_length=1000),
-        many_heads(16, 132),
-        many_heads(64, 131),
+        few_queries(16, key_length=4000),
+        few_queries(32),
+        few_queries(17, batch=4),
+        few_queries(17, batch=16, head_dim=64, key_length=20000) | {"key_value_seq_lengths": jnp.ones(16, jnp.int32)},
+        few_queries(9, group=8, batch=16, key_length=5000) | {"key_value_seq_lengths": jnp.ones(16, jnp.int32)},
+        many_heads(16, 133) | {"mask": jnp.ones((1, 1, 16, 1024), bool), "sinks": jnp.ones(133)},
     ],
-    ids=["long", "short", "window", "cap", "sinks", "mask", "64 rows", "16 rows of many heads", "fewer heads than SMs"],
+    ids=[
+        "long",
+        "short",
+        "window",
+        "cap",
+        "sinks",
+        "mask",
+        "64 rows",
+        "128 rows",
+        "few heads",
+        "d64",
+        "group 8",
+        "heads",
+    ],
 )
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_few_queries_split_their_keys(call: dict[str, Any], arch: str) -> None:
     family = "sm90" if arch == "sm_90a" else "sm80"
     _, queries, heads, _ = call["query"].shape
-    rows = 64 if queries * heads // call["key"].shape[2] > 32 else 16
+    rows = queries * heads // call["key"].shape[2]
+    rows = next(x for x in (16, 32, 64, 128) if x >= rows)
     found = explain(**call, arch=arch)
     assert (found.implementation, found.kernel) == ("cuda", f"{family} decode, {family} backward")
     assert found.tile is not None and found.tile.startswith(f"decode {rows}x")
     assert found.variant is not None and found.variant.startswith("forward with keys split over all multiprocessors; ")
 
 
+LENGTHS = {"key_value_seq_lengths": jnp.ones(1, jnp.int32)}
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(
+    ("call", "is_whole"),
+    [
+        (one_query(key_length=1024), True),
+        (one_query(key_length=1025), False),
+        (one_query(key_length=1024) | LENGTHS, True),
+        (one_query(key_length=1024) | {"mask": jnp.ones((1, 1, 1, 1), bool)}, True),
+        # 128 heads, one for each SM; then a second one for some.
+        (one_query(batch=16, key_length=1024), True),
+        (one_query(batch=16, key_length=1024) | LENGTHS, True),
+        (one_query(batch=17, key_length=1024), True),
+        (one_query(batch=17, key_length=1024) | LENGTHS, False),
+        (one_query(batch=16, key_length=1025) | LENGTHS, False),
+        (one_query(batch=64, key_length=1 << 13), True),
+        (one_query(batch=4, key_length=1 << 13), False),
+        (many_heads(64, 131), True),
+    ],
+)
+def test_a_short_cache_takes_one_launch(call: dict[str, Any], is_whole: bool) -> None:
+    if "key_value_seq_lengths" in call:
+        call = call | {"key_value_seq_lengths": jnp.ones(call["query"].shape[0], jnp.int32)}
+    found = explain(**call).variant
+    assert found is not None
+    assert found.startswith("forward with keys of whole heads in turn" if is_whole else "forward with keys split")
+
+
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize(
     "call",
     [
-        few_queries(17),
-        one_query(key_length=255),
+        few_queries(17, batch=9),
+        few_queries(33),
+        few_queries(9, group=8, head_dim=136),
+        one_query(key_length=127),
         many_heads(17, 132),
     ],
-    ids=["more rows", "few keys", "a head for each SM"],
+    ids=["68 rows of many heads", "132 rows", "72 rows of a large head dim", "few keys", "a head for each SM"],
 )
 def test_other_calls_take_the_forward_kernel(call: dict[str, Any]) -> None:
     assert explain(**call).kernel == "sm90 forward, sm90 backward"

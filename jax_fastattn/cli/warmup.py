@@ -38,10 +38,11 @@ SIZES = [shapes.Size(batch, length, length) for batch, length in ((1, 8192), (1,
 
 
 def few_queries(layer: Case) -> Iterator[shapes.Size]:
-    """Yields sizes with so few queries that their keys are split: one for each number of blocks of rows."""
+    """Yields sizes of the decoding kernels: for each number of blocks of rows those whose units are whole or split."""
     for blocks in ROW_BLOCKS:
         if queries := BLOCK_ROWS * blocks // layer.group:
-            yield shapes.Size(1, queries, 8192)
+            # Few keys are whole units, and many keys are split; of many heads those of a large batch are.
+            yield from (shapes.Size(*size) for size in ((1, queries, 128), (1, queries, 1 << 20), (133, queries, 128)))
 
 
 def add_parser(commands: Any) -> None:
@@ -205,7 +206,7 @@ def describe(spec: KernelSpec) -> str:
         side = "keys" if spec.config.transposed else "queries"
         words = [spec.arch, spec.op, f"tiles of {spec.config.rows}x{spec.config.keys}", f"lists of {side}"]
     if spec.op == "decode":
-        words.append(f"{BLOCK_ROWS * spec.config.row_blocks} rows")
+        words.append(f"{BLOCK_ROWS * spec.config.row_blocks} rows" + ("" if spec.config.splits else " of whole heads"))
     words += [text for name, text in flags.items() if getattr(spec, name)]
     return ", ".join(words) + f" ({cache.kernel_key(spec)[:8]})"
 

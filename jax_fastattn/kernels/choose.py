@@ -88,8 +88,8 @@ def _tells_documents_apart(problem: Problem) -> bool:
 def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None) -> KernelSpec:
     """Returns a compile key with the config that the tables of its family have for it, whatever config it had.
 
-    A soft cap becomes exact where a sink's gradient would show that the error of a rough one is not even, and in the
-    portable family.
+    Units of a decoding kernel that are whole stay whole. A soft cap becomes exact where a sink's gradient would show
+    that the error of a rough one is not even, and in the portable family.
 
     Args:
         spec: the key; tests and tools build one by hand.
@@ -102,6 +102,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         if rows is None:
             rows = BLOCK_ROWS * spec.config.row_blocks if spec.config else 1
         config = (sm90_decode if spec.family == "sm90" else sm80_decode).decode_config(spec, rows)
+        config = replace(config, splits=spec.config is None or spec.config.splits)
     elif spec.op == "forward":
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
     else:

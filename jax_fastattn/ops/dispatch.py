@@ -174,7 +174,8 @@ def _variant(problem: Problem, arch: str) -> str:
     """Describes which kernels run, and how dq is added up."""
     forward = forward_spec(problem, arch)
     if forward.op == "decode":
-        forward_words = "forward with keys split over all multiprocessors"
+        splits = forward.config.splits
+        forward_words = f"forward with keys {'split over all multiprocessors' if splits else 'of whole heads in turn'}"
     else:
         forward_words = f"forward for {'any length' if forward == configured(forward) else 'short lengths'}"
     if problem.page:
