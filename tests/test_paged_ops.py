@@ -333,7 +333,7 @@ def test_cuda_reads_pages_for_few_queries(
     if is_read:
         assert (found.implementation, found.kernel) == ("cuda", f"{family} decode")
         assert found.tile is not None and re.fullmatch(r"decode (16|64)x\d+", found.tile)
-        assert found.variant == "forward with keys split over all multiprocessors"
+        assert found.variant == "forward with keys of whole heads in turn"
         assert found.note.endswith("the pages are read where they lie; there is no gradient")
     else:
         assert found.implementation == "cuda" and found.note.endswith("; there is no gradient")
