@@ -43,7 +43,8 @@ class DecodeConfig:
         parts: warps that share a block of rows; each computes `keys / parts` keys of every tile.
         keys: keys of a tile, a multiple of `16 * parts`.
         stages: tiles of K and of V in shared memory.
-        loader_warps: 1 if a warp of its own loads the tiles, 0 if each warp loads the keys that it computes.
+        loader_warps: 1 if a warp of its own loads the tiles, or 4 of which one does; 0 if each warp loads the keys that
+            it computes.
         splits: whether units may be cut where a CTA's share ends; else a share is a number of units, there are no
             partial results, and the combine kernel is left out.
     """

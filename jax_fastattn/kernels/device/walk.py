@@ -17,18 +17,16 @@ from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.line import WARP, Entry, Line, Segment, Share, Unit, slot
 
 
-def each(
-    line: Line, cta: Int32, visit: Callable[[Segment], None], begin: Callable[[Share, Unit], None] | None = None
-) -> None:
-    """Emits a loop over the segments of a CTA; all lanes of a warp call this.
+def each(line: Line, visit: Callable[[Segment], None], begin: Callable[[Share, Unit], None] | None = None) -> None:
+    """Emits a loop over the segments of the CTA; all lanes of a warp call this.
 
     Args:
         line: of the launch.
-        cta: index of the CTA.
         visit: emits what is done for a segment.
         begin: emits what is done before the loop, given the CTA's share, and its first unit or any unit if there is
             none.
     """
+    cta, _, _ = cute.arch.block_idx()
     walk = (_TileWalk if line.spec.config.splits else _UnitWalk).start(line, cta)
     walk.at.make_uniform()
     if begin is not None:

@@ -56,13 +56,12 @@ class DecodeKernel:
     def kernel(self, buffers: DecodeBuffers, scalars: Scalars):
         thread = wgmma.thread_index()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        block, _, _ = cute.arch.block_idx()
         line = Line.of(self.spec, buffers, scalars, thread % 32)
         address = cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint()
         strips = PagedRows.begin(line) if self.spec.page else DenseRows(line)
         source = CopySource.begin(line, self.memory, strips, address, warp)
         rows = DecodeRows.start(line, self._merge_memory(address), source, thread, warp)
-        each(line, block, rows.visit, rows.begin)
+        each(line, rows.visit, rows.begin)
 
     def _merge_memory(self, address: cutlass.Int32) -> MergeMemory:
         """Returns where the warps merge their results."""

@@ -14,10 +14,13 @@ from typing import Any
 from jax_fastattn.kernels.decode_config import DecodeConfig, row_blocks
 from jax_fastattn.kernels.device.regions import Barriers, Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, TILE_ALIGNMENT, padded_head_dim
+from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, TILE_ALIGNMENT, Registers, padded_head_dim
 
 # Bytes of K and V that an SM has on the way. Twice as many were not faster on an H100.
 _BYTES_IN_FLIGHT = 96 * 1024
+
+# Of two warpgroups that compute and one of which a warp loads.
+_REGISTERS = Registers(208, 88)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,11 @@ class DecodeMemory:
         )
 
     @property
+    def registers(self) -> Registers | None:
+        """Registers of a thread after setmaxnreg; None if all have as many."""
+        return _REGISTERS if self.config.loader_warps > 1 else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
         return self.table.nbytes
@@ -115,4 +123,5 @@ def _candidate(spec: KernelSpec, blocks: int) -> DecodeConfig:
         # More than four warps that compute would have 168 registers each.
         keys, parts = 32, 2 if blocks <= 2 else 1
     stages = max(_BYTES_IN_FLIGHT // (keys * 2 * sum(dims)), 2)
-    return DecodeConfig(blocks, parts, keys, stages, loader_warps=1)
+    # Registers are moved between whole warpgroups.
+    return DecodeConfig(blocks, parts, keys, stages, loader_warps=4 if blocks * parts == 8 else 1)

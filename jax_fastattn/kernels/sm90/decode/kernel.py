@@ -8,6 +8,7 @@ end.
 """
 
 import cuda.bindings.driver as cuda
+import cutlass
 from cutlass import Int32, cute
 
 from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
@@ -79,18 +80,26 @@ class DecodeKernel:
         cute.arch.griddepcontrol_launch_dependents()
         shared = DecodeShared.of(self.memory, self.dtype)
         shared.regions.initialize(warp, tma)
-        block, _, _ = cute.arch.block_idx()
-        line = Line.of(self.spec, buffers, scalars, thread % 32)
-        if warp == self.config.consumer_warps:
-            self._load(line, shared, tma, block)
+        registers = self.memory.registers
+        if warp >= self.config.consumer_warps:
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_decrease(registers.producer)
+            if warp == self.config.consumer_warps:
+                self._load(self._line(buffers, scalars), shared, tma)
         else:
-            self._compute(line, shared, block, thread, warp)
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_increase(registers.consumer)
+            self._compute(self._line(buffers, scalars), shared, thread, warp)
 
-    def _load(self, line: Line, shared: DecodeShared, tma: Tma, block: Int32) -> None:
+    def _line(self, buffers: DecodeBuffers, scalars: Scalars) -> Line:
+        """Returns the lines for a role, which computes its lane itself: else ptxas stores it for later."""
+        return Line.of(self.spec, buffers, scalars, wgmma.thread_index() % 32)
+
+    def _load(self, line: Line, shared: DecodeShared, tma: Tma) -> None:
         loader = PagedLoader if self.spec.page else DenseLoader
-        each(line, block, loader.start(line, shared, tma).load)
+        each(line, loader.start(line, shared, tma).load)
 
-    def _compute(self, line: Line, shared: DecodeShared, block: Int32, thread: Int32, warp: Int32) -> None:
+    def _compute(self, line: Line, shared: DecodeShared, thread: Int32, warp: Int32) -> None:
         source = TmaSource(shared, shared.ring(), line.lane, warp % self.config.parts)
         rows = DecodeRows.start(line, shared.merge, source, thread, warp)
-        each(line, block, rows.visit, rows.begin)
+        each(line, rows.visit, rows.begin)
