@@ -10,6 +10,7 @@ the first kernel, once for each row.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -183,3 +184,19 @@ class CombineKernel:
         lse = ptx.load_global(buffers.partial_lse.toint() + index * 4)
         values = ptx.load_global_chunk(buffers.partial_out.toint() + (index * columns + chunk * 4) * 4)
         return ptx.where(i < row.count, lse, Float32(NEVER)), [ptx.from_bits(x) for x in values]
+
+
+def decode_launches(
+    kernel: Callable[..., Any], spec: KernelSpec, buffers: DecodeBuffers, scalars: Scalars, **options: Any
+) -> list[Launch]:
+    """Returns the launches of a call, in order: the kernel that reads K and V and, if that splits units, this one.
+
+    Args:
+        kernel: the first kernel, a CTA for each SM.
+        spec: what is compiled in.
+        buffers: of the call.
+        scalars: of the call.
+        options: further attributes of its launch.
+    """
+    launch = Launch(kernel, (buffers, scalars), grid=scalars.multiprocessors, block=spec.config.threads, **options)
+    return [launch, CombineKernel(spec).launch(buffers, scalars)] if spec.config.splits else [launch]

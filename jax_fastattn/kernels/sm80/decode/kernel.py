@@ -10,7 +10,7 @@ import cutlass
 from cutlass import cute
 
 from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
-from jax_fastattn.kernels.combine import CombineKernel
+from jax_fastattn.kernels.combine import decode_launches
 from jax_fastattn.kernels.decode_config import DecodeConfig
 from jax_fastattn.kernels.decode_rows import DecodeRows, MergeMemory, refuse_programs
 from jax_fastattn.kernels.device import wgmma
@@ -42,15 +42,7 @@ class DecodeKernel:
 
     def launches(self, buffers: DecodeBuffers, scalars: Scalars) -> list[Launch]:
         """Returns the launches of a call, in order."""
-        config = self.config
-        decode = Launch(
-            self.kernel,
-            (buffers, scalars),
-            grid=scalars.multiprocessors,
-            block=config.threads,
-            shared_bytes=self.memory.nbytes,
-        )
-        return [decode, *([CombineKernel(self.spec).launch(buffers, scalars)] if config.splits else [])]
+        return decode_launches(self.kernel, self.spec, buffers, scalars, shared_bytes=self.memory.nbytes)
 
     @cute.kernel
     def kernel(self, buffers: DecodeBuffers, scalars: Scalars):

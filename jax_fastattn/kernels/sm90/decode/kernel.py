@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
-from jax_fastattn.kernels.combine import CombineKernel
+from jax_fastattn.kernels.combine import decode_launches
 from jax_fastattn.kernels.decode_config import DecodeConfig
 from jax_fastattn.kernels.decode_rows import DecodeRows, refuse_programs
 from jax_fastattn.kernels.device import wgmma
@@ -47,16 +47,8 @@ class DecodeKernel:
 
     def launches(self, buffers: DecodeBuffers, scalars: Scalars) -> list[Launch]:
         """Returns the launches of a call, in order."""
-        config = self.config
-        decode = Launch(
-            self.kernel,
-            (buffers, scalars),
-            grid=scalars.multiprocessors,
-            block=config.threads,
-            shared_bytes=self.memory.nbytes,
-            tma=self._boxes(buffers, scalars),
-        )
-        return [decode, *([CombineKernel(self.spec).launch(buffers, scalars)] if config.splits else [])]
+        options = {"shared_bytes": self.memory.nbytes, "tma": self._boxes(buffers, scalars)}
+        return decode_launches(self.kernel, self.spec, buffers, scalars, **options)
 
     def _boxes(self, buffers: DecodeBuffers, scalars: Scalars) -> Tma:
         """Returns what is loaded by TMA; queries come by ordinary loads."""
