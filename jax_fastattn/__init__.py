@@ -8,10 +8,23 @@ loads what it needs.
 
 from jax_fastattn.api import attention, attention_varlen, explain
 from jax_fastattn.api_paged import paged_attention
+from jax_fastattn.api_ring import all_to_all_attention, positions, ring_attention, unzigzag, zigzag
 from jax_fastattn.ffi import register as register_ffi_targets
 from jax_fastattn.ffi import target_arch
 
-__all__ = ["attention", "attention_varlen", "explain", "paged_attention", "register_ffi_targets", "target_arch"]
+__all__ = [
+    "all_to_all_attention",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "paged_attention",
+    "positions",
+    "register_ffi_targets",
+    "ring_attention",
+    "target_arch",
+    "unzigzag",
+    "zigzag",
+]
 __version__ = "0.1.0"
 
 

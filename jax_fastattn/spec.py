@@ -115,6 +115,29 @@ Gradients = Operands
 
 
 @dataclass(frozen=True)
+class Ring:
+    """The split of queries and keys over the devices of a mesh axis, and how these devices share one call.
+
+    Attributes:
+        axes: the mesh axes that split T and S, major first.
+        size: the number of devices along them.
+        layout: which rows a device has. "contiguous": device i has the i-th of `size` parts. "zigzag": it has the
+            chunks i and 2 * size - 1 - i of 2 * size chunks.
+        balance: whether contiguous rows of a causal call are exchanged into zigzag order and back.
+        shared_boundaries: whether packed queries and keys have the same boundaries and no offsets, so that a window
+            hides keys of distant devices.
+        mesh: names and sizes of all axes of the mesh.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    layout: Literal["contiguous", "zigzag"] = "contiguous"
+    balance: bool = False
+    shared_boundaries: bool = False
+    mesh: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """The facts that a call fixes when it is traced, apart from shapes and dtypes.
 
@@ -129,6 +152,9 @@ class AttentionSpec:
         implementation: "cuda", "xla" or None: the CUDA kernels where they apply.
         precision: of products of float32 on the XLA path, as `jax.lax.dot_general` takes it.
         present: names of the operands that are given, see `Operands.present`.
+        ring: how T and S are split over devices; None if a device has all of them. The operands of a call with a ring
+            are one device's share, except that lengths, offsets, sequences and the columns of bias and mask count from
+            the start of the whole sequence.
     """
 
     scale: float
@@ -139,6 +165,7 @@ class AttentionSpec:
     implementation: Implementation | None = None
     precision: str = "default"
     present: tuple[str, ...] = QKV
+    ring: Ring | None = None
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:

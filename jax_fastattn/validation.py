@@ -165,6 +165,16 @@ def check_heads(axes: Axes) -> None:
         )
 
 
+def check_chunks(layout: str, **rows: int) -> None:
+    """Raises ValueError if a device has an odd number of rows in zigzag order."""
+    for name, count in rows.items():
+        if layout == "zigzag" and count % 2:
+            raise ValueError(
+                f"`{name}` has {count} rows on each device, expected an even number for zigzag order; pad the sequence "
+                "to a multiple of twice the devices, and pass `query_seq_lengths` and `key_value_seq_lengths`"
+            )
+
+
 def check_pages(axes: Axes) -> None:
     """Raises ValueError unless there are pages (P), whose rows (R) are a multiple of `PAGE_ROWS`."""
     rows = axes["R"]

@@ -42,7 +42,7 @@ def forward(spec: AttentionSpec, arrays: Sequence[jax.Array], mapped: Sequence[b
     return attend_op.bind(*arrays, spec=spec, mapped=tuple(mapped) or (False,) * len(arrays))
 
 
-def _results(run: Any, arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Any:
+def results(run: Any, arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Any:
     """Calls `run` on the bound arrays, with a mapped axis folded into query heads."""
     if not any(mapped):
         return run(spec, spec.operands(arrays))
@@ -60,13 +60,13 @@ def _problem(avals: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Probl
 
 @forward_p.def_impl
 def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[jax.Array, jax.Array]:
-    return _results(functools.partial(portable.forward, tuning=tuning), arrays, **params)
+    return results(functools.partial(portable.forward, tuning=tuning), arrays, **params)
 
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     if not dispatch.takes_cuda(_problem(ctx.avals_in, **params)):
         return _lower_portable(ACCELERATOR, ctx, *values, **params)
-    return abstract.lower_on_one_device(lambda *arrays: _results(cuda.forward, arrays, **params), ctx, *values)
+    return abstract.lower_on_one_device(lambda *arrays: results(cuda.forward, arrays, **params), ctx, *values)
 
 
 def _lower_portable(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:

@@ -61,6 +61,8 @@ class Op:
     Attributes:
         primitive: has one parameter more than `share`, `needs_devices`.
         share: one device's part of the work, on any number of batch entries and heads.
+        ring: the share of a device that has some of the rows, and meets the keys of other devices (`spec.Ring`); None
+            if there is none.
     """
 
     def __init__(self, name: str, share: str, results: Callable[..., list[Any]], axes: Callable[..., Axes]) -> None:
@@ -72,16 +74,34 @@ class Op:
             axes: the axes of arrays and results, from the parameters. The `repr` of parameters tells calls apart in
                 JAX's compilation cache.
         """
-        self.primitive, self.share, self._axes = Primitive(name), Primitive(share), axes
+        self.primitive, self.share, self._axes, self._results = Primitive(name), Primitive(share), axes, results
         self.primitive.multiple_results = self.share.multiple_results = True
         self.share.def_abstract_eval(results)
         self.primitive.def_abstract_eval(lambda *arrays, needs_devices, **params: results(*arrays, **params))
         self.primitive.def_impl(self._run)
         mlir.register_lowering(self.primitive, self._lower)
+        self.ring: Any = None
         self.partitioned = functools.lru_cache(CACHED_FUNCTIONS)(self._partitioned)
         self.jitted = functools.lru_cache(CACHED_FUNCTIONS)(self._jit)
 
+    def define_ring(self, function: Callable[..., Any]) -> None:
+        """Registers what a device computes with others, from its arrays and the parameters of the share."""
+        self.ring = Primitive(f"{self.share.name}_ring")
+        self.ring.multiple_results = True
+        self.ring.def_abstract_eval(lambda *arrays, **params: self._results(*arrays, **params))
+
+        def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+            return mlir.lower_fun(functools.partial(function, **params))(ctx, *values)
+
+        # Not inlined: the layers of a model share one function.
+        mlir.register_lowering(self.ring, lower, inline=False)
+
     def bind(self, *arrays: Any, **params: Any) -> list[jax.Array]:
+        if params["spec"].ring is not None and self.ring is None:
+            raise NotImplementedError(
+                "A call whose sequence is split over devices inside `jax.shard_map` has no second derivative; use "
+                "`jax_fastattn.attention` under `jax.jit`, or `all_to_all_attention`, for calls that need one."
+            )
         return self.primitive.bind(*arrays, needs_devices=_needs_devices(), **params)
 
     def _run(self, *arrays: jax.Array, needs_devices: Any, **params: Any) -> list[jax.Array]:
@@ -97,6 +117,8 @@ class Op:
 
     def _lower(self, ctx: mlir.LoweringRuleContext, *values: Any, needs_devices: Any, **params: Any) -> Any:
         del needs_devices
+        if params["spec"].ring is not None:
+            return mlir.lower_fun(functools.partial(self.ring.bind, **params))(ctx, *values)
         # If a `shard_map` has only some axes of the mesh, XLA passes shardings that jax cannot read. XLA itself then
         # splits the call over the other axes.
         mesh = jax.sharding.get_abstract_mesh()

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+import jax_fastattn.ops.ring.rules  # noqa: F401 (a call with a ring finds its passes)
 from jax_fastattn.ops import linear
 from jax_fastattn.ops.backward import gradient
 from jax_fastattn.ops.forward import attend_p, forward

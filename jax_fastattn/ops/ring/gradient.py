@@ -1,0 +1,174 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass of a ring.
+
+A block computes its gradients with output, log-sum-exp and cotangents of its whole rows, so the gradients of blocks add
+up. Those of keys and values go straight to the device of the keys, rounded to their dtype, and are added there in
+float32. This takes half of the bytes that sums in float32 would take, and has the same roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastattn.blocks import reduce_to
+from jax_fastattn.ops.abstract import statistics_dtype
+from jax_fastattn.ops.backward import gradient_op
+from jax_fastattn.ops.linear import Names
+from jax_fastattn.ops.ring import plan
+from jax_fastattn.ops.ring.blocks import block_call
+from jax_fastattn.ops.ring.layout import from_zigzag, to_zigzag
+from jax_fastattn.ops.ring.passes import Call, put
+from jax_fastattn.ops.ring.permute import permute
+from jax_fastattn.ops.ring.plan import Block, Step
+from jax_fastattn.spec import QKV, AttentionSpec, Operands
+
+Sums = dict[str, jax.Array]
+
+
+def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array], wanted: Names) -> dict[str, jax.Array]:
+    """Returns a device's share of the gradients named in `wanted`.
+
+    Those of query, key and value are whole. The shares of all others, which devices add up, are float32 or wider.
+
+    Args:
+        spec, operands: the call.
+        rows: output, log-sum-exp, cotangent of the output and, if it is not zero, that of the log-sum-exp.
+        wanted: as for `ops.backward.gradient`.
+    """
+    assert spec.ring is not None
+    call = Call.of(spec, operands)
+    is_exchanged = call.spec is not spec
+    rows = to_zigzag(spec.ring, list(rows)) if is_exchanged else list(rows)
+    found = {}
+    if operands.sinks is not None:
+        dsinks, rows[1] = _sinks(operands.sinks, rows)
+        found["sinks"] = dsinks
+    found |= _Backward(call, rows, tuple(name for name in wanted if name != "sinks")).run()
+    if is_exchanged:
+        found |= dict(zip(QKV, from_zigzag(spec.ring, [found[name] for name in QKV]), strict=True))
+    return {name: found[name] for name in wanted}
+
+
+def _sinks(sinks: jax.Array, rows: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradient of sinks, and the log-sum-exp with -inf for rows that see no key, as without sinks.
+
+    A row whose log-sum-exp is its sink has seen nothing that counts. Its cotangent may be NaN.
+    """
+    out, lse, dout, *dlse = rows
+    out, dout = out.astype(lse.dtype), dout.astype(lse.dtype)
+    delta = jnp.sum(jnp.where(out == 0.0, 0.0, out * dout), axis=-1)
+    delta = delta - dlse[0] if dlse else delta
+    is_padding = lse == -jnp.inf
+    weights = jnp.where(is_padding, 0.0, jnp.exp(sinks[:, None, :] - jnp.where(is_padding, 0.0, lse)))
+    terms = jnp.where(is_padding, 0.0, weights * delta)
+    sees_none = (lse == sinks[:, None, :]) & jnp.all(out == 0.0, axis=-1)
+    return reduce_to(sinks.shape, -jnp.sum(terms, axis=1)), jnp.where(sees_none, -jnp.inf, lse)
+
+
+class _Backward:
+    """The sums of one backward pass."""
+
+    def __init__(self, call: Call, rows: Sequence[jax.Array], wanted: Names) -> None:
+        """Takes a call, its output, log-sum-exp and cotangents, and the operands whose gradients are summed."""
+        self.call, self.rows, self.wanted = call, rows, wanted
+        self.dtype = statistics_dtype(call.operands.query.dtype)
+        self.first, self.stop = plan.touched(call.steps, call.operands.query.shape[1])
+        # Gradients that were sent home in the step before, and the first key of each.
+        self.pending: tuple[dict[str, jax.Array], int] | None = None
+
+    def run(self) -> Sums:
+        first, *later = self.call.steps
+        home = self.call.home()
+        arrived = self.call.fetch(later[0], home) if later else {}
+        whole, sums = self._first(first)
+        for at, step in enumerate(later):
+            keys = arrived
+            if at + 1 < len(later):
+                sums, home, keys = jax.lax.optimization_barrier((sums, home, arrived))
+                arrived = self.call.fetch(later[at + 1], home)
+            sums = self._step(step, keys, sums)
+        sums = self._receive(sums)
+        sums["query"] = put(whole, sums["query"].astype(whole.dtype), self.first)
+        return {name: x.astype(whole.dtype) if name in QKV else x for name, x in sums.items()}
+
+    def _first(self, step: Step) -> tuple[jax.Array, Sums]:
+        """Returns the gradient of all queries from step 0, and the sums that later steps add to."""
+        diagonal = [(block, self._block(step, block, {})) for block in step.blocks if block.is_diagonal]
+        parts = [found["query"] for _, found in diagonal]
+        whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        sums = {name: jnp.zeros(getattr(self.call.operands, name).shape, self.dtype) for name in self.wanted}
+        sums["query"] = whole[:, self.first : self.stop].astype(self.dtype)
+        for block, found in diagonal:
+            rest = {name: x for name, x in found.items() if name != "query"}
+            sums = self._add(sums, step, block, rest)
+        for block in step.blocks:
+            if not block.is_diagonal:
+                sums = self._add(sums, step, block, self._block(step, block, {}))
+        return whole, sums
+
+    def _step(self, step: Step, keys: Mapping[str, jax.Array], sums: Sums) -> Sums:
+        """Adds the gradients of a step. Those of its keys are sent home, and those of the step before are added."""
+        away = {name: jnp.zeros(x.shape, self.dtype) for name, x in keys.items() if name in QKV}
+        is_single = len(step.blocks) == 1
+        for block in step.blocks:
+            found = self._block(step, block, keys)
+            of_keys = {name: found.pop(name) for name in away}
+            away = of_keys if is_single else self._add(away, step, block, of_keys)
+            sums = self._add(sums, step, block, found)
+        dtype = self.call.operands.query.dtype
+        back = [(target, source) for source, target in step.pairs]
+        assert self.call.spec.ring is not None
+        sent = permute(self.call.spec.ring, [x.astype(dtype) for x in away.values()], back)
+        sums = self._receive(sums)
+        self.pending = dict(zip(away, sent, strict=True)), step.fetched[0]
+        return sums
+
+    def _receive(self, sums: Sums) -> Sums:
+        if self.pending is None:
+            return sums
+        found, first = self.pending
+        self.pending = None
+        return sums | {name: _add_rows(sums[name], x, first) for name, x in found.items()}
+
+    def _block(self, step: Step, block: Block, keys: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        operands = self.call.operands._replace(**keys)
+        spec, operands = block_call(self.call.spec, operands, block, self.call.place(step))
+        rows = [block.queries.take(x) for x in self.rows]
+        found = gradient_op.share.bind(
+            *operands.arrays(), *rows, spec=spec, with_dlse=len(rows) > 3, wanted=self.wanted
+        )
+        found = dict(zip(self.wanted, found, strict=True))
+        found["query"] = block.queries.restore(found["query"])
+        return found | {name: block.keys.restore(found[name]) for name in ("key", "value")}
+
+    def _add(self, sums: Sums, step: Step, block: Block, found: Mapping[str, jax.Array]) -> Sums:
+        """Adds gradients of a block; those of queries to the range of `self.first`, those of keys to fetched ones."""
+        added: dict[str, Any] = {}
+        for name, x in found.items():
+            if name == "query":
+                added[name] = _add_rows(sums[name], x, block.queries.start - self.first)
+            elif name in QKV:
+                added[name] = _add_rows(sums[name], x, block.keys.start)
+            elif name == "bias":
+                added[name] = self._add_plane(sums[name], x, step, block)
+            else:
+                added[name] = sums[name] + reduce_to(sums[name].shape, x)
+        return sums | added
+
+    def _add_plane(self, sums: jax.Array, x: jax.Array, step: Step, block: Block) -> jax.Array:
+        """Adds the gradient of a part of a bias `[b, n, t, s]`, at its rows and columns."""
+        column = self.call.first_column(step, block) if sums.shape[3] > 1 else 0
+        start = (0, 0, block.queries.start if sums.shape[2] > 1 else 0, column)
+        part = jax.lax.dynamic_slice(sums, start, x.shape)
+        return jax.lax.dynamic_update_slice(sums, part + x, start)
+
+
+def _add_rows(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
+    """Adds rows, on axis 1, to a range of x in the dtype of x."""
+    part = part.astype(x.dtype)
+    return x + part if part.shape == x.shape else put(x, x[:, start : start + part.shape[1]] + part, start)

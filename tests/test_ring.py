@@ -1,0 +1,224 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`ring_attention` and `all_to_all_attention`: devices compute what one does, with every option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rings
+from jax.sharding import PartitionSpec as P
+
+import jax_fastattn
+
+CAUSAL: dict[str, Any] = {"is_causal": True}
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": CAUSAL,
+    "window": CAUSAL | {"local_window_size": (9, None)},
+    "wide-window": CAUSAL | {"local_window_size": (40, None)},
+    "both-sides": {"local_window_size": (5, 12)},
+    "cap": CAUSAL | {"logits_soft_cap": 2.0},
+}
+
+
+# Chunks of 5 rows: odd.
+@pytest.mark.parametrize(
+    ("size", "mask", "layout"),
+    [
+        (2, "full", "contiguous"),
+        (2, "causal", "zigzag"),
+        (2, "window", "zigzag"),
+        (4, "full", "zigzag"),
+        (4, "causal", "contiguous"),
+        (4, "causal", "zigzag"),
+        (4, "window", "contiguous"),
+        (4, "wide-window", "zigzag"),
+        (4, "both-sides", "contiguous"),
+        (4, "both-sides", "zigzag"),
+        (4, "cap", "zigzag"),
+        (8, "window", "contiguous"),
+        (8, "causal", "zigzag"),
+    ],
+)
+def test_masks(size: int, mask: str, layout: str) -> None:
+    rings.check(size, rings.draw(size * 10), layouts=[layout], **MASKS[mask])
+
+
+IDS = [[0] * 5 + [1] * 3 + [2] * 12, [3] * 20]
+OPERANDS: dict[str, dict[str, Any]] = {
+    "sinks": {"sinks": jnp.array([0.5, -1.0, 2.0, 0.0])},
+    "key-lengths": {"key_value_seq_lengths": jnp.array([9, 17])},
+    "no-keys": {"key_value_seq_lengths": jnp.array([0, 20])},
+    "query-lengths": {"query_seq_lengths": jnp.array([7, 16]), "key_value_seq_lengths": jnp.array([9, 17])},
+    "segments": {"segment_ids": jnp.array(IDS)},
+    "offset": {"query_offset": jnp.array([3, -2])},
+    "scale": {"scale": jnp.float32(-0.6)},
+    "mask": {"mask": jax.random.bernoulli(jax.random.key(1), 0.7, (2, 1, 20, 20))},
+    "mask-of-columns": {"mask": jax.random.bernoulli(jax.random.key(1), 0.7, (2, 1, 1, 20))},
+    "bias": {"bias": jax.random.normal(jax.random.key(1), (1, 4, 20, 20))},
+    "bias-of-columns": {"bias": jax.random.normal(jax.random.key(1), (2, 1, 1, 20))},
+}
+HALF = {"sinks", "no-keys", "scale", "bias-of-columns", "offset"}  # which are drawn with one layout alone
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands(name: str) -> None:
+    layouts = ["zigzag"] if name in HALF else ["contiguous", "zigzag"]
+    rings.check(2, rings.draw(20) | OPERANDS[name], layouts=layouts, **CAUSAL)
+
+
+def test_operands_together() -> None:
+    """Shapes differ from each other; what several devices and steps add up is in one call."""
+    arrays = rings.draw(24, heads=(6, 3), head_dims=(8, 4), keys=16)
+    arrays |= {
+        "sinks": jnp.linspace(-1.0, 1.0, 6),
+        "scale": jnp.float32(0.4),
+        "bias": jax.random.normal(jax.random.key(1), (2, 6, 24, 16)),
+        "mask": jax.random.bernoulli(jax.random.key(2), 0.8, (1, 6, 24, 1)),
+        "query_offset": jnp.array([-4, -9]),
+        "query_seq_lengths": jnp.array([22, 19]),
+        "key_value_seq_lengths": jnp.array([15, 12]),
+    }
+    dlse = jax.random.normal(jax.random.key(3), (2, 24, 6))
+    rings.check(
+        2, arrays, dlse=dlse, local_window_size=(11, 6), logits_soft_cap=3.0, return_residual=True, deterministic=True
+    )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_packed_rows_cross_devices(mask: str, layout: str) -> None:
+    arrays = rings.draw(20) | {"boundaries": jnp.array([[0, 3, 3, 16, 20], [2, 9, 11, 11, 18]])}
+    rings.check(2, arrays, layouts=[layout], **MASKS[mask])
+
+
+def test_packed_rows_with_sinks() -> None:
+    arrays = rings.draw(20, batch=1) | {"boundaries": jnp.array([[1, 6, 19]])}
+    sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
+    rings.check(2, arrays, layouts=["zigzag"], sinks=sinks, **CAUSAL)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_log_sum_exp_and_its_gradient(mask: str) -> None:
+    dlse = jax.random.normal(jax.random.key(3), (2, 20, 4))
+    rings.check(2, rings.draw(20), layouts=["zigzag"], dlse=dlse, return_residual=True, **MASKS[mask])
+
+
+@pytest.mark.parametrize("name", ["causal", "lengths", "segments", "sinks", "packed", "column-mask", "odd", "window"])
+def test_contiguous_rows_are_balanced_inside(name: str) -> None:
+    extra = {
+        "lengths": OPERANDS["query-lengths"],
+        "segments": OPERANDS["segments"],
+        "sinks": OPERANDS["sinks"],
+        "packed": {"boundaries": jnp.array([[0, 3, 3, 16, 20], [2, 9, 11, 11, 18]])},
+        "column-mask": OPERANDS["mask-of-columns"],
+    }.get(name, {})
+    arrays = rings.draw(18 if name == "odd" else 20) | extra
+    options = MASKS["window"] if name == "window" else CAUSAL
+    rings.check(2, arrays, layouts=["contiguous"], balance=True, **options)
+
+
+def test_rows_that_devices_do_not_divide() -> None:
+    """The caller pads the rows, and lengths hide the padding."""
+    arrays, length = rings.draw(20), 17
+    lengths = jnp.full(2, length)
+    padded = arrays | {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    found, slopes = rings.gradients(rings.split(4, padded, **CAUSAL), padded)
+    cut = {name: x[:, :length] for name, x in arrays.items()}
+    expected, cut_slopes = rings.gradients(rings.whole(**CAUSAL), cut)
+    calls.assert_same(found[:, :length], expected)
+    calls.assert_same({name: slopes[name][:, :length] for name in cut_slopes}, cut_slopes)
+    assert not any(x[:, length:].any() for x in (found, *slopes.values()) if x.ndim > 1)
+
+
+def test_data_axis_and_one_batch_entry_each() -> None:
+    arrays = rings.draw(20) | OPERANDS["sinks"] | OPERANDS["key-lengths"]
+    rings.check(2, arrays, layouts=["zigzag"], data=2, **CAUSAL)
+
+
+def test_rows_over_two_axes_and_heads_over_a_third() -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    rows = P(None, ("a", "b"), "tensor")
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return jax_fastattn.ring_attention(q, k, v, axis_name=("a", "b"), is_causal=True)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
+    arrays = rings.draw(40, batch=1)
+    found = rings.gradients(lambda x: mapped(x["query"], x["key"], x["value"]), arrays)
+    calls.assert_same(jax.device_get(found), jax.device_get(rings.gradients(rings.whole(**CAUSAL), arrays)))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_bfloat16_is_as_exact_as_one_device(layout: str) -> None:
+    arrays = rings.draw(4 * 64, batch=1, heads=(4, 1), head_dims=(32, 32), dtype=jnp.bfloat16)
+    exact = rings.gradients(rings.whole(**CAUSAL), {name: x.astype(jnp.float32) for name, x in arrays.items()})
+    alone = rings.gradients(rings.whole(**CAUSAL), arrays)
+    found = rings.gradients(rings.split(4, arrays, layout=layout, **CAUSAL), arrays)
+
+    def error(x: jax.Array, y: jax.Array) -> float:
+        return float(jnp.linalg.norm(x.astype(jnp.float32) - y) / jnp.linalg.norm(y))
+
+    for x, y, z in zip(*map(jax.tree.leaves, (found, alone, exact)), strict=True):
+        assert error(x, z) < 1.5 * error(y, z)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", ["lengths", "packed", "sinks"])
+def test_what_is_invisible_may_be_nan(name: str, layout: str) -> None:
+    arrays, sinks = rings.draw(20, batch=1), None
+    if name == "packed":
+        arrays = {x: array.at[:, 13:].set(jnp.nan) for x, array in arrays.items()}
+        arrays["boundaries"] = jnp.array([[0, 4, 13]])
+    else:
+        arrays |= {x: arrays[x].at[:, 13:].set(jnp.nan) for x in ("key", "value")}
+        arrays["key_value_seq_lengths"] = jnp.array([13])
+    if name == "lengths":
+        arrays |= {x: arrays[x].at[:, 13:].set(jnp.nan) for x in ("query", "dout")}
+        arrays["query_seq_lengths"] = jnp.array([13])
+    if name == "sinks":  # rows that see no key, and have a log-sum-exp
+        sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
+        arrays |= {x: arrays[x].at[:, :3].set(jnp.nan) for x in ("query", "dout")}
+        arrays["query_offset"] = jnp.array([-3])
+    found = rings.gradients(rings.split(2, arrays, layout=layout, sinks=sinks, **CAUSAL), arrays)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
+ALL_TO_ALL: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "plain": ((4, 2), {}),
+    "one-key-head": ((4, 1), {}),
+    "sinks": ((4, 2), OPERANDS["sinks"]),
+    "segments": ((4, 2), OPERANDS["segments"]),
+    "bias": ((4, 2), OPERANDS["bias"]),
+    "mask": ((4, 2), OPERANDS["mask"]),
+    "packed": ((4, 2), {"boundaries": jnp.array([[0, 3, 3, 16, 20], [2, 9, 11, 11, 18]])}),
+}
+
+
+@pytest.mark.parametrize("name", ALL_TO_ALL)
+def test_all_to_all(name: str) -> None:
+    heads, extra = ALL_TO_ALL[name]
+    arrays, size = rings.draw(20, heads=heads) | extra, 4 if name == "one-key-head" else 2
+    found = rings.gradients(rings.split(size, arrays, attend=jax_fastattn.all_to_all_attention, **CAUSAL), arrays)
+    calls.assert_same(jax.device_get(found), jax.device_get(rings.gradients(rings.whole(**CAUSAL), arrays)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_orders_and_positions(size: int) -> None:
+    x = jnp.arange(size * 6)[None]
+    ordered = jax_fastattn.zigzag(x, size)
+    assert ordered[0, 3:6].tolist() == list(range(6 * size - 3, 6 * size))
+    assert (jax_fastattn.unzigzag(ordered, size) == x).all()
+    for layout, expected in (("contiguous", x), ("zigzag", ordered)):
+
+        def where(x: jax.Array, layout: Any = layout) -> jax.Array:
+            return x * 0 + jax_fastattn.positions("seq", x.shape[1], layout)[None]
+
+        mapped = jax.shard_map(where, mesh=rings.make_mesh(size), in_specs=P(None, "seq"), out_specs=P(None, "seq"))
+        assert (jax.jit(mapped)(x) == expected).all()
