@@ -236,7 +236,7 @@ def _ring(axis_name: AxisNames, layout: Layout, balance: bool) -> Ring:
         ) from error
     mesh = jax.sharding.get_abstract_mesh()
     sizes = tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return Ring(axes, size, layout, balance and size > 1, mesh=sizes)
+    return Ring(axes, size, layout, balance and layout == "contiguous", mesh=sizes)
 
 
 def _check_chunks(x: jax.Array, size: int, axis: int) -> None:
