@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_fastattn import canonical, validation
 from jax_fastattn.api import SegmentIds, Window, attention, attention_varlen
+from jax_fastattn.canonical_ring import canonicalize_ring
 from jax_fastattn.ops import dispatch, vjp
 from jax_fastattn.ops.ring.layout import Layout, chunk_starts, inverse, reorder, zigzag_order
 from jax_fastattn.spec import QKV, Implementation, Ring
@@ -50,9 +51,9 @@ def ring_attention(
     Each device keeps its queries. Keys and values visit it, one device's at a time, while it computes. Outputs and
     gradients are those of `attention` on whole arrays, and memory is linear in the rows of one device.
 
-    Sizes: n devices along the axis; L and M rows of queries and keys on each; other letters as for `attention`. Lengths,
-    boundaries, offsets, and the columns of `bias` and `mask` count from the start of the whole sequence. They are the
-    same on all devices of the axis.
+    Sizes: n devices along the axis; L and M rows of queries and keys on each; other letters as for `attention`.
+    Lengths, boundaries, offsets, and the columns of `bias` and `mask` count from the start of the whole sequence, and
+    are the same on all devices of the axis.
 
     Args:
         query, key, value: this device's rows, `[B, L, N, H]`, `[B, M, K, H]` and `[B, M, K, D]`.
@@ -81,7 +82,7 @@ def ring_attention(
         NotImplementedError: as for `attention`; and for second derivatives.
     """
     ring = _ring(axis_name, layout, validation.check_flag("balance", balance))
-    spec, operands = canonical.canonicalize_ring(
+    spec, operands = canonicalize_ring(
         query,
         key,
         value,
@@ -172,8 +173,8 @@ def _repeat_heads(ring: Ring, heads: int, *arrays: jax.Array) -> list[jax.Array]
     size, kv_heads = ring.size, arrays[0].shape[2]
     if heads % size or (kv_heads % size and size % kv_heads):
         raise ValueError(
-            f"`query` has {heads} heads and `key` has {kv_heads} on {size} devices of {ring.axes}, expected multiples of "
-            f"{size}, or key heads that divide {size}; call `ring_attention`, which takes any heads"
+            f"`query` has {heads} heads and `key` has {kv_heads} on {size} devices of {ring.axes}, expected multiples "
+            f"of {size}, or key heads that divide {size}; call `ring_attention`, which takes any heads"
         )
     return list(arrays) if kv_heads % size == 0 else [jnp.repeat(x, size // kv_heads, axis=2) for x in arrays]
 
@@ -231,8 +232,8 @@ def _ring(axis_name: AxisNames, layout: Layout, balance: bool) -> Ring:
         size = jax.lax.axis_size(axes)
     except NameError as error:
         raise ValueError(
-            f"`axis_name` is {axis_name!r}, expected axes of the mesh of an enclosing `jax.shard_map`; call inside one, "
-            "or call `jax_fastattn.attention` under `jax.jit`"
+            f"`axis_name` is {axis_name!r}, expected axes of the mesh of an enclosing `jax.shard_map`; call inside "
+            "one, or call `jax_fastattn.attention` under `jax.jit`"
         ) from error
     mesh = jax.sharding.get_abstract_mesh()
     sizes = tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))

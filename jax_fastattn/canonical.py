@@ -8,7 +8,6 @@ The word is "canonical", since "lowering" in JAX means jaxpr to StableHLO.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 
 from jax_fastattn import _compat, packed, validation
 from jax_fastattn.paged import PAGED_OPERANDS, PagedOperands
-from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, Problem, Ring, is_known
+from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, Problem, is_known
 
 # What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
 LONGEST_SYMBOLIC = 1 << 27
@@ -59,8 +58,8 @@ def canonicalize(
         query=q,
         key=k,
         value=v,
-        bias=_plane(axes, "bias", bias, batched),
-        mask=_plane(axes, "mask", mask, batched),
+        bias=plane(axes, "bias", bias, batched),
+        mask=plane(axes, "mask", mask, batched),
         query_seq_lengths=None if query_seq_lengths is None else per_batch("query_seq_lengths", query_seq_lengths),
         key_value_seq_lengths=(
             None if key_value_seq_lengths is None else per_batch("key_value_seq_lengths", key_value_seq_lengths)
@@ -105,74 +104,6 @@ def canonicalize_packed(
         ],
     )
     return _resolve(operands, **static)
-
-
-def canonicalize_ring(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    ring: Ring,
-    boundaries: Any = None,
-    query_offset: Any = 0,
-    is_causal: Any = False,
-    local_window_size: Any = None,
-    **options: Any,
-) -> tuple[AttentionSpec, Operands]:
-    """Checks the arguments of `api_ring.ring_attention`. Arrays are those of a device; positions count from the start."""
-    others = {"bias": bias, "mask": mask, "query_offset": None if _is_zero(query_offset) else query_offset}
-    _check_packed_alone(boundaries, others | {name: options.get(name) for name in _NOT_PACKED})
-    spec, operands = canonicalize(
-        query, key, value, is_causal=is_causal, local_window_size=local_window_size, **options
-    )
-    rows, keys = operands.query.shape[1], operands.key.shape[1]
-    validation.check_chunks(ring.layout, query=rows, key=keys)
-    axes = validation.Axes()
-    axes.bind("query", operands.query, "BTNH")
-    axes.bind("key", operands.key, "BMKH")
-    axes.set("S", keys * ring.size, "key, on all devices")
-    planes = {name: _plane(axes, name, x, jnp.ndim(query) == 4) for name, x in (("bias", bias), ("mask", mask))}
-    offset, window = fold_wide_window(
-        offset_per_batch(query_offset, axes["B"]), spec.bounds, rows * ring.size, keys * ring.size
-    )
-    operands = operands._replace(**planes, query_offset=offset)
-    if boundaries is not None:
-        operands = operands._replace(sequences=_shared_sequences(axes, boundaries, rows * ring.size, keys * ring.size))
-        ring = replace(ring, shared_boundaries=True)
-    operands = unify_varying(operands, frozenset(ring.axes))
-    is_causal = window[1] == 0
-    window = (window[0], None if is_causal else window[1])
-    return replace(spec, is_causal=is_causal, window=window, present=operands.present(), ring=ring), operands
-
-
-# Arguments that packed sequences replace.
-_NOT_PACKED = ("query_seq_lengths", "key_value_seq_lengths", "segment_ids")
-
-
-def _check_packed_alone(boundaries: Any, others: dict[str, Any]) -> None:
-    given = [name for name, x in others.items() if x is not None]
-    if boundaries is not None and given:
-        raise ValueError(f"`boundaries` and `{given[0]}` are both given, expected one of them; leave out `{given[0]}`")
-
-
-def _shared_sequences(axes: validation.Axes, boundaries: Any, rows: int, keys: int) -> jax.Array:
-    """Returns sequences `[B, M, 4]` whose queries and keys have the same boundaries."""
-    if rows != keys:
-        raise ValueError(
-            f"`boundaries` are given for {rows} rows of `query` and {keys} of `key`, expected as many of both; "
-            "pass `segment_ids` for cross-attention"
-        )
-    ends = add_batch(to_int32(validation.as_integers("boundaries", boundaries)), 2)
-    axes.bind("boundaries", ends, "BC")
-    if axes["C"] < 2:
-        raise ValueError(f"`boundaries` has {axes['C']} entries, expected one more than there are sequences")
-    return jax.vmap(lambda x: packed.sequences(x, x, (rows, keys)))(ends)
-
-
-def _is_zero(query_offset: Any) -> bool:
-    return isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool) and query_offset == 0
 
 
 def canonicalize_paged(
@@ -302,7 +233,7 @@ def _checked(name: str, x: Any, kind: str) -> jax.Array:
     return array
 
 
-def _plane(axes: validation.Axes, name: str, x: Any, batched: bool) -> jax.Array | None:
+def plane(axes: validation.Axes, name: str, x: Any, batched: bool) -> jax.Array | None:
     """Returns a bias or a mask with four axes, some of which may be of size 1."""
     if x is None:
         return None

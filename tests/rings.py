@@ -59,7 +59,9 @@ def draw(
         "dout": (batch, length, num_heads, v_dim),
     }
     draws = jax.random.split(jax.random.key(7), len(shapes))
-    return {name: jax.random.normal(key, shape, dtype) for key, (name, shape) in zip(draws, shapes.items(), strict=True)}
+    return {
+        name: jax.random.normal(key, shape, dtype) for key, (name, shape) in zip(draws, shapes.items(), strict=True)
+    }
 
 
 def split(

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-import jax_fastattn.ops.ring.rules  # noqa: F401 (a call with a ring finds its passes)
 from jax_fastattn.ops import linear
 from jax_fastattn.ops.backward import gradient
 from jax_fastattn.ops.forward import attend_p, forward
 from jax_fastattn.ops.linear import Names
+from jax_fastattn.ops.ring import rules
 from jax_fastattn.ops.tangents import as_cotangents, is_zero, moving, pair, tangent, tangent_p, undefined, zeros
 from jax_fastattn.spec import AttentionSpec, Operands
 
@@ -64,5 +64,6 @@ def _backward_rule(cotangents: Any, *arrays: Any, spec: AttentionSpec, moved: Na
     return [None] * count + as_cotangents(found, moved, tangents)
 
 
+rules.define()
 linear.differentiate(attend_p, _forward_rule)
 linear.differentiate(tangent_p, transpose=_backward_rule)

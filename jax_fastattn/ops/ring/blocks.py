@@ -115,7 +115,7 @@ class _Chunks(NamedTuple):
         return cls(queries, keys, rows // len(queries), count // len(keys), block.queries.kind == "fold")
 
     def join(self, parts: list[jax.Array]) -> jax.Array:
-        """Joins an array `[B, ...]` of each chunk to batch entries `[B * chunks, ...]`, the chunks of an entry adjacent."""
+        """Joins an array `[B, ...]` of each chunk to `[B * chunks, ...]`; the chunks of an entry are adjacent."""
         return parts[0] if len(parts) == 1 else jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
 
     def per_entry(self, x: jax.Array | None) -> jax.Array | None:
@@ -123,7 +123,7 @@ class _Chunks(NamedTuple):
         return x if x is None or not self.is_folded or x.shape[0] == 1 else jnp.repeat(x, 2, axis=0)
 
     def lengths(self, x: jax.Array | None, starts: list[Any], size: int) -> jax.Array | None:
-        """Returns how many rows of the block are before lengths `[B]`. Those of adjacent chunks are a prefix of both."""
+        """Returns how many rows of the block are before lengths `[B]`; of two chunks these are a prefix of both."""
         if x is None:
             return None
         parts = [jnp.clip(x - start, 0, size).astype(jnp.int32) for start in starts]

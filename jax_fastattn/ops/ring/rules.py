@@ -33,6 +33,8 @@ def _tangent(*arrays: jax.Array, spec: AttentionSpec, moved: Names) -> list[jax.
     return passes.tangent(spec, spec.operands(arrays[:count]), tangents)
 
 
-forward.attend_op.define_ring(_forward)
-gradient_op.define_ring(_gradient)
-tangent_op.define_ring(_tangent)
+def define() -> None:
+    """Registers the passes; until then no op takes a ring."""
+    forward.attend_op.define_ring(_forward)
+    gradient_op.define_ring(_gradient)
+    tangent_op.define_ring(_tangent)

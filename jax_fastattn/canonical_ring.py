@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""From the arguments of `api_ring.ring_attention` to the canonical operands of a device, and the spec of its ring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastattn import canonical, packed, validation
+from jax_fastattn.spec import AttentionSpec, Operands, Ring
+
+# Arguments that packed sequences replace.
+_NOT_PACKED = ("query_seq_lengths", "key_value_seq_lengths", "segment_ids")
+
+
+def canonicalize_ring(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    ring: Ring,
+    boundaries: Any = None,
+    query_offset: Any = 0,
+    is_causal: Any = False,
+    local_window_size: Any = None,
+    **options: Any,
+) -> tuple[AttentionSpec, Operands]:
+    """Checks the arguments of `ring_attention`. Arrays are those of a device; positions count from the start."""
+    others = {"bias": bias, "mask": mask, "query_offset": None if _is_zero(query_offset) else query_offset}
+    _check_packed_alone(boundaries, others | {name: options.get(name) for name in _NOT_PACKED})
+    spec, operands = canonical.canonicalize(
+        query, key, value, is_causal=is_causal, local_window_size=local_window_size, **options
+    )
+    rows, keys = operands.query.shape[1], operands.key.shape[1]
+    validation.check_chunks(ring.layout, query=rows, key=keys)
+    axes = validation.Axes()
+    axes.bind("query", operands.query, "BTNH")
+    axes.bind("key", operands.key, "BMKH")
+    axes.set("S", keys * ring.size, "key, on all devices")
+    planes = {
+        name: canonical.plane(axes, name, x, jnp.ndim(query) == 4) for name, x in (("bias", bias), ("mask", mask))
+    }
+    offset, window = canonical.fold_wide_window(
+        canonical.offset_per_batch(query_offset, axes["B"]), spec.bounds, rows * ring.size, keys * ring.size
+    )
+    operands = operands._replace(**planes, query_offset=offset)
+    if boundaries is not None:
+        operands = operands._replace(sequences=_shared_sequences(axes, boundaries, rows * ring.size, keys * ring.size))
+        ring = replace(ring, shared_boundaries=True)
+    operands = canonical.unify_varying(operands, frozenset(ring.axes))
+    is_causal = window[1] == 0
+    window = (window[0], None if is_causal else window[1])
+    return replace(spec, is_causal=is_causal, window=window, present=operands.present(), ring=ring), operands
+
+
+def _check_packed_alone(boundaries: Any, others: dict[str, Any]) -> None:
+    given = [name for name, x in others.items() if x is not None]
+    if boundaries is not None and given:
+        raise ValueError(f"`boundaries` and `{given[0]}` are both given, expected one of them; leave out `{given[0]}`")
+
+
+def _shared_sequences(axes: validation.Axes, boundaries: Any, rows: int, keys: int) -> jax.Array:
+    """Returns sequences `[B, M, 4]` whose queries and keys have the same boundaries."""
+    if rows != keys:
+        raise ValueError(
+            f"`boundaries` are given for {rows} rows of `query` and {keys} of `key`, expected as many of both; "
+            "pass `segment_ids` for cross-attention"
+        )
+    ends = canonical.add_batch(canonical.to_int32(validation.as_integers("boundaries", boundaries)), 2)
+    axes.bind("boundaries", ends, "BC")
+    if axes["C"] < 2:
+        raise ValueError(f"`boundaries` has {axes['C']} entries, expected one more than there are sequences")
+    return jax.vmap(lambda x: packed.sequences(x, x, (rows, keys)))(ends)
+
+
+def _is_zero(query_offset: Any) -> bool:
+    return isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool) and query_offset == 0
