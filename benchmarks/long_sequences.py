@@ -44,7 +44,9 @@ from jax.sharding import PartitionSpec as P
 from run import describe_run
 
 import jax_fastattn
-from jax_fastattn import all_to_all_attention, attention, attention_varlen, ring_attention
+from jax_fastattn import all_to_all_attention, attention, attention_varlen, canonical, ring_attention
+from jax_fastattn.ops import vjp
+from jax_fastattn.spec import Ring
 
 DEVICES = 2
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -79,6 +81,21 @@ class Row:
 def _packed(query: Any, key: Any, value: Any, boundaries: Any, **options: Any) -> jax.Array:
     """Packed documents of one device."""
     return attention_varlen(query[0], key[0], value[0], boundaries[0], boundaries[0], **options)[None]
+
+
+def _as_partitioned(query: Any, key: Any, value: Any, boundaries: Any = None, **options: Any) -> jax.Array:
+    """A device's share of `attention` or `attention_varlen` under `jit`, to be lowered and not to be run.
+
+    Its kernels are those of the share. Of packed rows the ring is not told that queries and keys have one boundary.
+    """
+    if boundaries is None:
+        spec, operands = canonical.canonicalize(query, key, value, **options)
+    else:
+        qkv = query[0], key[0], value[0]
+        spec, operands = canonical.canonicalize_packed(*qkv, boundaries[0], boundaries[0], **options)
+    ring = Ring(("seq",), DEVICES, balance=True)
+    operands = canonical.unify_varying(operands, frozenset(ring.axes))
+    return vjp.attend(dataclasses.replace(spec, ring=ring), operands, return_residual=False)[0]
 
 
 def _ring(**options: Any) -> Callable[..., Any]:
@@ -350,8 +367,11 @@ def check_function(way: str, options: dict[str, Any]) -> Callable[..., Any]:
 
     def split(arrays: dict[str, jax.Array]) -> jax.Array:
         size, is_zigzag = DEVICES, way == "zigzag"
-        local = all_to_all_attention if way == "all-to-all" else functools.partial(ring_attention, **WAYS[way])
-        local = functools.partial(local, axis_name="seq", **options)
+        if way == "as partitioned":
+            local = functools.partial(_as_partitioned, **options)
+        else:
+            local = all_to_all_attention if way == "all-to-all" else functools.partial(ring_attention, **WAYS[way])
+            local = functools.partial(local, axis_name="seq", **options)
         ordered = {name: jax_fastattn.zigzag(x, size) if is_zigzag and x.ndim == 4 else x for name, x in arrays.items()}
         specs = {name: ROWS if x.ndim == 4 else P() for name, x in arrays.items()}
         out = jax.shard_map(lambda x: local(**x), mesh=make_mesh(), in_specs=(specs,), out_specs=ROWS)(ordered)
@@ -392,12 +412,13 @@ def prepare(names: list[str], processes: int) -> None:
         with jax_fastattn.target_arch("sm_90a"):
             for name in names:
                 (row, tokens), mesh = parse(name), make_mesh()
-                if row.attend is not None:
-                    for function in programs(row, mesh).values():
-                        jax.jit(function).trace(*shapes(row, tokens, mesh)).lower(lowering_platforms=("cuda",))
+                if row.attend is None:  # XLA asks for the kernels of a device only when it compiles
+                    row = dataclasses.replace(row, attend=functools.partial(_as_partitioned, **row.options), options={})
+                for function in programs(row, mesh).values():
+                    jax.jit(function).trace(*shapes(row, tokens, mesh)).lower(lowering_platforms=("cuda",))
             for name in CHECKS:
                 arrays, options = check_arrays(name)
-                for way in ("one", *WAYS):
+                for way in ("one", *WAYS, "as partitioned"):
                     if way != "automatic":
                         jax.jit(check_function(way, options)).trace(arrays).lower(lowering_platforms=("cuda",))
     finally:

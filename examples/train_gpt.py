@@ -83,6 +83,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--sample", default=256, help="bytes to sample at the end")
     add("--seed", default=0)
     add("--data-parallel", default=1, help="devices that share a batch")
+    add("--sequence-parallel", default=1, help="devices that share each sequence, by ring attention")
     add("--tensor-parallel", default=1, help="devices that share the query heads and the hidden features")
     parser.add_argument("--fsdp", action="store_true", help="split parameters over the devices that share a batch")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="at the peak of warm-up and cosine decay")
@@ -103,6 +104,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--data-parallel must divide --width with --fsdp")
     if options.batch % options.data_parallel:
         parser.error("--data-parallel must divide --batch")
+    if options.length % options.sequence_parallel:
+        parser.error("--sequence-parallel must divide --length")
     if options.packed and (options.implementation not in PACKED_ATTENTION or options.length < SHORTEST):
         parser.error(f"--packed needs --implementation auto, cuda or xla, and --length {SHORTEST} or more")
     return options
@@ -305,9 +308,9 @@ class Speed:
 
 def train(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Trains, samples, and returns what goes into metrics.json, and the parameters in the memory of the host."""
-    devices = jax.devices()[: options.data_parallel * options.tensor_parallel]
-    sizes = (options.data_parallel, options.tensor_parallel)
-    mesh = jax.make_mesh(sizes, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    sizes = (options.data_parallel, options.sequence_parallel, options.tensor_parallel)
+    devices = jax.devices()[: int(np.prod(sizes))]
+    mesh = jax.make_mesh(sizes, ("data", "sequence", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
     implementation, device = which_implementation(options), f"{len(devices)} x {devices[0].device_kind}"
     corpus, held_out = load_corpus()
     graphdef, params = nnx.split(GPT(options, nnx.Rngs(options.seed)), nnx.Param)
@@ -346,7 +349,10 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         return jax.lax.fori_loop(len(PROMPT), text.shape[1], extend, text)
 
     def put(batch: Batch) -> Batch:
-        return jax.device_put(batch, NamedSharding(mesh, P("data")))
+        # Tokens whose sequences are split are all that attention needs to run over the devices of "sequence".
+        boundaries = None if batch.boundaries is None else P("data")
+        layouts = Batch(P("data", "sequence"), P("data", "sequence"), boundaries)
+        return jax.device_put(batch, jax.tree.map(partial(NamedSharding, mesh), layouts))
 
     def batches(seed: int, text: np.ndarray) -> Iterator[Batch]:
         rng = np.random.default_rng(seed)
@@ -379,7 +385,8 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     if options.packed:  # the first documents again, one in each row
         count = options.batch * 20
         again = [x[: options.length + 1] for x in islice(documents(corpus, np.random.default_rng(options.seed)), count)]
-        rows = fill_rows(again, max(len(document) for document in again) - 1, most=1)
+        longest, devices_of_row = max(len(document) for document in again) - 1, options.sequence_parallel
+        rows = fill_rows(again, -(-longest // devices_of_row) * devices_of_row, most=1)
         for batch in stack(rows, options.batch):
             batch = put(batch._replace(boundaries=None))
             with padded.of(batch):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -15,6 +14,7 @@ from jax.typing import ArrayLike
 from jax_fastattn import canonical, ffi, validation
 from jax_fastattn.api_paged import paged_attention, paged_problem
 from jax_fastattn.ops import dispatch, vjp
+from jax_fastattn.ops.ring import describe
 from jax_fastattn.spec import Implementation
 
 Window = int | tuple[int | None, int | None] | None
@@ -204,7 +204,9 @@ def explain(
 ) -> dispatch.Explanation:
     """Returns which implementation a call with these arguments would run, and why.
 
-    It knows the call alone, not how it is differentiated: tangents and second derivatives take the XLA path always.
+    It knows the call alone, not how it is differentiated: tangents and second derivatives take the XLA path always. It
+    knows of a mesh what the shardings of `query` and `key` say, which are `NamedSharding`s; if rows are split, it
+    describes the ring attention that runs under `jax.jit`.
 
     Args:
         query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s are enough, since nothing
@@ -224,20 +226,25 @@ def explain(
         ValueError, TypeError: the call itself would raise the same error.
     """
     options |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
-    function, problem_of = attention, functools.partial(canonical.problem_of, canonical.canonicalize)
+    function, canonicalize = attention, canonical.canonicalize
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        function, problem_of = attention_varlen, functools.partial(canonical.problem_of, canonical.canonicalize_packed)
+        function, canonicalize = attention_varlen, canonical.canonicalize_packed
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     if page_table is not None:
-        function, problem_of = paged_attention, paged_problem
+        function = paged_attention
         options = {"lengths": None} | options | {"page_table": page_table}
     if unknown := [name for name in options if name not in inspect.signature(function).parameters]:
         raise TypeError(f"explain() got an unexpected keyword argument '{unknown[0]}'; {function.__name__}() has none")
     return_residual = options.pop("return_residual", False)
-    problem = problem_of(query=query, key=key, value=value, **options)
+    if page_table is not None:
+        problem, note = paged_problem(query=query, key=key, value=value, **options), ""
+    else:
+        problem, note = describe.call(
+            *canonical.shapes_of(canonicalize, query=query, key=key, value=value, **options), split_of=(query, key)
+        )
     validation.check_flag("return_residual", return_residual)
     with ffi.target_arch(ffi.named_arch() if arch is None else arch):
-        return dispatch.explain(problem)
+        return dispatch.with_note(dispatch.explain(problem), note)
 
 
 @overload

@@ -137,4 +137,5 @@ def paged_attention(
 def paged_problem(query: Any, key: Any, value: Any, **arguments: Any) -> Problem:
     """Returns the problem of a paged call with these arguments; nothing runs."""
     pages = {"key_pages": key, "value_pages": value}
-    return canonical.problem_of(canonical.canonicalize_paged, query=query, **pages, **arguments)
+    spec, operands = canonical.shapes_of(canonical.canonicalize_paged, query=query, **pages, **arguments)
+    return operands.problem(spec)

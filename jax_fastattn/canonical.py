@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_fastattn import _compat, packed, validation
 from jax_fastattn.paged import PAGED_OPERANDS, PagedOperands
-from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, Problem, is_known
+from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, is_known
 
 # What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
 LONGEST_SYMBOLIC = 1 << 27
@@ -152,21 +152,22 @@ def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> ja
     return out if lse is None else (out, lse)
 
 
-def problem_of(canonicalize: Callable[..., tuple[AttentionSpec, AnyOperands]], **arguments: Any) -> Problem:
-    """Returns the problem that a call with the arguments of `canonicalize` would be lowered for; nothing runs.
+def shapes_of(
+    canonicalize: Callable[..., tuple[AttentionSpec, AnyOperands]], **arguments: Any
+) -> tuple[AttentionSpec, AnyOperands]:
+    """Returns the spec and the abstract operands that `canonicalize` makes of arguments; nothing runs.
 
     Arrays may be abstract. Any other argument is passed on unchanged, so that it raises the error of the call.
     """
     static = {name: x for name, x in arguments.items() if name in _STATIC or (name == "scale" and not _is_abstract(x))}
     operands = {name: x for name, x in arguments.items() if name not in static}
     leaves, tree = jax.tree.flatten(operands, lambda x: x is not operands and not isinstance(x, (list, tuple)))
-    found: list[Problem] = []
+    found: list[tuple[AttentionSpec, AnyOperands]] = []
 
     def trace(shapes: dict[int, jax.Array]) -> None:
         given = jax.tree.unflatten(tree, [shapes.get(i, x) for i, x in enumerate(leaves)])
         spec, operands = canonicalize(**given, **static)
-        is_paged = isinstance(operands, PagedOperands)
-        found.append(operands.problem(spec) if is_paged else Problem.of(spec, operands))
+        found.append((spec, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)))
 
     jax.eval_shape(trace, {i: x for i, x in enumerate(leaves) if _has_shape_alone(x)})
     return found[0]

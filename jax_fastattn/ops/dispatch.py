@@ -47,7 +47,8 @@ class Explanation:
         variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
         reasons: every reason why the CUDA kernels are not taken; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
-        note: a caveat about the speed of the CUDA kernels on some GPUs, and what is done with pages; else empty.
+        note: caveats about the speed of the CUDA kernels on some GPUs, what is done with pages, and what travels if a
+            mesh splits the rows; else empty.
     """
 
     implementation: str
@@ -125,8 +126,7 @@ def explain(problem: Problem) -> Explanation:
         return _explain(problem)
     found = _explain(problem if reads_pages(problem) else dataclasses.replace(problem, page=0, pages=0))
     is_read = found.implementation == "cuda" and reads_pages(problem)
-    notes = found.note, READ_PAGES if is_read else GATHERED_PAGES
-    return dataclasses.replace(found, note="; ".join(filter(None, notes)))
+    return with_note(found, READ_PAGES if is_read else GATHERED_PAGES)
 
 
 def _explain(problem: Problem) -> Explanation:
@@ -144,6 +144,11 @@ def _explain(problem: Problem) -> Explanation:
         return Explanation("xla", None, None, None, texts, "; ".join(map(str, reasons)))
     arch = ffi.arch()
     return Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "", speed_note(arch))
+
+
+def with_note(found: Explanation, note: str) -> Explanation:
+    """Returns an explanation with one more note, which may be empty."""
+    return dataclasses.replace(found, note="; ".join(filter(None, (found.note, note))))
 
 
 def note_call_site(spec: AttentionSpec, operands: Operands) -> None:

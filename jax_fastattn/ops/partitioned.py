@@ -12,6 +12,7 @@ drops those of a `custom_vjp` where it evaluates a scan partially.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract
-from jax_fastattn.ops.sharding import Split, own_letters, refuse_gather, shardy_rule
+from jax_fastattn.ops.sharding import Split, own_letters, refuse_gather, rows_whole, shardy_rule
+from jax_fastattn.spec import Ring
 
 # Functions that an op keeps. A new one is made for every new spec, such as a new scale.
 CACHED_FUNCTIONS = 256
@@ -113,7 +115,14 @@ class Op:
         return jax.jit(functools.partial(self.bind, **dict(params)))
 
     def _partitioned(self, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-        return partitioned(functools.partial(self.share.bind, **dict(params)), self._axes(**dict(params)))
+        given = dict(params)
+
+        def on_ring(ring: Ring) -> Callable[..., Any]:
+            spec = dataclasses.replace(given["spec"], ring=ring)
+            return functools.partial(self.ring.bind, **given | {"spec": spec})
+
+        local = functools.partial(self.share.bind, **given)
+        return partitioned(local, self._axes(**given), None if self.ring is None else on_ring)
 
     def _lower(self, ctx: mlir.LoweringRuleContext, *values: Any, needs_devices: Any, **params: Any) -> Any:
         del needs_devices
@@ -166,13 +175,20 @@ def _may_be_split(axis_context: Any) -> bool:
     return getattr(axis_context, "num_devices", 2) > 1
 
 
-def partitioned(local: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
+def partitioned(
+    local: Callable[..., Any], axes: Axes, on_ring: Callable[[Ring], Callable[..., Any]] | None = None
+) -> Callable[..., Any]:
     """Returns a function that calls `local`, of which each device computes its share under a mesh.
+
+    If queries are split by rows, then keys are split in the same way, and a device calls what `on_ring` returns. If it
+    is None, the rows are gathered.
 
     Where query heads are split further than key/value heads, a device slices the key/value heads that its query heads
     read. A result whose batch or head axis is of size 1 while that axis is split is a sum over it, and so is the
     gradient of a key/value head that several devices read: the devices' shares are added up.
     """
+    operands, results = ([rows_whole(x, on_ring is not None) for x in group] for group in axes[:2])
+    axes = Axes(operands, results, axes.resident)
 
     def infer(mesh: Mesh, arg_shapes: Sequence[Any], result_shapes: Sequence[Any]) -> list[NamedSharding]:
         split = Split.of(mesh, axes.operands[0], *arg_shapes[:2])
@@ -188,8 +204,10 @@ def partitioned(local: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         for i, name in axes.resident:
             refuse_gather(name, arg_shapes[i], args[i])
 
+        share = local if split.ring is None or on_ring is None else on_ring(split.ring)
+
         def part(*arrays: jax.Array) -> Any:
-            results = local(*(split.take_heads(a, x) for a, x in zip(letters, arrays, strict=True)))
+            results = share(*(split.take_heads(a, x) for a, x in zip(letters, arrays, strict=True)))
             return [
                 split.sum_shares(own_letters(a, whole.shape, split.heads), whole.shape, x)
                 for a, whole, x in zip(axes.results, result_shapes, results, strict=True)

@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The axes that a mesh may split: batch and heads; every other axis is whole on each device.
+"""The axes that a mesh may split: batch, heads and rows; every other axis is whole on each device.
+
+Rows are those of queries and keys, T and S. They are split together, and only for ops that have a ring (`ops/ring`).
 
 One description serves Shardy (`sharding_rule`), GSPMD (`infer_sharding_from_operands`) and the partition callback, all
 of `partitioned.py`: a string of axis letters for each array, as in spec.py.
@@ -20,31 +22,46 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_fastattn.ops import abstract
+from jax_fastattn.spec import Ring
 
 # Axes that a mesh may split; V is an axis that `vmap` put ahead of others.
-SPLITTABLE = "VBNK"
+SPLITTABLE = "VBTSNK"
+
+
+def rows_whole(letters: str, has_ring: bool) -> str:
+    """Returns the letters of an array with those of rows that stay whole in lower case.
+
+    All rows do if the op has no ring. Of a bias or a mask, with both queries and keys, the columns do.
+    """
+    if not has_ring:
+        letters = letters.replace("T", "t")
+    return letters.replace("S", "s") if "T" in letters or not has_ring else letters
 
 
 def shardy_rule(
     num_devices: int, operands: Sequence[tuple[str, tuple[int, ...]]], results: Sequence[tuple[str, tuple[int, ...]]]
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the einsum-like rule that says which axes are the same; all but batch and heads stay whole.
+    """Returns the einsum-like rule that says which axes are the same; all but batch, heads and rows stay whole.
+
+    Queries and keys have one factor if there are as many of both, so that a split of one carries over to the other.
 
     Query heads are key/value heads times the group, `(k g)`. If a mesh can split the query heads further than the
     key/value heads, both have a factor of their own: Shardy would divide a mesh axis between k and g, which no
     `NamedSharding` can express. An axis of size 1 that broadcasts has a factor of its own, too.
     """
-    sizes = dict(zip(*operands[0], strict=True)) | {"K": operands[1][1][2]}
+    _, keys, kv_heads, _ = operands[1][1]
+    sizes = dict(zip(*operands[0], strict=True)) | {"K": kv_heads, "S": keys}
     num_heads, num_kv_heads = sizes["N"], sizes["K"]
     is_grouped = num_heads > num_kv_heads > 1 and num_kv_heads % math.gcd(num_heads, num_devices) == 0
-    heads = {"N": "(k g)" if is_grouped else "k" if num_heads == num_kv_heads else "n", "K": "k"}
+    factors_of = {"N": "(k g)" if is_grouped else "k" if num_heads == num_kv_heads else "n", "K": "k"}
+    factors_of["S"] = "t" if sizes.get("T") == keys else "s"
     fresh = itertools.count()
 
     def term(letters: str, shape: tuple[int, ...]) -> str:
         factors, letters = [], own_letters(letters, shape, (num_heads, num_kv_heads))
         for letter, size in zip(letters, shape, strict=False):
             alone = letter not in SPLITTABLE or size != sizes[letter]
-            factors.append(f"i{next(fresh)}" if alone else heads.get(letter, letter.lower()))
+            factors.append(f"i{next(fresh)}" if alone else factors_of.get(letter, letter.lower()))
         return " ".join(factors) if factors else ""
 
     arrows = [", ".join(term(*x) for x in group) for group in (operands, results)]
@@ -63,10 +80,11 @@ def own_letters(letters: str, shape: Sequence[int], heads: tuple[int, int]) -> s
 
 @dataclass(frozen=True)
 class Split:
-    """The split of one call over a mesh: by batch and heads as its query is, as far as that divides evenly.
+    """The split of one call over a mesh: by batch, heads and rows as its query is, as far as that divides evenly.
 
     Attributes:
-        names: mesh axes that split each axis letter of SPLITTABLE. Those of "K" are the first ones of "N".
+        names: mesh axes that split each axis letter of SPLITTABLE. Those of "K" are the first ones of "N". Those of "S"
+            are those of "T".
         heads: N and K of the whole call.
     """
 
@@ -82,8 +100,9 @@ class Split:
             for axis, letter in enumerate(letters)
             if letter in SPLITTABLE
         }
-        kv_heads = key.shape[2]
+        _, keys, kv_heads, _ = key.shape
         names["K"] = _dividing(mesh, names["N"], kv_heads)
+        names["T"] = names["S"] = _dividing(mesh, names.get("T", ()), keys)
         return cls(mesh, names, (query.shape[letters.index("N")], kv_heads))
 
     def sharding(self, letters: str, shape: Sequence[int]) -> NamedSharding:
@@ -91,9 +110,22 @@ class Split:
         return NamedSharding(self.mesh, PartitionSpec(*(x or None for x in names)))
 
     @property
+    def ring(self) -> Ring | None:
+        """The devices that share the rows; None if each has all of them."""
+        names = self.names["T"]
+        return Ring(names, _size(self.mesh, names), balance=True) if names else None
+
+    @property
     def sharers(self) -> tuple[str, ...]:
         """Mesh axes whose devices hold the same key/value heads and different query heads."""
         return self.names["N"][len(self.names["K"]) :]
+
+    @property
+    def read_heads(self) -> int:
+        """How many key/value heads a device takes if it shares them."""
+        heads, kv_heads = self.heads
+        count = heads // _size(self.mesh, self.names["N"])
+        return count // math.gcd(count, heads // kv_heads)
 
     def _kv_heads(self) -> jax.Array:
         """Returns which of this device's key/value heads its query heads read, one for each run that shares a head.
@@ -126,6 +158,8 @@ class Split:
             x = jax.lax.psum(placed, self.sharers).astype(x.dtype)
         unsplit = (a for a, size in zip(letters, whole, strict=True) if size == 1)
         summed = tuple(name for a in unsplit for name in self.names.get(a, ()))
+        if not set("TS") & set(letters):
+            summed += self.names["T"]
         return jax.lax.psum(x, summed) if summed else x
 
 
@@ -188,10 +222,16 @@ def _prime_factors(number: int) -> list[int]:
 
 
 def _names(mesh: Mesh, x: Any, axis: int) -> tuple[str, ...]:
-    """Returns the mesh axes that split an axis of `x`, major first, or none if no order of whole mesh axes does."""
+    """Returns the mesh axes that split an axis of `x`, major first, or none if no order of whole mesh axes does.
+
+    It returns none for all axes of an array of which one is not divided evenly: jax cannot say where its parts start.
+    """
     if x.sharding is None:
         return ()
-    indices = x.sharding.devices_indices_map(x.shape)
+    try:
+        indices = x.sharding.devices_indices_map(x.shape)
+    except ValueError:
+        return ()
     starts = np.vectorize(lambda device: indices[device][axis].start or 0, otypes=[np.int64])(mesh.devices)
     places = np.indices(starts.shape)
     strides = [starts.take(1, i).flat[0] - starts.flat[0] if size > 1 else 0 for i, size in enumerate(starts.shape)]
