@@ -12,6 +12,10 @@ import jax.numpy as jnp
 # `jax.extend.core.Primitive`, whose package loads Pallas in jax 0.12: 42 ms that every import would pay.
 Primitive: Any = type(jax.lax.add_p)
 
+# Whether XLA takes a ring from a partition callback. That of jax 0.8 fails ("Could not find mapping for") on one that
+# also adds up gradients over devices.
+HAS_RING_IN_PARTITION = jax.__version_info__ >= (0, 9)
+
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """Returns the manual mesh axes (of an enclosing `shard_map`) over which `x` varies."""

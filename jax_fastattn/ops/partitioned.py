@@ -26,7 +26,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 
-from jax_fastattn import ffi
+from jax_fastattn import _compat, ffi
 from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract
 from jax_fastattn.ops.sharding import Split, own_letters, refuse_gather, rows_whole, shardy_rule
@@ -121,8 +121,9 @@ class Op:
             spec = dataclasses.replace(given["spec"], ring=ring)
             return functools.partial(self.ring.bind, **given | {"spec": spec})
 
+        has_ring = self.ring is not None and _compat.HAS_RING_IN_PARTITION
         local = functools.partial(self.share.bind, **given)
-        return partitioned(local, self._axes(**given), None if self.ring is None else on_ring)
+        return partitioned(local, self._axes(**given), on_ring if has_ring else None)
 
     def _lower(self, ctx: mlir.LoweringRuleContext, *values: Any, needs_devices: Any, **params: Any) -> Any:
         del needs_devices

@@ -9,6 +9,7 @@ float32. This takes half of the bytes that sums in float32 would take, and has t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from jax_fastattn.ops.ring.blocks import block_call
 from jax_fastattn.ops.ring.layout import from_zigzag, to_zigzag
 from jax_fastattn.ops.ring.passes import Call, put
 from jax_fastattn.ops.ring.permute import permute
-from jax_fastattn.ops.ring.plan import Block, Step
+from jax_fastattn.ops.ring.plan import Block, Step, View
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
 
 Sums = dict[str, jax.Array]
@@ -75,7 +76,7 @@ class _Backward:
 
     def __init__(self, call: Call, rows: Sequence[jax.Array], wanted: Names) -> None:
         """Takes a call, its output, log-sum-exp and cotangents, and the operands whose gradients are summed."""
-        self.call, self.rows, self.wanted = call, rows, wanted
+        self.call, self.rows, self.wanted, self.is_swapped = call, list(rows), wanted, False
         self.dtype = statistics_dtype(call.operands.query.dtype)
         self.first, self.stop = plan.touched(call.steps, call.operands.query.shape[1])
         # Gradients that were sent home in the step before, and the first key of each.
@@ -86,15 +87,36 @@ class _Backward:
         home = self.call.home()
         arrived = self.call.fetch(later[0], home) if later else {}
         whole, sums = self._first(first)
+        self._swap(later)
         for at, step in enumerate(later):
             keys = arrived
             if at + 1 < len(later):
-                sums, home, keys = jax.lax.optimization_barrier((sums, home, arrived))
+                # The queries and their rows, too: otherwise XLA may prepare those of all steps at once.
+                taken = {name: x for name, x in self._of_queries().items() if x is not None}
+                sums, home, keys, taken, self.rows = jax.lax.optimization_barrier(
+                    (sums, home, arrived, taken, self.rows)
+                )
+                self._take(taken)
                 arrived = self.call.fetch(later[at + 1], home)
             sums = self._step(step, keys, sums)
         sums = self._receive(sums)
         sums["query"] = put(whole, sums["query"].astype(whole.dtype), self.first)
         return {name: x.astype(whole.dtype) if name in QKV else x for name, x in sums.items()}
+
+    def _swap(self, later: Sequence[Step]) -> None:
+        """Swaps the halves of queries and their rows once, if the blocks of later steps take them so."""
+        swaps = {block.queries for step in later for block in step.blocks if block.is_half}
+        for view in swaps:  # all are one
+            self.is_swapped = True
+            self.rows = [view.take(x) for x in self.rows]
+            self._take({name: view.take(x) for name, x in self._of_queries().items() if x is not None})
+
+    def _of_queries(self) -> dict[str, jax.Array | None]:
+        operands = self.call.operands
+        return {"query": operands.query, "query_segment_ids": operands.query_segment_ids}
+
+    def _take(self, arrays: Mapping[str, jax.Array]) -> None:
+        self.call = self.call._replace(operands=self.call.operands._replace(**arrays))
 
     def _first(self, step: Step) -> tuple[jax.Array, Sums]:
         """Returns the gradient of all queries from step 0, and the sums that later steps add to."""
@@ -136,14 +158,16 @@ class _Backward:
         return sums | {name: _add_rows(sums[name], x, first) for name, x in found.items()}
 
     def _block(self, step: Step, block: Block, keys: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        operands = self.call.operands._replace(**keys)
+        operands, restore = self.call.operands._replace(**keys), block.queries.restore
+        if self.is_swapped:
+            block = dataclasses.replace(block, queries=View(block.queries.start, block.queries.stop))
         spec, operands = block_call(self.call.spec, operands, block, self.call.place(step))
         rows = [block.queries.take(x) for x in self.rows]
         found = gradient_op.share.bind(
             *operands.arrays(), *rows, spec=spec, with_dlse=len(rows) > 3, wanted=self.wanted
         )
         found = dict(zip(self.wanted, found, strict=True))
-        found["query"] = block.queries.restore(found["query"])
+        found["query"] = restore(found["query"])
         return found | {name: block.keys.restore(found[name]) for name in ("key", "value")}
 
     def _add(self, sums: Sums, step: Step, block: Block, found: Mapping[str, jax.Array]) -> Sums:
