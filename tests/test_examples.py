@@ -74,22 +74,26 @@ def test_train_gpt_learns_and_reports(one_device: tuple[Path, dict[str, Any], st
         "--data-parallel 2 --tensor-parallel 2 --remat",
         "--tensor-parallel 4",
         "--data-parallel 2 --tensor-parallel 2 --fsdp",
+        "--sequence-parallel 4",
+        "--data-parallel 2 --sequence-parallel 2 --tensor-parallel 2 --remat",
         "--implementation jax",
     ],
-    ids=["mesh-remat", "heads-past-key-heads", "fsdp", "jax.nn"],
+    ids=["mesh-remat", "heads-past-key-heads", "fsdp", "sequence", "three-axes-remat", "jax.nn"],
 )
 def test_train_gpt_has_the_same_losses(
     one_device: tuple[Path, dict[str, Any], str], tmp_path: Path, options: str
 ) -> None:
     reference, want, _ = one_device
     got, _ = train(tmp_path, "--quiet", "--compare", str(reference / "metrics.json"), *options.split(), devices=8)
-    assert got["device"] == ("4 x cpu" if "parallel" in options else "1 x cpu")
+    sizes = [int(size) for size in re.findall(r"parallel (\d)", options)]
+    assert got["device"] == f"{np.prod(sizes, dtype=int)} x cpu"
     # Float32 sums in another order, through 25 steps of Adam.
-    np.testing.assert_allclose(got["losses"], want["losses"], rtol=2e-3)
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-5 if "sequence" in options else 2e-3)
+    assert any(name.startswith("collective-permute") for name in got["collectives"]) == ("sequence" in options)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     # Of activations `[batch, length, ...]` none is gathered: not q, k or v.
     gathers = [name for name in got["collectives"] if name.startswith("all-gather")]
-    assert not [name for name in gathers if re.search(r"\[[24],48,", name)]
+    assert not [name for name in gathers if re.search(r"\[[24],(12|24|48),", name)]
     assert bool(gathers) == ("fsdp" in options)
 
 
