@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels on two GPUs: with collectives in one program, and with a mask or segment ids that a mesh splits."""
+"""Kernels on two GPUs: with collectives in one program, with a mask or ids that a mesh splits, and with split rows."""
 
 import functools
 import subprocess
@@ -92,3 +92,55 @@ def test_masks_and_ids_are_split(name: str, split: str, implementation: str) -> 
     assert not any(word in programs[1] for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
     if implementation == "cuda":
         assert all(program.count('custom_call_target="jax_fastattn_launch"') == 4 for program in programs)
+
+
+# What runs on two devices that have half of the rows each, and the collectives that it needs.
+ROWS = P(None, "x")
+LONG = {
+    "automatic": (None, {}, "collective-permute"),
+    "zigzag": (jax_fastattn.ring_attention, {"layout": "zigzag"}, "collective-permute"),
+    "window": (jax_fastattn.ring_attention, {"local_window_size": (100, 0)}, "collective-permute"),
+    "all-to-all": (jax_fastattn.all_to_all_attention, {}, "all-to-all"),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+@pytest.mark.parametrize("name", LONG)
+def test_rows_are_split(name: str, implementation: str) -> None:
+    """Two devices compute what one does, forward and backward, and gather nothing."""
+    function, options, collective = LONG[name]
+    case = Case(**vars(_BASE) | {"query_length": 512, "key_length": 512})
+    _, operands, dout, _ = inputs(case)
+    arrays = [operands.query, operands.key, operands.value, dout]
+    devices = jax.devices("cpu" if implementation == "xla" else "gpu")[:2]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    shared = {"is_causal": True, "implementation": implementation}
+    is_zigzag = options.get("layout") == "zigzag"
+
+    def whole(*qkv: jax.Array) -> jax.Array:
+        window = {x: y for x, y in options.items() if x == "local_window_size"}
+        return jax_fastattn.attention(*qkv, **shared, **window)
+
+    def split(*qkv: jax.Array) -> jax.Array:
+        if function is None:
+            return jax_fastattn.attention(*qkv, **shared)
+        local = functools.partial(function, axis_name="x", **shared, **options)
+        mapped = jax.shard_map(lambda *x: local(*x), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+        out = mapped(*(jax_fastattn.zigzag(x, 2) if is_zigzag else x for x in qkv))
+        return jax_fastattn.unzigzag(out, 2) if is_zigzag else out
+
+    def run(attend: Any, placed: list[jax.Array]) -> tuple[list[np.ndarray], str]:
+        def both(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array) -> list[jax.Array]:
+            out, pullback = jax.vjp(attend, query, key, value)
+            return [out, *pullback(dout)]
+
+        program = jax.jit(both).lower(*placed).compile()
+        return [np.asarray(jnp.asarray(x, jnp.float32)) for x in program(*placed)], program.as_text() or ""
+
+    expected, _ = run(whole, jax.device_put(arrays, devices[0]))
+    found, program = run(split, jax.device_put(arrays, NamedSharding(mesh, ROWS)))
+    for one, two in zip(expected, found, strict=True):
+        np.testing.assert_allclose(two, one, atol=0.02 * np.abs(one).max())
+        assert np.abs(one).max() > 0.1
+    assert collective in program
+    assert is_zigzag or "all-gather" not in program
