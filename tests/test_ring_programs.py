@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import calls
@@ -144,3 +146,27 @@ def test_export() -> None:
     assert exported.nr_devices == 2
     found = jax.jit(exported.call)(jax.device_put(arrays, rows))
     calls.assert_same(jax.device_get(found), jax.device_get(jax.jit(rings.whole(**CAUSAL))(arrays)))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("options", [CAUSAL, WINDOW, {}], ids=["causal", "window", "full"])
+def test_every_block_runs_a_kernel(
+    options: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    arrays = rings.draw(4 * 64, batch=1, heads=(4, 1), head_dims=(64, 64), dtype=jnp.bfloat16)
+    text = calls.cuda_text(with_gradients(rings.split(4, arrays, layout=layout, **options)), arrays)
+    assert "jax_fastattn_launch" in text  # the XLA path would warn, which is an error here
+
+
+def test_a_fallback_names_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Blocks are lowered with masks and operands of their own."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    arrays = {x: array for x, array in rings.draw(20).items() if x != "dout"}
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        return ring_attention(query, key, value, axis_name="seq", **CAUSAL)
+
+    mapped = jax.shard_map(local, mesh=rings.make_mesh(2), in_specs=P(None, "seq"), out_specs=P(None, "seq"))
+    with pytest.warns(UserWarning, match=f"for the call at {re.escape(__file__)}:[0-9]+: the dtype is float32"):
+        calls.cuda_text(mapped, *arrays.values())

@@ -155,15 +155,22 @@ def note_call_site(spec: AttentionSpec, operands: Operands) -> None:
     """Notes where the user calls attention, for the warning that this call may need when it is lowered."""
     if spec.implementation is not None:
         return
-    key = _site_key(Problem.of(spec, operands))
-    _call_sites.pop(key, None)
-    _call_sites[key] = _user_frame()
+    problem, site = Problem.of(spec, operands), _user_frame()
+    for key in (_site_key(problem), _site_key_of_blocks(problem)):
+        _call_sites.pop(key, None)
+        _call_sites[key] = site
     while len(_call_sites) > _MAX_CALL_SITES:
         _call_sites.pop(next(iter(_call_sites)), None)
 
 
 def _site_key(problem: Problem) -> object:
     return problem.spec, problem.dtype, problem.head_dim, problem.v_head_dim
+
+
+def _site_key_of_blocks(problem: Problem) -> object:
+    """Returns a key that a call shares with the blocks of its ring, whose masks and operands differ."""
+    spec = dataclasses.replace(problem.spec, is_causal=False, window=(None, None), present=(), ring=None)
+    return _site_key(dataclasses.replace(problem, spec=spec))
 
 
 def _user_frame() -> str:
@@ -205,7 +212,8 @@ def _warn_once(problem: Problem, reasons: list[Reason]) -> None:
     if warned:
         return
     warned.append(True)
-    site = _call_sites.get(_site_key(problem), "an unknown place")
+    known = (_call_sites.get(key(problem)) for key in (_site_key, _site_key_of_blocks))
+    site = next(filter(None, known), "an unknown place")
     warnings.warn(
         f"jax_fastattn takes the XLA path for the call at {site}: {'; '.join(map(str, reasons))}. "
         'Pass implementation="xla" to accept that without this warning.',
