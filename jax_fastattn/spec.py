@@ -194,6 +194,8 @@ class Problem:
         mask_shape: `[b, n, t, s]`; None without a mask.
         page: rows of a page, if keys and values are in pages; else 0.
         pages: how many there are.
+        bias_shape: `[b, n, t, s]`; None without a bias.
+        bias_dtype: name of its dtype; None without a bias.
     """
 
     spec: AttentionSpec
@@ -211,6 +213,8 @@ class Problem:
     mask_shape: tuple[int, ...] | None = None
     page: int = 0
     pages: int = 0
+    bias_shape: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> Problem:
@@ -232,6 +236,8 @@ class Problem:
             num_sequences=0 if sequences is None else sequences.shape[1],
             packed_offsets=sequences is not None and sequences.shape[2] == 5,
             mask_shape=None if operands.mask is None else operands.mask.shape,
+            bias_shape=None if operands.bias is None else operands.bias.shape,
+            bias_dtype=None if operands.bias is None else str(operands.bias.dtype),
         )
 
     @property

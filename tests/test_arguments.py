@@ -12,6 +12,7 @@ import pytest
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.arguments import (
+    BIAS_SCALARS,
     SCALAR_DTYPES,
     VISIT_SCALARS,
     Scalars,
@@ -52,12 +53,13 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     rows = {"key_records", "query_ids"}, {"query_records", "key_ids"}
     tiles = {"query_tiles", "key_tiles", "key_lists", "key_bits", *listed, *rows[0], *rows[1]}
     sinks = {"sinks", "dsinks_terms"}
-    assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks
+    bias = {"bias", "key_bias", "row_bias", "dbias", "dkey_bias"}
+    assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks | bias
     # Backward, sinks alone do not say that their gradient is asked for.
     full = dataclasses.replace(plain, sinks=True, **dict.fromkeys(absent, True))
-    assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | sinks
+    assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | sinks | bias
     full = dataclasses.replace(full, dsinks=True)
-    assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles
+    assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | bias
     packed = launch_buffers(dataclasses.replace(plain, packed=True, query_offset=True))
     assert packed["query_tiles"] == packed["key_tiles"] == "int32" and packed["query_offset"] is None
     assert launch_buffers(full)["dq"] == "float16" and launch_buffers(full)["head_ready"] == "int32"
@@ -73,6 +75,27 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     assert [{x[name] for name in rows[1]} for x in compared] == [{None}, {"int32"}]
 
 
+def test_a_bias_has_the_buffer_of_its_kind() -> None:
+    """Each kind has one operand, and a gradient only if that is asked for."""
+    plain = configured(KernelSpec("backward", "sm_90a", "float16", 64, 64, family="sm90"))
+
+    def found(op: str, **fields: Any) -> dict[str, str | None]:
+        buffers = launch_buffers(dataclasses.replace(plain, op=op, **fields))
+        return {name: dtype for name, dtype in buffers.items() if dtype is not None and "bias" in name}
+
+    matrix = {"bias": "matrix", "bias_dtype": "float16"}
+    assert found("forward", **matrix) == {"bias": "float16"}
+    assert found("forward", bias="matrix", bias_dtype="float32") == {"bias": "bfloat16"}
+    assert found("forward", bias="keys") == {"key_bias_parts": "bfloat16"}
+    assert found("forward", bias="keys", family="sm80") == {"key_bias": "float32"}
+    assert found("forward", bias="rows") == {"row_bias": "float32"}
+    assert found("backward", **matrix, dbias=True) == {"bias": "float16", "dbias": "float16"}
+    assert found("backward", **matrix, dbias=True, splits_dbias=True) == {"bias": "float16", "dbias": "float32"}
+    assert found("backward", bias="keys", dbias=True) == {"key_bias": "float32", "dkey_bias": "float32"}
+    assert found("backward", bias="rows", dbias=True) == {}
+    assert found("backward", bias="rows", logits_soft_cap=True) == {"row_bias": "float32"}
+
+
 def test_integers_come_before_floats() -> None:
     """A custom call has an array of either, and passes all integers first."""
     scalars = Scalars(*Scalars._fields)
@@ -81,14 +104,18 @@ def test_integers_come_before_floats() -> None:
     assert Sizes.of(scalars) == Sizes._fields
 
 
-def test_scalars_of_lists_and_of_decoding_are_no_parameters_of_other_launches() -> None:
-    absent = dict.fromkeys((*VISIT_SCALARS, "side_heads", "pages"))
+def test_scalars_of_some_launches_are_no_parameters_of_others() -> None:
+    bias = (*BIAS_SCALARS, "bias_parts")
+    absent = dict.fromkeys((*VISIT_SCALARS, "side_heads", "pages", *bias))
     plain = KernelSpec("forward", "sm_90a", "float16", 64, 64, family="sm90")
     assert absent_scalars(plain) == tuple(absent)
-    assert absent_scalars(dataclasses.replace(plain, listed=True)) == ("side_heads", "pages")
-    assert absent_scalars(dataclasses.replace(plain, op="decode")) == (*VISIT_SCALARS, "pages")
-    assert absent_scalars(dataclasses.replace(plain, op="decode", page=16)) == VISIT_SCALARS
-    assert absent_scalars(dataclasses.replace(plain, op="decode", row_bits=True)) == ("pages",)
+    assert absent_scalars(dataclasses.replace(plain, listed=True)) == ("side_heads", "pages", *bias)
+    assert absent_scalars(dataclasses.replace(plain, op="decode")) == (*VISIT_SCALARS, "pages", *bias)
+    assert absent_scalars(dataclasses.replace(plain, op="decode", page=16)) == (*VISIT_SCALARS, *bias)
+    assert absent_scalars(dataclasses.replace(plain, op="decode", row_bits=True)) == ("pages", *bias)
+    matrix = dataclasses.replace(plain, bias="matrix", bias_dtype="float32")
+    assert absent_scalars(matrix) == (*VISIT_SCALARS, "side_heads", "pages", "bias_parts")
+    assert "bias_parts" not in absent_scalars(dataclasses.replace(matrix, op="backward", dbias=True))
     scalars = Scalars(**{name: name for name in Scalars._fields} | absent)
     assert scalars.of_dtype("int32") == tuple(
         x for x in Scalars._fields if SCALAR_DTYPES[x] == "int32" and x not in absent

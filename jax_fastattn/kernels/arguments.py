@@ -27,11 +27,13 @@ class Buffer:
         dtype: its name; None is that of query.
         needs: the attribute of `KernelSpec`, or of what it holds, that says whether the launch has the buffer, such as
             "config.adds_dq"; None if it always has.
+        dtype_of: the attribute of `KernelSpec` that names its dtype, where that is not always the same.
     """
 
     role: Literal["operand", "result", "scratch"]
     dtype: str | None = None
     needs: str | None = None
+    dtype_of: str | None = None
 
 
 class ForwardBuffers(NamedTuple):
@@ -48,6 +50,10 @@ class ForwardBuffers(NamedTuple):
         key_lists, key_bits: of tiles of queries, see `tile_lists.py`.
         query_records, key_ids: what edge tiles compare in the place of bits, see `features/compared.py`.
         sinks: `[b, N]`.
+        bias: `[terms, planes, T, bias_pitch]`, see `bias_shapes.py`; the terms add up to it. Columns past S are finite.
+        key_bias: `[planes, bias_pitch]`, times log2(e).
+        key_bias_parts: `[planes, bias_pitch, 8]`, over the scale: three columns add up to it, others are 0.
+        row_bias: `[planes, bias_pitch]`, times log2(e).
         added: a named tuple with the operands that programs add; None if there are none.
         out: `[B, T, N, D]`.
         lse: `[B, T, N]`.
@@ -66,6 +72,10 @@ class ForwardBuffers(NamedTuple):
     query_records: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     key_ids: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
+    bias: Annotated[Any, Buffer("operand", needs="matrix_bias", dtype_of="bias_storage")]
+    key_bias: Annotated[Any, Buffer("operand", "float32", needs="key_bias")]
+    key_bias_parts: Annotated[Any, Buffer("operand", "bfloat16", needs="key_bias_parts")]
+    row_bias: Annotated[Any, Buffer("operand", "float32", needs="row_bias")]
     added: Any
     out: Annotated[Any, Buffer("result")]
     lse: Annotated[Any, Buffer("result", "float32")]
@@ -118,6 +128,7 @@ class BackwardBuffers(NamedTuple):
         key_records, query_ids: what their edge tiles compare in the place of bits, see `features/compared.py`.
         key_lists, key_bits, query_records, key_ids: of the tiles of queries of the kernel that computes dq alone.
         sinks: `[b, N]`.
+        bias, key_bias, row_bias: see `ForwardBuffers`.
         out: `[B, T, N, D]`, from the forward pass.
         lse: `[B, T, N]`, from the forward pass.
         dout: `[B, T, N, D]`.
@@ -127,6 +138,8 @@ class BackwardBuffers(NamedTuple):
         dk: `[B, S, K, H]`.
         dv: `[B, S, K, D]`.
         dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
+        dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`.
+        dkey_bias: `[B, N, S]`, what each query head adds to the gradient of a bias of keys.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
         dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
         tile_counter: `[1]`, how many tiles of keys CTAs have fetched.
@@ -154,6 +167,9 @@ class BackwardBuffers(NamedTuple):
     query_records: Annotated[Any, Buffer("operand", "int32", needs="compares_keys")]
     key_ids: Annotated[Any, Buffer("operand", "int32", needs="compares_keys")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]
+    bias: Annotated[Any, Buffer("operand", needs="matrix_bias", dtype_of="bias_storage")]
+    key_bias: Annotated[Any, Buffer("operand", "float32", needs="key_bias")]
+    row_bias: Annotated[Any, Buffer("operand", "float32", needs="row_bias")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
     dout: Annotated[Any, Buffer("operand")]
@@ -163,6 +179,8 @@ class BackwardBuffers(NamedTuple):
     dk: Annotated[Any, Buffer("result")]
     dv: Annotated[Any, Buffer("result")]
     dsinks_terms: Annotated[Any, Buffer("result", "float32", needs="dsinks")]
+    dbias: Annotated[Any, Buffer("result", needs="dmatrix_bias", dtype_of="dbias_dtype")]
+    dkey_bias: Annotated[Any, Buffer("result", "float32", needs="dkey_bias")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
     dq_accum: Annotated[Any, Buffer("scratch", "float32", needs="config.adds_dq")]
     tile_counter: Annotated[Any, Buffer("scratch", "int32", needs="config.adds_dq")]
@@ -178,7 +196,8 @@ class PortableBackwardBuffers(NamedTuple):
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
         query_lists, query_bits, key_records, query_ids: see `BackwardBuffers`.
         key_tile_counts: the same; these kernels do not read it.
-        sinks, out, lse, dout, dlse, added, dq, dk, dv, dsinks_terms: see `BackwardBuffers`.
+        sinks, bias, key_bias, row_bias, out, lse, dout, dlse, added: see `BackwardBuffers`.
+        dq, dk, dv, dsinks_terms, dbias, dkey_bias: see `BackwardBuffers`.
         stats, dq_accum, tile_counter, dq_semaphore: see `sm80/backward/config.backward_scratch`.
     """
 
@@ -196,6 +215,9 @@ class PortableBackwardBuffers(NamedTuple):
     key_records: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     query_ids: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]
+    bias: Annotated[Any, Buffer("operand", needs="matrix_bias", dtype_of="bias_storage")]
+    key_bias: Annotated[Any, Buffer("operand", "float32", needs="key_bias")]
+    row_bias: Annotated[Any, Buffer("operand", "float32", needs="row_bias")]
     out: Annotated[Any, Buffer("operand")]
     lse: Annotated[Any, Buffer("operand", "float32")]
     dout: Annotated[Any, Buffer("operand")]
@@ -205,6 +227,8 @@ class PortableBackwardBuffers(NamedTuple):
     dk: Annotated[Any, Buffer("result")]
     dv: Annotated[Any, Buffer("result")]
     dsinks_terms: Annotated[Any, Buffer("result", "float32", needs="dsinks")]
+    dbias: Annotated[Any, Buffer("result", needs="dmatrix_bias", dtype_of="dbias_dtype")]
+    dkey_bias: Annotated[Any, Buffer("result", "float32", needs="dkey_bias")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
     dq_accum: Annotated[Any, Buffer("scratch", "float32")]
     tile_counter: Annotated[Any, Buffer("scratch", "int32", needs="ordered")]
@@ -286,6 +310,11 @@ class Scalars(NamedTuple):
         side_heads: how many key/value heads a decoding launch reads side by side, see `split.py`; None, which is no
             parameter, in other launches.
         pages: how many pages there are; None, which is no parameter, if keys are not in pages.
+        bias_batch, bias_head, bias_kv_head, bias_planes: see `bias_shapes.BiasPlanes`; None, which is no parameter,
+            without a bias.
+        bias_pitch: of a matrix, its columns; of other kinds, elements from one plane to the next. Queries past the end
+            of a plane of rows share its last element.
+        bias_parts: how many parts the gradient of a matrix has; None, which is no parameter, if that is not computed.
         scale: factor on q . k, of any sign.
         logits_soft_cap: the cap; 0, and not read, if the compile key has none.
     """
@@ -304,6 +333,12 @@ class Scalars(NamedTuple):
     visit_tile: Annotated[Any, "int32"]
     side_heads: Annotated[Any, "int32"]
     pages: Annotated[Any, "int32"]
+    bias_batch: Annotated[Any, "int32"]
+    bias_head: Annotated[Any, "int32"]
+    bias_kv_head: Annotated[Any, "int32"]
+    bias_planes: Annotated[Any, "int32"]
+    bias_pitch: Annotated[Any, "int32"]
+    bias_parts: Annotated[Any, "int32"]
     scale: Annotated[Any, "float32"]
     logits_soft_cap: Annotated[Any, "float32"]
 
@@ -322,6 +357,7 @@ class Sizes(NamedTuple):
     Attributes:
         query_length, key_length, num_heads, batch, window_left, window_right, scale, logits_soft_cap: see `Scalars`.
         visit_batch, visit_head, visit_kv_head, visit_tile: see `Scalars`.
+        bias_batch, bias_head, bias_kv_head, bias_planes, bias_pitch, bias_parts: see `Scalars`.
     """
 
     query_length: Any
@@ -334,6 +370,12 @@ class Sizes(NamedTuple):
     visit_head: Any
     visit_kv_head: Any
     visit_tile: Any
+    bias_batch: Any
+    bias_head: Any
+    bias_kv_head: Any
+    bias_planes: Any
+    bias_pitch: Any
+    bias_parts: Any
     scale: Any
     logits_soft_cap: Any
 
@@ -345,6 +387,8 @@ class Sizes(NamedTuple):
 
 # Those that only launches with lists or with bits of rows have.
 VISIT_SCALARS = ("visit_batch", "visit_head", "visit_kv_head", "visit_tile")
+# Those that only launches with a bias have.
+BIAS_SCALARS = ("bias_batch", "bias_head", "bias_kv_head", "bias_planes", "bias_pitch")
 
 SCALAR_DTYPES: Mapping[str, str] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Scalars, include_extras=True).items()
@@ -355,7 +399,9 @@ def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
     """Returns the scalars that are None in launches of a compile key, which then takes no such parameter."""
     visit = () if spec.listed or spec.row_bits else VISIT_SCALARS
     side = () if spec.op == "decode" else ("side_heads",)
-    return visit + side + (() if spec.page else ("pages",))
+    pages = () if spec.page else ("pages",)
+    bias = (() if spec.bias else BIAS_SCALARS) + (() if spec.dmatrix_bias else ("bias_parts",))
+    return visit + side + pages + bias
 
 
 def buffers_type(spec: KernelSpec) -> type[AnyBuffers]:
@@ -376,7 +422,7 @@ def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
         if buffer is None:
             found |= added_buffers(spec)
         elif buffer.needs is None or operator.attrgetter(buffer.needs)(spec):
-            found[name] = replace(buffer, dtype=buffer.dtype or spec.dtype)
+            found[name] = replace(buffer, dtype=buffer.dtype or getattr(spec, buffer.dtype_of or "dtype"))
         else:
             found[name] = None
     return found

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
+from jax_fastattn.kernels.bias_shapes import bias_kind, stored_dtype
 from jax_fastattn.kernels.decode_config import BLOCK_ROWS, MAX_ROWS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
@@ -180,6 +181,8 @@ def splits_keys(problem: Problem) -> bool:
     rows = problem.query_length * problem.group
     if problem.page:
         return reads_pages(problem)
+    if problem.bias_shape:
+        return False
     # The forward kernel reads keys once, too, where a head has them to itself, and has faster products.
     whole_heads_suffice = problem.group == 1 and rows > BLOCK_ROWS and _fills_gpu(problem)
     is_small = rows <= _most_split_rows(problem) and problem.key_length >= MIN_SPLIT_KEYS
@@ -242,13 +245,15 @@ def kernel_spec(
     *,
     dlse: bool = False,
     dsinks: bool = False,
+    dbias: bool = False,
 ) -> KernelSpec:
-    """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for dlse and dsinks."""
+    """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for what is asked for."""
     spec = problem.spec
     left, right = spec.bounds
     packed, predicated = problem.num_sequences > 0, is_listed(problem)
     row_bits = predicated and op == "decode"
     family = "sm90" if arch == "sm_90a" else "sm80"
+    bias = None if problem.bias_shape is None else bias_kind(problem.bias_shape)
     key = KernelSpec(
         op=op,
         arch=arch,
@@ -271,6 +276,9 @@ def kernel_spec(
         sinks="sinks" in spec.present and op != "backward",
         dlse=dlse,
         dsinks=dsinks,
+        bias=bias,
+        bias_dtype=stored_dtype(problem.bias_dtype) if bias == "matrix" and problem.bias_dtype else None,
+        dbias=dbias,
         family=family,
     )
     short = max(problem.query_length, problem.key_length) <= SHORT_LENGTH

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jax_fastattn.kernels.bias_shapes import BiasDtype, BiasKind
 from jax_fastattn.kernels.plan import BoundsKind
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 
@@ -46,6 +47,10 @@ class KernelSpec:
             for the whole predicate; offset and lengths of keys are then the range of keys that are read.
         page: of decoding kernels, rows of a page, a multiple of 16; 0 if keys and values are not in pages.
         mask, segment_ids: which of these the prepass reads; its window, offset and lengths are those of the call.
+        bias: the kind of the bias; None without one.
+        bias_dtype: of a matrix; "float32" stands for two terms in bfloat16, `bias_terms`. None for other kinds.
+        dbias: whether the backward pass computes the gradient of the bias.
+        splits_dbias: whether that of a matrix has parts, which the caller adds up.
         programs: score functions compiled into the kernel, in the order in which they apply; see kernels/features.
             Their `repr` names them in the cache.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
@@ -78,6 +83,10 @@ class KernelSpec:
     page: int = 0
     mask: bool = False
     segment_ids: bool = False
+    bias: BiasKind | None = None
+    bias_dtype: BiasDtype | None = None
+    dbias: bool = False
+    splits_dbias: bool = False
     programs: tuple[Any, ...] = ()
     config: Any = None
 
@@ -113,7 +122,53 @@ class KernelSpec:
     @property
     def is_affine(self) -> bool:
         """Whether a logit is a factor times the product q . k, so that a log-sum-exp may be part of that product."""
-        return not (self.logits_soft_cap or any(program.changes_logits for program in self.programs))
+        changes = any(program.changes_logits for program in self.programs)
+        return not (self.logits_soft_cap or self.matrix_bias or self.key_bias or changes)
+
+    @property
+    def matrix_bias(self) -> bool:
+        """Whether there is a bias of pairs."""
+        return self.bias == "matrix"
+
+    @property
+    def key_bias_parts(self) -> bool:
+        """Whether a bias of keys is a step of the product q . k, see `features/key_bias.py`."""
+        return self.bias == "keys" and self.family == "sm90" and self.op == "forward"
+
+    @property
+    def key_bias(self) -> bool:
+        """Whether a bias of keys is added to logits."""
+        return self.bias == "keys" and not self.key_bias_parts
+
+    @property
+    def row_bias(self) -> bool:
+        """Whether there is a bias of queries. The backward pass takes it only if there is a soft cap."""
+        return self.bias == "rows" and (self.op != "backward" or self.logits_soft_cap)
+
+    @property
+    def bias_terms(self) -> int:
+        """How many arrays in 16 bits add up to a matrix."""
+        return 2 if self.bias_dtype == "float32" else 1
+
+    @property
+    def bias_storage(self) -> str:
+        """The dtype of these arrays."""
+        return "bfloat16" if self.bias_dtype in ("float32", None) else self.bias_dtype
+
+    @property
+    def dmatrix_bias(self) -> bool:
+        """Whether the gradient of a matrix is computed."""
+        return self.dbias and self.matrix_bias
+
+    @property
+    def dkey_bias(self) -> bool:
+        """Whether the gradient of a bias of keys is computed."""
+        return self.dbias and self.bias == "keys"
+
+    @property
+    def dbias_dtype(self) -> str:
+        """The dtype of the gradient of a matrix: float32 where it is added up or rounded later."""
+        return "float32" if self.splits_dbias or self.bias_dtype is None else self.bias_dtype
 
     @property
     def bounds_kind(self) -> BoundsKind:

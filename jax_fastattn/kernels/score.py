@@ -20,11 +20,16 @@ from jax_fastattn.kernels.arguments import Buffers, DecodeBuffers, ForwardBuffer
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
+from jax_fastattn.kernels.device.tma import TmaOperand
 from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.features.bias import matrix_bias
 from jax_fastattn.kernels.features.bits import BitRow, Bits
 from jax_fastattn.kernels.features.bounds import Visibility, hide
 from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.key_bias import KeyBias
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
+from jax_fastattn.kernels.features.planes import Planes
+from jax_fastattn.kernels.features.row_bias import RowBias, RowShift
 from jax_fastattn.kernels.features.row_bits import SeenKeys
 from jax_fastattn.kernels.features.sinks import Sinks
 from jax_fastattn.kernels.features.softcap import SoftCap
@@ -71,22 +76,43 @@ class Score:
     negative: Boolean | None = None
 
     @classmethod
-    def forward(cls, spec: KernelSpec, buffers: ForwardBuffers | DecodeBuffers, scalars: Scalars) -> "Score":
-        """Returns that of a forward launch."""
+    def forward(
+        cls,
+        spec: KernelSpec,
+        buffers: ForwardBuffers | DecodeBuffers,
+        scalars: Scalars,
+        bias: TmaOperand | None = None,
+    ) -> "Score":
+        """Returns that of a forward launch; see `backward` for `bias`."""
         if not spec.is_affine:
-            score = cls.backward(spec, buffers, scalars, scalars.scale)
+            score = cls.backward(spec, buffers, scalars, scalars.scale, bias)
         else:
             negative = scalars.scale < Float32(0.0)
             magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
             factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
-            score = cls(factor, factor, _each(spec.programs, "bind", buffers), negative)
+            score = cls(factor, factor, _features(spec, buffers, scalars, bias), negative)
         sinks = Sinks.of(spec, buffers, scalars)
         return score if sinks is None else replace(score, features=(*score.features, sinks))
 
     @classmethod
-    def backward(cls, spec: KernelSpec, buffers: Buffers, scalars: Scalars | Sizes, scale: Float32) -> "Score":
-        """Returns that of a backward launch, with a scale of any sign."""
-        features = _each(spec.programs, "bind", buffers)
+    def backward(
+        cls,
+        spec: KernelSpec,
+        buffers: Buffers | DecodeBuffers,
+        scalars: Scalars | Sizes,
+        scale: Float32,
+        bias: TmaOperand | None = None,
+    ) -> "Score":
+        """Returns that of a backward launch, with a scale of any sign.
+
+        Args:
+            spec: the compile key.
+            buffers: of the launch.
+            scalars: of the launch.
+            scale: the factor on products.
+            bias: a bias of pairs as TMA loads it; None if the kernel has no stages for it.
+        """
+        features = _features(spec, buffers, scalars, bias)
         factor, is_scaled = scale * LOG2_E, bool(_with(features, "logit"))
         if cap := SoftCap.of(spec, scalars, Float32(LN_2) if is_scaled else scale):
             return cls(factor, cap.factor, (*features, cap))
@@ -127,12 +153,17 @@ class Score:
         ]
         return replace(self, features=tuple(loaded))
 
+    def read(self, tile: ScoreTile) -> "Score":
+        """Returns the composition for one pass over the scores of a tile."""
+        return replace(self, features=_each(self.features, "read", tile))
+
     # Forward.
 
     def full(self, acc: Accumulator, tile: ScoreTile) -> None:
         """Turns products into logits over `unit`, in place."""
+        score = self.read(tile)
         for i in range(_size(acc)) if self.steps else ():
-            acc[i] = self.logit(acc[i], tile.at(i)).value
+            acc[i] = score.logit(acc[i], tile.at(i)).value
 
     def edge(
         self, acc: Accumulator, tile: ScoreTile, seen: Sequence[Limits] | Bits | SeenKeys, *, check_low: bool
@@ -169,6 +200,12 @@ class Score:
     def finish(self, head: Head) -> "Score":
         """Returns the composition with what `finish_row` needs."""
         return replace(self, features=_each(self.features, "end", head))
+
+    def shift_row(self, maximum: Float32, total: Float32, row: Int32) -> tuple[Float32, Float32]:
+        """Returns a row's maximum logit in base 2, and its denominator relative to that, before `finish_row`."""
+        for feature in _with(self.features, "shift_row"):
+            maximum, total = feature.shift_row(maximum, total, row)
+        return maximum, total
 
     def finish_row(self, maximum: Float32, total: Float32) -> tuple[Float32, Float32, Float32]:
         """Returns a row's maximum logit in base 2, its denominator relative to that, and a factor on its output."""
@@ -208,6 +245,18 @@ class Score:
     def edges(self, rows: Sequence[Visibility] | Sequence[BitRow]) -> Edge:
         """Returns what is hidden in an edge tile, given what rows see by their limits, or by bits."""
         return Edge(rows, self.rules)
+
+
+def _features(spec: KernelSpec, buffers: Any, scalars: Scalars | Sizes, bias: TmaOperand | None) -> tuple[Feature, ...]:
+    """Returns the features of a launch before the soft cap: a bias, then programs."""
+    found: list[Feature] = []
+    if (matrix := matrix_bias(spec, buffers, scalars, bias)) is not None:
+        found.append(matrix)
+    if spec.key_bias:
+        found.append(KeyBias(buffers.key_bias, Planes(scalars, spec.group)))
+    if spec.row_bias:
+        found.append((RowBias if spec.logits_soft_cap else RowShift)(buffers.row_bias, Planes(scalars, spec.group)))
+    return (*found, *_each(spec.programs, "bind", buffers))
 
 
 def weighed(probability: Float32, weight: Float32, at: Element, edge: Edge | None) -> tuple[Float32, Float32]:

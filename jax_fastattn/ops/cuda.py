@@ -20,6 +20,7 @@ from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.split import heads_side_by_side
+from jax_fastattn.ops.bias import bias_operands, with_usable_scale
 from jax_fastattn.ops.launch import launch_p, launch_scalars
 from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
@@ -74,9 +75,10 @@ def forward(
         kernel: the compile key; by default the one that `forward_spec` chooses.
         kept: see `tile_lists`.
     """
-    padded = _for_kernels(operands)
+    spec, padded = with_usable_scale(spec, _for_kernels(operands))
     problem, arrays = _launched(spec, padded)
     kernel = kernel or forward_spec(problem, ffi.arch())
+    arrays = _with_bias(kernel, problem, arrays)
     rows = padded.query.shape[:3]
     shapes = {"out": rows + padded.value.shape[3:], "lse": rows}
     launched = {name: _joined_shape(shape, padded) for name, shape in shapes.items()}
@@ -130,6 +132,7 @@ def backward(
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
     residuals = {name: x if x is None else _joined(x, padded) for name, x in residuals.items()}
     kernel = kernel or kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None, dsinks=sinks is not None)
+    arrays = _with_bias(kernel, problem, arrays)
     backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
     scratch = backward_scratch(kernel, problem.num_sequences or problem.batch, problem.query_length, problem.num_heads)
     gradients = {"dq": padded.query.shape, "dk": padded.key.shape, "dv": padded.value.shape}
@@ -147,6 +150,14 @@ def backward(
         sinks=None if sinks is None else sinks_gradient(sinks, found["dsinks_terms"], operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
+
+
+def _with_bias(
+    kernel: KernelSpec, problem: Problem, arrays: dict[str, jax.Array | None]
+) -> dict[str, jax.Array | None]:
+    """Returns the operands of a launch with a bias as the kernel reads it."""
+    bias = arrays.pop("bias")
+    return arrays | bias_operands(kernel, bias, problem.key_length, problem.spec.scale)
 
 
 def _with_lists(

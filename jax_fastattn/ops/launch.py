@@ -13,7 +13,8 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
-from jax_fastattn.kernels.arguments import VISIT_SCALARS, Scalars
+from jax_fastattn.kernels.arguments import BIAS_SCALARS, VISIT_SCALARS, Scalars
+from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
 from jax_fastattn.spec import UNBOUNDED, Problem
 
 launch_p = Primitive("jax_fastattn_launch")
@@ -40,6 +41,7 @@ def launch_scalars(
     multiprocessors: int,
     visit: tuple[int | None, ...] = (None,) * len(VISIT_SCALARS),
     side_heads: int | None = None,
+    bias_parts: int | None = None,
 ) -> Scalars:
     """Returns the run-time scalars of a launch.
 
@@ -47,7 +49,7 @@ def launch_scalars(
         problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
         multiprocessors: how many the GPU has.
         visit: those of lists, see `lists.Planes`.
-        side_heads: see `Scalars`.
+        side_heads, bias_parts: see `Scalars`.
     """
     left, right = problem.spec.bounds
     return Scalars(
@@ -62,6 +64,18 @@ def launch_scalars(
         **dict(zip(VISIT_SCALARS, visit, strict=True)),
         side_heads=side_heads,
         pages=problem.pages or None,
+        **_bias_scalars(problem),
+        bias_parts=bias_parts,
         scale=problem.spec.scale,
         logits_soft_cap=problem.spec.logits_soft_cap or 0.0,
     )
+
+
+def _bias_scalars(problem: Problem) -> dict[str, int | None]:
+    """Returns the scalars of a bias by name."""
+    shape = problem.bias_shape
+    if shape is None:
+        return dict.fromkeys(BIAS_SCALARS)
+    planes = BiasPlanes.of(shape, problem.num_heads)
+    numbers = (planes.batch, planes.head, planes.kv_head, planes.count, bias_pitch(shape, problem.key_length))
+    return dict(zip(BIAS_SCALARS, numbers, strict=True))

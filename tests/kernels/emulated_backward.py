@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jax_fastattn.kernels.arguments import BIAS_SCALARS
+from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.ops.bias import bias_operands
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import visible_rows
 
@@ -32,6 +35,7 @@ class Sizes:
 
     With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty. A
     `shift` is added to queries and taken off keys, which makes all scores about -shift^2 * head_dim * scale.
+    `bias` is the shape of a bias `[b, n, t, s]`, of which a share of `bias_holes` is -inf.
     """
 
     batch: int = 3
@@ -46,6 +50,9 @@ class Sizes:
     key_lengths: tuple[int, ...] = (999, 0, 77)
     offsets: tuple[int, ...] = (60, -140, 1 << 30)
     shift: float = 0.0
+    bias: tuple[int, int, int, int] | None = None
+    bias_holes: float = 0.0
+    bias_parts: int = 1
 
 
 def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -78,10 +85,14 @@ def gradients(
     }
     if spec.dsinks:
         result["dsinks_terms"] = np.zeros((batch, queries, heads))
+    if spec.dbias:
+        result["dbias"] = np.zeros(arrays["whole_bias"].shape)
     pairs = np.broadcast_to(seen, (batch, heads, *seen.shape[2:]))
     for b, n in np.ndindex(batch, heads):
         seen, kv = pairs[b, n], n // spec.group
         logits, slope = sizes.scale * query[b, :, n] @ key[b, :, kv].T, 1.0
+        if sizes.bias is not None:
+            logits = logits + bias_of(arrays, b, n, heads)
         for program in spec.programs:
             logits, seen = program.reference(logits, seen, n, arrays)
         if spec.logits_soft_cap:
@@ -99,7 +110,11 @@ def gradients(
         if spec.dsinks:
             weight = np.exp(arrays["sinks"][b, n] - np.where(np.isneginf(lse), np.inf, lse))
             result["dsinks_terms"][b, :, n] = weight * (dlse - product)
-        ds = p * (dout[b, :, n] @ value[b, :, kv].T - delta[:, None]) * slope * sizes.scale
+        ds = p * (dout[b, :, n] @ value[b, :, kv].T - delta[:, None]) * slope
+        if spec.dbias:
+            axes = tuple(axis for axis in range(2) if result["dbias"].shape[2 + axis] == 1)
+            result["dbias"][bias_plane(result["dbias"], b, n, heads)] += ds.sum(axes, keepdims=True)
+        ds = ds * sizes.scale
         result["out"][b, :, n], result["lse"][b, :, n], result["delta"][b, :, n] = out, lse, delta
         result["dq"][b, :, n] = ds @ key[b, :, kv]
         result["dk"][b, :, kv] += ds.T @ query[b, :, n]
@@ -145,6 +160,36 @@ def draw_sinks(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
+def draw_bias(spec: KernelSpec, sizes: Sizes, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Draws a bias: `whole_bias` `[b, n, t, s]` in float64, and what kernels read; none if there is none."""
+    if sizes.bias is None:
+        return {}
+    drawn = 2.0 * random.standard_normal(sizes.bias)
+    drawn[random.random(sizes.bias) < sizes.bias_holes] = -np.inf
+    bias = drawn.astype(DTYPES[spec.bias_dtype or "float32"])
+    operands = bias_operands(spec, jnp.asarray(bias), sizes.keys, sizes.scale)
+    return {"whole_bias": bias.astype(np.float64)} | {name: np.asarray(x) for name, x in operands.items()}
+
+
+def bias_plane(bias: np.ndarray, b: int, n: int, heads: int) -> tuple[int, int]:
+    """Returns the index of the plane of a query head in a bias `[b, n, t, s]`."""
+    return min(b, bias.shape[0] - 1), n * bias.shape[1] // heads
+
+
+def bias_of(arrays: dict[str, np.ndarray], b: int, n: int, heads: int) -> np.ndarray:
+    """Returns the bias of a query head, `[t, s]`."""
+    return arrays["whole_bias"][bias_plane(arrays["whole_bias"], b, n, heads)]
+
+
+def bias_scalars(spec: KernelSpec, sizes: Sizes) -> dict[str, int | None]:
+    """Returns the scalars of a bias by name."""
+    if sizes.bias is None:
+        return dict.fromkeys(BIAS_SCALARS)
+    planes = BiasPlanes.of(sizes.bias, sizes.kv_heads * spec.group)
+    numbers = (planes.batch, planes.head, planes.kv_head, planes.count, bias_pitch(sizes.bias, sizes.keys))
+    return dict(zip(BIAS_SCALARS, numbers, strict=True))
+
+
 def fill(x: np.ndarray, hidden: np.ndarray) -> np.ndarray:
     """As `poison.fill`, which JAX compiles for each shape."""
     x = x.copy()
@@ -170,6 +215,7 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
     arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
     for program in spec.programs:
         arrays |= program.draw(random, heads, sizes.queries, sizes.keys)
+    arrays |= draw_bias(spec, sizes, random)
     if spec.dsinks:
         arrays["sinks"] = draw_sinks(spec, sizes)
         arrays["sinks"][0, 1:2] = -np.inf

@@ -30,7 +30,7 @@ def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
     parameters: list[Any] = []
     for box in launch.tma or ():
         if box is not None:
-            shape = (number(box.batch), box.rows, box.heads, box.head_dim)
+            shape = (number(box.batch), box.rows, box.heads, number(box.head_dim))
             parameters += [Operand(box.pointer, shape, box.box_rows, atom_columns(box.box_columns)), None]
     parameters += arguments(launch)
     ptx = text(launch, texts)

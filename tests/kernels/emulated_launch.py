@@ -11,7 +11,7 @@ from typing import Any
 import cutlass
 import numpy as np
 from cutlass import cute
-from emulated_backward import Sizes
+from emulated_backward import Sizes, bias_scalars
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import fake_arguments
@@ -46,6 +46,8 @@ def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
         sinks_stride=sizes.kv_heads * spec.group,
         multiprocessors=MULTIPROCESSORS,
         **dict.fromkeys((*VISIT_SCALARS, "side_heads", "pages")),
+        **bias_scalars(spec, sizes),
+        bias_parts=sizes.bias_parts if spec.dmatrix_bias else None,
         scale=sizes.scale,
         logits_soft_cap=sizes.cap,
     )

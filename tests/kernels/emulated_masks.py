@@ -12,7 +12,7 @@ from emulated_hopper import forward_texts, start
 from emulated_launch import MULTIPROCESSORS, place
 from emulated_prepass import Predicate
 
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments import BIAS_SCALARS, Scalars
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
@@ -89,6 +89,7 @@ def scalars(predicate: Predicate, *, one_row: bool = False) -> Scalars:
         multiprocessors=MULTIPROCESSORS,
         **visit_scalars(predicate, one_row=one_row),
         side_heads=None,
+        **dict.fromkeys((*BIAS_SCALARS, "bias_parts")),
         scale=SCALE,
         logits_soft_cap=0.0,
     )

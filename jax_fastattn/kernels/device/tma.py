@@ -69,6 +69,22 @@ class TmaOperand(NamedTuple):
 
         return copy
 
+    def copy_block(self, shared: cute.Tensor, first: tuple[Int32, Int32], entry: Int32, barrier: cute.Pointer) -> None:
+        """Loads a block of a matrix, which TMA reports to the barrier.
+
+        Args:
+            shared: `[rows, columns, 1]`.
+            first: its first row and column.
+            entry: which matrix: the index of the batch entry.
+            barrier: the barrier.
+        """
+        matrix = cute.domain_offset(first, self.coordinates[None, None, 0, entry])
+        block = cute.local_tile(matrix, tuple(cute.size(shared, mode=[i]) for i in range(2)), (0, 0))
+        inner, outer = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(block, 0, 2)
+        )
+        cute.copy(self.atom, outer, inner[None, 0], tma_bar_ptr=barrier)
+
 
 class Box(NamedTuple):
     """An operand `[batch, rows, heads, head_dim]`, contiguous, and the box of it that one copy loads.
@@ -78,7 +94,7 @@ class Box(NamedTuple):
     Attributes:
         pointer: where it is.
         batch, rows, heads: its sizes.
-        head_dim: its columns, a multiple of 8.
+        head_dim: its columns, a multiple of 8; a device integer if there is one head.
         box_rows, box_columns: of a copy; the columns are padded.
     """
 
@@ -86,7 +102,7 @@ class Box(NamedTuple):
     batch: Any
     rows: Any
     heads: Any
-    head_dim: int
+    head_dim: Any
     box_rows: int
     box_columns: int
 
@@ -94,9 +110,12 @@ class Box(NamedTuple):
         """Returns the operand with its descriptor; call it from a `cute.jit` function."""
         row_stride = cute.assume(Int64(self.heads) * self.head_dim, divby=8)
         batch_stride = cute.assume(Int64(self.heads) * self.head_dim * Int64(self.rows), divby=8)
+        heads, head_stride = self.heads, self.head_dim
+        if not isinstance(self.head_dim, int):
+            heads, head_stride = Int32(heads), cute.assume(Int64(head_stride), divby=8)
         layout = cute.make_layout(
-            (self.rows, Int32(self.head_dim), self.heads, self.batch),
-            stride=(row_stride, 1, self.head_dim, batch_stride),
+            (self.rows, Int32(self.head_dim), heads, self.batch),
+            stride=(row_stride, 1, head_stride, batch_stride),
         )
         tile = (self.box_rows, self.box_columns)
         return TmaOperand(
@@ -133,18 +152,27 @@ class TmaMemory(Protocol):
         ...
 
     @property
+    def bias_box(self) -> tuple[int, int] | None:
+        """Queries and keys of a box of a bias of pairs; None if there are no stages for it."""
+        ...
+
+    @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
         ...
 
 
 class Tma(NamedTuple):
-    """What a kernel loads by TMA: boxes in a launch, operands with descriptors in the kernel; dout only backwards."""
+    """What a kernel loads by TMA: boxes in a launch, operands with descriptors in the kernel.
+
+    Backward kernels alone have dout. A bias of pairs is there if the kernel has stages for it.
+    """
 
     query: Any
     key: Any
     value: Any
     dout: Any
+    bias: Any = None
 
     @classmethod
     def boxes(
@@ -174,7 +202,18 @@ class Tma(NamedTuple):
             key=Box(buffers.key, *keys, spec.head_dim, key_rows, memory.head_dim),
             value=Box(buffers.value, *keys, spec.v_head_dim, key_rows, memory.v_head_dim),
             dout=dout,
+            bias=cls._bias(spec, memory, buffers, scalars),
         )
+
+    @staticmethod
+    def _bias(
+        spec: KernelSpec, memory: TmaMemory, buffers: ForwardBuffers | BackwardBuffers, scalars: Scalars
+    ) -> Box | None:
+        """Returns the box of a bias of pairs, whose planes are the batch entries of its array."""
+        if not spec.matrix_bias or memory.bias_box is None:
+            return None
+        planes = scalars.bias_planes * spec.bias_terms
+        return Box(buffers.bias, planes, scalars.query_length, 1, scalars.bias_pitch, *memory.bias_box)
 
     def operands(self) -> "Tma":
         """Returns the operands of these boxes; call it from a `cute.jit` function."""

@@ -3,7 +3,7 @@
 """What becomes of a score, and which scores count: a feature a file, for both families and both passes.
 
 `feature.py` has the hooks that a feature may define, `score.py` their composition, which is all that a kernel calls.
-Hooks that change a score run in one order, whatever the order in the compile key: programs (`KernelSpec.programs`, in
-their order), then the soft cap. The predicate comes after them: first the limits of window, lengths and offset, then
-the rules of programs. Sinks join the denominator when a row is finished.
+Hooks that change a score run in one order, whatever the order in the compile key: a bias, programs
+(`KernelSpec.programs`, in their order), then the soft cap. The predicate comes after them: first the limits of window,
+lengths and offset, then the rules of programs. A bias of rows and sinks join a row when it is finished.
 """

@@ -9,7 +9,7 @@ from typing import Any
 from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.arguments import Buffer
-from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit
+from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class Feature:
         """Returns the feature with what it has loaded for a tile, which stays there until the tile is done."""
         raise NotImplementedError
 
+    def read(self, tile: ScoreTile) -> "Feature":
+        """Returns the feature for one pass over the scores of a tile, in which it may read each number once."""
+        raise NotImplementedError
+
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns what becomes of a logit. A program leaves no factor, since others follow (`Logit.plus`)."""
         raise NotImplementedError
@@ -69,6 +73,10 @@ class Feature:
 
     def end(self, head: Head) -> "Feature":
         """Returns the feature with what it reads once the scores of a head's rows are all in, for `finish_row`."""
+        raise NotImplementedError
+
+    def shift_row(self, maximum: Float32, total: Float32, row: Int32) -> tuple[Float32, Float32]:
+        """Returns a row's maximum logit in base 2, and its denominator relative to that, before `finish_row`."""
         raise NotImplementedError
 
     def finish_row(self, maximum: Float32, total: Float32) -> tuple[Float32, Float32, Float32]:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory that features own: what they load for each tile of scores.
 
-The features of a launch share one region. Of each stage they have one part after the other, each aligned to 128 bytes.
+The features of a launch share one region. Of each stage they have one part after the other, each aligned to 1024 bytes,
+as swizzled tiles need it.
 
 This module does not import the DSL, so that tables of shared memory can be made on any machine.
 """
@@ -10,16 +11,48 @@ This module does not import the DSL, so that tables of shared memory can be made
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from jax_fastattn.kernels.device.layout import padded
 from jax_fastattn.kernels.device.regions import Barriers, Region, Row
+from jax_fastattn.kernels.key import KernelSpec
 
 # Name of the region; with `_full` and `_empty` after it that of its barriers.
 NAME = "features"
-_ALIGNMENT = 128
+_ALIGNMENT = 1024
 # Stages of a ring of their own.
-_STAGES = 2
+RING_STAGES = 2
+# Warps of a warpgroup.
+_WARPS = 4
+
+
+@dataclass(frozen=True)
+class MatrixStage:
+    """What a bias of pairs loads.
+
+    Attributes:
+        terms: arrays in 16 bits that add up to it.
+    """
+
+    terms: int
+
+    def defines(self, hook: str) -> bool:
+        """See `Feature.defines`."""
+        return hook == "stage_nbytes"
+
+    def stage_nbytes(self, queries: int, keys: int) -> int:
+        """Returns the bytes of a tile."""
+        return self.terms * self.term_nbytes(queries, keys)
+
+    def term_nbytes(self, queries: int, keys: int) -> int:
+        """Returns the bytes of the tile of a term."""
+        return queries * keys * 2
+
+
+def loading(spec: KernelSpec) -> tuple[Any, ...]:
+    """Returns what the features of a compile key may load, in the order of `Score.features`."""
+    return (*((MatrixStage(spec.bias_terms),) if spec.matrix_bias else ()), *spec.programs)
 
 
 def parts(features: tuple[Any, ...], queries: int, keys: int) -> Iterator[tuple[Any, int, int]]:
@@ -47,12 +80,13 @@ def loaded_nbytes(features: tuple[Any, ...], queries: int, keys: int) -> int:
     return sum(nbytes for _, _, nbytes in parts(features, queries, keys))
 
 
-def ring_rows(features: tuple[Any, ...], queries: int, keys: int, warps: int) -> tuple[Row, ...]:
-    """Returns the rows of a ring of its own, whose stages that `warps` consumer warps release."""
+def ring_rows(features: tuple[Any, ...], queries: int, keys: int, warpgroups: int) -> tuple[Row, ...]:
+    """Returns the rows of rings, one for each warpgroup, whose stages its warps release."""
+    count = RING_STAGES * warpgroups
     return tuple(
         row
-        for region in stage_rows(features, queries, keys, _STAGES)
-        for row in (region, Barriers(f"{NAME}_full", _STAGES, 1), Barriers(f"{NAME}_empty", _STAGES, warps))
+        for region in stage_rows(features, queries, keys, count)
+        for row in (region, Barriers(f"{NAME}_full", count, 1), Barriers(f"{NAME}_empty", count, _WARPS))
     )
 
 

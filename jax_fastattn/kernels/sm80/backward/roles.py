@@ -181,6 +181,7 @@ class ProbabilityRole:
         products = self.warp.products
         m_blocks, n_blocks = products.score_blocks
         weights = None if score.is_affine else list(scores)
+        reading = score.read(tile)
         _, lane_column = accumulator_lane(self.warp.state.at.lane)
         stats = products.statistics(self.warp.state, stage, 0) + (self.warp.first_query() + lane_column) * 8
         for n in range(n_blocks):
@@ -188,7 +189,7 @@ class ProbabilityRole:
             for m in range(m_blocks):
                 for e in range(4):
                     i, lse2 = (m * n_blocks + n) * 4 + e, pairs[0 if e % 2 == 0 else 2]
-                    scores[i], weight = score.gradient(scores[i], lse2, tile.at(i))
+                    scores[i], weight = reading.gradient(scores[i], lse2, tile.at(i))
                     if weights is not None:
                         weights[i] = weight
         return weights

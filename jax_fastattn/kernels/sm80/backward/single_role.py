@@ -87,6 +87,7 @@ class SingleRole:
         products, state, tile = self.warp.products, self.warp.state, self.warp.score_tile(first)
         scores, dscores = (products.scores(state, which, stage) for which in (QUERY, DOUT))
         m_blocks, n_blocks = products.score_blocks
+        reading = score.read(tile)
         stats = products.statistics(state, stage, 0) + accumulator_lane(state.at.lane)[1] * 8
         for n in range(n_blocks):
             pairs = ptx.load_shared_pairs(stats + 64 * n)
@@ -94,7 +95,7 @@ class SingleRole:
                 for e in range(4):
                     i = (m * n_blocks + n) * 4 + e
                     lse2, delta = pairs[:2] if e % 2 == 0 else pairs[2:]
-                    scores[i], dscores[i] = score.differentiate(scores[i], lse2, dscores[i] - delta, tile.at(i))
+                    scores[i], dscores[i] = reading.differentiate(scores[i], lse2, dscores[i] - delta, tile.at(i))
         if masked:
             self.warp.mask(score, scores, tile, bits)
             self.warp.mask(score, dscores, tile, bits)

@@ -148,7 +148,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """Returns the layout of a compile key."""
-        rows = stages.stage_rows(spec.programs, config.queries, config.keys, config.stages)
+        rows = stages.stage_rows(stages.loading(spec), config.queries, config.keys, config.stages)
         if spec.listed:
             rows = (*rows, Region(BITS, spec.tiles_of(config).tile_nbytes, config.stages))
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), rows)
@@ -177,6 +177,11 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
     def box_rows(self) -> tuple[int, int]:
         """Rows of a TMA box of Q and of dO, and of one of K and of V."""
         return self.config.queries, WARPGROUP_ROWS
+
+    @property
+    def bias_box(self) -> tuple[int, int]:
+        """Queries and keys of a box of a bias of pairs."""
+        return self.config.queries, self.config.keys
 
     @property
     def rows(self) -> tuple[Row, ...]:

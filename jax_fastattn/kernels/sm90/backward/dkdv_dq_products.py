@@ -193,9 +193,9 @@ class DkdvDqProducts:
 
     def _change_logits(self, score: Score, tile: ScoreTile) -> list[Int32]:
         """Turns S into logits in base 2; returns pairs of slopes in 16 bits, none where they are 1."""
-        slopes = []
+        slopes, reading = [], score.read(tile)
         for i in range(cute.size(self.scores)):
-            logit = score.logit(self.scores[i], tile.at(i))
+            logit = reading.logit(self.scores[i], tile.at(i))
             self.scores[i] = logit.value if logit.factor is None else logit.value * logit.factor
             if logit.slopes:
                 slopes.append(logit.slope())

@@ -56,9 +56,10 @@ class WeightExchange:
         head = head.load(self.shared, index, stage)
         edge = self._edge(head, index, edges, first=first)
         at = self.mask.tile(head.work, index)
+        reading = head.score.read(at)
         # Of each 8 queries the lane has two columns.
         lses = [lse2[i // 4 * 2 + i % 2] for i in range(cute.size(self.product))]
-        weighed = (head.score.gradient(self.product[i], x, at.at(i), edge) for i, x in enumerate(lses))
+        weighed = (reading.gradient(self.product[i], x, at.at(i), edge) for i, x in enumerate(lses))
         pairs, weights = packed_weights(weighed, self._mma_dtype)
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])

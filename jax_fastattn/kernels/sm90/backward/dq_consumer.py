@@ -208,10 +208,10 @@ class DqConsumer:
 
     def _probabilities(self, tile: ScoreTile) -> None:
         """Turns S into weights, see `score.py`."""
-        weights = self.products.score
+        weights, reading = self.products.score, self.score.read(tile)
         for i in range(cute.size(weights)):
             at = tile.at(i)
-            _, weights[i] = self.score.gradient(weights[i], self.stats[at.i].lse2, at)
+            _, weights[i] = reading.gradient(weights[i], self.stats[at.i].lse2, at)
 
     def _dscores(self, tile: ScoreTile, edge: Edge | None) -> None:
         """Turns dP into dS in 16 bits, 0 where a query does not see the key: what is there may be no number."""

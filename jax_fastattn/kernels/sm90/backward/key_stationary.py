@@ -95,7 +95,7 @@ class KeyStationary:
             begin: called before a tile of keys is loaded, with the tile and the phase of its barriers.
         """
         cute.arch.setmaxregister_decrease(self.config.registers.producer)
-        score = Score.backward(self.spec, call.buffers, call.sizes, call.sizes.scale)
+        score = Score.backward(self.spec, call.buffers, call.sizes, call.sizes.scale, call.tma.bias)
         load = Producer(self.spec.group, self.memory).start(shared, call.tma, call.buffers.stats, score, begin)
         return lambda: self.schedule.each(shared, call, load, fetches=True)
 
@@ -107,6 +107,6 @@ class KeyStationary:
         cute.arch.setmaxregister_increase(self.config.registers.consumer)
         folds_lse = self.config.adds_dq and self.spec.is_affine
         factor = gradient.nonzero(scale) if folds_lse else scale
-        score = Score.backward(self.spec, buffers, call.sizes, factor)
+        score = Score.backward(self.spec, buffers, call.sizes, factor, call.tma.bias)
         consumer = start(self.spec, shared, score, thread, warp_index)
         self.schedule.each(shared, call, lambda work, phase: consumer.run(work, phase, buffers, scale))

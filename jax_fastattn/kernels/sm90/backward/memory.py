@@ -41,6 +41,11 @@ class OperandMemory(Generic[Config]):
         return SharedTable(self.rows).with_rows(*self.feature_rows)
 
     @property
+    def bias_box(self) -> tuple[int, int] | None:
+        """Queries and keys of a box of a bias of pairs; None if there are no stages for it."""
+        return None
+
+    @property
     def nbytes(self) -> int:
         """Bytes to ask for at launch."""
         return self.table.nbytes

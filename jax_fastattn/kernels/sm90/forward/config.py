@@ -133,12 +133,17 @@ class SharedMemory:
     def of(cls, spec: KernelSpec, config: ForwardConfig) -> SharedMemory:
         """The layout of a compile key with that config, which may be a candidate."""
         has_tile_counter = spec.packed and config.persistent
-        rows = stages.ring_rows(spec.programs, config.rows, config.keys, 4 * config.warpgroups)
+        rows = stages.ring_rows(stages.loading(spec), WARPGROUP_ROWS, config.keys, config.warpgroups)
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), has_tile_counter, rows)
 
     @property
     def box_rows(self) -> tuple[int, int]:
         """Rows of a TMA box of Q, and of one of K and of V."""
+        return WARPGROUP_ROWS, self.config.keys
+
+    @property
+    def bias_box(self) -> tuple[int, int]:
+        """Queries and keys of a box of a bias of pairs."""
         return WARPGROUP_ROWS, self.config.keys
 
     @cached_property

@@ -145,7 +145,7 @@ class ForwardConsumer:
             shared=shared,
             lane=lane,
             ring=ring,
-            features=FeatureRing.start(shared),
+            features=FeatureRing.start(shared, lane.group),
             query_phase=query_phase,
             ping_pong=PingPong(call.config, lane.group),
             operands=SharedOperands(call, shared, lane),

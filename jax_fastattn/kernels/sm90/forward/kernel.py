@@ -96,5 +96,5 @@ class ForwardKernel:
         schedule = self.schedule
         if isinstance(schedule, PersistentPackedTiles):
             schedule = dataclasses.replace(schedule, next_tile=shared.next_tile)
-        score = Score.forward(self.spec, buffers, scalars)
+        score = Score.forward(self.spec, buffers, scalars, tma.bias)
         return Call(self.spec, self.memory, schedule, tma, buffers, scalars, score)

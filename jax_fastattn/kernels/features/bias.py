@@ -1,0 +1,179 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A bias of pairs: a matrix that is added to the logits.
+
+Two ways lead to it. TMA loads tiles into stages, from which ldmatrix reads the pairs of an accumulator; or each lane
+loads its pairs from global memory.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int8, Int32, Int64, cute
+
+from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
+from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
+from jax_fastattn.kernels.device.softmax import LOG2_E
+from jax_fastattn.kernels.device.tma import TmaOperand
+from jax_fastattn.kernels.device.warp_scores import swizzled_offset
+from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
+from jax_fastattn.kernels.features.planes import Planes
+from jax_fastattn.kernels.features.stages import MatrixStage
+from jax_fastattn.kernels.key import KernelSpec
+
+
+@dataclass(frozen=True)
+class StagedBias(Feature):
+    """Adds a matrix that TMA loads. A stage has the tile `[queries, keys]` of each term, one after the other.
+
+    Attributes:
+        stage: what it loads for a tile.
+        dtype: of a term.
+        planes: of the bias.
+        operand: the terms, `[T, columns, 1, terms planes]`.
+        tile: that has been loaded.
+        address: of its stage.
+        registers: of the lane, by the 16 rows and the 16 columns that they belong to, since `read`.
+    """
+
+    stage: MatrixStage
+    dtype: str
+    planes: Planes
+    operand: TmaOperand
+    tile: Any = None
+    address: Any = None
+    registers: Any = None
+
+    def stage_nbytes(self, queries: int, keys: int) -> int:
+        """Returns the bytes of a tile."""
+        return self.stage.stage_nbytes(queries, keys)
+
+    def copy(self, tile: LoadedTile, address: Int32, barrier: cute.Pointer) -> None:
+        """Starts the copies of a tile."""
+        shape, plane = (tile.queries, tile.keys), self.planes.of_head(tile.head)
+        for term in range(self.stage.terms):
+            target = cute.make_ptr(Int8, self._term(shape, address, term), cute.AddressSpace.smem, assumed_align=1024)
+            shared = wgmma.staged_tile(target, wgmma.OPERAND_DTYPE[self.dtype], shape, 1, shape[0] * shape[1])
+            entry = plane + term * self.planes.scalars.bias_planes
+            self.operand.copy_block(shared, (tile.query, tile.key), entry, barrier)
+
+    def load(self, tile: LoadedTile, address: Int32) -> "StagedBias":
+        """Returns the feature with a tile in shared memory."""
+        return replace(self, tile=tile, address=address)
+
+    def read(self, tile: ScoreTile) -> "StagedBias":
+        """Returns the feature for one pass over the scores of a tile."""
+        del tile
+        return replace(self, registers={})
+
+    def logit(self, x: Logit, at: Element) -> Logit:
+        """Returns the logit with the bias of its pair."""
+        return x.plus(self.value(at) * LOG2_E)
+
+    def value(self, at: Element) -> Float32:
+        """Returns the bias of a pair, the sum of its terms."""
+        block, half = divmod(at.column // 8, 2)
+        if block not in self.registers:
+            self.registers[block] = [self._load_block(at.tile, block, term) for term in range(self.stage.terms)]
+        words = [registers[2 * half + at.i] for registers in self.registers[block]]
+        first, *others = [ptx.unpack(word, dtype=ptx.MMA_DTYPE[self.dtype])[at.column % 2] for word in words]
+        for other in others:
+            first = first + other
+        return first
+
+    def _term(self, shape: tuple[int, int], address: Int32, term: int) -> Int32:
+        """Returns the address of the tile of a term in a stage."""
+        return address + term * self.stage.term_nbytes(*shape)
+
+    def _load_block(self, tile: ScoreTile, block: int, term: int) -> list[Int32]:
+        """Loads what a lane needs for 16 columns of the accumulator: of both of its rows, then 8 columns further."""
+        thread, shape = ptx.thread_index(), (self.tile.queries, self.tile.keys)
+        lane, address = thread % 32, self._term(shape, self.address, term)
+        if tile.transposed:
+            row, column = crossed_lane(lane)
+            offset = swizzled_offset(16 * block + row, thread // 32, column // 8, *shape)
+        else:
+            row, column = plain_lane(lane)
+            offset = swizzled_offset(thread // 32 % (shape[0] // 16) * 16 + row, block, column // 8, *shape)
+        return ptx.ldmatrix(address + offset, transpose=tile.transposed)
+
+
+@dataclass(frozen=True)
+class GlobalBias(Feature):
+    """Adds a matrix from global memory. Any kernel can have it.
+
+    Attributes:
+        operand: see `ForwardBuffers.bias`.
+        dtype: of a term.
+        terms: their number.
+        planes: of the bias.
+        first: address of the plane of the head, of the first term.
+        registers: of the lane, by the two elements that they belong to, since `read`.
+    """
+
+    operand: cute.Pointer
+    dtype: str
+    terms: int
+    planes: Planes
+    first: Any = None
+    registers: Any = None
+
+    def start(self, head: Head) -> "GlobalBias":
+        """Returns the feature with the plane of a query head."""
+        return replace(self, first=self.operand.toint() + Int64(self.planes.of_head(head)) * self._plane_nbytes)
+
+    def read(self, tile: ScoreTile) -> "GlobalBias":
+        """Returns the feature for one pass over the scores of a tile."""
+        del tile
+        return replace(self, registers={})
+
+    def logit(self, x: Logit, at: Element) -> Logit:
+        """Returns the logit with the bias of its pair."""
+        return x.plus(self.value(at) * LOG2_E)
+
+    def value(self, at: Element) -> Float32:
+        """Returns the bias of a pair, the sum of its terms."""
+        first, *others = [self._term(at, term) for term in range(self.terms)]
+        for other in others:
+            first = first + other
+        return first
+
+    @property
+    def _plane_nbytes(self) -> Int64:
+        scalars = self.planes.scalars
+        return Int64(scalars.query_length) * (scalars.bias_pitch * 2)
+
+    def _term(self, at: Element, term: int) -> Float32:
+        """Returns an element of a term. Those past the end are others that exist."""
+        scalars, transposed = self.planes.scalars, at.tile.transposed
+        which = (term, at.i, at.column if transposed else at.column // 2)
+        if which not in self.registers:
+            row = Int32(cutlass.min(at.query, scalars.query_length - 1))
+            pair = Int32(cutlass.min(at.key // 2, scalars.bias_pitch // 2 - 1))
+            first = self.first + Int64(self.planes.scalars.bias_planes) * term * self._plane_nbytes
+            word = ptx.load_constant_int(first + Int64(row) * (scalars.bias_pitch * 2) + pair * 4)
+            self.registers[which] = ptx.unpack(word, dtype=ptx.MMA_DTYPE[self.dtype])
+        low, high = self.registers[which]
+        return ptx.where(at.key % 2 == 0, low, high) if transposed else (low, high)[at.column % 2]
+
+
+def matrix_bias(
+    spec: KernelSpec, buffers: Buffers, scalars: Scalars | Sizes, operand: TmaOperand | None
+) -> StagedBias | GlobalBias | None:
+    """Returns the matrix of a launch, if it has one.
+
+    Args:
+        spec: the compile key.
+        buffers: of the launch.
+        scalars: of the launch.
+        operand: the matrix as TMA loads it; None if the kernel has no stages for it.
+    """
+    if not spec.matrix_bias:
+        return None
+    planes = Planes(scalars, spec.group)
+    if operand is None:
+        return GlobalBias(buffers.bias, spec.bias_storage, spec.bias_terms, planes)
+    return StagedBias(MatrixStage(spec.bias_terms), spec.bias_storage, planes, operand)

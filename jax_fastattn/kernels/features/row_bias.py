@@ -1,0 +1,76 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A bias of rows: one number for each query, the same for all keys.
+
+Without a soft cap it changes no weight of a key, only the log-sum-exp, and so what a sink weighs beside the keys. A row
+of -inf sees no key.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cutlass import Float32, Int32, cute
+
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.softmax import NEVER
+from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
+from jax_fastattn.kernels.features.planes import Planes
+
+
+@dataclass(frozen=True)
+class RowShift(Feature):
+    """Adds the number of a row to its maximum, when all of its scores are in.
+
+    Attributes:
+        operand: see `ForwardBuffers.row_bias`.
+        planes: of the bias.
+        plane: of the head; None before `end`.
+    """
+
+    operand: cute.Pointer
+    planes: Planes
+    plane: Any = None
+
+    def end(self, head: Head) -> "RowShift":
+        """Returns the feature with the plane of a query head."""
+        return replace(self, plane=self.planes.vector(self.operand, head))
+
+    def shift_row(self, maximum: Float32, total: Float32, row: Int32) -> tuple[Float32, Float32]:
+        """Returns a row's maximum logit in base 2, and its denominator relative to that."""
+        shift = self.plane.load(row)
+        hidden = shift == Float32(NEVER)
+        return ptx.where(hidden, Float32(NEVER), maximum + shift), ptx.where(hidden, Float32(0.0), total)
+
+
+@dataclass(frozen=True)
+class RowBias(Feature):
+    """Adds the number of its query to each logit, from global memory: what a soft cap needs.
+
+    Attributes:
+        operand: see `ForwardBuffers.row_bias`.
+        planes: of the bias.
+        plane: of the head; None before `start`.
+        loaded: numbers by the query that they belong to, since `read`.
+    """
+
+    operand: cute.Pointer
+    planes: Planes
+    plane: Any = None
+    loaded: Any = None
+
+    def start(self, head: Head) -> "RowBias":
+        """Returns the feature with the plane of a query head."""
+        return replace(self, plane=self.planes.vector(self.operand, head))
+
+    def read(self, tile: ScoreTile) -> "RowBias":
+        """Returns the feature for one pass over the scores of a tile."""
+        del tile
+        return replace(self, loaded={})
+
+    def logit(self, x: Logit, at: Element) -> Logit:
+        """Returns the logit with the number of its query."""
+        which = at.column if at.tile.transposed else at.i
+        if which not in self.loaded:
+            self.loaded[which] = self.plane.load(at.query)
+        return x.plus(self.loaded[which])
