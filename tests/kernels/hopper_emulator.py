@@ -292,6 +292,10 @@ class Warpgroup(Cta):
         if parts[0] == "arrive":
             name, expected = (int(self.get(x, np.int32)[active][0]) for x in operands)
             self.arrive(self.common.named[name], threads=int(active.sum()), expected=expected)
+        elif "red" in parts:
+            # Of one warpgroup, whose threads advance together.
+            assert active.all() and int(self.get(operands[2], np.int32)[0]) == _WARPGROUP
+            self.put(operands[0], np.full(self.threads, self.registers[operands[3]].any()), active)
         elif parts[0] != "warp":
             raise NotImplementedError(f"bar.{parts}")
 

@@ -412,9 +412,12 @@ class Cta:
         self._simple(lambda x: x, parts, operands, active)
 
     def do_cvt(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        if parts[1] in ("bf16x2", "f16x2"):
-            dtype = ml_dtypes.bfloat16 if parts[1] == "bf16x2" else np.float16
-            high, low = (self.get(x, np.float32).astype(dtype).view(np.uint16).astype(np.uint32) for x in operands[1:])
+        if parts[-2] in ("bf16x2", "f16x2"):
+            dtype = ml_dtypes.bfloat16 if parts[-2] == "bf16x2" else np.float16
+            values = [self.get(x, np.float32) for x in operands[1:]]
+            if "relu" in parts:
+                values = [np.where(x < 0, np.float32(0), x) for x in values]
+            high, low = (x.astype(dtype).view(np.uint16).astype(np.uint32) for x in values)
             self.put(operands[0], low | (high << np.uint32(16)), active)
         else:
             target, source = (_TYPES[x] for x in parts[-2:])
