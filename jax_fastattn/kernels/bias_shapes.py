@@ -15,8 +15,8 @@ BiasDtype = Literal["bfloat16", "float16", "float32"]
 
 # Columns of a matrix are padded to a multiple: TMA takes rows that are a multiple of 16 bytes apart.
 MATRIX_COLUMNS = 8
-# Keys of a plane of a bias of keys are padded to a multiple: no tile has more.
-PLANE_KEYS = 128
+# Keys of the largest tile. A plane of a bias of keys has so many past the last key, since tiles are loaded whole.
+TILE_KEYS = 128
 # Columns of a bias of keys as a factor of a product, of which three hold the bias.
 KEY_PARTS = 8
 
@@ -63,8 +63,9 @@ def bias_pitch(shape: tuple[int, ...], key_length: int) -> int:
     kind = bias_kind(shape)
     if kind == "rows":
         return shape[2]
-    multiple = MATRIX_COLUMNS if kind == "matrix" else PLANE_KEYS
-    return -(-key_length // multiple) * multiple
+    if kind == "matrix":
+        return -(-key_length // MATRIX_COLUMNS) * MATRIX_COLUMNS
+    return (-(-key_length // TILE_KEYS) + 1) * TILE_KEYS
 
 
 def stored_dtype(dtype: str) -> BiasDtype:

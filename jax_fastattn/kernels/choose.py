@@ -24,6 +24,9 @@ from jax_fastattn.spec import AttentionSpec, Problem, is_known
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
 SHORT_LENGTH = 2048
 
+# The same with a bias of pairs.
+SHORT_BIAS_LENGTH = 1024
+
 # From how many keys on those of few queries are split; fewer were not timed.
 MIN_SPLIT_KEYS = 128
 
@@ -281,7 +284,7 @@ def kernel_spec(
         dbias=dbias,
         family=family,
     )
-    short = max(problem.query_length, problem.key_length) <= SHORT_LENGTH
+    short = max(problem.query_length, problem.key_length) <= (SHORT_BIAS_LENGTH if key.matrix_bias else SHORT_LENGTH)
     key = configured(key, short=short, rows=problem.query_length * problem.group)
     if op == "decode" and _takes_whole_units(problem, key):
         return replace(key, config=replace(key.config, splits=False))

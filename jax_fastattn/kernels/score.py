@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.arguments import Buffers, DecodeBuffers, ForwardBuffers, Scalars, Sizes
-from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.device.tma import TmaOperand
@@ -68,12 +68,14 @@ class Score:
         unit: from what `logits` leaves to logits in base 2, greater than 0 in the forward pass.
         features: in the order in which they change logits.
         negative: whether the forward kernel has to negate Q, since the scale is negative; None where it never has to.
+        hides_keys: whether a product has a bias of keys in it, which may hide them.
     """
 
     factor: Float32
     unit: Float32
     features: tuple[Feature, ...] = ()
     negative: Boolean | None = None
+    hides_keys: bool = False
 
     @classmethod
     def forward(
@@ -91,6 +93,7 @@ class Score:
             magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
             factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
             score = cls(factor, factor, _features(spec, buffers, scalars, bias), negative)
+        score = replace(score, hides_keys=spec.key_bias_parts)
         sinks = Sinks.of(spec, buffers, scalars)
         return score if sinks is None else replace(score, features=(*score.features, sinks))
 
@@ -122,6 +125,17 @@ class Score:
     def steps(self) -> tuple[Feature, ...]:
         """Those that change logits, in order."""
         return _with(self.features, "logit")
+
+    @property
+    def added(self) -> Feature | None:
+        """The feature that changes logits, if it is the only one and adds a term to them."""
+        steps = self.steps
+        return steps[0] if len(steps) == 1 and steps[0].defines("term") else None
+
+    @property
+    def hides_in_full(self) -> bool:
+        """Whether tiles without an edge may hide all that a row sees."""
+        return self.hides_keys or any(feature.hides_in_full for feature in self.features)
 
     @property
     def rules(self) -> tuple[Feature, ...]:
@@ -164,6 +178,23 @@ class Score:
         score = self.read(tile)
         for i in range(_size(acc)) if self.steps else ():
             acc[i] = score.logit(acc[i], tile.at(i)).value
+
+    def exponentials(self, acc: Accumulator, tile: ScoreTile, maxima: Accumulator) -> list[Float32]:
+        """Turns products into 2^(logit - maximum), in place, given maxima in units of `full`.
+
+        What a feature adds and the maximum become one term: one FFMA for both.
+
+        Returns:
+            the lane's sums of its rows.
+        """
+        blocks = 1, _size(acc) // 4
+        if (added := self.read(tile).added) is None:
+            self.full(acc, tile)
+            return softmax.exponentials(acc, *blocks, self.unit, [maxima[i] * self.unit for i in range(2)])
+        for i in range(_size(acc)):
+            at = tile.at(i)
+            acc[i] = ptx.exp2(ptx.fma(acc[i], self.factor, added.term(at, maxima[at.i])))
+        return softmax.row_sums(acc, *blocks)
 
     def edge(
         self, acc: Accumulator, tile: ScoreTile, seen: Sequence[Limits] | Bits | SeenKeys, *, check_low: bool

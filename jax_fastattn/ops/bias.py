@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fastattn.kernels.arguments import present_buffers
-from jax_fastattn.kernels.bias_shapes import KEY_PARTS, bias_pitch
+from jax_fastattn.kernels.bias_shapes import KEY_PARTS, bias_kind, bias_pitch
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands
 
 # Below it a scale is multiplied into the query where a bias of keys is divided by it.
@@ -51,7 +52,7 @@ def bias_operands(kernel: KernelSpec, bias: jax.Array | None, key_length: int, s
 def with_usable_scale(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
     """Returns a call whose scale a bias of keys may be divided by: one that is too small is part of the query."""
     bias = operands.bias
-    if bias is None or abs(spec.scale) >= MIN_SCALE:
+    if bias is None or bias_kind(bias.shape) != "keys" or abs(spec.scale) >= MIN_SCALE:
         return spec, operands
     query = (operands.query.astype(jnp.float32) * spec.scale).astype(operands.query.dtype)
     return replace(spec, scale=1.0), operands._replace(query=query)
@@ -92,7 +93,7 @@ _LAYOUTS = {"bias": _matrix, "key_bias": _keys, "key_bias_parts": _key_parts, "r
 
 def _hidden(bias: jax.Array) -> jax.Array:
     """Returns a bias in float32, with -inf for what hides."""
-    wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
+    wide = bias.astype(statistics_dtype(bias.dtype))
     return jnp.where(wide <= HIDDEN_BIAS, -jnp.inf, wide).astype(jnp.float32)
 
 

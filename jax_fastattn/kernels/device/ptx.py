@@ -110,9 +110,15 @@ def store_global_chunk(address: Int64, values: Registers, *, loc: Any = None, ip
 
 
 @dsl_user_op
-def pack(low: Float32, high: Float32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None) -> Int32:
-    """Rounds two values to nearest and packs them, `low` into the lower half; dtype is "bf16" or "f16"."""
-    return _asm(f"cvt.rn.{dtype}x2.f32 $0, $1, $2;", "r", "ff", [Float32(high), Float32(low)], False, loc, ip)
+def pack(
+    low: Float32, high: Float32, *, dtype: str = "bf16", floor: bool = False, loc: Any = None, ip: Any = None
+) -> Int32:
+    """Rounds two values to nearest and packs them, `low` into the lower half; dtype is "bf16" or "f16".
+
+    With a `floor` negative values become 0.
+    """
+    text = f"cvt.rn{'.relu' if floor else ''}.{dtype}x2.f32 $0, $1, $2;"
+    return _asm(text, "r", "ff", [Float32(high), Float32(low)], False, loc, ip)
 
 
 @dsl_user_op
@@ -223,6 +229,17 @@ def load_global_chunk(address: Int64, *, loc: Any = None, ip: Any = None) -> Reg
 def load_global(address: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
     """Loads 4 bytes."""
     return _asm("ld.global.f32 $0, [$1];", "f", "l", [address], True, loc, ip)
+
+
+@dsl_user_op
+def any_of(barrier: Int32, threads: int, x: Boolean, *, loc: Any = None, ip: Any = None) -> Boolean:
+    """Waits at a named barrier for so many threads, and returns whether x is true in one of them."""
+    text = (
+        "{\n.reg .pred own, any;\nsetp.ne.s32 own, $2, 0;\n"
+        f"barrier.cta.red.or.pred any, $1, {threads}, own;\nselp.s32 $0, 1, 0, any;\n}}"
+    )
+    own = where(x, Int32(1), Int32(0))
+    return Boolean(_asm(text, "r", "rr", [Int32(barrier), own], True, loc, ip) != 0)
 
 
 @dsl_user_op

@@ -47,6 +47,11 @@ def exponentials(
                 index = (m * n_blocks + n) * 4 + element
                 shift = shifts[accumulator_row(m, element)]
                 acc[index] = ptx.exp2(ptx.fma(acc[index], factor, -shift))
+    return row_sums(acc, m_blocks, n_blocks)
+
+
+def row_sums(acc: Accumulator, m_blocks: int, n_blocks: int) -> list[Float32]:
+    """Returns this lane's sums of its rows."""
     return [_tree_sum([acc[index] for index in _row_indices(row, n_blocks)]) for row in range(2 * m_blocks)]
 
 

@@ -228,6 +228,32 @@ def fragment_a(mma: cute.TiledMma, shape: tuple[int, int], dtype: Any) -> cute.T
     return cute.make_rmem_tensor(mma.partition_shape_A(shape), dtype)
 
 
+# 1 in bfloat16.
+ONE = 0x3F80
+
+# Lanes of an accumulator's row: each has columns of its own.
+_COLUMN_LANES = 4
+
+
+def ones(mma: cute.TiledMma, shape: tuple[int, int], thread: Int32) -> Any:
+    """Returns a left factor of one step in registers, in bfloat16: [1, 1, 1, 0, ...] in all rows.
+
+    It adds numbers that three parts hold.
+
+    Args:
+        mma: a product with its left factor in registers.
+        shape: rows of the factor, and 16 columns.
+        thread: index of this thread in its warpgroup, or in the CTA.
+    """
+    fragment = fragment_a(mma, shape, cutlass.BFloat16)
+    pairs, pair = cute.recast_tensor(fragment, Int32), thread % _COLUMN_LANES
+    values = ptx.where(pair == 0, Int32(ONE << 16 | ONE), ptx.where(pair == 1, Int32(ONE), Int32(0)))
+    # Of both rows of a lane; then their columns from 8 on.
+    for i in range(4):
+        pairs[i] = values if i < 2 else Int32(0)
+    return fragment[None, None, 0]
+
+
 def load_a(mma: cute.TiledMma, tile: cute.Tensor, stage: Any, count: int, thread: Int32) -> cute.Tensor:
     """Registers with a left factor of which a warpgroup loads the first `count` fragments of 16 columns.
 

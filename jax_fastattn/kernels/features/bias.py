@@ -36,6 +36,7 @@ class StagedBias(Feature):
         operand: the terms, `[T, columns, 1, terms planes]`.
         tile: that has been loaded.
         address: of its stage.
+        lane: what the lane passes to ldmatrix for the first 16 columns of the accumulator, since `read`.
         registers: of the lane, by the 16 rows and the 16 columns that they belong to, since `read`.
     """
 
@@ -45,7 +46,13 @@ class StagedBias(Feature):
     operand: TmaOperand
     tile: Any = None
     address: Any = None
+    lane: Any = None
     registers: Any = None
+
+    @property
+    def hides_in_full(self) -> bool:
+        """Whether a tile without an edge may be hidden: by -inf."""
+        return True
 
     def stage_nbytes(self, queries: int, keys: int) -> int:
         """Returns the bytes of a tile."""
@@ -55,7 +62,8 @@ class StagedBias(Feature):
         """Starts the copies of a tile."""
         shape, plane = (tile.queries, tile.keys), self.planes.of_head(tile.head)
         for term in range(self.stage.terms):
-            target = cute.make_ptr(Int8, self._term(shape, address, term), cute.AddressSpace.smem, assumed_align=1024)
+            start = address + term * self.stage.term_nbytes(*shape)
+            target = cute.make_ptr(Int8, start, cute.AddressSpace.smem, assumed_align=1024)
             shared = wgmma.staged_tile(target, wgmma.OPERAND_DTYPE[self.dtype], shape, 1, shape[0] * shape[1])
             entry = plane + term * self.planes.scalars.bias_planes
             self.operand.copy_block(shared, (tile.query, tile.key), entry, barrier)
@@ -66,12 +74,21 @@ class StagedBias(Feature):
 
     def read(self, tile: ScoreTile) -> "StagedBias":
         """Returns the feature for one pass over the scores of a tile."""
-        del tile
-        return replace(self, registers={})
+        return replace(self, registers={}, lane=self._lane_address(tile))
+
+    def preload(self, tile: ScoreTile) -> "StagedBias":
+        """Returns the feature with all that a pass reads in registers, before the pass begins."""
+        terms, rows = range(self.stage.terms), tile.n_blocks // 2
+        registers = {block: [self._load_block(tile, block, term) for term in terms] for block in range(rows)}
+        return replace(self, registers=registers)
 
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the logit with the bias of its pair."""
         return x.plus(self.value(at) * LOG2_E)
+
+    def term(self, at: Element, less: Float32) -> Float32:
+        """Returns the bias of a pair in base 2, less a number."""
+        return ptx.fma(self.value(at), Float32(LOG2_E), -less)
 
     def value(self, at: Element) -> Float32:
         """Returns the bias of a pair, the sum of its terms."""
@@ -84,21 +101,29 @@ class StagedBias(Feature):
             first = first + other
         return first
 
-    def _term(self, shape: tuple[int, int], address: Int32, term: int) -> Int32:
-        """Returns the address of the tile of a term in a stage."""
-        return address + term * self.stage.term_nbytes(*shape)
+    def _lane_address(self, tile: ScoreTile) -> Int32:
+        """Returns the address that a lane passes to ldmatrix for the first 16 columns of the accumulator."""
+        # Read anew: a register for it would live through the loops. Of bits the compiler knows that none is a sign.
+        thread, shape = ptx.thread_index(), (self.tile.queries, self.tile.keys)
+        warp, lane = thread >> 5 & shape[int(tile.transposed)] // 16 - 1, thread & 31
+        if tile.transposed:
+            row, column = crossed_lane(lane)
+            return self.address + swizzled_offset(row, warp, column // 8, *shape)
+        row, column = plain_lane(lane)
+        return self.address + swizzled_offset(warp * 16 + row, 0, column // 8, *shape)
 
     def _load_block(self, tile: ScoreTile, block: int, term: int) -> list[Int32]:
         """Loads what a lane needs for 16 columns of the accumulator: of both of its rows, then 8 columns further."""
-        thread, shape = ptx.thread_index(), (self.tile.queries, self.tile.keys)
-        lane, address = thread % 32, self._term(shape, self.address, term)
+        queries, keys = self.tile.queries, self.tile.keys
+        columns, start = wgmma.atom_columns(keys), term * self.stage.term_nbytes(queries, keys)
         if tile.transposed:
-            row, column = crossed_lane(lane)
-            offset = swizzled_offset(16 * block + row, thread // 32, column // 8, *shape)
+            # The swizzle repeats every 8 rows.
+            address = self.lane + (start + block * (16 * 2 * columns))
         else:
-            row, column = plain_lane(lane)
-            offset = swizzled_offset(thread // 32 % (shape[0] // 16) * 16 + row, block, column // 8, *shape)
-        return ptx.ldmatrix(address + offset, transpose=tile.transposed)
+            # Swizzled chunks of 16 bytes: 16 columns are two of them.
+            atom, step = divmod(block, columns // 16)
+            address = (self.lane ^ (32 * step)) + (start + atom * (queries * 2 * columns))
+        return ptx.ldmatrix(address, transpose=tile.transposed)
 
 
 @dataclass(frozen=True)
@@ -121,6 +146,11 @@ class GlobalBias(Feature):
     first: Any = None
     registers: Any = None
 
+    @property
+    def hides_in_full(self) -> bool:
+        """Whether a tile without an edge may be hidden: by -inf."""
+        return True
+
     def start(self, head: Head) -> "GlobalBias":
         """Returns the feature with the plane of a query head."""
         return replace(self, first=self.operand.toint() + Int64(self.planes.of_head(head)) * self._plane_nbytes)
@@ -133,6 +163,10 @@ class GlobalBias(Feature):
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the logit with the bias of its pair."""
         return x.plus(self.value(at) * LOG2_E)
+
+    def term(self, at: Element, less: Float32) -> Float32:
+        """Returns the bias of a pair in base 2, less a number."""
+        return ptx.fma(self.value(at), Float32(LOG2_E), -less)
 
     def value(self, at: Element) -> Float32:
         """Returns the bias of a pair, the sum of its terms."""

@@ -31,6 +31,11 @@ class Feature:
         return self.defines("logit")
 
     @property
+    def hides_in_full(self) -> bool:
+        """Whether it may hide all that a row sees, other than by `sees`: tiles without an edge may then be hidden."""
+        return False
+
+    @property
     def has_rule(self) -> bool:
         """Whether it hides scores one by one."""
         return self.defines("sees")
@@ -63,8 +68,16 @@ class Feature:
         """Returns the feature for one pass over the scores of a tile, in which it may read each number once."""
         raise NotImplementedError
 
+    def preload(self, tile: ScoreTile) -> "Feature":
+        """Returns the feature with all that a pass reads in registers, before it begins; see `read`."""
+        raise NotImplementedError
+
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns what becomes of a logit. A program leaves no factor, since others follow (`Logit.plus`)."""
+        raise NotImplementedError
+
+    def term(self, at: Element, less: Float32) -> Float32:
+        """Returns what `logit` adds to a logit in base 2, less a number, if it adds something and does nothing else."""
         raise NotImplementedError
 
     def sees(self, at: Element) -> Boolean:

@@ -20,11 +20,8 @@ from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score, packed_weights, weighed
-from jax_fastattn.kernels.sm90.backward.shared import ONE, STEP, BackwardShared
+from jax_fastattn.kernels.sm90.backward.shared import STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-
-# Lanes of an accumulator's row: each has columns of its own.
-_COLUMN_LANES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,13 +203,7 @@ def _ones(stats_mma: cute.TiledMma, shared_ones: cute.Tensor | None, thread: Int
     """Returns the left factor that adds statistics: [1, 1, 1, 0, ...] in all rows, see `gradient.split_bf16x3`."""
     if shared_ones is not None:
         return wgmma.operand_a(stats_mma, shared_ones)[None, None, 0, 0]
-    fragment = wgmma.fragment_a(stats_mma, (WARPGROUP_ROWS, STEP), cutlass.BFloat16)
-    pairs, pair = cute.recast_tensor(fragment, Int32), thread % _COLUMN_LANES
-    ones = ptx.where(pair == 0, Int32(ONE << 16 | ONE), ptx.where(pair == 1, Int32(ONE), Int32(0)))
-    # Of both rows of a lane; then their columns from 8 on.
-    for i in range(4):
-        pairs[i] = ones if i < 2 else Int32(0)
-    return fragment[None, None, 0]
+    return wgmma.ones(stats_mma, (WARPGROUP_ROWS, STEP), thread)
 
 
 def _copied(fragment: cute.Tensor) -> list[Int32]:

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 # Columns of a step of a product.
 STEP = 16
 # 1 in bfloat16.
-ONE = 0x3F80
+ONE = wgmma.ONE
 
 
 @dataclass(frozen=True, eq=False)

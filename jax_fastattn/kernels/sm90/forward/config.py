@@ -8,7 +8,7 @@ docs/kernels/sm90.md, and how fast it was measured in docs/benchmarks.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jax_fastattn.kernels import tile_records
@@ -27,6 +27,10 @@ from jax_fastattn.kernels.tile_lists import PrepassConfig
 
 # By consumer warpgroups: an SM has 64 K registers.
 _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
+
+# Name of the region of a bias of keys, a stage of which comes with a stage of K, and bytes of a key.
+KEY_BIAS = "key_bias"
+_KEY_BIAS_NBYTES = 32
 
 # Of a tile that the tile counter gives: its record and its head, see `schedule.py`.
 NEXT_TILE_WORDS = tile_records.WORDS + 1
@@ -58,6 +62,8 @@ class ForwardConfig:
             shared memory for every tile.
         pv_wait_after_exp: whether P V of the previous tile is awaited after all exponentials of a full tile. Else
             ptxas puts the wait in their middle, and the rounding of the first between the others.
+        shares_bias: whether heads that share a large bias of pairs visit it together. It costs a short tile more
+            divisions than it saves.
     """
 
     warpgroups: int
@@ -69,6 +75,7 @@ class ForwardConfig:
     persistent: bool = False
     q_in_regs: int = 0
     pv_wait_after_exp: bool = False
+    shares_bias: bool = False
 
     @property
     def rows(self) -> int:
@@ -134,6 +141,8 @@ class SharedMemory:
         """The layout of a compile key with that config, which may be a candidate."""
         has_tile_counter = spec.packed and config.persistent
         rows = stages.ring_rows(stages.loading(spec), WARPGROUP_ROWS, config.keys, config.warpgroups)
+        if spec.key_bias_parts:
+            rows = (*rows, Region(KEY_BIAS, config.keys * _KEY_BIAS_NBYTES, config.stages, align=128))
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), has_tile_counter, rows)
 
     @property
@@ -182,26 +191,58 @@ def forward_config(spec: KernelSpec, *, short: bool) -> ForwardConfig:
     for config in _candidates(spec, short):
         if SharedMemory.of(spec, config).fits:
             return config
+    # A bias of keys takes the place of a stage.
+    for config in _candidates(spec, short):
+        fewer = replace(config, stages=config.stages - 1)
+        if spec.key_bias_parts and SharedMemory.of(spec, fewer).fits:
+            return fewer
     raise AssertionError(f"no forward variant fits {spec}")
 
 
 def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
     """Returns the variants that may fit, best first; notebook/sm90.md has the sweeps that they come from."""
     columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+    if spec.matrix_bias:
+        return (_with_bias(columns, spec.bias_terms, short),)
     if columns <= 64:
         if short:
-            return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=4),)
+            # A bias of keys takes registers for its step.
+            return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=3 if spec.key_bias_parts else 4),)
         return (ForwardConfig(3, 128, 10, ping_pong=True),)
     if columns <= 96:
         if short:
             return (ForwardConfig(2, 128, 7, ping_pong=True, persistent=True, q_in_regs=6, pv_wait_after_exp=True),)
         return (ForwardConfig(3, 96, 8, ping_pong=True, persistent=True),)
     if columns <= 128:
-        q_in_regs = 6 if not spec.is_affine else 8  # a cap takes registers, above all next to other features
-        return (ForwardConfig(2, 128, 6, ping_pong=True, persistent=True, q_in_regs=q_in_regs, pv_wait_after_exp=True),)
+        # A cap takes registers, above all next to other features, and a bias of keys too.
+        q_in_regs, late = 8 if spec.is_affine and not spec.key_bias_parts else 6, not spec.key_bias_parts
+        return (ForwardConfig(2, 128, 6, ping_pong=True, persistent=True, q_in_regs=q_in_regs, pv_wait_after_exp=late),)
     if columns <= 192:
         return (ForwardConfig(2, 80, 5, ping_pong=True, persistent=True, q_in_regs=8, pv_wait_after_exp=True),)
     return (ForwardConfig(2, 64, 5, persistent=True, pv_wait_after_exp=True),)
+
+
+def _with_bias(columns: int, terms: int, short: bool) -> ForwardConfig:
+    """Returns the variant with a bias of pairs, of which each warpgroup has two stages."""
+    if terms == 2:
+        configs = {
+            64: ForwardConfig(3, 64, 12, ping_pong=True),
+            96: ForwardConfig(2, 64, 10, ping_pong=True),
+            128: ForwardConfig(2, 64, 8, ping_pong=True, q_in_regs=4),
+            192: ForwardConfig(2, 64, 4, ping_pong=True, q_in_regs=4),
+            256: ForwardConfig(2, 64, 3),
+        }
+    else:
+        configs = {
+            64: ForwardConfig(3, 128, 6, ping_pong=True),
+            96: ForwardConfig(3, 96, 6, ping_pong=True),
+            128: ForwardConfig(2, 128, 4, ping_pong=True, q_in_regs=4),
+            192: ForwardConfig(2, 64, 6, ping_pong=True, q_in_regs=4),
+            256: ForwardConfig(2, 64, 4),
+        }
+        if short and columns <= 64:
+            return ForwardConfig(1, 64, 5, blocks=3)
+    return replace(configs[next(limit for limit in configs if columns <= limit)], shares_bias=True)
 
 
 def forward_scratch(spec: KernelSpec) -> dict[str, tuple[int, ...]]:

@@ -12,12 +12,14 @@ Key tiles are visited from the right edge to the left:
     [begin, full_begin)       masked: left window edge
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.features.bits import Bits
@@ -95,11 +97,13 @@ class _Edge(NamedTuple):
         rows: what becomes of the scores of the lane's two rows.
         masked: whether the tile has a mask.
         entry: of an edge tile of a list.
+        blind: whether a tile without a mask may be the first one that a row sees.
     """
 
     rows: ScoreRows
     masked: bool
     entry: Int32 | None = None
+    blind: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,12 +212,32 @@ class ForwardConsumer:
             wgmma.loop(phase.steps, lambda i: step(own, phase.position(i), masked=phase.masked))
 
         for phase in visit.rest(Order.DOWN).phases(Order.DOWN):
-            run(phase)
+            run(phase if phase.masked or not self.call.score.hides_in_full else self._visit_blind(own, phase, step))
         self._release_query()
         if overlap:
             self._skip_stage(behind)
             self._last_values(own, visit.begin)
         self._skip(behind, stages=2 * behind - int(overlap), turns=behind)
+
+    def _visit_blind(self, own: _OwnTile, phase: Phase, step: Callable[..., None]) -> Phase:
+        """Visits full tiles until no row is blind, and returns the others. No row becomes blind again."""
+        end = wgmma.Uniform(phase.end)
+        self.ring.make_uniform()
+        self.features.make_uniform()
+
+        def blind() -> Int32:
+            return cute.arch.make_warp_uniform(ptx.where(self.softmax.is_blind(), Int32(1), Int32(0)))
+
+        def goes_on(is_blind: Any) -> Boolean:
+            return Boolean((is_blind != 0) & (end[0] > phase.begin))
+
+        # All warps vote after a tile, even if none is left.
+        with while_generate([blind()], goes_on) as _:
+            end[0] = end[0] - 1
+            step(own, end[0], masked=False, blind=True)
+            yield_out([blind()])
+        end.make_uniform()
+        return phase._replace(end=end[0])
 
     def _release_query(self) -> None:
         """Lets the producer load this warpgroup's next Q."""
@@ -252,10 +276,10 @@ class ForwardConsumer:
 
     # Key tiles that the warpgroup sees.
 
-    def _edge(self, own: _OwnTile, *, masked: bool) -> _Edge:
+    def _edge(self, own: _OwnTile, *, masked: bool, blind: bool) -> _Edge:
         """Returns what is known of the next tile of a list, which `_load_ahead` has loaded."""
         if own.ahead is None or not masked:
-            return _Edge(own.rows, masked)
+            return _Edge(own.rows, masked, blind=blind)
         entry, *words = [own.ahead[i] for i in range(cute.size(own.ahead))]
         return _Edge(replace(own.rows, seen=Bits([words])), masked, cute.arch.make_warp_uniform(entry))
 
@@ -327,9 +351,9 @@ class ForwardConsumer:
         if not config.overlap_qk_pv:
             self._last_values(own, index)
 
-    def _overlapped_tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
+    def _overlapped_tile(self, own: _OwnTile, index: Int32, *, masked: bool, blind: bool = False) -> None:
         """Computes P of this tile, with P V of the previous one in flight during the softmax."""
-        edge = self._edge(own, masked=masked)
+        edge = self._edge(own, masked=masked, blind=blind)
         key_stage = self.ring.consumer_wait()
         self.ping_pong.wait()
         self.products.start_scores(own.query_fragments, key_stage)
@@ -342,9 +366,9 @@ class ForwardConsumer:
         self.ring.consumer_release(value_stage)
         self._zero_dead_values(own, index, edge)
 
-    def _tile(self, own: _OwnTile, index: Int32, *, masked: bool) -> None:
+    def _tile(self, own: _OwnTile, index: Int32, *, masked: bool, blind: bool = False) -> None:
         """Computes one tile after the other; other warpgroups fill the gaps."""
-        edge = self._edge(own, masked=masked)
+        edge = self._edge(own, masked=masked, blind=blind)
         stage = self.ring.consumer_wait()
         self.ping_pong.wait()
         self.products.start_scores(own.query_fragments, stage)
@@ -361,6 +385,8 @@ class ForwardConsumer:
         loaded = self.features.consumer_wait(edge.rows, own.tile, tile)
         if edge.masked:
             self.softmax.masked_tile(tile, stage, loaded.rows)
+        elif edge.blind:
+            self.softmax.blind_tile(tile, stage, loaded.rows)
         else:
             self.softmax.full_tile(tile, stage, loaded.rows)
         self.features.consumer_release(loaded)

@@ -9,6 +9,7 @@ from cutlass import Int32
 
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.sm90.forward.feature_ring import FeatureRing
+from jax_fastattn.kernels.sm90.forward.key_bias import copy_with_keys
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
@@ -49,10 +50,13 @@ class ForwardProducer:
         visit, last = tile.visit, tile.visit.end - 1
         copy_query = tma.query.copy(shared.query, tile.head, tile.queries)
         copy_key = tma.key.copy(shared.key, tile.kv_head, tile.keys)
+        copy_key, key_nbytes = copy_with_keys(self.call, shared, tile, copy_key)
         copy_value = tma.value.copy(shared.value, tile.kv_head, tile.keys)
 
         def load_key(index: Int32) -> None:
-            self.ring.producer_load(copy_key, visit.tile(index), config.keys * memory.head_dim * 2)
+            self.ring.producer_load(copy_key, visit.tile(index), key_nbytes)
+
+        def load_features(index: Int32) -> None:
             self.features.producer_load(self.call.score, tile, visit.tile(index))
 
         def load_value(index: Int32) -> None:
@@ -62,12 +66,15 @@ class ForwardProducer:
             # With overlap, a consumer takes K of the next tile before V of this one.
             if config.overlap_qk_pv:
                 load_key(last - 1 - i)
+                load_features(last - 1 - i)
                 load_value(last - i)
             else:
                 load_value(last - i)
                 load_key(last - 1 - i)
+                load_features(last - 1 - i)
 
         def load_rest() -> None:
+            load_features(last)
             wgmma.loop(last - visit.begin, load_step)
             load_value(visit.begin)
 

@@ -13,6 +13,7 @@ from cutlass import Boolean, Int32, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.sm90.forward.key_bias import KeyBiasStep
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
@@ -35,6 +36,7 @@ class ForwardProducts:
         scores: accumulator `[64, keys]` of S.
         probabilities: left factor `[64, keys]`, P in 16 bits.
         out: accumulator `[64, columns of V]` of O.
+        key_bias: one more step of S; None without a bias of keys.
     """
 
     call: Call
@@ -49,6 +51,7 @@ class ForwardProducts:
     scores: Accumulator
     probabilities: cute.Tensor
     out: Accumulator
+    key_bias: KeyBiasStep | None
 
     @classmethod
     def start(cls, call: Call, shared: ForwardShared, lane: Lane) -> "ForwardProducts":
@@ -69,6 +72,7 @@ class ForwardProducts:
             scores=wgmma.accumulator(score_mma, (WARPGROUP_ROWS, keys)),
             probabilities=wgmma.fragment_a(out_mma, (WARPGROUP_ROWS, keys), dtype),
             out=wgmma.accumulator(out_mma, (WARPGROUP_ROWS, v_head_dim)),
+            key_bias=KeyBiasStep.start(call, shared, lane),
         )
 
     @property
@@ -84,9 +88,10 @@ class ForwardProducts:
 
     def start_scores(self, query_fragments: cute.Tensor, stage: Int32) -> None:
         """Starts S = Q K^T, given what `load_query_fragments` returned and the stage of K."""
-        wgmma.gemm_steps(
-            self.scores, self._score_steps(query_fragments, self.key[None, None, None, stage]), accumulate=False
-        )
+        steps = self._score_steps(query_fragments, self.key[None, None, None, stage])
+        if self.key_bias is not None:
+            steps = [self.key_bias.of_stage(stage), *steps]
+        wgmma.gemm_steps(self.scores, steps, accumulate=False)
 
     def _score_steps(self, query_fragments: cute.Tensor, key: cute.Tensor) -> Iterator[wgmma.Step]:
         for k in range(self.call.memory.head_dim // 16):
@@ -100,11 +105,14 @@ class ForwardProducts:
         values = self.value[None, None, None, stage]
         wgmma.gemm(self.out_mma, self.out, self.probabilities, values, accumulate=True)
 
-    def round_probabilities(self) -> None:
-        """Rounds P, which is where S was, to 16 bits: the accumulator's fragments are those of the left factor."""
+    def round_probabilities(self, *, floor: bool = False) -> None:
+        """Rounds P, which is where S was, to 16 bits: the accumulator's fragments are those of the left factor.
+
+        With a `floor` negative numbers become 0.
+        """
         pairs = cute.recast_tensor(self.probabilities, Int32)
         for i in range(cute.size(self.scores) // 2):
-            pairs[i] = ptx.pack(self.scores[2 * i], self.scores[2 * i + 1], dtype=self.call.mma_dtype)
+            pairs[i] = ptx.pack(self.scores[2 * i], self.scores[2 * i + 1], dtype=self.call.mma_dtype, floor=floor)
 
     def rescale_out(self, factors: Accumulator, grown: Boolean) -> None:
         """Multiplies the two rows of O of a lane by their factors, if a row of the warp has a larger maximum now."""

@@ -25,6 +25,10 @@ _ROWS = Record._fields.index("rows")
 # Key/value heads whose tiles of one position come next to each other under a left window bound.
 _SECTION_HEADS = 16
 
+# Bytes of a bias of pairs up to which it stays in L2, and of keys and values that stay there next to a larger one.
+_RESIDENT_BIAS = 16 << 20
+_RESIDENT_KEYS = 16 << 20
+
 
 class _Place(NamedTuple):
     """Names a tile or a pair of tiles: its position among those of the head, and the head."""
@@ -60,10 +64,12 @@ class HeadTiles:
     Attributes:
         spec: the compile key.
         rows: of a tile.
+        shares_bias: see `ForwardConfig`.
     """
 
     spec: KernelSpec
     rows: int
+    shares_bias: bool = False
 
     def count(self, scalars: Scalars) -> Int32:
         """Returns how many tiles a head has."""
@@ -76,11 +82,34 @@ class HeadTiles:
         key/value heads and batch entries.
         """
         group = self.spec.group
+        if self.shares_bias:
+            return self._place_by_bias(index, count, scalars)
         kv_heads = scalars.num_heads // group
         member, index = index % group, index // group
         position, index = index % count, index // count
         kv_head, batch = index % kv_heads, index // kv_heads
         return _Place(position, kv_head, kv_head * group + member, batch)
+
+    def _place_by_bias(self, index: Int32, count: Int32, scalars: Scalars) -> _Place:
+        """Does what `place` does, where there is a bias of pairs.
+
+        If the bias is too large for L2, the heads that share a plane of it come next to each other, and as many of them
+        begin a position together as leave L2 room for their keys and values. Else the order is that of `place`.
+        """
+        heads, group = scalars.num_heads, self.spec.group
+        row_nbytes = scalars.bias_pitch * (2 * self.spec.bias_terms)
+        # All planes of it have fewer rows than the bias would have to have, to be large.
+        is_large = Boolean(scalars.query_length > _RESIDENT_BIAS // row_nbytes // scalars.bias_planes)
+        entries = ptx.where(Boolean(is_large & (scalars.bias_batch == 0)), scalars.batch, Int32(1))
+        of_entry = ptx.where(scalars.bias_kv_head == 0, heads, Int32(group))
+        of_entry = ptx.where(scalars.bias_head == 0, of_entry, Int32(1))
+        most = _RESIDENT_KEYS // (scalars.key_length * (2 * (self.spec.head_dim + self.spec.v_head_dim)))
+        section = Int32(cutlass.max(cutlass.min(entries * of_entry, most), group))
+        section = ptx.where(is_large, section, Int32(group))
+        position, place = copies.place_in_sections(index, section, count, heads * scalars.batch)
+        entry, place = place % entries, place // entries
+        head, batch = place % heads, place // heads * entries + entry
+        return _Place(position, head // group, head, batch)
 
     def work(self, tile: Int32, place: _Place, buffers: ForwardBuffers, scalars: Scalars) -> Work:
         """Returns a tile of the head of a place."""
@@ -347,7 +376,7 @@ def forward_schedule(spec: KernelSpec, config: ForwardConfig) -> ForwardSchedule
     if spec.packed:
         slots = HeadSlots(spec, config.rows)
         return PersistentPackedTiles(slots, config.blocks) if spec.has_tile_counter else PackedTiles(slots)
-    tiles = HeadTiles(spec, config.rows)
+    tiles = HeadTiles(spec, config.rows, config.shares_bias)
     if not config.persistent:
         return SingleTiles(tiles)
     return (PersistentSections if spec.bounds_kind.left else PersistentPairs)(tiles, config.blocks)

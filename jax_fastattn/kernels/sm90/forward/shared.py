@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
+from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.device.tile_counter import NextTile
 from jax_fastattn.kernels.device.tma import Tma
-from jax_fastattn.kernels.sm90.forward.config import SharedMemory
+from jax_fastattn.kernels.sm90.forward.config import KEY_BIAS, SharedMemory
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
@@ -24,7 +25,8 @@ class ForwardShared:
     """Tiles and barriers in shared memory.
 
     Attributes:
-        regions: the rows of the table.
+        memory: the table, with the config.
+        regions: its rows.
         query: `[rows, columns, warpgroup]`.
         key: the ring as tiles of K, `[keys, columns, stage]`.
         value: the ring as tiles of V, `[keys, columns, stage]`.
@@ -35,6 +37,7 @@ class ForwardShared:
         next_tile: the next tile, by the tile counter; None if the CTA knows its tiles.
     """
 
+    memory: SharedMemory
     regions: SharedRegions
     query: cute.Tensor
     key: cute.Tensor
@@ -51,6 +54,7 @@ class ForwardShared:
         config = memory.config
         regions = SharedRegions.of(memory.table, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024))
         return cls(
+            memory=memory,
             regions=regions,
             query=regions.tiles("query", dtype, (WARPGROUP_ROWS, memory.head_dim)),
             key=regions.tiles("ring", dtype, (config.keys, memory.head_dim)),
@@ -64,7 +68,23 @@ class ForwardShared:
 
     def initialize(self, warp_index: Int32, tma: Tma) -> None:
         """Initializes the barriers, see `SharedRegions.initialize`."""
+        if KEY_BIAS in self.regions.table:
+            self._zero_key_bias()
         self.regions.initialize(warp_index, tma)
+
+    def _zero_key_bias(self) -> None:
+        """Zeroes the second half of the columns of each tile of a bias of keys, which copies leave as it is."""
+        region = self.regions.table[KEY_BIAS]
+        half, thread = region.pitch // 2, ptx.thread_index()
+        threads = self.memory.config.threads
+        for stage in range(region.count):
+            first = self.regions.stage(KEY_BIAS, Int32(stage)) + half
+            for start in range(0, half, 16 * threads):
+                at = thread * 16 + start
+                cutlass.if_generate(
+                    Boolean(at < half), lambda at=first + at: ptx.store_shared_chunk(at, [Int32(0)] * 4)
+                )
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def query_address(self, group: Int32) -> Int32:
         """Returns the address of a warpgroup's Q."""

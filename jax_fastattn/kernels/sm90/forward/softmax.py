@@ -15,10 +15,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, softmax, warp_scores, wgmma
-from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
 from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane
@@ -26,6 +27,9 @@ from jax_fastattn.kernels.sm90.forward.state import Call, Lane
 # Upper limit on a lane's sum of unnormalized probabilities in a full tile. P has to fit its 16 bits, O and the sums
 # float32.
 _SUM_LIMITS = {"bfloat16": 2.0**24, "float16": 2.0**14}
+
+# A row whose maximum is below it, in base 2, counts as blind. Rounding a larger one changes no weight by 2^-9.
+_BLIND = -(2.0**15)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,43 @@ class OnlineSoftmax:
             wait()
         self.products.rescale_out(self.factors, failed)
 
+    # Tiles that need no mask, while a feature may have hidden all that a row has seen.
+
+    def is_blind(self) -> Boolean:
+        """Returns whether a row of the warpgroup has seen no key yet, or none of weight; its warps meet for that.
+
+        The first maximum of such a row would fail the assumption. Of far negative logits a full tile subtracts maxima
+        that are rounded, which masks of -1e9 and the like would show.
+        """
+        unit, (first, second) = self.call.score.unit, (self.maxima[i] for i in range(2))
+        blind = Boolean((first * unit < Float32(_BLIND)) | (second * unit < Float32(_BLIND)))
+        return ptx.any_of(ForwardBarrier.WARPGROUP.at(self.lane.group), 128, blind)
+
+    def blind_tile(self, index: Int32, stage: Int32, rows: ScoreRows) -> None:
+        """Does what `full_tile` does, by the usual softmax.
+
+        Args:
+            index: of the key tile.
+            stage: of K, which is released.
+            rows: what becomes of the scores of the lane's two rows.
+        """
+        self.ring.consumer_release(stage)
+        scores, grown = self.products.scores, cute.make_rmem_tensor((1,), Int32)
+        rows.score.full(scores, self._tile(index, rows))
+        found = softmax.row_maxima(scores, *self._blocks)
+        grown[0] = Int32(0)
+
+        def see() -> None:
+            grown[0] = ptx.where(self._raise_to(found), Int32(1), Int32(0))
+
+        # Of a mask that is spelled as a bias most of these tiles are hidden to all rows. Their logits of -inf become
+        # probabilities of 0 when they are rounded.
+        hidden = Boolean((found[0] == Float32(softmax.NEVER)) & (found[1] == Float32(softmax.NEVER)))
+        cutlass.if_generate(cute.arch.vote_any_sync(Boolean(hidden == Boolean(False))), see)
+        warpgroup.wait_group(0)
+        self.products.round_probabilities(floor=True)
+        self.products.rescale_out(self.factors, Boolean(grown[0] != 0))
+
     # The usual softmax.
 
     def _tile(self, index: Int32, rows: ScoreRows) -> ScoreTile:
@@ -154,17 +195,26 @@ class OnlineSoftmax:
         Returns:
             whether the warp has to rescale its output by `factors`.
         """
+        return self._raise_to(softmax.row_maxima(self.products.scores, *self._blocks))
+
+    def _raise_to(self, found: list[Float32]) -> Boolean:
+        """Does the same, given the maxima of the scores."""
         factor, scores = self.call.score.unit, self.products.scores
         shifts, grown = [], Boolean(False)
-        for i, x in enumerate(softmax.row_maxima(scores, *self._blocks)):
+        for i, x in enumerate(found):
             old = self.maxima[i]
             grown = Boolean(grown | (x > old))
             self.maxima[i] = ptx.maximum(old, x)
             # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
             shift = ptx.where(self.maxima[i] == Float32(softmax.NEVER), Float32(0.0), self.maxima[i])
             self.factors[i] = ptx.exp2((old - shift) * factor)
-            shifts.append(shift * factor)
-        sums = softmax.exponentials(scores, *self._blocks, factor, shifts)
+            shifts.append(shift)
+        if self.call.spec.key_bias_parts:
+            # Far from 0, where a mask of -1e9 is, maxima times a factor are too coarse.
+            for i in range(cute.size(scores)):
+                scores[i] = scores[i] - shifts[accumulator_row(0, i % 4)]
+            shifts = [Float32(0.0)] * 2
+        sums = softmax.exponentials(scores, *self._blocks, factor, [shift * factor for shift in shifts])
         for i, total in enumerate(sums):
             self.sums[i] = ptx.fma(self.sums[i], self.factors[i], total)
         return cute.arch.vote_any_sync(grown)
@@ -181,9 +231,7 @@ class OnlineSoftmax:
         Returns:
             sums of the lane's two rows, and whether the assumption is wrong for a row of the warp.
         """
-        factor, scores = score.unit, self.products.scores
-        score.full(scores, tile)
-        sums = softmax.exponentials(scores, *self._blocks, factor, [self.maxima[i] * factor for i in range(2)])
+        sums = score.exponentials(self.products.scores, tile, self.maxima)
         limit = Float32(_SUM_LIMITS[self.call.spec.dtype])
         holds = Boolean((sums[0] < limit) & (sums[1] < limit))
         return sums, cute.arch.vote_any_sync(Boolean(holds == Boolean(False)))
@@ -207,6 +255,8 @@ class OnlineSoftmax:
             head_dim=memory.head_dim,
             mma_dtype=self.call.mma_dtype,
         )
+        if self.products.key_bias is not None:
+            self.products.key_bias.add(self.products.scores, stage)
         self.ring.consumer_release(stage)
         score.full(self.products.scores, tile)
         self._raise_maxima()
