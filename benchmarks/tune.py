@@ -45,7 +45,8 @@ from jax_fastattn import ffi
 from jax_fastattn.kernels.architectures import BORROWED
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs, dq_config
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs
+from jax_fastattn.kernels.sm90.backward.dq_config import dq_config
 from jax_fastattn.ops import cuda
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.borrow import borrow

@@ -53,7 +53,7 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     rows = {"key_records", "query_ids"}, {"query_records", "key_ids"}
     tiles = {"query_tiles", "key_tiles", "key_lists", "key_bits", *listed, *rows[0], *rows[1]}
     sinks = {"sinks", "dsinks_terms"}
-    bias = {"bias", "key_bias", "row_bias", "dbias", "dkey_bias"}
+    bias = {"bias", "key_bias", "row_bias", "dbias", "dkey_bias", "key_classes"}
     assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks | bias
     # Backward, sinks alone do not say that their gradient is asked for.
     full = dataclasses.replace(plain, sinks=True, **dict.fromkeys(absent, True))
@@ -69,6 +69,10 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     lists = [configured(dataclasses.replace(plain, listed=True, head_dim=head_dim)) for head_dim in (64, 192)]
     assert all(launch_buffers(spec)[name] == "int32" for spec in lists for name in listed)
     assert [launch_buffers(spec)["key_lists"] for spec in lists] == [None, "int32"]
+    # So does one that computes dbias alone, which finds its tiles by their classes.
+    biased = dataclasses.replace(plain, listed=True, bias="matrix", bias_dtype="float16")
+    biased = [launch_buffers(configured(dataclasses.replace(biased, dbias=dbias))) for dbias in (False, True)]
+    assert [{x[name] for name in ("key_lists", "key_bits", "key_classes")} for x in biased] == [{None}, {"int32"}]
     # Where there are no bits, edge tiles of each list compare rows.
     compared = [launch_buffers(dataclasses.replace(spec, compared=True)) for spec in lists]
     assert [{x[name] for name in rows[0]} for x in compared] == [{"int32"}, {"int32"}]

@@ -20,10 +20,8 @@ from jax_fastattn.kernels.sm90.backward.config import (
     BackwardConfig,
     BackwardConfigs,
     BackwardMemory,
-    DqConfig,
-    DqMemory,
-    dq_config,
 )
+from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig, DqMemory, dq_config
 from jax_fastattn.kernels.support import (
     MAX_HEAD_DIM,
     MAX_LISTED_LENGTH,

@@ -126,7 +126,8 @@ class BackwardBuffers(NamedTuple):
             queries has `ROW_ALIGNMENT` rows. The padded rows of a head are the rows of its slots.
         query_lists, query_bits, key_tile_counts: of tiles of keys, see `tile_lists.py`.
         key_records, query_ids: what their edge tiles compare in the place of bits, see `features/compared.py`.
-        key_lists, key_bits, query_records, key_ids: of the tiles of queries of the kernel that computes dq alone.
+        key_lists, key_bits, query_records, key_ids: of the tiles of queries of a kernel of dq alone, or of dbias.
+        key_classes: of the tiles of keys that the latter visits, see `tile_lists.shapes`.
         sinks: `[b, N]`.
         bias, key_bias, row_bias: see `ForwardBuffers`.
         out: `[B, T, N, D]`, from the forward pass.
@@ -164,6 +165,7 @@ class BackwardBuffers(NamedTuple):
     query_ids: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     key_lists: Annotated[Any, Buffer("operand", "int32", needs="lists_keys")]
     key_bits: Annotated[Any, Buffer("operand", "int32", needs="lists_keys")]
+    key_classes: Annotated[Any, Buffer("operand", "int32", needs="classifies_keys")]
     query_records: Annotated[Any, Buffer("operand", "int32", needs="compares_keys")]
     key_ids: Annotated[Any, Buffer("operand", "int32", needs="compares_keys")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]

@@ -15,6 +15,7 @@ from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm80.decode import config as sm80_decode
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
+from jax_fastattn.kernels.sm90.backward import dbias_config
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.split import heads_side_by_side
@@ -175,8 +176,8 @@ def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
     """Returns the tiles of the prepasses that a kernel reads the lists of; none if it visits ranges."""
     if not kernel.listed:
         return []
-    lists_keys = kernel.op == "backward" and kernel.lists_keys
-    return [kernel.tiles_of(config) for config in (kernel.config, *([kernel.config.dq] if lists_keys else []))]
+    found = [kernel.tiles_of(kernel.config)]
+    return [*found, dbias_config.key_list_tiles(kernel)] if kernel.op == "backward" and kernel.lists_keys else found
 
 
 def splits_keys(problem: Problem) -> bool:

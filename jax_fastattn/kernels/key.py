@@ -102,8 +102,13 @@ class KernelSpec:
 
     @property
     def lists_keys(self) -> bool:
-        """Whether a backward pass with lists has those of tiles of queries, for a kernel that computes dq alone."""
-        return self.listed and not self.config.adds_dq
+        """Whether a backward pass with lists has those of tiles of queries, for a kernel of dq alone, or of dbias."""
+        return self.listed and (not self.config.adds_dq or self.classifies_keys)
+
+    @property
+    def classifies_keys(self) -> bool:
+        """Whether it has the classes of their tiles, for the kernel that computes dbias alone."""
+        return self.listed and self.dmatrix_bias and self.family == "sm90"
 
     @property
     def compares_keys(self) -> bool:
@@ -120,10 +125,14 @@ class KernelSpec:
         return self.op == "forward" and self.packed and self.config.persistent
 
     @property
+    def folds_lse(self) -> bool:
+        """Whether a logit is a factor times the product q . k, plus a bias, so that the product may have its lse."""
+        return not (self.logits_soft_cap or any(program.changes_logits for program in self.programs))
+
+    @property
     def is_affine(self) -> bool:
-        """Whether a logit is a factor times the product q . k, so that a log-sum-exp may be part of that product."""
-        changes = any(program.changes_logits for program in self.programs)
-        return not (self.logits_soft_cap or self.matrix_bias or self.key_bias or changes)
+        """Whether a logit is a factor times the product q . k alone."""
+        return self.folds_lse and not (self.matrix_bias or self.key_bias)
 
     @property
     def matrix_bias(self) -> bool:

@@ -34,7 +34,7 @@ from jax_fastattn.kernels.features.row_bits import SeenKeys
 from jax_fastattn.kernels.features.sinks import Sinks
 from jax_fastattn.kernels.features.softcap import SoftCap
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import Limits
+from jax_fastattn.kernels.plan import Limits, LiveRange
 
 # Stands for a scale of 0: small enough to make every finite product vanish, yet -inf times it is still -inf.
 _TINY_SCALE = 2.0**-120
@@ -147,9 +147,24 @@ class Score:
         """Whether a logit is a factor times the product q . k, see `KernelSpec.is_affine`."""
         return not self.steps
 
+    @property
+    def folds_lse(self) -> bool:
+        """Whether a logit is that, plus terms, see `KernelSpec.folds_lse`."""
+        return all(step.defines("term") for step in self.steps)
+
     def start(self, head: Head) -> "Score":
         """Returns the composition with what features read for a query head."""
         return replace(self, features=_each(self.features, "start", head))
+
+    @property
+    def holds(self) -> bool:
+        """Whether some feature has the hook `hold`."""
+        return bool(_with(self.features, "hold"))
+
+    def hold(self, key: Int32, live: LiveRange) -> "Score":
+        """Returns the composition with what features read for a lane's two keys, see `Feature.hold`."""
+        features = [x.hold(key, live) if x.defines("hold") else x for x in self.features]
+        return replace(self, features=tuple(features))
 
     # What features load for a tile, see `features/stages.py`.
 
@@ -170,6 +185,10 @@ class Score:
     def read(self, tile: ScoreTile) -> "Score":
         """Returns the composition for one pass over the scores of a tile."""
         return replace(self, features=_each(self.features, "read", tile))
+
+    def preload(self, tile: ScoreTile) -> "Score":
+        """Returns the composition for one pass, with what features have for it in registers."""
+        return replace(self, features=_each(self.read(tile).features, "preload", tile))
 
     # Forward.
 

@@ -38,6 +38,9 @@ DEAD_ROWS = 1 << 15
 RANK_SHIFT, RANK_MASK = 16, 0x7FFF
 LAST = -(1 << 31)
 
+# The class of a pair of tiles: whether something is visible, and whether everything that exists is; then `DEAD_ROWS`.
+SOME, ALL = 1, 2
+
 # Up to how many rows an own side has live rows in the header; kernels with larger tiles do not ask.
 MAX_LIVE_ROWS = 32 * LIVE_WORDS
 

@@ -21,6 +21,7 @@ from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.split import heads_side_by_side
 from jax_fastattn.ops.bias import bias_operands, with_usable_scale
+from jax_fastattn.ops.bias_gradient import RowBias, bias_gradient, is_of_rows_alone, result_shapes
 from jax_fastattn.ops.launch import launch_p, launch_scalars
 from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
@@ -129,9 +130,15 @@ def backward(
     sinks = operands.sinks if "sinks" in wanted else None
     padded = _for_kernels(operands)._replace(sinks=sinks)
     problem, arrays = _launched(spec, padded)
+    asked = {"dlse": dlse is not None, "dsinks": sinks is not None, "dbias": "bias" in {*wanted} & {*spec.present}}
+    kernel = kernel or kernel_spec(problem, "backward", ffi.arch(), **asked)
+    if is_of_rows_alone(kernel):
+        return _without_rows(spec, operands, (out, lse), (dout, dlse), wanted, kept)
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
     residuals = {name: x if x is None else _joined(x, padded) for name, x in residuals.items()}
-    kernel = kernel or kernel_spec(problem, "backward", ffi.arch(), dlse=dlse is not None, dsinks=sinks is not None)
+    gradient = result_shapes(kernel, problem, ffi.multiprocessors())
+    if kernel.dmatrix_bias:
+        kernel = replace(kernel, splits_dbias=gradient["dbias"][0] > 1)
     arrays = _with_bias(kernel, problem, arrays)
     backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
     scratch = backward_scratch(kernel, problem.num_sequences or problem.batch, problem.query_length, problem.num_heads)
@@ -139,6 +146,7 @@ def backward(
     launched = {name: _joined_shape(shape, padded) for name, shape in gradients.items()}
     if sinks is not None:
         launched["dsinks_terms"] = (problem.batch, problem.num_heads, problem.query_length)
+    launched |= gradient
     arrays, lists = _with_lists(spec, padded, kernel, arrays, kept)
     found = _launch(kernel, problem, arrays | _records(kernel, padded) | residuals, launched | scratch, lists)
     dq, dk, dv = (found[name].reshape(shape) for name, shape in gradients.items())
@@ -147,8 +155,34 @@ def backward(
         query=_scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
+        bias=bias_gradient(problem.bias_shape, found) if gradient and problem.bias_shape else None,
         sinks=None if sinks is None else sinks_gradient(sinks, found["dsinks_terms"], operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
+    )
+
+
+def _without_rows(
+    spec: AttentionSpec,
+    operands: Operands,
+    results: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array | None],
+    wanted: Collection[str],
+    kept: Sequence[TileLists],
+) -> Gradients:
+    """Returns the gradients of a call with a bias of rows that no kernel reads, see `bias_gradient.py`."""
+    (out, lse), (dout, dlse) = results, cotangents
+    sinks = operands.sinks if "sinks" in wanted else None
+    rows = RowBias(operands, lse)
+    terms = None
+    if not {"bias", "sinks"}.isdisjoint(wanted):
+        terms = rows.sink_terms(out, dout, dlse)
+    names = tuple(name for name in spec.present if name not in ("bias", "sinks"))
+    others = [name for name in wanted if name not in ("bias", "sinks")]
+    rest = operands._replace(bias=None, sinks=None)
+    found = backward(replace(spec, present=names), rest, out, rows.lse(), dout, dlse, others, kept=kept)
+    return found._replace(
+        bias=rows.gradient(dlse, terms) if "bias" in wanted else None,
+        sinks=sinks_gradient(sinks, terms, out.shape[0]) if sinks is not None and terms is not None else None,
     )
 
 
@@ -178,6 +212,8 @@ def _with_lists(
     others = {name: x for name, x in arrays.items() if name not in PREDICATE or getattr(kernel, name, False)}
     for lists in found:
         others |= lists.buffers()
+    if not getattr(kernel, "classifies_keys", False):
+        others.pop("key_classes", None)
     return others, found[-1]
 
 
@@ -253,7 +289,8 @@ def _launch(
     results = {name: (shapes[name], buffer.dtype) for name, buffer in buffers.items() if buffer.role != "operand"}
     given = {name for name, x in operands.items() if x is not None}
     assert given == set(names) and shapes.keys() == results.keys(), (kernel, given, set(shapes))
-    scalars = _scalars(kernel, problem, lists)
+    parts = shapes["dbias"][0] if "dbias" in shapes else None
+    scalars = _scalars(kernel, problem, lists, parts)
     found = launch_p.bind(
         *(operands[name] for name in names),
         kernel=kernel,
@@ -264,12 +301,14 @@ def _launch(
     return dict(zip(results, found, strict=True))
 
 
-def _scalars(kernel: KernelSpec, problem: Problem, lists: TileLists | RowBits | None) -> Scalars:
+def _scalars(
+    kernel: KernelSpec, problem: Problem, lists: TileLists | RowBits | None, bias_parts: int | None
+) -> Scalars:
     """Returns the scalars of a launch."""
     multiprocessors, side_heads = ffi.multiprocessors(), None
     if kernel.op == "decode":
         side_heads = heads_side_by_side(problem.num_kv_heads, multiprocessors)
     visit = () if lists is None else (lists.planes,)
-    scalars = launch_scalars(problem, multiprocessors, *visit, side_heads=side_heads)
+    scalars = launch_scalars(problem, multiprocessors, *visit, side_heads=side_heads, bias_parts=bias_parts)
     # The range of keys begins at the offset.
     return scalars._replace(window_left=0) if kernel.row_bits else scalars

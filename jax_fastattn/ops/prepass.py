@@ -48,6 +48,7 @@ class TileLists:
         lists, bits: see `kernels/tile_lists.py`.
         counts: how many tiles of keys visit each query tile; None for lists of tiles of queries.
         rows: what edge tiles compare; None if they have bits.
+        classes: of all pairs of tiles; None for lists of tiles of keys.
     """
 
     config: PrepassConfig = field(metadata={"static": True})
@@ -56,6 +57,7 @@ class TileLists:
     bits: jax.Array
     counts: jax.Array | None = None
     rows: ComparedRows | None = None
+    classes: jax.Array | None = None
 
     def buffers(self) -> dict[str, jax.Array | None]:
         """Returns the operands of the launch that reads them, by name."""
@@ -63,6 +65,8 @@ class TileLists:
         found: dict[str, jax.Array | None] = {f"{visited}_lists": self.lists, f"{visited}_bits": self.bits}
         if self.config.transposed:
             found["key_tile_counts"] = self.counts
+        else:
+            found["key_classes"] = self.classes
         if self.rows is not None:
             found |= {f"{own}_records": self.rows.records, f"{visited}_ids": self.rows.ids}
         return found
@@ -102,7 +106,8 @@ def tile_lists(
     )
     named = dict(zip(results, found, strict=True))
     rows = None if config.bits else compared_rows(spec, operands, config, sizes)
-    return TileLists(config, planes, named["lists"], named["bits"], named.get("counts"), rows)
+    classes = None if config.transposed else named["classes"]
+    return TileLists(config, planes, named["lists"], named["bits"], named.get("counts"), rows, classes)
 
 
 def _checked(lists: TileLists, shapes: Mapping[str, tuple[int, ...]], planes: tuple[int, int, int, int]) -> TileLists:

@@ -7,6 +7,7 @@ Run `python -m jax_fastattn.testing.memory_map > docs/kernels/memory.md`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from jax_fastattn.kernels.decode_config import DecodeBarrier
@@ -19,11 +20,11 @@ from jax_fastattn.kernels.sm90.backward.config import (
     BackwardMemory,
     DkdvBarrier,
     DkdvDqBarrier,
-    DqBarrier,
-    DqMemory,
     backward_config,
-    dq_config,
+    backward_configs,
 )
+from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
+from jax_fastattn.kernels.sm90.backward.dq_config import DqBarrier, DqMemory, dq_config
 from jax_fastattn.kernels.sm90.decode import config as decode
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, SharedMemory, forward_config
 
@@ -62,6 +63,12 @@ def _spec(family: Literal["sm80", "sm90"], op: Literal["forward", "decode", "bac
     )
 
 
+def _with_bias(spec: KernelSpec) -> KernelSpec:
+    """Returns a compile key of a Hopper backward pass with a bias of pairs and its gradient."""
+    spec = replace(spec, packed=False, bias="matrix", bias_dtype=spec.dtype, dbias=True)
+    return replace(spec, config=backward_configs(spec))
+
+
 def sections() -> list[Section]:
     """Returns the kernels that use shared memory for more than one purpose."""
     forward, backward, wide = (
@@ -89,6 +96,7 @@ def sections() -> list[Section]:
         Section("Hopper: dkdv_dq", "head dim 128", dkdv_dq.table, DkdvDqBarrier),
         Section("Hopper: dkdv", "head dim 256", dkdv.table, DkdvBarrier),
         Section("Hopper: dq", "head dim 256", DqMemory.of(wide, dq_config(wide)).table, DqBarrier),
+        Section("Hopper: dbias", "head dim 128, a bias in 16 bits", DbiasMemory.of(_with_bias(backward)).table, None),
         Section(
             "Portable: forward",
             "head dim 128 on sm_80",

@@ -160,15 +160,29 @@ def draw_sinks(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
-def draw_bias(spec: KernelSpec, sizes: Sizes, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Draws a bias: `whole_bias` `[b, n, t, s]` in float64, and what kernels read; none if there is none."""
+def draw_bias(spec: KernelSpec, sizes: Sizes, random: np.random.Generator, pairs: np.ndarray) -> dict[str, np.ndarray]:
+    """Draws a bias: `whole_bias` `[b, n, t, s]` in float64, and what kernels read; none if there is none.
+
+    Kernels read NaN where none of the visible `pairs` `[B, 1 or N, T, S]` does.
+    """
     if sizes.bias is None:
         return {}
     drawn = 2.0 * random.standard_normal(sizes.bias)
     drawn[random.random(sizes.bias) < sizes.bias_holes] = -np.inf
     bias = drawn.astype(DTYPES[spec.bias_dtype or "float32"])
-    operands = bias_operands(spec, jnp.asarray(bias), sizes.keys, sizes.scale)
+    poisoned = np.where(read_bias(sizes, pairs), bias, np.array(np.nan, bias.dtype))
+    operands = bias_operands(spec, jnp.asarray(poisoned), sizes.keys, sizes.scale)
     return {"whole_bias": bias.astype(np.float64)} | {name: np.asarray(x) for name, x in operands.items()}
+
+
+def read_bias(sizes: Sizes, pairs: np.ndarray) -> np.ndarray:
+    """Returns which entries of a bias visible pairs `[B, 1 or N, T, S]` read, bool `[b, n, t, s]`."""
+    assert sizes.bias is not None
+    heads = sizes.bias[1]
+    if 1 < heads < pairs.shape[1]:
+        pairs = pairs.reshape(pairs.shape[0], heads, -1, *pairs.shape[2:]).any(2)
+    shared = tuple(axis for axis, size in enumerate(sizes.bias) if size == 1)
+    return np.broadcast_to(pairs.any(shared, keepdims=True), sizes.bias)
 
 
 def bias_plane(bias: np.ndarray, b: int, n: int, heads: int) -> tuple[int, int]:
@@ -215,7 +229,7 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
     arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
     for program in spec.programs:
         arrays |= program.draw(random, heads, sizes.queries, sizes.keys)
-    arrays |= draw_bias(spec, sizes, random)
+    arrays |= draw_bias(spec, sizes, random, visibility(spec, sizes)[2][:, None])
     if spec.dsinks:
         arrays["sinks"] = draw_sinks(spec, sizes)
         arrays["sinks"][0, 1:2] = -np.inf
@@ -239,6 +253,51 @@ def dsinks_buffer(spec: KernelSpec, sizes: Sizes) -> dict[str, np.ndarray]:
     if not spec.dsinks:
         return {}
     return {"dsinks_terms": np.full((sizes.batch, sizes.kv_heads * spec.group, sizes.queries), np.nan, np.float32)}
+
+
+def dbias_buffers(spec: KernelSpec, sizes: Sizes) -> dict[str, np.ndarray]:
+    """Returns buffers of NaN for what kernels write of the gradient of a bias, by name."""
+    found = {}
+    if spec.dmatrix_bias:
+        assert sizes.bias is not None
+        planes, pitch = sizes.bias[0] * sizes.bias[1], bias_pitch(sizes.bias, sizes.keys)
+        shape = sizes.bias_parts, planes, sizes.queries, pitch
+        found["dbias"] = np.full(shape, np.nan, DTYPES[spec.dbias_dtype])
+    if spec.dkey_bias:
+        shape = sizes.batch, sizes.kv_heads * spec.group, sizes.keys
+        found["dkey_bias"] = np.full(shape, np.nan, np.float32)
+    return found
+
+
+def compare_dbias(
+    spec: KernelSpec,
+    sizes: Sizes,
+    found: dict[str, np.ndarray],
+    wanted: np.ndarray,
+    pairs: np.ndarray,
+    tolerance: float,
+) -> None:
+    """Raises an `AssertionError` if the gradient of a bias is wrong, or not 0 where none of the visible pairs reads it.
+
+    Args:
+        spec: the compile key.
+        sizes: of the call.
+        found: what kernels have written.
+        wanted: the gradient, `[b, n, t, s]`.
+        pairs: the visible ones, `[B, 1 or N, T, S]`.
+        tolerance: relative to the largest number.
+    """
+    batch, heads, queries, keys = wanted.shape
+    if spec.dmatrix_bias:
+        got = found["dbias"].sum(0)[..., :keys].reshape(wanted.shape)
+    else:
+        members = sizes.kv_heads * spec.group // heads
+        got = found["dkey_bias"].reshape(sizes.batch // batch, batch, heads, members, queries, keys)
+        got = got.sum((0, 3)) if batch == 1 else got[0].sum(2)
+    largest = np.abs(wanted).max()
+    assert largest > 0
+    np.testing.assert_allclose(got, wanted, atol=tolerance * largest, rtol=0, err_msg="dbias")
+    assert not got[~read_bias(sizes, pairs)].any(), "a bias that no visible pair reads has a gradient"
 
 
 def compare_dsinks_terms(found: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:

@@ -9,7 +9,16 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks_buffer, with_sinks
+from emulated_backward import (
+    Sizes,
+    compare_dbias,
+    compare_dsinks_terms,
+    dbias_buffers,
+    draw_operands,
+    dsinks_buffer,
+    visibility,
+    with_sinks,
+)
 from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, launch_scalars, number, place, text
 from hopper_emulator import Operand
 from hopper_emulator import launch as emulate
@@ -99,9 +108,18 @@ def check_backward(spec: KernelSpec, sizes: Sizes | None = None) -> tuple[np.nda
     for name in ("dq", "dk", "dv"):
         largest = np.abs(wanted[name]).max()
         np.testing.assert_allclose(found[name], wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
+    if spec.dbias:
+        compare_dbias(spec, sizes, found, wanted["dbias"], visibility(spec, sizes)[2][:, None], tolerance)
     if spec.dsinks:
         compare_dsinks_terms(found["dsinks_terms"], wanted["dsinks_terms"], tolerance)
     return found["dq"], wanted["dq"]
+
+
+def result_buffers(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns buffers of NaN for what the backward kernels write, given the operands."""
+    operands = {"dq": "query", "dk": "key", "dv": "value"}
+    gradients = {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
+    return gradients | dsinks_buffer(spec, sizes) | dbias_buffers(spec, sizes)
 
 
 def run_backward(
@@ -116,10 +134,8 @@ def run_backward(
         left_out: names of kernels that are not launched.
     """
     kernel = BackwardKernel(spec)
-    operands = {"dq": "query", "dk": "key", "dv": "value"}
-    arrays = arrays | {name: np.full(arrays[x].shape, np.nan, arrays[x].dtype) for name, x in operands.items()}
-    results = dsinks_buffer(spec, sizes)
-    arrays |= results
+    results = result_buffers(spec, sizes, arrays)
+    arrays = arrays | results
     for name, shape in backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group).items():
         dtype = launch_buffers(spec)[name]
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
@@ -129,5 +145,5 @@ def run_backward(
     for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
         if launch.kernel.__name__ not in left_out:
             start(launch, texts, memory)
-    found = {x: memory.read(getattr(buffers, x), arrays[x].shape, arrays[x].dtype) for x in (*operands, *results)}
+    found = {x: memory.read(getattr(buffers, x), arrays[x].shape, arrays[x].dtype) for x in results}
     return {name: x.astype(np.float64) for name, x in found.items()}

@@ -89,6 +89,7 @@ def scalars(predicate: Predicate, *, one_row: bool = False) -> Scalars:
         multiprocessors=MULTIPROCESSORS,
         **visit_scalars(predicate, one_row=one_row),
         side_heads=None,
+        pages=None,
         **dict.fromkeys((*BIAS_SCALARS, "bias_parts")),
         scale=SCALE,
         logits_soft_cap=0.0,

@@ -10,15 +10,26 @@ import emulated_masks
 import emulated_prepass
 import numpy as np
 from emulated_backward import Sizes as DrawSizes
-from emulated_backward import compare_dsinks_terms, draw_sinks
+from emulated_backward import (
+    bias_of,
+    bias_plane,
+    bias_scalars,
+    compare_dbias,
+    compare_dsinks_terms,
+    dbias_buffers,
+    draw_bias,
+    draw_sinks,
+)
 from emulated_hopper import backward_texts, few_heads, start
 from emulated_launch import place
 from emulated_prepass import Predicate
 
 from jax_fastattn.kernels.arguments import launch_buffers
+from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import backward_scratch
+from jax_fastattn.kernels.sm90.backward.dbias_config import key_list_tiles
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
 
 CAP = 1.5
@@ -36,6 +47,7 @@ class Case:
         cap: whether logits pass through a soft cap.
         sinks: whether there are sinks, whose gradient is asked for; a cotangent of log-sum-exps comes with it.
         one_row: whether all tiles of queries share a list of keys.
+        bias: shape of a bias `[b, n, t, s]` of pairs or of keys, whose gradient is asked for.
     """
 
     predicate: Predicate
@@ -46,10 +58,30 @@ class Case:
     cap: bool = False
     sinks: bool = False
     one_row: bool = False
+    bias: tuple[int, int, int, int] | None = None
+
+    @property
+    def sizes(self) -> DrawSizes:
+        """The sizes of the call."""
+        predicate = self.predicate
+        return DrawSizes(
+            batch=predicate.batch,
+            queries=predicate.queries,
+            keys=predicate.keys,
+            kv_heads=predicate.query_heads // predicate.group,
+            scale=emulated_masks.SCALE,
+            bias=self.bias,
+        )
+
+    @property
+    def seen(self) -> np.ndarray:
+        """What each query sees, `[B, N, T, S]`."""
+        return emulated_masks.draw(self.predicate, self.spec)[1]
 
     @property
     def spec(self) -> KernelSpec:
         """The compile key."""
+        bias = None if self.bias is None else bias_kind(self.bias)
         return configured(
             KernelSpec(
                 op="backward",
@@ -64,6 +96,9 @@ class Case:
                 logits_soft_cap=self.cap,
                 dlse=self.sinks,
                 dsinks=self.sinks,
+                bias=bias,
+                bias_dtype=self.dtype if bias == "matrix" else None,  # pyright: ignore[reportArgumentType]
+                dbias=bias is not None,
             )
         )
 
@@ -74,6 +109,11 @@ def _reference(case: Case, arrays: dict[str, np.ndarray], seen: np.ndarray) -> d
     query, key, value, dout = (arrays[name].astype(np.float64) for name in ("query", "key", "value", "dout"))
     keys, values = key.repeat(spec.group, 2), value.repeat(spec.group, 2)
     logits, slope = scale * np.einsum("btnh,bsnh->bnts", query, keys), 1.0
+    planes = [(b, n) for b in range(seen.shape[0]) for n in range(seen.shape[1])]
+    if case.bias:
+        logits = logits + np.stack([bias_of(arrays, b, n, seen.shape[1]) for b, n in planes]).reshape(
+            *seen.shape[:2], *case.bias[2:]
+        )
     if case.cap:
         tanh = np.tanh(logits / CAP)
         logits, slope = CAP * tanh, 1 - tanh**2
@@ -85,11 +125,17 @@ def _reference(case: Case, arrays: dict[str, np.ndarray], seen: np.ndarray) -> d
     out = np.einsum("bnts,bsnd->btnd", p, values)
     dlse = arrays["dlse"].swapaxes(1, 2) if case.sinks else np.zeros(lse.shape)
     delta = np.einsum("btnd,btnd->bnt", out, dout) - dlse
-    ds = p * (np.einsum("btnd,bsnd->bnts", dout, values) - delta[..., None]) * slope * scale
+    dlogits = p * (np.einsum("btnd,bsnd->bnts", dout, values) - delta[..., None]) * slope
+    ds = dlogits * scale
     found = {"out": out, "lse": lse.swapaxes(1, 2), "dq": np.einsum("bnts,bsnh->btnh", ds, keys)}
     groups = (*key.shape[:3], spec.group)
     found["dk"] = np.einsum("bnts,btnh->bsnh", ds, query).reshape(*groups, -1).sum(3)
     found["dv"] = np.einsum("bnts,btnd->bsnd", p, dout).reshape(*groups, -1).sum(3)
+    if case.bias:
+        found["dbias"] = np.zeros(case.bias)
+        axes = tuple(axis for axis in range(2) if case.bias[2 + axis] == 1)
+        for b, n in planes:
+            found["dbias"][bias_plane(found["dbias"], b, n, seen.shape[1])] += dlogits[b, n].sum(axes, keepdims=True)
     if case.sinks:
         weight = np.exp(arrays["sinks"][..., None] - np.where(np.isneginf(lse), np.inf, lse))
         found["dsinks_terms"] = (-weight * delta).swapaxes(1, 2)
@@ -111,9 +157,10 @@ def draw(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     shape = (*arrays["query"].shape[:3], spec.v_head_dim)
     arrays["dout"] = random.standard_normal(shape).astype(arrays["query"].dtype)
     if case.sinks:
-        sizes = DrawSizes(batch=predicate.batch, kv_heads=predicate.query_heads // predicate.group)
-        arrays |= {"sinks": draw_sinks(spec, sizes), "dlse": random.standard_normal(shape[:3]).astype(np.float32)}
+        arrays |= {"sinks": draw_sinks(spec, case.sizes), "dlse": random.standard_normal(shape[:3]).astype(np.float32)}
     clean = {name: np.nan_to_num(x.astype(np.float64)) for name, x in arrays.items()}
+    bias = draw_bias(spec, case.sizes, random, seen)
+    arrays, clean = arrays | bias, clean | bias
     wanted = _reference(case, clean, seen)
     arrays |= {"out": wanted["out"].astype(arrays["query"].dtype), "lse": wanted["lse"].astype(np.float32)}
     arrays["dout"][~seen.any(3).swapaxes(1, 2)] = np.nan
@@ -122,8 +169,8 @@ def draw(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     lists = emulated_prepass.run(predicate, spec.config.main.prepass, operands)
     arrays |= {"query_lists": lists["lists"], "query_bits": lists["bits"], "key_tile_counts": lists["counts"]}
     if spec.lists_keys:
-        lists = emulated_prepass.run(predicate, spec.config.dq.prepass, operands, one_row=case.one_row)
-        arrays |= {"key_lists": lists["lists"], "key_bits": lists["bits"]}
+        lists = emulated_prepass.run(predicate, key_list_tiles(spec), operands, one_row=case.one_row)
+        arrays |= {"key_lists": lists["lists"], "key_bits": lists["bits"], "key_classes": lists["classes"]}
     return arrays, wanted
 
 
@@ -136,17 +183,19 @@ def run(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if case.sinks:
         shape = (predicate.batch, predicate.query_heads, predicate.queries)
         arrays |= {"dsinks_terms": np.full(shape, np.nan, np.float32)}
+    arrays |= dbias_buffers(spec, case.sizes)
     for name, shape in backward_scratch(spec, predicate.batch, predicate.queries, predicate.query_heads).items():
         dtype = launch_buffers(spec)[name]
         arrays[name] = np.full(shape, np.nan if dtype == "float32" else -1000, dtype)
     memory, buffers = place(spec, arrays)
     stride = predicate.query_heads if case.sinks else 0
     scalars = emulated_masks.scalars(predicate, one_row=case.one_row)
-    scalars = scalars._replace(logits_soft_cap=CAP, sinks_stride=stride)
+    scalars = scalars._replace(logits_soft_cap=CAP, sinks_stride=stride, **bias_scalars(spec, case.sizes))
+    scalars = scalars._replace(bias_parts=1 if spec.dmatrix_bias else None)
     texts = backward_texts(spec)
     for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
         start(launch, texts, memory)
-    names = [*results, *(["dsinks_terms"] if case.sinks else [])]
+    names = [*results, *(["dsinks_terms"] if case.sinks else []), *dbias_buffers(spec, case.sizes)]
     return {name: memory.read(getattr(buffers, name), arrays[name].shape, arrays[name].dtype) for name in names}
 
 
@@ -161,6 +210,9 @@ def check(case: Case) -> dict[str, np.ndarray]:
     for name, operand in (("dq", "query"), ("dk", "key"), ("dv", "value")):
         dead = np.isnan(arrays[operand].astype(np.float32)).any(-1)
         assert not found[name][dead].any(), f"{name} of rows that are hidden from everybody"
+    if case.bias:
+        wide = {name: x.astype(np.float64) for name, x in found.items()}
+        compare_dbias(case.spec, case.sizes, wide, wanted["dbias"], case.seen, tolerance)
     if case.sinks:
         compare_dsinks_terms(found["dsinks_terms"], wanted["dsinks_terms"], tolerance)
     return found

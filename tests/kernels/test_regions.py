@@ -22,12 +22,13 @@ from jax_fastattn.kernels.sm90.backward.config import (
     BackwardMemory,
     DkdvBarrier,
     DkdvDqBarrier,
-    DqBarrier,
-    DqMemory,
     backward_config,
-    dq_config,
+    backward_configs,
 )
+from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
+from jax_fastattn.kernels.sm90.backward.dq_config import DqBarrier, DqMemory, dq_config
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, SharedMemory, forward_config
+from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 from jax_fastattn.testing.memory_map import memory_map
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels" / "memory.md"
@@ -85,6 +86,23 @@ def test_names_are_checked() -> None:
         TABLE.offset("bias")
 
 
+def _biased_specs() -> Iterator[KernelSpec]:
+    """Yields Hopper's backward passes with a bias of pairs and its gradient."""
+    for dims, dtype, listed in itertools.product(DIMS, ("bfloat16", "float32"), (False, True)):
+        spec = KernelSpec("backward", "sm_90a", "bfloat16", *dims, family="sm90", listed=listed)
+        spec = replace(spec, bias="matrix", bias_dtype=dtype, dbias=True)
+        yield replace(spec, config=backward_configs(spec))
+
+
+def test_kernels_with_a_bias_fit() -> None:
+    """Of the ring of dbias a warpgroup holds all columns of an operand at a time."""
+    for spec in _biased_specs():
+        memory = DbiasMemory.of(spec)
+        assert memory.fits and BackwardMemory.of(spec, spec.config.main).fits, spec
+        columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+        assert columns <= memory.config.stages * memory.head_dim, spec
+
+
 def _tables() -> Iterator[tuple[object, SharedTable]]:
     for dims, cap in itertools.product(DIMS, (False, True)):
         backward = KernelSpec("backward", "sm_90a", "bfloat16", *dims, family="sm90", logits_soft_cap=cap)
@@ -93,6 +111,9 @@ def _tables() -> Iterator[tuple[object, SharedTable]]:
         for short, packed in ((False, False), (True, False), (False, True)):
             forward = replace(backward, op="forward", packed=packed)
             yield forward, SharedMemory.of(forward, forward_config(forward, short=short)).table
+    for spec in _biased_specs():
+        yield spec, BackwardMemory.of(spec, backward_config(spec)).table
+        yield spec, DbiasMemory.of(spec).table
     for dims, arch in itertools.product(DIMS, ARCHITECTURES):
         forward, backward = (KernelSpec(op, arch, "bfloat16", *dims) for op in ("forward", "backward"))
         yield forward, portable.forward_config(forward).table(*dims)

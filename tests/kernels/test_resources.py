@@ -112,10 +112,17 @@ def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict
     return configured(spec)
 
 
+def _launches(spec: KernelSpec) -> int:
+    """Returns how many kernels there are. The gradient of a bias of pairs has its own on Hopper."""
+    more = int(spec.dmatrix_bias and spec.family == "sm90")
+    if spec.op == "decode":
+        return 1 + int(spec.config.splits)
+    return {"forward": 1 + int(spec.has_tile_counter), "backward": 3 + more}[spec.op]
+
+
 def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_bytes: int) -> None:
     # Where CTAs get tiles by a counter, a kernel resets it.
-    count = {"forward": 1 + int(spec.has_tile_counter), "backward": 3}
-    assert len(kernels) == (1 + int(spec.config.splits) if spec.op == "decode" else count[spec.op]), spec
+    assert len(kernels) == _launches(spec), spec
     for kernel in kernels:
         assert kernel.registers <= 255, (spec, kernel)
         assert kernel.local_bytes <= local_bytes, (spec, kernel)
@@ -246,6 +253,16 @@ HOPPER = ("full", "causal", "soft-cap", "groups", "listed", "compared")
 BIASES = ("bias", "bias-causal", "bias-float32", "bias-listed", "key-bias", "row-bias")
 # Local memory of those with a bias of pairs, by features: values that live across the loops of three warpgroups.
 BIAS_LOCAL_BYTES = {"bias": 16, "bias-causal": 16, "bias-listed": 48}
+# Backward rows with a bias and its gradient: features, and head dims of those that add some code.
+BIAS_GRADIENTS = {
+    "bias-causal": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
+    "bias-float32": ((64, 64), (128, 128), (256, 256)),
+    "bias-listed": ((64, 64), (128, 128), (192, 128)),
+    "key-bias": ((64, 64), (128, 128), (192, 128), (256, 256)),
+}
+# Local memory of those: with lists numbers that the kernel of dbias needs once a tile, and with two terms values in the
+# kernel of dq at head dim 256.
+BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 16, "bias-float32": 16}
 
 
 def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
@@ -269,6 +286,13 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
             if is_packed:
                 specs += _variants(dataclasses.replace(spec, packed=True))
     return specs
+
+
+def _bias_gradient_specs(features: str) -> list[KernelSpec]:
+    """Returns Hopper's backward passes with a bias and its gradient; of a small result in parts, as float32."""
+    specs = [_spec("sm90", "backward", "sm_90a", dims, FEATURES[features]) for dims in BIAS_GRADIENTS[features]]
+    splits = features == "bias-listed"
+    return [configured(dataclasses.replace(spec, dbias=True, splits_dbias=splits)) for spec in specs]
 
 
 def _interleaved_specs() -> list[KernelSpec]:
@@ -379,6 +403,7 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
             (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
         ]
         named += [(features, x) for features in BIASES for x in _hopper_specs("forward", features)]
+        named += [(features, x) for features in BIAS_GRADIENTS for x in _bias_gradient_specs(features)]
     found = {_row_name(features, spec): spec for features, spec in named}
     assert len(found) == len(named)
     return found
@@ -414,6 +439,12 @@ def test_hopper_rows_neither_spill_nor_serialise(features: str) -> None:
 def test_hopper_rows_with_a_bias_spill_little_and_do_not_serialise(features: str) -> None:
     specs = _hopper_specs("forward", features)
     _assert_neither_spills_nor_serialises(specs, BIAS_LOCAL_BYTES.get(features, 0))
+
+
+@pytest.mark.parametrize("features", BIAS_GRADIENTS)
+def test_hopper_rows_with_the_gradient_of_a_bias_spill_little_and_do_not_serialise(features: str) -> None:
+    local_bytes = BIAS_GRADIENT_LOCAL_BYTES.get(features, 0)
+    _assert_neither_spills_nor_serialises(_bias_gradient_specs(features), local_bytes)
 
 
 def _assert_neither_spills_nor_serialises(specs: Sequence[KernelSpec], local_bytes: int) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from jax_fastattn.kernels.device.regions import Barriers
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.config import BackwardMemory, DqMemory, backward_config, dq_config
+from jax_fastattn.kernels.sm90.backward.config import BackwardMemory, backward_config
+from jax_fastattn.kernels.sm90.backward.dq_config import DqMemory, dq_config
 from jax_fastattn.kernels.sm90.forward.config import SharedMemory, forward_config
 from jax_fastattn.testing.memory_map import sections
 

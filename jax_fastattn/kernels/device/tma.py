@@ -69,6 +69,24 @@ class TmaOperand(NamedTuple):
 
         return copy
 
+    def copy_matrix(self, shared: cute.Tensor, matrix: cute.Tensor) -> Callable[[Any, Any, Any, cute.Pointer], None]:
+        """Returns a function `(row tile, column tile, stage, barrier)` that loads any tile of a matrix.
+
+        Args:
+            shared: `[rows, columns, stage]`.
+            matrix: `[rows, columns]`, a part of the coordinates.
+        """
+        shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
+        tiles = cute.local_tile(matrix, shape, (None, None))
+        inner, outer = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+        def copy(row: Any, column: Any, stage: Any, barrier: cute.Pointer) -> None:
+            cute.copy(self.atom, outer[None, row, column], inner[None, stage], tma_bar_ptr=barrier)
+
+        return copy
+
     def copy_block(self, shared: cute.Tensor, first: tuple[Int32, Int32], entry: Int32, barrier: cute.Pointer) -> None:
         """Loads a block of a matrix, which TMA reports to the barrier.
 

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.arguments import Buffer
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
+from jax_fastattn.kernels.plan import LiveRange
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,15 @@ class Feature:
 
     def start(self, head: Head) -> "Feature":
         """Returns the feature with what it reads once for each query head that a warp comes to."""
+        raise NotImplementedError
+
+    def hold(self, key: Int32, live: LiveRange) -> "Feature":
+        """Returns the feature with what it reads once for a lane's two keys, where rows of the accumulator are keys.
+
+        Args:
+            key: the first one; the other one is 8 further.
+            live: keys that some query sees. What it reads for others changes nothing.
+        """
         raise NotImplementedError
 
     def stage_nbytes(self, queries: int, keys: int) -> int:

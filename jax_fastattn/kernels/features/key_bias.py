@@ -5,11 +5,13 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cutlass import cute
+from cutlass import Boolean, Float32, Int32, cute
 
+from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
+from jax_fastattn.kernels.plan import LiveRange
 
 
 @dataclass(frozen=True)
@@ -20,26 +22,48 @@ class KeyBias(Feature):
         operand: see `ForwardBuffers.key_bias`.
         planes: of the bias.
         plane: of the head; None before `start`.
+        held: numbers of the lane's two keys since `hold`, where rows of the accumulator are keys.
         loaded: numbers by the key that they belong to, since `read`.
     """
 
     operand: cute.Pointer
     planes: Planes
     plane: Any = None
+    held: Any = None
     loaded: Any = None
 
     def start(self, head: Head) -> "KeyBias":
         """Returns the feature with the plane of a query head."""
         return replace(self, plane=self.planes.vector(self.operand, head))
 
+    def hold(self, key: Int32, live: LiveRange) -> "KeyBias":
+        """Returns the feature with the numbers of two keys; 0 for one that no query sees, whatever lies there.
+
+        Rows past the last query see such a key too, where the statistics alone make P 0.
+        """
+        held = []
+        for i in range(2):
+            index = key + 8 * i
+            is_live = Boolean((index >= live.begin) & (index < live.end))
+            held.append(ptx.where(is_live, self.plane.load(index), Float32(0.0)))
+        return replace(self, held=tuple(held))
+
     def read(self, tile: ScoreTile) -> "KeyBias":
         """Returns the feature for one pass over the scores of a tile."""
         del tile
-        return replace(self, loaded={})
+        return replace(self, loaded={} if self.held is None else dict(enumerate(self.held)))
+
+    def term(self, at: Element, less: Float32) -> Float32:
+        """Returns the number of a key, less another one."""
+        return self.value(at) - less
 
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the logit with the number of its key."""
+        return x.plus(self.value(at))
+
+    def value(self, at: Element) -> Float32:
+        """Returns the number of a key."""
         which = at.i if at.tile.transposed else at.column
         if which not in self.loaded:
             self.loaded[which] = self.plane.load(at.key)
-        return x.plus(self.loaded[which])
+        return self.loaded[which]

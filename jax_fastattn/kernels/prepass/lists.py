@@ -12,6 +12,7 @@ from cutlass import Boolean, Int32, Int64, cute
 from jax_fastattn.kernels.arguments import PrepassBuffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.tile_lists import (
+    ALL,
     DEAD_ROWS,
     EDGES,
     HAS_DEAD_ROWS,
@@ -20,13 +21,11 @@ from jax_fastattn.kernels.tile_lists import (
     LIVE,
     LIVE_WORDS,
     RANK_SHIFT,
+    SOME,
     PrepassConfig,
     list_words,
     visitor_nbytes,
 )
-
-# A class: whether something is visible, and whether everything is; then `DEAD_ROWS`.
-SOME, ALL = 1, 2
 
 
 class Place(NamedTuple):

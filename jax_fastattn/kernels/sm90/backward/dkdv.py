@@ -14,12 +14,11 @@ tile, and it runs concurrently with that tile's exponentials. With two, that wou
 products of a tile follow each other, and those of the other warpgroup fill the gaps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx, wgmma
@@ -30,15 +29,16 @@ from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
-from jax_fastattn.kernels.sm90.backward.dkdv_weights import Differentiate, WeightExchange
+from jax_fastattn.kernels.sm90.backward.dkdv_role import Role, Stages
+from jax_fastattn.kernels.sm90.backward.dkdv_weights import WeightExchange
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
-from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile, QueryHead
+from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile
 from jax_fastattn.kernels.sm90.backward.key_stationary import KeyStationary
-from jax_fastattn.kernels.sm90.backward.mask import QueryMask
+from jax_fastattn.kernels.sm90.backward.key_sums import KeySums
+from jax_fastattn.kernels.sm90.backward.mask import Lane, QueryMask
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-from jax_fastattn.kernels.visits import Edges, Phase
 
 
 class DkdvKernel:
@@ -77,18 +77,6 @@ class DkdvKernel:
         cutlass.if_generate(warp_index == self.common.first_producer, load_all)
 
 
-class _Stages(NamedTuple):
-    """A ring of tiles in shared memory.
-
-    Attributes:
-        tiles: `[rows, columns, stage]`.
-        empty: barriers on which its stages are given back.
-    """
-
-    tiles: cute.Tensor
-    empty: cute.Pointer
-
-
 class _Result(NamedTuple):
     """Where a sum goes.
 
@@ -101,24 +89,6 @@ class _Result(NamedTuple):
     target: cute.Pointer
     head_dim: int
     factor: Float32 | None
-
-
-class _LeftStep(NamedTuple):
-    """The left factor of a step of 16 along a product's columns.
-
-    Attributes:
-        mma: the product, with its left factor in registers or in shared memory.
-        left: the left factor of all steps, a fragment or descriptors.
-        k: index of the step.
-    """
-
-    mma: cute.TiledMma
-    left: cute.Tensor
-    k: int
-
-    def times(self, right: cute.Tensor) -> wgmma.Step:
-        """Returns the step with its right factor, given descriptors of all steps."""
-        return self.mma, self.left[None, None, self.k], right[None, None, self.k]
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +144,7 @@ class DkdvConsumer:
             stage=stage,
             mma=mma,
             product=product,
-            weights=WeightExchange(spec, shared, thread, lane_column, mask, stage, product),
+            weights=WeightExchange(spec, shared, thread, lane_column, mask, stage, product, KeySums.of(spec)),
         )
 
     @property
@@ -193,17 +163,28 @@ class DkdvConsumer:
         wgmma.wait(shared.key_full, phase)
         wgmma.wait(shared.value_full, phase)
 
-        queries, douts = _Stages(shared.query, shared.query_empty), _Stages(shared.dout, shared.dout_empty)
+        queries, douts = Stages(shared.query, shared.query_empty), Stages(shared.dout, shared.dout_empty)
         dk = _Result(buffers.dk, self.spec.head_dim, scale)
         dv = _Result(buffers.dv, self.spec.v_head_dim, None)
 
+        sums = self.weights.key_sums
+
+        def finish_head(member: Int32) -> None:
+            assert sums is not None
+            lane = Lane(self.thread, self.row, self.weights.lane_column)
+            sums.store(buffers.dkey_bias, work, member, lane, self._are_live(work))
+            sums.clear()
+
         def compute_dv() -> None:
-            role = _Role.start(self, work, shared.key, queries, douts, self.weights.give)
+            role = Role.start(self, work, shared.key, queries, douts, self.weights.give)
             role.run()
             self._store_sum(work, role.sum, dv)
 
         def compute_dk() -> None:
-            role = _Role.start(self, work, shared.value, douts, queries, self.weights.take)
+            role = Role.start(self, work, shared.value, douts, queries, self.weights.take)
+            if sums is not None:
+                sums.clear()
+                role = replace(role, finish_head=finish_head)
             role.run()
             self._store_sum(work, role.sum, dk)
 
@@ -223,6 +204,14 @@ class DkdvConsumer:
             live = copies.Rows.live(live, work.row)
         self._row_store(work, result).store_live(acc, live, result.factor)
 
+    def _are_live(self, work: KeyTile) -> list[Boolean]:
+        """Returns whether some query sees each of the lane's keys: what others hold may be no number."""
+        if work.listed is not None:
+            return work.listed.entries.are_live(self.row)
+        live = copies.moved(work.bounds).live_keys()
+        rows = [work.row + self.row + 8 * i for i in range(2)]
+        return [Boolean((row >= live.begin) & (row < live.end)) for row in rows]
+
     def _row_store(self, work: KeyTile, result: _Result) -> RowStore:
         """Returns where the lane's rows of a sum go."""
         first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
@@ -236,153 +225,3 @@ class DkdvConsumer:
             quad_lane=self.thread % 4,
             mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Role:
-    """What one of the two warpgroups does for a tile of keys: `product = left right^T`, `sum += fragment^T added`.
-
-    Attributes:
-        consumer: what both warpgroups have.
-        work: the tile of keys.
-        differentiate: from the product to the fragment, in 16 bits.
-        right_empty: barriers on which stages of the right factor are given back.
-        added_empty: barriers on which stages of the right factor of the sum are given back.
-        left: left factor of the product, of the keys.
-        right: descriptors of its right factor.
-        sum_mma: the product that is added to the sum, its left factor from registers.
-        added: descriptors of its right factor.
-        fragment: its left factor in 16 bits.
-        sum: accumulator `[64, columns]` of dk or dv.
-        previous: stage of the last tile whose fragment is there.
-    """
-
-    consumer: DkdvConsumer
-    work: KeyTile
-    differentiate: Differentiate
-    right_empty: cute.Pointer
-    added_empty: cute.Pointer
-    left: list[_LeftStep]
-    right: cute.Tensor
-    sum_mma: cute.TiledMma
-    added: cute.Tensor
-    fragment: cute.Tensor
-    sum: cute.Tensor
-    previous: wgmma.Uniform
-
-    @classmethod
-    def start(
-        cls,
-        consumer: DkdvConsumer,
-        work: KeyTile,
-        left: cute.Tensor,
-        right: _Stages,
-        added: _Stages,
-        differentiate: Differentiate,
-    ) -> "_Role":
-        """Returns the role with its registers, and its sum at 0.
-
-        Args:
-            consumer: what both warpgroups have.
-            work: the tile of keys.
-            left: left factor of the product, `[64, columns, 1]` in shared memory.
-            right: its right factor.
-            added: right factor of the sum.
-            differentiate: from the product to the fragment.
-        """
-        config, dtype, mma = consumer.config, consumer.dtype, consumer.mma
-        columns, shape = cute.size(added.tiles, mode=[1]), (WARPGROUP_ROWS, config.queries)
-        register_mma = wgmma.product(dtype, config.queries, a_in_registers=True, b_transposed=False)
-        steps = cute.size(left, mode=[1]) // 16
-        count = min(config.kv_in_regs, steps)
-        first = wgmma.load_a(register_mma, left, 0, count, consumer.thread % 128)
-        rest = wgmma.operand_a(mma, left)[None, None, None, 0]
-        factors = [_LeftStep(register_mma, first, k) if k < count else _LeftStep(mma, rest, k) for k in range(steps)]
-        descriptors = wgmma.operand_b(mma, right.tiles)
-        sum_mma = wgmma.product(dtype, columns, a_in_registers=True, b_transposed=True)
-        role = cls(
-            consumer=consumer,
-            work=work,
-            differentiate=differentiate,
-            right_empty=right.empty,
-            added_empty=added.empty,
-            left=factors,
-            right=descriptors,
-            sum_mma=sum_mma,
-            added=wgmma.operand_b(sum_mma, wgmma.transposed(added.tiles)),
-            fragment=wgmma.fragment_a(sum_mma, shape, dtype),
-            sum=wgmma.accumulator(sum_mma, (WARPGROUP_ROWS, columns)),
-            previous=wgmma.Uniform(Int32(0)),
-        )
-        role.sum.fill(0.0)
-        return role
-
-    def run(self) -> None:
-        """Visits all tiles of queries of all heads of the group."""
-        consumer, visit = self.consumer, self.work.visit
-        spec, config = consumer.spec, consumer.config
-        phases = visit.rest(config.order).phases(config.order)
-
-        def run(head: QueryHead, phase: Phase) -> None:
-            consumer.stage.make_uniform()
-            self.previous.make_uniform()
-            wgmma.loop(phase.steps, lambda i: self._step(head, phase.position(i), phase.edges))
-
-        def visit_head(member: Int32) -> None:
-            head = QueryHead.start(self.work, member, consumer.score)
-            self._step(head, visit.begin, visit.edges, first=True)
-            for phase in phases:
-                run(head, phase)
-            if config.overlap:
-                self._start_sum()
-                self._finish_sum()
-
-        wgmma.loop(ptx.where(visit.begin < visit.end, Int32(spec.group), Int32(0)), visit_head)
-
-    def _step(self, head: QueryHead, index: Int32, edges: Edges | None, first: bool = False) -> None:
-        """Computes the product of one tile and its sum, or with overlap that of the one before."""
-        consumer, overlap = self.consumer, self.consumer.config.overlap
-        shared, spec, stage, phase = consumer.shared, consumer.spec, consumer.stage[0], consumer.stage[1]
-        wgmma.wait(shared.query_full + stage, phase)
-        wgmma.wait(shared.dout_full + stage, phase)
-        if edges is not None:
-            self._zero_queries(index, stage, first=first)
-        right = self.right[None, None, None, stage]
-        wgmma.gemm_steps(consumer.product, (step.times(right) for step in self.left), accumulate=False)
-        adds_previous = overlap and not first
-        if adds_previous:
-            self._start_sum()
-        pairs = self.differentiate(head, index, edges, 1 if adds_previous else 0, first)
-        wgmma.release(self.right_empty + stage)
-        if adds_previous:
-            self._finish_sum()
-        fragment = cute.recast_tensor(self.fragment, Int32)
-        for i, pair in enumerate(pairs):
-            fragment[i] = ptx.move(pair)
-        self.previous[0] = stage
-        wgmma.advance(consumer.stage, consumer.config.stages)
-        if not overlap:
-            self._start_sum()
-            self._finish_sum()
-
-    def _zero_queries(self, index: Int32, stage: Int32, *, first: bool) -> None:
-        """Zeroes the rows of Q and dO of a masked tile that see no key. The first tile may be a full one."""
-        rows, work = self.consumer.rows, self.work
-        if work.listed is not None:
-            is_edge = Boolean(work.visit.is_edge(index))
-            if first:
-                cutlass.if_generate(is_edge, lambda: rows.zero_dead_queries(stage))
-            else:
-                rows.zero_dead_queries(stage)
-        elif work.bounds.kind.hides_queries:
-            rows.zero_hidden_queries(work, index, stage)
-
-    def _start_sum(self) -> None:
-        """Starts the sum of the last tile whose fragment is there."""
-        added = self.added[None, None, None, self.previous[0]]
-        wgmma.gemm(self.sum_mma, self.sum, self.fragment, added, accumulate=True)
-
-    def _finish_sum(self) -> None:
-        """Waits for all products and gives the stage back."""
-        warpgroup.wait_group(0)
-        wgmma.release(self.added_empty + self.previous[0])

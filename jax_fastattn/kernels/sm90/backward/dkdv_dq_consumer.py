@@ -22,6 +22,7 @@ from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_dq_products import DkdvDqProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
+from jax_fastattn.kernels.sm90.backward.key_sums import KeySums
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges, Phase
@@ -43,6 +44,7 @@ class DkdvDqConsumer:
         rows: what it zeroes in shared memory.
         mask: what the lane's rows see.
         products: S, dP, dV and dK.
+        key_sums: the gradient of a bias of keys; None if that is not asked for.
     """
 
     spec: KernelSpec
@@ -56,6 +58,7 @@ class DkdvDqConsumer:
     rows: SharedRows
     mask: QueryMask
     products: DkdvDqProducts
+    key_sums: KeySums | None
 
     @classmethod
     def start(
@@ -76,6 +79,7 @@ class DkdvDqConsumer:
             buffer=wgmma.Uniform(Int32(0), Int32(0)),
             rows=SharedRows(spec, shared.memory, shared),
             products=DkdvDqProducts.start(spec, shared, thread, group),
+            key_sums=KeySums.of(spec),
         )
 
     @property
@@ -102,13 +106,17 @@ class DkdvDqConsumer:
                 self._run(visit.phases(config.order), tile, together)
 
         def visit_head(member: Int32) -> None:
-            head = QueryHead.start(work, member, self.score)
+            head = QueryHead.start(work, member, self.score, self.mask.row)
             if spec.packed:
                 self.rows.zero_last_queries(work, self.stage)
+            if self.key_sums is not None:
+                self.key_sums.clear()
             visit_tiles(lambda _, index, edges: self._tile(head, index, edges))
+            if self.key_sums is not None:
+                self.key_sums.store(buffers.dkey_bias, work, member, read_lane(config), None)
 
         def visit_tile(member: Int32, index: Int32, edges: Edges | None) -> None:
-            self._tile(QueryHead.start(work, member, self.score), index, edges)
+            self._tile(QueryHead.start(work, member, self.score, self.mask.row), index, edges)
 
         if config.interleaves_heads:
             visit_tiles(visit_tile, spec.group)
@@ -145,13 +153,13 @@ class DkdvDqConsumer:
         products, stage, phase = self.products, self.stage[0], self.stage[1]
         wgmma.wait(self.shared.query_full + stage, phase)
         head, at = head.load(self.shared, index, stage), self.mask.tile(head.work, index)
-        slopes = products.compute_scores(head.score, stage, at)
+        score, slopes = products.compute_scores(head.score, stage, at)
         edge = self._edge(head, index, stage, edges)
         if edges is not None and self.spec.listed:
             # After the exponentials this branch would keep ptxas from issuing dP between them.
             wgmma.wait(self.shared.dout_full + stage, phase)
             self.rows.zero_dead_queries(stage)
-        weights = products.probabilities(head.score, slopes, at, edge)
+        weights = products.probabilities(score, slopes, at, edge)
         if edges is None or not self.spec.listed:
             wgmma.wait(self.shared.dout_full + stage, phase)
         if edges is not None and not self.spec.listed:
@@ -159,7 +167,7 @@ class DkdvDqConsumer:
         products.start_dp(stage)
         products.add_dv(stage)
         warpgroup.wait_group(1)
-        dscores = products.dscores(weights)
+        dscores = products.dscores(weights, self.key_sums)
         products.add_dk(stage)
         self._wait_for_room()
         self._give_dscores(dscores)

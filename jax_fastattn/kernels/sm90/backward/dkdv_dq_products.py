@@ -20,6 +20,7 @@ from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score, packed_weights, weighed
+from jax_fastattn.kernels.sm90.backward.key_sums import KeySums
 from jax_fastattn.kernels.sm90.backward.shared import STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
@@ -114,24 +115,30 @@ class DkdvDqProducts:
 
     # The products of a tile of queries, in order.
 
-    def compute_scores(self, score: Score, stage: Int32, tile: ScoreTile) -> list[Int32]:
+    def compute_scores(self, score: Score, stage: Int32, tile: ScoreTile) -> tuple[Score, list[Int32]]:
         """Computes logits less log-sum-exps; returns pairs of their slopes in 16 bits, empty where slopes are 1.
 
-        Logits are over `score.factor` where they are products times a factor: their log-sum-exps are then part of the
-        product. Else they are in base 2, and the product with the log-sum-exps is one of its own. It always comes last:
-        q . k is then rounded as in the forward pass, and its difference to a log-sum-exp close to it is exact.
+        Logits are over `score.factor` where they are products times a factor, maybe plus a bias, which is not yet
+        added: their log-sum-exps are then part of the product. Else they are in base 2, and the product with the
+        log-sum-exps is one of its own. It always comes last: q . k is then rounded as in the forward pass, and its
+        difference to a log-sum-exp close to it is exact.
+
+        Returns:
+            the composition for the rest of the pass, and the slopes.
         """
         query = self.query[None, None, None, stage]
         steps, minus, slopes = wgmma.steps_of(self.score_mma, self.key, query), self._minus(stage, 0), []
-        if score.is_affine:
+        if score.folds_lse:
             wgmma.gemm_steps(self.scores, [*steps, minus], accumulate=False)
+            # What a bias loads comes while the product runs.
+            score = score.preload(tile)
         else:
             wgmma.gemm_steps(self.scores, steps, accumulate=False)
             warpgroup.wait_group(0)
             slopes = self._change_logits(score, tile)
             wgmma.gemm_steps(self.scores, [minus], accumulate=True)
         warpgroup.wait_group(0)
-        return slopes
+        return score, slopes
 
     def probabilities(self, score: Score, slopes: list[Int32], tile: ScoreTile, edge: Edge | None) -> list[Int32]:
         """Turns S into P in 16 bits; returns pairs of weights, see `score.py`."""
@@ -147,7 +154,9 @@ class DkdvDqProducts:
         self, score: Score, i: int, slopes: list[Int32], at: Element, edge: Edge | None
     ) -> tuple[Float32, Float32]:
         """Returns P and weight of an element of S."""
-        logit = self.scores[i] * score.factor if score.is_affine else self.scores[i]
+        logit = self.scores[i]
+        if score.folds_lse:
+            logit = logit * score.factor if score.is_affine else score.logit(logit, at).value
         weight = probability = ptx.exp2(logit)
         if slopes:
             weight = probability * ptx.unpack(slopes[i // 2], dtype=self._mma_dtype)[i % 2]
@@ -162,8 +171,8 @@ class DkdvDqProducts:
         """Starts dV += P^T dO."""
         wgmma.gemm(self.dv_mma, self.dv, self.p_fragment, self.dout_t[None, None, None, stage], accumulate=True)
 
-    def dscores(self, weights: list[Int32]) -> list[Int32]:
-        """Turns dP - delta into dS in 16 bits; returns it in registers of its own.
+    def dscores(self, weights: list[Int32], sums: KeySums | None) -> list[Int32]:
+        """Turns dP - delta into dS in 16 bits, which it adds to sums; returns it in registers of its own.
 
         Weights have 16 bits, too, so that half as many registers wait.
         """
@@ -171,6 +180,8 @@ class DkdvDqProducts:
         for i, pair in enumerate(weights):
             factors = ptx.unpack(pair, dtype=self._mma_dtype)
             values = [factors[e] * self.scores[2 * i + e] for e in range(2)]
+            if sums is not None:
+                sums.add(i, values)
             pairs[i] = ptx.pack(*values, dtype=self._mma_dtype)
         return _copied(self.ds_fragment)
 

@@ -17,6 +17,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, packed_weights
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import QueryHead
+from jax_fastattn.kernels.sm90.backward.key_sums import KeySums
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges
@@ -38,6 +39,7 @@ class WeightExchange:
         mask: what the lane's rows see.
         stage: stage of the rings of Q and dO, and the parity of its lap.
         product: the accumulator `[64, queries]` of S^T or dP^T.
+        key_sums: the gradient of a bias of keys; None if that is not asked for.
     """
 
     spec: KernelSpec
@@ -47,6 +49,7 @@ class WeightExchange:
     mask: QueryMask
     stage: wgmma.Uniform
     product: cute.Tensor
+    key_sums: KeySums | None
 
     def give(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
         """Returns P of S, and gives the weights to the other warpgroup; see `Differentiate`."""
@@ -78,6 +81,8 @@ class WeightExchange:
             for j, chunk in enumerate(ptx.load_shared_chunk(self._address(stage, i)), i):
                 weights = ptx.unpack(chunk, dtype=self._mma_dtype)
                 values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
+                if self.key_sums is not None:
+                    self.key_sums.add(j, values)
                 pairs.append(ptx.pack(*values, dtype=self._mma_dtype))
         return pairs
 

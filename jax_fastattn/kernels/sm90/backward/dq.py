@@ -26,7 +26,7 @@ from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm90.backward.config import DqConfig, DqMemory
+from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig, DqMemory
 from jax_fastattn.kernels.sm90.backward.dq_consumer import DqConsumer
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
 from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile

@@ -52,12 +52,12 @@ class DqAtomic:
         if spec.packed:
             return
         nbytes = 512
-        target = work.head_index + work.prefetch_distance
+        target = work.place + work.order.prefetch_distance
         warps = work.key_tiles * DQ_TILES_IN_FLIGHT
         index = work.tile * DQ_TILES_IN_FLIGHT + stage
         count = work.queries.padded_rows(ROW_ALIGNMENT) // ROW_ALIGNMENT
         count = count * (ROW_ALIGNMENT * 4 * spec.group * self.memory.head_dim // nbytes)
-        first = Int64(target) * count * nbytes + index * nbytes + ptx.thread_index() % 32 * 16
+        first = Int64(work.order.head_at(target)) * count * nbytes + index * nbytes + ptx.thread_index() % 32 * 16
 
         def clear(i: Int32) -> None:
             address = buffers.dq_accum.toint() + first + Int64(warps) * nbytes * i
@@ -69,7 +69,7 @@ class DqAtomic:
             with cute.arch.elect_one():
                 ptx.fetch_add_global(self.counters.of_head(buffers.head_ready, target), Int32(1), "release")
 
-        cutlass.if_generate(target < work.all_heads, run)
+        cutlass.if_generate(target < work.order.heads, run)
 
     def wait(self, work: KeyTile, head_ready: cute.Pointer) -> None:
         """Waits for a head's zeros and statistics, before the loader loads a tile of its keys. Runs in one warp.

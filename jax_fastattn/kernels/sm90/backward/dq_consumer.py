@@ -22,7 +22,8 @@ from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Edge, Score
-from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, DqBarrier, DqConfig
+from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT
+from jax_fastattn.kernels.sm90.backward.dq_config import DqBarrier, DqConfig
 from jax_fastattn.kernels.sm90.backward.dq_products import DqProducts
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
 from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile

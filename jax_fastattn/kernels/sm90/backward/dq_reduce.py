@@ -76,23 +76,23 @@ class DqCounters:
         """Returns the address of the semaphore of a tile of a query head."""
         return dq_semaphore.toint() + dq_tile_index(work.queries, head, tile, self.queries) * 4
 
-    def of_head(self, head_ready: cute.Pointer, head_index: Int32) -> Int64:
-        """Returns the address of the counter of what is prepared for a key/value head.
+    def of_head(self, head_ready: cute.Pointer, place: Int32) -> Int64:
+        """Returns the address of the counter of what is prepared for a key/value head, given its place in the order.
 
         `PreprocessKernel.background` adds 1 once it has written statistics; each warp that zeroes sums adds 1.
         """
-        return head_ready.toint() + Int64(head_index) * 4
+        return head_ready.toint() + Int64(place) * 4
 
     def wait_for_head(self, work: KeyTile, head_ready: cute.Pointer, zeroing_warps: int) -> None:
         """Waits for the statistics of a head, and for `zeroing_warps` warps of each tile of keys. Runs in one warp."""
-        counter = self.of_head(head_ready, work.head_index)
+        counter = self.of_head(head_ready, work.place)
 
         def wait() -> None:
             ptx.wait_global(counter, work.key_tiles * zeroing_warps + 1)
             # Bulk copies load statistics.
             cute.arch.fence_proxy("async.global")
 
-        cutlass.if_generate(work.head_index >= work.prefetch_distance, wait)
+        cutlass.if_generate(work.place >= work.order.prefetch_distance, wait)
 
     def each_of_stage(
         self, work: KeyTile, dq_semaphore: cute.Pointer, warp: CountingWarp, visit: Callable[[Int32, Int64], None]

@@ -58,7 +58,7 @@ class DqSemaphore:
             self.counters.wait_for_head(work, head_ready, zeroing_warps=0)
             return
         slots = copies.count(work.queries.length, ROW_ALIGNMENT)
-        left = copies.clamp(work.queries.padded(slots, 1) - work.prologue, 0, slots)
+        left = copies.clamp(work.queries.padded(slots, 1) - work.order.prologue, 0, slots)
         counter = head_ready.toint() + Int64(first_slot(work.queries)) * 4
 
         def wait() -> None:

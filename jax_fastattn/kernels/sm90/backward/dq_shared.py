@@ -14,7 +14,7 @@ from cutlass import Int32, cute
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.device.tma import Tma
-from jax_fastattn.kernels.sm90.backward.config import DqMemory
+from jax_fastattn.kernels.sm90.backward.dq_config import DqMemory
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 

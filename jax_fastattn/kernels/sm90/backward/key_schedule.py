@@ -21,6 +21,7 @@ from jax_fastattn.kernels.features.places import Head, LoadedTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sm90.backward.bias_order import entries_together
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.listed_tiles import KeyTileList, KeyTilePlace
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
@@ -63,10 +64,8 @@ class KeyTile:
     Attributes:
         tile: its index among those of its sequence.
         key_tiles: tiles of a key/value head; of packed sequences slots.
-        prefetch_distance: heads from this one to the one whose sums of dq the CTA zeroes, see `HeadOrder`.
-        prologue: heads, or slots of packed sequences, whose statistics are there from the start, see `HeadOrder`.
-        head_index: the key/value head, counted over all batch entries.
-        all_heads: key/value heads of all batch entries.
+        order: of the heads.
+        place: of the key/value head in it.
         row: its first key, counted from the first one of the sequence.
         queries: rows of the queries of its sequence.
         keys: rows of the keys of its sequence.
@@ -82,10 +81,8 @@ class KeyTile:
 
     tile: Int32
     key_tiles: Int32
-    prefetch_distance: Int32
-    prologue: Int32
-    head_index: Int32
-    all_heads: Int32
+    order: HeadOrder
+    place: Int32
     row: Int32
     queries: Span
     keys: Span
@@ -122,9 +119,21 @@ class QueryHead:
     score: Score
 
     @classmethod
-    def start(cls, work: KeyTile, member: Int32, score: Score) -> "QueryHead":
-        """Returns a head of the group, given the composition before it starts."""
-        return cls(work, member, score.start(work.score_head(member)))
+    def start(cls, work: KeyTile, member: Int32, score: Score, row: Int32) -> "QueryHead":
+        """Returns a head of the group.
+
+        Args:
+            work: the tile of keys.
+            member: which head of the group it is.
+            score: the composition before it starts.
+            row: the lane's first key, counted from the first one of the tile.
+        """
+        score = score.start(work.score_head(member))
+        if score.holds:
+            # Lists hide what no query sees.
+            live = plan.LiveRange(Int32(0), work.keys.length) if work.listed is not None else work.bounds.live_keys()
+            score = score.hold(work.row + row, live)
+        return cls(work, member, score)
 
     def bits(self) -> TileBits:
         """Returns the bits of its tiles of a list."""
@@ -144,11 +153,13 @@ class KeyPlace(NamedTuple):
 
     Attributes:
         tile: its index among those of its sequence.
-        head_index: the key/value head, counted over all batch entries.
+        place: of the key/value head in the order of heads.
+        head_index: the head, counted over all batch entries.
         sequence: the rows.
     """
 
     tile: Int32
+    place: Int32
     head_index: Int32
     sequence: Sequence
 
@@ -204,14 +215,15 @@ class EntryKeyTiles:
             spec, scalars, key_tiles, multiprocessors, most_rows, head_rows, one_sided=one_sided
         )
         wave = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
-        return HeadOrder(heads, section, Int32(cutlass.max(section, wave)))
+        return HeadOrder(heads, section, Int32(cutlass.max(section, wave)), sharing=entries_together(spec, scalars))
 
     def at(self, index: Int32, call: Call) -> KeyPlace:
         """Returns the tile that has an index in the order."""
         sizes, order = call.sizes, call.order
-        tile, head_index = copies.place_in_sections(index, order.section, self.count(sizes), order.heads)
+        tile, place = copies.place_in_sections(index, order.section, self.count(sizes), order.heads)
+        head_index = order.head_at(place)
         batch = head_index // (sizes.num_heads // self.spec.group)
-        return KeyPlace(tile, head_index, Sequence.of_entry(self.spec, batch, call.buffers, sizes))
+        return KeyPlace(tile, place, head_index, Sequence.of_entry(self.spec, batch, call.buffers, sizes))
 
 
 @dataclass(frozen=True)
@@ -256,7 +268,7 @@ class PackedKeyTiles:
         section = Int32(cutlass.min(section, kv_heads))
         first_index = (slot - tile) * kv_heads
         tile, head = copies.place_in_sections(index - first_index, section, count, kv_heads)
-        return KeyPlace(tile, head, sequence)
+        return KeyPlace(tile, head, head, sequence)
 
 
 @dataclass(frozen=True)
@@ -330,21 +342,19 @@ class KeySchedule:
         spec, config, sizes, order = self.spec, self.config, call.sizes, call.order
         kv_heads = sizes.num_heads // spec.group
         key_tiles = self.tiles.count(sizes)
-        tile, head_index, sequence = self.tiles.at(index, call)
+        tile, place, head_index, sequence = self.tiles.at(index, call)
         row = tile * config.keys
         bounds = sequence.bounds()
         listed = None
         if spec.listed:
-            place = KeyTilePlace(sequence.queries.batch, head_index % kv_heads, kv_heads, tile)
-            listed = KeyTileList.of(spec.tiles_of(config), call.buffers, sizes, place)
+            own = KeyTilePlace(sequence.queries.batch, head_index % kv_heads, kv_heads, tile)
+            listed = KeyTileList.of(spec.tiles_of(config), call.buffers, sizes, own)
         visit = self._visit(row, bounds) if listed is None else listed.visit
         return KeyTile(
             tile=tile,
             key_tiles=key_tiles,
-            prefetch_distance=order.prefetch_distance,
-            prologue=order.prologue,
-            head_index=head_index,
-            all_heads=order.heads,
+            order=order,
+            place=place,
             row=row,
             queries=sequence.queries,
             keys=sequence.keys,

@@ -105,7 +105,7 @@ class KeyStationary:
         """Emits the consumers, which `start` makes."""
         buffers, scale = call.buffers, call.sizes.scale
         cute.arch.setmaxregister_increase(self.config.registers.consumer)
-        folds_lse = self.config.adds_dq and self.spec.is_affine
+        folds_lse = self.config.adds_dq and self.spec.folds_lse
         factor = gradient.nonzero(scale) if folds_lse else scale
         score = Score.backward(self.spec, buffers, call.sizes, factor, call.tma.bias)
         consumer = start(self.spec, shared, score, thread, warp_index)

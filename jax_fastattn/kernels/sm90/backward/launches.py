@@ -21,6 +21,7 @@ from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs
+from jax_fastattn.kernels.sm90.backward.dbias import DbiasKernel
 from jax_fastattn.kernels.sm90.backward.dkdv import DkdvKernel
 from jax_fastattn.kernels.sm90.backward.dkdv_dq import DkdvDqKernel
 from jax_fastattn.kernels.sm90.backward.dq import DqKernel
@@ -49,6 +50,8 @@ class BackwardKernel:
         self.preprocess = PreprocessKernel(spec)
         if not config.adds_dq:
             self.dq = DqKernel(spec)
+        if spec.dmatrix_bias:
+            self.dbias = DbiasKernel(spec)
 
     @cute.jit
     def __call__(self, buffers: BackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
@@ -65,4 +68,5 @@ class BackwardKernel:
         launches = self.preprocess.launches(buffers, scalars, orders.keys)
         if orders.queries is not None:
             launches.append(self.dq.launch(buffers, scalars, orders.queries))
-        return [*launches, self.main.launch(buffers, scalars, orders.keys)]
+        launches.append(self.main.launch(buffers, scalars, orders.keys))
+        return [*launches, self.dbias.launch(buffers, scalars)] if self.spec.dmatrix_bias else launches

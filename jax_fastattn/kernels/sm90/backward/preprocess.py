@@ -42,6 +42,9 @@ _FEW_KEYS = 512
 # Of packed sequences `prologue` prepares so many times as many slots of 128 queries as slots of keys are begun
 # together.
 _PROLOGUE_WAVES = 3
+# From which size on a finite log-sum-exp says too little of its row. It is rounded, as logits are, to more than a tenth
+# in base 2; at 1e9, as where -1e9 is added to all that a row sees, P would be 2^128. Such a row gets no gradient.
+_VAGUE_LSE = 2.0**20
 
 
 class _Rows(NamedTuple):
@@ -166,12 +169,13 @@ class PreprocessKernel:
         def write_rows(block: Int32) -> None:
             last = schedule.prologue_units(order, scalars) - 1
             unit = Int32(cutlass.min((block * THREADS + thread) // self.lanes, last))
-            work, lane = schedule.unit(unit, buffers, scalars), thread % self.lanes
+            work, lane = schedule.unit(unit, order, buffers, scalars), thread % self.lanes
 
             def write() -> None:
                 self._write_rows(buffers, scalars, work, lane)
                 first_row = work.sequence.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT, work.tile * _ROWS)
-                self._zero_accum(buffers, first_row, lane, work.head_index < order.prefetch_distance * group)
+                place = order.place_of(work.head_index, group)
+                self._zero_accum(buffers, first_row, lane, place < order.prefetch_distance * group)
 
             if cutlass.const_expr(self.spec.packed):
                 # Else no tile owns the slot.
@@ -287,10 +291,14 @@ class PreprocessKernel:
     def _statistics(self, own: _Row, scale: Float32) -> tuple[Float32, Float32]:
         """Returns (lse times a factor, rowsum(out * dout) - dlse)."""
         live = Boolean(own.live & (own.lse != Float32(float("-inf"))))
+        if (self.spec.matrix_bias or self.spec.key_bias) and self.spec.folds_lse:
+            size = ptx.where(own.lse < Float32(0.0), -own.lse, own.lse)
+            vague = Boolean((size >= Float32(_VAGUE_LSE)) & (size < Float32(float("inf"))))
+            live = Boolean(live & (vague == Boolean(False)))
         delta = own.product if own.dlse is None else own.product - own.dlse
         # Rows without keys: +inf, or where that has the sign of the scale, an infinity of this sign.
         lse_scaled = ptx.where(live, own.lse, Float32(float("inf")))
-        if self.spec.is_affine and self.config.adds_dq:
+        if self.spec.folds_lse and self.config.adds_dq:
             lse_scaled = ptx.where(live, gradient.in_products(own.lse, scale), lse_scaled * gradient.nonzero(scale))
         else:
             lse_scaled = lse_scaled * LOG2_E

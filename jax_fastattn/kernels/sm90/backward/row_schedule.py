@@ -31,12 +31,30 @@ class HeadOrder(NamedTuple):
             next one.
         prologue: how many have their statistics written before the key-stationary kernel begins; of packed sequences
             how many slots of queries have, of all heads.
+        sharing: how many batch entries have heads that come next to each other, since they share a bias that L2 does
+            not hold; None where there is no such bias. Sections, and what is begun first, are counted in places.
     """
 
     heads: Int32
     section: Int32
     prefetch_distance: Any = None
     prologue: Any = None
+    sharing: Any = None
+
+    def head_at(self, place: Int32, group: int = 1) -> Int32:
+        """Returns the head that has a place in the order; `group` of them at a time come as they are."""
+        if self.sharing is None:
+            return place
+        place, member = place // group, place % group
+        return ((place % self.sharing) * (self.heads // self.sharing) + place // self.sharing) * group + member
+
+    def place_of(self, head: Int32, group: int = 1) -> Int32:
+        """Returns the place of a head, see `head_at`."""
+        if self.sharing is None:
+            return head
+        head, member = head // group, head % group
+        of_entry = self.heads // self.sharing
+        return ((head % of_entry) * self.sharing + head // of_entry) * group + member
 
 
 class DqSchedule(Protocol):
@@ -140,7 +158,7 @@ class PreprocessSchedule(Protocol):
         """Returns how many units are not left to `PreprocessKernel.background`: the first ones."""
         ...
 
-    def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+    def unit(self, index: Int32, order: HeadOrder, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns one of all units."""
         ...
 
@@ -200,10 +218,11 @@ class RowUnits:
         """Returns how many units the heads have that are not left to `PreprocessKernel.background`: the first ones."""
         return order.prologue * self.spec.group * self._count(scalars)
 
-    def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+    def unit(self, index: Int32, order: HeadOrder, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns one of all units."""
         count = self._count(scalars)
-        return Work.of_head(self.spec, index % count, index // count, buffers, scalars)
+        head = order.head_at(index // count, self.spec.group)
+        return Work.of_head(self.spec, index % count, head, buffers, scalars)
 
     def each_of_background(
         self,
@@ -227,7 +246,7 @@ class RowUnits:
 
         def visit_head(i: Int32) -> None:
             head = order.prologue + block + i * blocks
-            first = head * group
+            first = order.head_at(head) * group
 
             def visit_member(member: Int32) -> None:
                 def visit(j: Int32) -> None:
@@ -282,8 +301,9 @@ class PackedRowUnits:
         """Returns how many units the slots have that are not left to `PreprocessKernel.background`: the first ones."""
         return order.prologue * scalars.num_heads * self._units
 
-    def unit(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Work:
+    def unit(self, index: Int32, order: HeadOrder, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns one of all units."""
+        del order
         count = scalars.num_heads * self._units
         slot = index // count
         tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)

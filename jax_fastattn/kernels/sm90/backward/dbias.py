@@ -1,0 +1,190 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a bias `[b, n, T, S]` on Hopper: a CTA owns a tile of it, and sums over what broadcasts.
+
+Two consumer warpgroups of 64 queries each keep a float32 sum of dS in registers (`dbias_consumer.py`); one warp loads.
+For each item, a pair of a batch entry and a query head that reads the tile:
+
+    S = Q K^T    dP = dO V^T    sum += P (dP - delta)
+
+The bias of the tile is loaded once. Q and K, and then dO and V, pass through one ring some columns at a time, so that
+any head dim fits. Items whose tile is hidden are left out. There are no atomics and no sums in memory: the same bits in
+every run. CTAs walk through tiles, and the loads for the next tile run while this one is stored.
+
+Rows that see nothing need no zeros: whatever they hold reaches their own pairs only, which are selected away. Reads the
+statistics that are described in `gradient.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.features.places import Head
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sm90.backward import gradient
+from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT
+from jax_fastattn.kernels.sm90.backward.dbias_config import KEYS, ROWS, DbiasMemory
+from jax_fastattn.kernels.sm90.backward.dbias_consumer import DbiasConsumer
+from jax_fastattn.kernels.sm90.backward.dbias_schedule import HIDDEN, LAST, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.sm90.backward.dbias_shared import DbiasShared
+from jax_fastattn.kernels.sm90.geometry import padded_head_dim
+
+
+class DbiasKernel:
+    """Writes dbias, or float32 parts of it.
+
+    Args:
+        spec: the compile key.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        stages.refuse(spec.programs, "the kernel of a bias's gradient")
+        self.spec = spec
+        self.memory = DbiasMemory.of(spec)
+        self.config = self.memory.config
+        self.schedule = DbiasSchedule(spec)
+        self.dtype = wgmma.OPERAND_DTYPE[spec.dtype]
+
+    def launch(self, buffers: BackwardBuffers, scalars: Scalars) -> Launch:
+        """Returns the launch of the kernel."""
+        arguments, grid = (buffers, Sizes.of(scalars)), self.schedule.blocks(scalars)
+        return Launch.of_tma(self.kernel, self.spec, self.memory, arguments, scalars, grid=grid, begins_early=True)
+
+    @cute.kernel
+    def kernel(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes):
+        warp_index = cute.arch.make_warp_uniform(wgmma.thread_index() // 32)
+        shared = DbiasShared.of(self.memory, self.dtype)
+        shared.regions.initialize(warp_index, tma)
+        cute.arch.griddepcontrol_wait()
+        producer = self.config.consumer_threads // 32
+        if warp_index >= producer:
+            cute.arch.setmaxregister_decrease(self.config.registers.producer)
+            loader = DbiasLoader(
+                self.spec, shared, self.schedule, self._score(tma, buffers, sizes), tma, buffers, sizes
+            )
+            cutlass.if_generate(warp_index == producer, loader.run)
+        else:
+            cute.arch.setmaxregister_increase(self.config.registers.consumer)
+            score = self._score(tma, buffers, sizes)
+            launch = buffers, sizes
+            DbiasConsumer.start(self.spec, shared, self.schedule, score, launch, warp_index).run()
+
+    def _score(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes) -> Score:
+        """Returns the map from products to probabilities."""
+        folds_lse = self.spec.config.adds_dq and self.spec.folds_lse
+        scale = gradient.nonzero(sizes.scale) if folds_lse else sizes.scale
+        return Score.backward(self.spec, buffers, sizes, scale, tma.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class DbiasLoader:
+    """The warp that loads, and names the items that see something of a tile.
+
+    Attributes:
+        spec: the compile key.
+        shared: tiles and barriers.
+        schedule: the tiles of the CTA.
+        score: what is loaded for a tile.
+        tma: what TMA loads.
+        buffers, sizes: of the launch.
+    """
+
+    spec: KernelSpec
+    shared: DbiasShared
+    schedule: DbiasSchedule
+    score: Score
+    tma: Tma
+    buffers: BackwardBuffers
+    sizes: Sizes
+
+    def run(self) -> None:
+        """Loads everything for all tiles of the CTA."""
+        # Bulk copies load statistics, which the kernels before this one have stored.
+        cute.arch.fence_proxy("async.global")
+        ring, items, bias_phase = self.shared.ring(), self.shared.items(), wgmma.Uniform(Int32(1))
+
+        def load_tile(tile: DbiasTile) -> None:
+            bias_here = wgmma.Uniform(Int32(0))
+
+            def load_bias() -> None:
+                self._load_bias(tile, bias_phase[0])
+                bias_phase[0] = bias_phase[0] ^ 1
+                bias_here[0] = Int32(1)
+
+            def load(item: Int32, kind: Int32, place: Int32) -> None:
+                head = tile.head(item)
+                cutlass.if_generate(bias_here[0] == 0, load_bias)
+                nbytes = 2 * self.shared.memory.stats_nbytes
+                items.put((kind, *head, place), nbytes, self._stats_copy(tile, head))
+                self._load_operands(ring, tile, head)
+
+            def visit(first: Int32, looks: tuple[Int32, Int32], i: Int32) -> None:
+                kind, place = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, i)) for x in looks)
+                cutlass.if_generate(kind != HIDDEN, lambda: load(first + i, kind, place))
+
+            def visit_some(i: Int32) -> None:
+                # A lane looks at an item for the others.
+                first = tile.begin + 32 * i
+                looks = self._look(tile, first + (ptx.thread_index() & 31))
+                wgmma.loop(Int32(cutlass.min(tile.end - first, 32)), lambda i: visit(first, looks, i))
+
+            wgmma.loop((tile.end - tile.begin + 31) // 32, visit_some)
+            items.put((Int32(LAST),))
+
+        self.schedule.each(self.sizes, load_tile)
+
+    def _look(self, tile: DbiasTile, item: Int32) -> tuple[Int32, Int32]:
+        """Returns what is known of a tile in an item, or in the last one, see `DbiasSchedule.look`."""
+        head = tile.head(Int32(cutlass.min(item, tile.end - 1)))
+        return self.schedule.look(tile, head, self.buffers, self.sizes)
+
+    def _load_bias(self, tile: DbiasTile, phase: Int32) -> None:
+        """Loads the bias of a tile."""
+        full = self.shared.barrier("bias_full")
+        wgmma.wait(self.shared.barrier("bias_empty"), phase)
+        wgmma.expect(full, stages.loaded_nbytes(self.score.features, ROWS, KEYS))
+        self.score.copy(tile.scores(tile.first), self.shared.bias, full)
+
+    def _stats_copy(self, tile: DbiasTile, head: Head) -> Callable[[Int32, cute.Pointer], None]:
+        """Returns a function that starts the copies of an item's statistics."""
+        queries, memory = Sequence.of_entry(self.spec, head.batch, self.buffers, self.sizes).queries, self.shared.memory
+        first = queries.padded_row(queries.head(self.sizes.num_heads, head.head), ROW_ALIGNMENT)
+        rows = queries.padded_rows(ROW_ALIGNMENT)
+
+        def copy(stage: Int32, barrier: cute.Pointer) -> None:
+            source = self.buffers.stats.toint() + (2 * first + tile.row * ROWS) * memory.stats_row_nbytes
+            with cute.arch.elect_one():
+                for which in range(2):
+                    start = source + Int64(rows) * (which * memory.stats_row_nbytes)
+                    ptx.copy_bulk(self.shared.stats(stage, which), start, memory.stats_nbytes, barrier.toint())
+
+        return copy
+
+    def _load_operands(self, ring: wgmma.Ring, tile: DbiasTile, head: Head) -> None:
+        """Loads Q and K, then dO and V, some columns at a time."""
+        shared, spec, memory, tma = self.shared, self.spec, self.shared.memory, self.tma
+        sequence = Sequence.of_entry(spec, head.batch, self.buffers, self.sizes)
+        kv_head = head.head // spec.group
+        for rows, keys, in_rows, in_keys, columns, head_dim in (
+            (tma.query, tma.key, shared.query, shared.key, memory.head_dim, spec.head_dim),
+            (tma.dout, tma.value, shared.dout, shared.value, memory.v_head_dim, spec.v_head_dim),
+        ):
+            copy_rows = rows.copy_matrix(in_rows, sequence.queries.tma_rows(rows.coordinates, head.head))
+            copy_keys = keys.copy_matrix(in_keys, sequence.keys.tma_rows(keys.coordinates, kv_head))
+
+            def copy(chunk: int, stage: Int32, barrier: cute.Pointer, both=(copy_rows, copy_keys)) -> None:  # type: ignore[no-untyped-def]
+                for group in range(2):
+                    both[0](2 * tile.row + group, chunk, 4 * stage + group, barrier)
+                both[1](tile.column, chunk, stage, barrier)
+
+            for chunk in range(padded_head_dim(head_dim) // columns):
+                ring.producer_load(copy, chunk, (ROWS + KEYS) * columns * 2)

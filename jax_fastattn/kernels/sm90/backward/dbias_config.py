@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles and shared memory of the kernel that computes the gradient of a bias, see `dbias.py`.
+
+Pure Python, no import of the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_fastattn.kernels.device.regions import Barriers, Region, Row
+from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward.config import stats_row_nbytes
+from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
+from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, Registers, padded_head_dim
+from jax_fastattn.kernels.tile_lists import PrepassConfig
+
+# Queries and keys of a tile of the bias.
+ROWS, KEYS = 2 * WARPGROUP_ROWS, 128
+
+# Items whose statistics may be on their way.
+_ITEMS = 2
+
+
+# Bytes that parts of a gradient may take.
+_PARTS_NBYTES = 128 << 20
+
+
+def dbias_parts(shape: tuple[int, int, int], sharing: int, multiprocessors: int) -> int:
+    """Returns in how many parts a gradient is computed, each with some of the items of every tile.
+
+    That is the smallest number within 5 % of the best balance over the SMs.
+
+    Args:
+        shape: planes, queries and keys.
+        sharing: how many pairs of a batch entry and a head share a plane.
+        multiprocessors: of the GPU.
+    """
+    planes, queries, keys = shape
+    tiles = planes * -(-queries // ROWS) * -(-keys // KEYS)
+    most = min(sharing, max(_PARTS_NBYTES // max(4 * planes * queries * keys, 1), 1), 2 * multiprocessors)
+    waves = {parts: -(-tiles * parts // multiprocessors) / parts for parts in range(1, most + 1)}
+    best = min(waves.values())
+    return next(parts for parts, steps in waves.items() if steps <= 1.05 * best)
+
+
+@dataclass(frozen=True)
+class DbiasConfig:
+    """One variant: two consumer warpgroups of 64 queries each, and one warp that loads.
+
+    Attributes:
+        stages: of the ring, each with some columns of Q and K, or of dO and V.
+    """
+
+    stages: int
+
+    @property
+    def prepass(self) -> PrepassConfig:
+        """The tiles of the prepass for its lists."""
+        return PrepassConfig(ROWS, KEYS)
+
+    @property
+    def consumer_threads(self) -> int:
+        """Threads that compute; those of the producer's warpgroup follow them."""
+        return 256
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.consumer_threads + 128
+
+    @property
+    def registers(self) -> Registers:
+        """Registers of a thread."""
+        return Registers(240, 24)
+
+
+def key_list_tiles(spec: KernelSpec) -> PrepassConfig:
+    """Returns the tiles of the lists of keys of a backward pass: those of the dq kernel, else those of this one."""
+    return spec.tiles_of(spec.config.dq or DbiasConfig(1))
+
+
+def chunk_columns(*head_dims: int) -> int:
+    """Returns how many columns of operands a stage of the ring has: those of a swizzle atom.
+
+    They are the same for all operands, so that the ring has room for all columns of each.
+    """
+    return 64 if all(padded_head_dim(head_dim) % 64 == 0 for head_dim in head_dims) else 32
+
+
+@dataclass(frozen=True)
+class DbiasMemory(OperandMemory[DbiasConfig]):
+    """Shared memory of a CTA: the ring, statistics and numbers of items, mbarriers; and a region for the bias.
+
+    `head_dim` and `v_head_dim` are those of a stage of the ring.
+
+    Attributes:
+        stats_row_nbytes: bytes of a statistic of a row.
+    """
+
+    stats_row_nbytes: int = 4
+
+    @classmethod
+    def of(cls, spec: KernelSpec) -> DbiasMemory:
+        """Returns the layout of a compile key: as many stages as fit, up to eight. They hold all columns of Q."""
+        columns = (chunk_columns(spec.head_dim, spec.v_head_dim),) * 2
+        nbytes = stats_row_nbytes(spec.config.adds_dq)
+        bias = stages.stage_rows(stages.loading(spec), ROWS, KEYS, 1)
+        memories = (cls(DbiasConfig(count), *columns, bias, nbytes) for count in range(8, 0, -1))
+        return next(memory for memory in memories if memory.fits)
+
+    @property
+    def box_rows(self) -> tuple[int, int]:
+        """Rows of a TMA box of Q and of dO, and of one of K and of V."""
+        return WARPGROUP_ROWS, KEYS
+
+    @property
+    def bias_box(self) -> tuple[int, int]:
+        """Queries and keys of a TMA box of the bias."""
+        return ROWS, KEYS
+
+    @property
+    def unit(self) -> int:
+        """Bytes of 64 rows of a stage."""
+        return WARPGROUP_ROWS * self.head_dim * 2
+
+    @property
+    def stats_nbytes(self) -> int:
+        """Bytes of a statistic of a tile."""
+        return ROWS * self.stats_row_nbytes
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Regions and barriers. A stage of the ring has the queries of each warpgroup, then the keys."""
+        count, warps = self.config.stages, self.config.consumer_threads // 32
+        return (
+            Region("ring", (ROWS + KEYS) // WARPGROUP_ROWS * self.unit, count, TILE_ALIGNMENT),
+            Region("stats", self.stats_nbytes, 2 * _ITEMS),
+            Region("item", 16, _ITEMS),
+            Barriers("ring_full", count, arrive_count=1),
+            Barriers("ring_empty", count, arrive_count=warps),
+            Barriers("item_full", _ITEMS, arrive_count=1),
+            Barriers("item_empty", _ITEMS, arrive_count=warps),
+            Barriers("bias_full", 1, arrive_count=1),
+            Barriers("bias_empty", 1, arrive_count=warps),
+        )

@@ -1,0 +1,213 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a consumer warpgroup of `dkdv.py` does for a tile of keys: the same for dv and dk, with other factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.sm90.backward.dkdv_weights import Differentiate
+from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.visits import Edges, Phase
+
+if TYPE_CHECKING:
+    from jax_fastattn.kernels.sm90.backward.dkdv import DkdvConsumer
+
+
+class Stages(NamedTuple):
+    """A ring of tiles in shared memory.
+
+    Attributes:
+        tiles: `[rows, columns, stage]`.
+        empty: barriers on which its stages are given back.
+    """
+
+    tiles: cute.Tensor
+    empty: cute.Pointer
+
+
+class _LeftStep(NamedTuple):
+    """The left factor of a step of 16 along a product's columns.
+
+    Attributes:
+        mma: the product, with its left factor in registers or in shared memory.
+        left: the left factor of all steps, a fragment or descriptors.
+        k: index of the step.
+    """
+
+    mma: cute.TiledMma
+    left: cute.Tensor
+    k: int
+
+    def times(self, right: cute.Tensor) -> wgmma.Step:
+        """Returns the step with its right factor, given descriptors of all steps."""
+        return self.mma, self.left[None, None, self.k], right[None, None, self.k]
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """What one of the two warpgroups does for a tile of keys: `product = left right^T`, `sum += fragment^T added`.
+
+    Attributes:
+        consumer: what both warpgroups have.
+        work: the tile of keys.
+        differentiate: from the product to the fragment, in 16 bits.
+        right_empty: barriers on which stages of the right factor are given back.
+        added_empty: barriers on which stages of the right factor of the sum are given back.
+        left: left factor of the product, of the keys.
+        right: descriptors of its right factor.
+        sum_mma: the product that is added to the sum, its left factor from registers.
+        added: descriptors of its right factor.
+        fragment: its left factor in 16 bits.
+        sum: accumulator `[64, columns]` of dk or dv.
+        previous: stage of the last tile whose fragment is there.
+        finish_head: called after each query head of the group, with its index; None if there is nothing to do.
+    """
+
+    consumer: DkdvConsumer
+    work: KeyTile
+    differentiate: Differentiate
+    right_empty: cute.Pointer
+    added_empty: cute.Pointer
+    left: list[_LeftStep]
+    right: cute.Tensor
+    sum_mma: cute.TiledMma
+    added: cute.Tensor
+    fragment: cute.Tensor
+    sum: cute.Tensor
+    previous: wgmma.Uniform
+    finish_head: Callable[[Int32], None] | None = None
+
+    @classmethod
+    def start(
+        cls,
+        consumer: DkdvConsumer,
+        work: KeyTile,
+        left: cute.Tensor,
+        right: Stages,
+        added: Stages,
+        differentiate: Differentiate,
+    ) -> Role:
+        """Returns the role with its registers, and its sum at 0.
+
+        Args:
+            consumer: what both warpgroups have.
+            work: the tile of keys.
+            left: left factor of the product, `[64, columns, 1]` in shared memory.
+            right: its right factor.
+            added: right factor of the sum.
+            differentiate: from the product to the fragment.
+        """
+        config, dtype, mma = consumer.config, consumer.dtype, consumer.mma
+        columns, shape = cute.size(added.tiles, mode=[1]), (WARPGROUP_ROWS, config.queries)
+        register_mma = wgmma.product(dtype, config.queries, a_in_registers=True, b_transposed=False)
+        steps = cute.size(left, mode=[1]) // 16
+        count = min(config.kv_in_regs, steps)
+        first = wgmma.load_a(register_mma, left, 0, count, consumer.thread % 128)
+        rest = wgmma.operand_a(mma, left)[None, None, None, 0]
+        factors = [_LeftStep(register_mma, first, k) if k < count else _LeftStep(mma, rest, k) for k in range(steps)]
+        descriptors = wgmma.operand_b(mma, right.tiles)
+        sum_mma = wgmma.product(dtype, columns, a_in_registers=True, b_transposed=True)
+        role = cls(
+            consumer=consumer,
+            work=work,
+            differentiate=differentiate,
+            right_empty=right.empty,
+            added_empty=added.empty,
+            left=factors,
+            right=descriptors,
+            sum_mma=sum_mma,
+            added=wgmma.operand_b(sum_mma, wgmma.transposed(added.tiles)),
+            fragment=wgmma.fragment_a(sum_mma, shape, dtype),
+            sum=wgmma.accumulator(sum_mma, (WARPGROUP_ROWS, columns)),
+            previous=wgmma.Uniform(Int32(0)),
+        )
+        role.sum.fill(0.0)
+        return role
+
+    def run(self) -> None:
+        """Visits all tiles of queries of all heads of the group."""
+        consumer, visit = self.consumer, self.work.visit
+        spec, config = consumer.spec, consumer.config
+        phases = visit.rest(config.order).phases(config.order)
+
+        def run(head: QueryHead, phase: Phase) -> None:
+            consumer.stage.make_uniform()
+            self.previous.make_uniform()
+            wgmma.loop(phase.steps, lambda i: self._step(head, phase.position(i), phase.edges))
+
+        def visit_head(member: Int32) -> None:
+            head = QueryHead.start(self.work, member, consumer.score, consumer.row)
+            self._step(head, visit.begin, visit.edges, first=True)
+            for phase in phases:
+                run(head, phase)
+            if config.overlap:
+                self._start_sum()
+                self._finish_sum()
+
+        finish_head = self.finish_head
+        if finish_head is None:
+            wgmma.loop(ptx.where(visit.begin < visit.end, Int32(spec.group), Int32(0)), visit_head)
+            return
+
+        def visit_and_finish(member: Int32) -> None:
+            cutlass.if_generate(visit.begin < visit.end, lambda: visit_head(member))
+            finish_head(member)
+
+        wgmma.loop(Int32(spec.group), visit_and_finish)
+
+    def _step(self, head: QueryHead, index: Int32, edges: Edges | None, first: bool = False) -> None:
+        """Computes the product of one tile and its sum, or with overlap that of the one before."""
+        consumer, overlap = self.consumer, self.consumer.config.overlap
+        shared, spec, stage, phase = consumer.shared, consumer.spec, consumer.stage[0], consumer.stage[1]
+        wgmma.wait(shared.query_full + stage, phase)
+        wgmma.wait(shared.dout_full + stage, phase)
+        if edges is not None:
+            self._zero_queries(index, stage, first=first)
+        right = self.right[None, None, None, stage]
+        wgmma.gemm_steps(consumer.product, (step.times(right) for step in self.left), accumulate=False)
+        adds_previous = overlap and not first
+        if adds_previous:
+            self._start_sum()
+        pairs = self.differentiate(head, index, edges, 1 if adds_previous else 0, first)
+        wgmma.release(self.right_empty + stage)
+        if adds_previous:
+            self._finish_sum()
+        fragment = cute.recast_tensor(self.fragment, Int32)
+        for i, pair in enumerate(pairs):
+            fragment[i] = ptx.move(pair)
+        self.previous[0] = stage
+        wgmma.advance(consumer.stage, consumer.config.stages)
+        if not overlap:
+            self._start_sum()
+            self._finish_sum()
+
+    def _zero_queries(self, index: Int32, stage: Int32, *, first: bool) -> None:
+        """Zeroes the rows of Q and dO of a masked tile that see no key. The first tile may be a full one."""
+        rows, work = self.consumer.rows, self.work
+        if work.listed is not None:
+            is_edge = Boolean(work.visit.is_edge(index))
+            if first:
+                cutlass.if_generate(is_edge, lambda: rows.zero_dead_queries(stage))
+            else:
+                rows.zero_dead_queries(stage)
+        elif work.bounds.kind.hides_queries:
+            rows.zero_hidden_queries(work, index, stage)
+
+    def _start_sum(self) -> None:
+        """Starts the sum of the last tile whose fragment is there."""
+        added = self.added[None, None, None, self.previous[0]]
+        wgmma.gemm(self.sum_mma, self.sum, self.fragment, added, accumulate=True)
+
+    def _finish_sum(self) -> None:
+        """Waits for all products and gives the stage back."""
+        warpgroup.wait_group(0)
+        wgmma.release(self.added_empty + self.previous[0])

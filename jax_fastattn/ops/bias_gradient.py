@@ -1,0 +1,105 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a bias from what the kernels write, and what they leave to XLA of a bias of rows.
+
+A bias of rows changes no weight of a key if there is no soft cap. So the kernels of the backward pass do not read it:
+it is taken off the log-sum-exps. Its gradient is the sum of dS over the keys, which is the cotangent of the row's
+log-sum-exp, less what the sink takes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastattn.blocks import reduce_to
+from jax_fastattn.kernels.bias_shapes import bias_kind, bias_pitch
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.backward.dbias_config import dbias_parts
+from jax_fastattn.spec import HIDDEN_BIAS, Operands, Problem
+
+
+def is_of_rows_alone(kernel: KernelSpec) -> bool:
+    """Returns whether a bias of rows is left to XLA."""
+    return kernel.bias == "rows" and not kernel.row_bias
+
+
+def lacks_kernel(problem: Problem, wanted: Collection[str]) -> bool:
+    """Returns whether no kernel computes a gradient that is wanted: that of a bias of rows under a soft cap.
+
+    Each of its numbers is a sum over all keys, of which a CTA of no kernel sees all with their slopes.
+    """
+    shape, capped = problem.bias_shape, problem.spec.logits_soft_cap is not None
+    return shape is not None and "bias" in wanted and capped and bias_kind(shape) == "rows"
+
+
+def result_shapes(kernel: KernelSpec, problem: Problem, multiprocessors: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of what a launch writes of the gradient of a bias, by name; none if it is not asked for."""
+    shape = problem.bias_shape
+    if kernel.dkey_bias:
+        return {"dkey_bias": (problem.batch, problem.num_heads, problem.key_length)}
+    if not kernel.dmatrix_bias or shape is None:
+        return {}
+    planes, pitch = shape[0] * shape[1], bias_pitch(shape, problem.key_length)
+    parts = 1
+    if kernel.family == "sm90":
+        sharing = problem.batch * problem.num_heads // planes
+        parts = dbias_parts((planes, problem.query_length, problem.key_length), sharing, multiprocessors)
+    return {"dbias": (parts, planes, problem.query_length, pitch)}
+
+
+def bias_gradient(shape: tuple[int, ...], found: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the gradient of a bias `[b, n, t, s]` of keys or pairs in float32, from what a launch has written."""
+    if "dbias" in found:
+        parts = found["dbias"].astype(jnp.float32)
+        total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
+        return total[..., : shape[3]].reshape(shape)
+    return _reduced(found["dkey_bias"][:, :, None], shape)
+
+
+class RowBias:
+    """A bias of rows that is left to XLA.
+
+    Args:
+        operands: of the call.
+        lse: the log-sum-exps `[B, T, N]`.
+    """
+
+    def __init__(self, operands: Operands, lse: jax.Array):
+        bias, sinks = operands.bias, operands.sinks
+        assert bias is not None
+        self._shape, self._lse, self._sinks = bias.shape, lse, sinks
+        rows = bias[..., 0].astype(jnp.float32).swapaxes(1, 2)
+        self._rows = rows if rows.shape[2] == 1 else jnp.repeat(rows, lse.shape[2] // rows.shape[2], axis=2)
+        # The log-sum-exp of a row that sees nothing is its sink.
+        floor = -jnp.inf if sinks is None else sinks[:, None].astype(jnp.float32)
+        self._is_dead = (lse <= floor) | (self._rows <= HIDDEN_BIAS)
+
+    def lse(self) -> jax.Array:
+        """Returns the log-sum-exps without the bias, -inf of rows that see nothing."""
+        return jnp.where(self._is_dead, -jnp.inf, self._lse - self._rows)
+
+    def sink_terms(self, out: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> jax.Array | None:
+        """Returns what each row adds to the gradient of its sink, `[B, N, T]`; None without sinks."""
+        if self._sinks is None:
+            return None
+        product = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=3)
+        delta = jnp.where(self._is_dead, 0.0, product) - (0.0 if dlse is None else dlse)
+        weight = jnp.exp(self._sinks[:, None] - self._lse)
+        return jnp.where(jnp.isneginf(self._lse), 0.0, -weight * delta).swapaxes(1, 2)
+
+    def gradient(self, dlse: jax.Array | None, sink_terms: jax.Array | None) -> jax.Array:
+        """Returns the gradient of the bias in float32."""
+        total = jnp.zeros(self._lse.shape, jnp.float32) if dlse is None else dlse
+        if sink_terms is not None:
+            total = total - sink_terms.swapaxes(1, 2)
+        return _reduced(jnp.where(self._is_dead, 0.0, total).swapaxes(1, 2)[..., None], self._shape)
+
+
+def _reduced(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns x `[B, N, t, s]` summed over what a bias broadcasts, whose heads may be key/value heads."""
+    members = x.shape[1] // shape[1] if shape[1] > 1 else 1
+    by_head = x.reshape(x.shape[0], x.shape[1] // members, members, *x.shape[2:])
+    return reduce_to(shape, by_head[:, :, 0] if members == 1 else jnp.sum(by_head, axis=2))
