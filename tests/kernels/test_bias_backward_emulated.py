@@ -52,6 +52,13 @@ CASES: dict[str, tuple[int, int, Dtype, dict[str, Any], Sizes]] = {
         {**ALL, **MATRIX, "group": 2, "dlse": True, "bias_dtype": "float16"},
         Sizes(bias=(3, 2, 133, 201)),
     ),
+    "d64-padding-in-full-tiles": (
+        64,
+        64,
+        "bfloat16",
+        {**MATRIX, "query_seq_lengths": True},
+        Sizes(2, 200, 256, 1, query_lengths=(70, 200), bias=(1, 1, 200, 256)),
+    ),
     "d64-cap": (64, 64, "bfloat16", {**ALL, **MATRIX, "logits_soft_cap": True}, Sizes(bias=(3, 1, 133, 201))),
     "d64-sinks": (64, 64, "bfloat16", {**ALL, **MATRIX, "dlse": True, "dsinks": True}, Sizes(bias=(1, 1, 133, 201))),
     "d64-per-kv-head": (64, 64, "bfloat16", {**MATRIX, "group": 2}, Sizes(2, 133, 140, 2, bias=(2, 2, 133, 140))),
