@@ -260,9 +260,9 @@ BIAS_GRADIENTS = {
     "bias-listed": ((64, 64), (128, 128), (192, 128)),
     "key-bias": ((64, 64), (128, 128), (192, 128), (256, 256)),
 }
-# Local memory of those: with lists numbers that the kernel of dbias needs once a tile, and with two terms values in the
-# kernel of dq at head dim 256.
-BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 16, "bias-float32": 16}
+# Local memory of those: with lists in the kernel of dk, dv and dq at head dim 128, and 8 bytes in that of dbias; with
+# two terms in that of dbias at head dim 128, and 16 bytes in that of dq at 256.
+BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 32, "bias-float32": 32}
 
 
 def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
