@@ -150,3 +150,20 @@ def test_a_launch_takes_all_operands_that_are_given(monkeypatch: pytest.MonkeyPa
             cuda._launch(kernel, problem, wrong._asdict(), shapes)
     with pytest.raises(AssertionError):
         cuda._launch(kernel, problem, operands._asdict(), shapes | {"dq": x.shape})
+
+
+def test_a_range_of_keys_that_a_mask_leaves_begins_at_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wider window would read keys that the mask hides, and no result would show it."""
+    x = jnp.zeros((2, 1, 4, 64), jnp.bfloat16)
+    key = jnp.zeros((2, 300, 4, 64), jnp.bfloat16)
+    operands = Operands(x, key, key, mask=jnp.ones((2, 1, 1, 300), bool))
+    spec = AttentionSpec(0.5, window=(7, 3), present=operands.present())
+    bound: list[dict[str, Any]] = []
+    monkeypatch.setattr(ffi, "multiprocessors", lambda: 7)
+    monkeypatch.setattr(ffi, "arch", lambda: "sm_90a")
+    monkeypatch.setattr(cuda.launch_p, "bind", lambda *xs, **params: bound.append(params) or [x, x[..., 0]])
+    cuda.forward(spec, operands)
+    (call,) = bound
+    names = [name for name, dtype in SCALAR_DTYPES.items() if dtype == "int32" and name not in ("pages",)]
+    scalars = dict(zip(names, call["ints"], strict=True))
+    assert call["kernel"].row_bits and scalars["window_left"] == 0

@@ -51,8 +51,8 @@ class Case:
 _SIZES = Sizes(queries=1, keys=300, batch=2, kv_heads=2, right=0)
 _SIDE_BY_SIDE = {"multiprocessors": 7, "side_heads": 2}
 _MANY = tuple(37 * i % 131 for i in range(40))
-# Two entries with keys, with more empty ones between them than a warp holds at a time, and around them.
-_SPARSE = tuple(100 if i in (3, 90) else 0 for i in range(99))
+# Entries with keys, with more empty ones between them than a warp holds at a time, and around them.
+_SPARSE = tuple(100 if i in (3, 35, 120) else 0 for i in range(130))
 _WHOLE = {"splits": False}
 CASES = {
     # 5 tiles of each of 4 units are dealt to 3 CTAs; the last tile has 44 keys.
@@ -66,7 +66,16 @@ CASES = {
     "40-entries": Case(
         {"keys": 130, "batch": 40, "kv_heads": 1, "key_lengths": _MANY}, LENGTHS, split={"multiprocessors": 4}
     ),
-    "runs-of-empty-entries": Case({"keys": 100, "batch": 99, "kv_heads": 1, "key_lengths": _SPARSE}, LENGTHS),
+    # Each CTA goes on from one of them to the next.
+    "runs-of-empty-entries": Case(
+        {"keys": 100, "batch": 130, "kv_heads": 1, "key_lengths": _SPARSE}, LENGTHS, split={"multiprocessors": 2}
+    ),
+    # Shares of 3 tiles, and units of 6: no CTA has a part of two units.
+    "units-end-with-shares": Case({"keys": 360, "batch": 1}, split={"multiprocessors": 4}),
+    # CTAs meet in each of several segments.
+    "32-rows-of-short-units": Case(
+        {"queries": 8, "keys": 100, "batch": 6, "key_lengths": (100, 1, 64, 65, 0, 30)}, LENGTHS
+    ),
     # 10 units are dealt to 3 CTAs: no combine kernel.
     "whole-units": Case({"batch": 5}, config=_WHOLE),
     "fewer-whole-units-than-ctas": Case({"batch": 1, "keys": 70}, split={"multiprocessors": 4}, config=_WHOLE),
