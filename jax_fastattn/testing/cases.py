@@ -881,6 +881,15 @@ FEW_QUERIES = {
     "d64": _on(_DECODING, head_dim=64, v_head_dim=64, key_value_seq_lengths=_ENDS, scale=-0.2),
     "d192v128": _on(_DECODING, head_dim=192, key_value_seq_lengths=_ENDS, query_length=8),
     "d256": _on(_DECODING, head_dim=256, v_head_dim=256, key_value_seq_lengths=_ENDS),
+    "128 rows": _on(
+        _DECODING, query_length=32, is_causal=True, sinks="n", query_offset=tuple(end - 32 for end in _ENDS)
+    ),
+    # Each unit has a CTA of its own, with or without keys.
+    "whole units": _on(_DECODING, key_length=300, key_value_seq_lengths=_ENDS, sinks="n"),
+    "mask of keys": _on(_DECODING, mask="bs"),
+    "mask of heads and pairs": _on(_DECODING, query_length=4, mask="bnts", key_value_seq_lengths=_ENDS, dlse=True),
+    "mask of short units": _on(_DECODING, query_length=3, key_length=300, mask="bts", head_dim=64, v_head_dim=64),
+    "ids, window": _on(_DECODING, query_length=4, window=(600, None), **_IDS),
 }
 GPU_CASES = [
     *_SHORTER,
