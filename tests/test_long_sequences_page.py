@@ -9,6 +9,7 @@ from typing import Any
 
 import calls
 import pytest
+from test_sharding import JAX_VERSION
 
 import jax_fastattn
 
@@ -23,7 +24,8 @@ def test_code(capsys: pytest.CaptureFixture[str]) -> None:
     expected = attend(names["q"], names["k"], names["v"])
     calls.assert_same(names["out"], expected)
     calls.assert_same(names["zigzag_out"], expected)
-    assert names["out"].sharding.is_equivalent_to(names["rows"], 4)
+    if JAX_VERSION >= (0, 9):
+        assert names["out"].sharding.is_equivalent_to(names["rows"], 4)
     capsys.readouterr()
 
 

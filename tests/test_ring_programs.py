@@ -18,6 +18,7 @@ import pytest
 import rings
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_sharding import JAX_VERSION
 
 from jax_fastattn import ring_attention
 
@@ -68,6 +69,7 @@ def temporary_bytes(size: int, **options: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.skipif(JAX_VERSION < (0, 9), reason="XLA of jax 0.8 keeps the keys of all steps on a CPU")
 @pytest.mark.parametrize("balance", [False, True])
 def test_memory_is_linear_in_the_rows_of_a_device(balance: bool) -> None:
     """Twice the devices and twice the sequence need no more memory on each."""
@@ -165,7 +167,8 @@ def test_a_fallback_names_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, 
     arrays = {x: array for x, array in rings.draw(20).items() if x != "dout"}
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        return ring_attention(query, key, value, axis_name="seq", **CAUSAL)
+        # No other call has this scale: a block may look like a call of another test, whose line it would name.
+        return ring_attention(query, key, value, axis_name="seq", scale=0.37, **CAUSAL)
 
     mapped = jax.shard_map(local, mesh=rings.make_mesh(2), in_specs=P(None, "seq"), out_specs=P(None, "seq"))
     with pytest.warns(UserWarning, match=f"for the call at {re.escape(__file__)}:[0-9]+: the dtype is float32"):
