@@ -62,9 +62,17 @@ OPERANDS: dict[str, dict[str, Any]] = {
     "mask": {"mask": jax.random.bernoulli(jax.random.key(1), 0.7, (2, 1, 20, 20))},
     "mask-of-columns": {"mask": jax.random.bernoulli(jax.random.key(1), 0.7, (2, 1, 1, 20))},
     "bias": {"bias": jax.random.normal(jax.random.key(1), (1, 4, 20, 20))},
+    "bias-per-key-head": {"bias": jax.random.normal(jax.random.key(1), (1, 2, 20, 20))},
     "bias-of-columns": {"bias": jax.random.normal(jax.random.key(1), (2, 1, 1, 20))},
 }
-HALF = {"sinks", "no-keys", "scale", "bias-of-columns", "offset"}  # which are drawn with one layout alone
+HALF = {
+    "sinks",
+    "no-keys",
+    "scale",
+    "bias-per-key-head",
+    "bias-of-columns",
+    "offset",
+}  # which are drawn with one layout alone
 
 
 @pytest.mark.parametrize("name", OPERANDS)
