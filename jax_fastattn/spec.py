@@ -127,6 +127,8 @@ class Ring:
         shared_boundaries: whether packed queries and keys have the same boundaries and no offsets, so that a window
             hides keys of distant devices.
         mesh: names and sizes of all axes of the mesh.
+        whole_keys: whether each device has all keys, so that only queries are split. Nothing is sent then, and the
+            gradients of keys and values are a device's share.
     """
 
     axes: tuple[str, ...]
@@ -135,6 +137,7 @@ class Ring:
     balance: bool = False
     shared_boundaries: bool = False
     mesh: tuple[tuple[str, int], ...] = ()
+    whole_keys: bool = False
 
 
 @dataclass(frozen=True)

@@ -118,9 +118,26 @@ def test_query_heads_split_further_than_key_heads() -> None:
 
 
 @needs_ring
-def test_whole_keys_are_sliced() -> None:
+@pytest.mark.parametrize("name", ["cross", "as-many", "packed", "everything"])
+def test_whole_keys_stay_whole(name: str) -> None:
+    """A device computes its rows against all keys; the only communication adds up gradients."""
+    arrays = rings.draw(
+        20, keys=None if name == "packed" else 20 if name == "as-many" else 10 if name == "cross" else 7
+    )
     specs = SPLIT | dict.fromkeys(("key", "value"), P("data"))
-    assert check(rings.draw(20), make_mesh(), specs, **CAUSAL) == BALANCED
+    options: dict[str, Any] = {} if name == "cross" else CAUSAL
+    if name == "packed":
+        arrays["boundaries"] = ENDS
+    if name == "everything":
+        arrays |= {
+            "bias": jax.random.normal(jax.random.key(1), (2, 4, 20, 7)),
+            "query_offset": jnp.array([-4, -9]),
+            "query_seq_lengths": jnp.array([18, 13]),
+            "key_value_seq_lengths": jnp.array([6, 5]),
+            "sinks": jnp.linspace(-1.0, 1.0, 4),
+        }
+        options = {"local_window_size": (5, 2)}
+    assert set(check(arrays, make_mesh(), specs, **options)) == {REDUCE}
 
 
 def test_whole_queries_gather_the_keys() -> None:
@@ -209,4 +226,6 @@ def test_explain_says_what_travels() -> None:
         told = re.search(r"at most (\d+) bytes in (\d+) collective permutes forward", note)
         assert told is not None
         assert (sum(sizes), len(sizes)) == tuple(map(int, told.groups()))
+    whole = jax.ShapeDtypeStruct((2, 40, 2, 8), jnp.float32, sharding=NamedSharding(mesh, P()))
+    assert "keys are whole: nothing is sent forward" in jax_fastattn.explain(query, whole, whole).note
     assert jax_fastattn.explain(*(jnp.zeros((2, 8, 2, 8)),) * 3).note == ""

@@ -84,7 +84,7 @@ class Split:
 
     Attributes:
         names: mesh axes that split each axis letter of SPLITTABLE. Those of "K" are the first ones of "N". Those of "S"
-            are those of "T".
+            are those of "T", or none if the keys are whole or do not divide evenly.
         heads: N and K of the whole call.
     """
 
@@ -102,7 +102,9 @@ class Split:
         }
         _, keys, kv_heads, _ = key.shape
         names["K"] = _dividing(mesh, names["N"], kv_heads)
-        names["T"] = names["S"] = _dividing(mesh, names.get("T", ()), keys)
+        rows = names.setdefault("T", ())
+        is_split = bool(_names(mesh, key, 1)) and keys % _size(mesh, rows) == 0
+        names["S"] = rows if is_split else ()
         return cls(mesh, names, (query.shape[letters.index("N")], kv_heads))
 
     def sharding(self, letters: str, shape: Sequence[int]) -> NamedSharding:
@@ -113,7 +115,7 @@ class Split:
     def ring(self) -> Ring | None:
         """The devices that share the rows; None if each has all of them."""
         names = self.names["T"]
-        return Ring(names, _size(self.mesh, names), balance=True) if names else None
+        return Ring(names, _size(self.mesh, names), balance=True, whole_keys=not self.names["S"]) if names else None
 
     @property
     def sharers(self) -> tuple[str, ...]:
@@ -158,9 +160,10 @@ class Split:
             x = jax.lax.psum(placed, self.sharers).astype(x.dtype)
         unsplit = (a for a, size in zip(letters, whole, strict=True) if size == 1)
         summed = tuple(name for a in unsplit for name in self.names.get(a, ()))
-        if not set("TS") & set(letters):
+        if "T" not in letters and not ("S" in letters and self.names["S"]):
             summed += self.names["T"]
-        return jax.lax.psum(x, summed) if summed else x
+        wide = x.astype(abstract.statistics_dtype(x.dtype))
+        return jax.lax.psum(wide, summed).astype(x.dtype) if summed else x
 
 
 def refuse_gather(name: str, x: Any, needed: NamedSharding) -> None:

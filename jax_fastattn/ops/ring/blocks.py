@@ -49,6 +49,7 @@ def block_call(
     """
     assert spec.ring is not None
     chunks = _Chunks.of(spec.ring, block, place)
+    is_aligned = block.is_diagonal and place.rows == place.keys and not spec.ring.whole_keys
     query_ids, key_ids = operands.query_segment_ids, operands.key_value_segment_ids
     found = Operands(
         query=block.queries.take(operands.query),
@@ -58,12 +59,12 @@ def block_call(
         mask=_plane(operands.mask, block, chunks),
         query_seq_lengths=chunks.lengths(operands.query_seq_lengths, chunks.queries, chunks.rows),
         key_value_seq_lengths=chunks.lengths(operands.key_value_seq_lengths, chunks.sources, chunks.keys),
-        query_offset=_offset(operands, block, place, chunks),
+        query_offset=_offset(operands, block, is_aligned, chunks),
         query_segment_ids=None if query_ids is None else block.queries.take(query_ids),
         key_value_segment_ids=None if key_ids is None else block.keys.take(key_ids),
         sinks=chunks.per_entry(operands.sinks) if with_sinks else None,
         scale=chunks.per_entry(operands.scale),
-        sequences=_sequences(spec.ring, operands, block, place, chunks),
+        sequences=_sequences(spec.ring, operands, block, is_aligned, chunks),
     )
     if block.is_half:
         found = _half(found, place)
@@ -130,11 +131,11 @@ class _Chunks(NamedTuple):
         return self.join(parts) if self.is_folded else sum(parts[1:], start=parts[0])
 
 
-def _offset(operands: Operands, block: Block, place: Place, chunks: _Chunks) -> jax.Array | None:
+def _offset(operands: Operands, block: Block, is_aligned: bool, chunks: _Chunks) -> jax.Array | None:
     base = operands.query_offset
     if not is_placed(block.bounds) or operands.sequences is not None:
         return None
-    if base is None and block.is_diagonal and place.rows == place.keys:
+    if base is None and is_aligned:
         return None
     batch = operands.query.shape[0]
     base = jnp.zeros(batch, jnp.int32) if base is None else jnp.clip(base, -UNBOUNDED, UNBOUNDED)
@@ -149,12 +150,12 @@ def _plane(x: jax.Array | None, block: Block, chunks: _Chunks) -> jax.Array | No
     return jax.lax.dynamic_slice_in_dim(x, chunks.sources[0], chunks.keys, axis=3) if x.shape[3] > 1 else x
 
 
-def _sequences(ring: Ring, operands: Operands, block: Block, place: Place, chunks: _Chunks) -> jax.Array | None:
+def _sequences(ring: Ring, operands: Operands, block: Block, is_aligned: bool, chunks: _Chunks) -> jax.Array | None:
     """Returns the parts of packed sequences that lie in a block, `[B * chunks, M, 4 or 5]`."""
     if operands.sequences is None:
         return None
     sequences = operands.sequences
-    is_aligned = block.is_diagonal and place.rows == place.keys and ring.shared_boundaries
+    is_aligned = is_aligned and ring.shared_boundaries
     has_offset = is_placed(block.bounds) and not is_aligned
 
     def part(start_q: jax.Array, start_k: jax.Array) -> jax.Array:

@@ -123,13 +123,15 @@ def words(spec: AttentionSpec, operands: Operands) -> str:
     """Returns the note of a device's call."""
     ring = spec.ring
     assert ring is not None
+    where = f"the rows are split over {ring.size} devices of mesh axis {', '.join(ring.axes)}"
+    if ring.whole_keys:
+        return f"{where}, and the keys are whole: nothing is sent forward, and gradients of keys and values are summed"
     count = len(plan.steps(_balanced(spec, operands), operands))
     forward, backward = sent(spec, operands)
     order = ", balanced by an exchange into zigzag order" if plan.balances(spec, operands) else ""
     return (
-        f"the rows are split over {ring.size} devices of mesh axis {', '.join(ring.axes)}: ring attention in {count} "
-        f"steps{order}; a device sends at most {forward} forward, and {backward} backward; kernels are those of the "
-        "last step"
+        f"{where}: ring attention in {count} steps{order}; a device sends at most {forward} forward, and {backward} "
+        "backward; kernels are those of the last step"
     )
 
 

@@ -80,7 +80,7 @@ class Call(NamedTuple):
         ring = self.spec.ring
         assert ring is not None
         device = jax.lax.axis_index(ring.axes).astype(jnp.int32)
-        source = (device - step.shift) % ring.size
+        source = jnp.zeros_like(device) if ring.whole_keys else (device - step.shift) % ring.size
         return Place(device, source, self.operands.query.shape[1], self.operands.key.shape[1], step.fetched[0])
 
     def first_column(self, step: Step, block: Block) -> jax.Array:

@@ -96,6 +96,9 @@ class Step:
 def steps(spec: AttentionSpec, operands: Operands) -> list[Step]:
     """Returns the steps of a call whose ring does not balance."""
     planner = _Planner.of(spec, operands)
+    if planner.ring.whole_keys:
+        queries, keys = View(0, planner.rows), View(0, planner.keys)
+        return [Step(0, (Block(queries, keys, (0,), (0,), spec.bounds, is_diagonal=True),), (0, planner.keys), ())]
     found = [planner.step(shift) for shift in range(planner.ring.size)]
     return [step for step in found if step.blocks]
 
@@ -128,6 +131,7 @@ def balances(spec: AttentionSpec, operands: Operands) -> bool:
     return (
         ring.balance
         and ring.size > 1
+        and not ring.whole_keys
         and is_causal
         and not has_rows
         and rows == operands.key.shape[1]
