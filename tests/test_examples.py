@@ -105,7 +105,7 @@ def test_train_gpt_packed(tmp_path: Path) -> None:
     assert metrics["losses"][-1] < metrics["losses"][0] - 0.5
     assert min(metrics["tokens_per_second"], metrics["padded_tokens_per_second"]) > 0
     assert re.search(r"on 1 x cpu; [\d,]+ tokens/s with the same documents padded to the longest", printed)
-    options += ["--data-parallel", "2", "--tensor-parallel", "2", "--remat"]
+    options += ["--data-parallel", "2", "--sequence-parallel", "2", "--tensor-parallel", "2", "--remat"]
     meshed, _ = train(tmp_path / "mesh", *options, devices=8)
     np.testing.assert_allclose(meshed["losses"], metrics["losses"], rtol=2e-3)
 
