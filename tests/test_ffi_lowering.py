@@ -199,7 +199,7 @@ def test_attention_compiles_once_for_all_sizes_windows_and_caps(
     changes = [
         {},
         {"batch": 3},
-        {"query_length": 64},
+        {"query_length": 100},
         {"key_length": 1000},
         {"heads": 4},
         {"window": (3, 0)},
