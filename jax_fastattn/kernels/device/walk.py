@@ -27,7 +27,7 @@ def each(line: Line, visit: Callable[[Segment], None], begin: Callable[[Share, U
             none.
     """
     cta, _, _ = cute.arch.block_idx()
-    walk = (_TileWalk if line.spec.config.splits else _UnitWalk).start(line, cta)
+    walk: _Walk = (_TileWalk if line.spec.config.splits else _UnitWalk).start(line, cta)
     walk.at.make_uniform()
     if begin is not None:
         begin(walk.own, walk.unit())
@@ -43,15 +43,17 @@ def each(line: Line, visit: Callable[[Segment], None], begin: Callable[[Share, U
 
 
 class _Walk(Protocol):
-    """Where a CTA is.
+    """Where a CTA is."""
 
-    Attributes:
-        own: what the CTA takes.
-        at: the place, which loops carry.
-    """
+    @property
+    def own(self) -> Share:
+        """What the CTA takes."""
+        ...
 
-    own: Share
-    at: wgmma.Uniform
+    @property
+    def at(self) -> wgmma.Uniform:
+        """The place, which loops carry."""
+        ...
 
     @property
     def left(self) -> Int32:

@@ -19,8 +19,8 @@ from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, TILE_ALIGNMENT, Re
 # Bytes of K and V that an SM has on the way. Twice as many were not faster on an H100.
 _BYTES_IN_FLIGHT = 96 * 1024
 
-# Of two warpgroups that compute and one of which a warp loads.
-_REGISTERS = Registers(208, 88)
+# After setmaxnreg, of two warpgroups that compute and one of which a warp loads.
+REGISTERS = Registers(208, 88)
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class DecodeMemory:
         )
 
     @property
-    def registers(self) -> Registers | None:
-        """Registers of a thread after setmaxnreg; None if all have as many."""
-        return _REGISTERS if self.config.loader_warps > 1 else None
+    def moves_registers(self) -> bool:
+        """Whether threads have `REGISTERS`; else all have as many."""
+        return self.config.loader_warps > 1
 
     @property
     def nbytes(self) -> int:

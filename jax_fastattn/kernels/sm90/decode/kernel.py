@@ -21,7 +21,7 @@ from jax_fastattn.kernels.device.line import Line
 from jax_fastattn.kernels.device.tma import Box, Tma
 from jax_fastattn.kernels.device.walk import each
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.decode.config import DecodeMemory
+from jax_fastattn.kernels.sm90.decode.config import REGISTERS, DecodeMemory
 from jax_fastattn.kernels.sm90.decode.loader import DenseLoader, PagedLoader
 from jax_fastattn.kernels.sm90.decode.shared import DecodeShared, TmaSource
 
@@ -72,15 +72,14 @@ class DecodeKernel:
         cute.arch.griddepcontrol_launch_dependents()
         shared = DecodeShared.of(self.memory, self.dtype)
         shared.regions.initialize(warp, tma)
-        registers = self.memory.registers
         if warp >= self.config.consumer_warps:
-            if cutlass.const_expr(registers is not None):
-                cute.arch.setmaxregister_decrease(registers.producer)
+            if cutlass.const_expr(self.memory.moves_registers):
+                cute.arch.setmaxregister_decrease(REGISTERS.producer)
             if warp == self.config.consumer_warps:
                 self._load(self._line(buffers, scalars), shared, tma)
         else:
-            if cutlass.const_expr(registers is not None):
-                cute.arch.setmaxregister_increase(registers.consumer)
+            if cutlass.const_expr(self.memory.moves_registers):
+                cute.arch.setmaxregister_increase(REGISTERS.consumer)
             self._compute(self._line(buffers, scalars), shared, thread, warp)
 
     def _line(self, buffers: DecodeBuffers, scalars: Scalars) -> Line:
