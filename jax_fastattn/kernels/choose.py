@@ -40,6 +40,9 @@ _STREAMING_SMS = 40
 # Bytes that the GPU reads in the time that the launch of the combine kernel takes.
 _LAUNCH_NBYTES = 16 << 20
 
+# The most bytes of a unit that a CTA reads alone: 8k keys of head dim 128 with 16 bits. More were not timed.
+_MAX_WHOLE_NBYTES = 4 << 20
+
 # Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
 _ORDERED_MEAN_LENGTH = 1536
 
@@ -219,7 +222,7 @@ def _takes_whole_units(problem: Problem, key: KernelSpec) -> bool:
     unit_nbytes = 2 * problem.key_length * (problem.head_dim + problem.v_head_dim)
     total = unit_nbytes * problem.num_kv_heads * (1 if differ else problem.batch)
     is_short = rounds * unit_nbytes * _STREAMING_SMS <= total + _LAUNCH_NBYTES
-    return is_short and (rounds == 1 or not differ)
+    return is_short and unit_nbytes <= _MAX_WHOLE_NBYTES and (rounds == 1 or not differ)
 
 
 def reads_pages(problem: Problem) -> bool:
