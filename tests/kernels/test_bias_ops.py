@@ -19,7 +19,7 @@ from emulated_launch import MULTIPROCESSORS
 from jax_fastattn import ffi
 from jax_fastattn.canonical import canonicalize
 from jax_fastattn.kernels.bias_shapes import bias_kind
-from jax_fastattn.kernels.choose import forward_spec
+from jax_fastattn.kernels.choose import configured, forward_spec
 from jax_fastattn.kernels.sm90.forward import schedule
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.ops import cuda
@@ -139,6 +139,14 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_forward(name: str) -> None:
     compare(*draw(CASES[name]))
+
+
+@pytest.mark.parametrize("name", ["1nts", "causal-sinks", "window-offset", "mask", "spelled-causal", "holes"])
+def test_forward_as_of_long_calls(name: str) -> None:
+    """Emulated lengths are short, and at head dims up to 64 such calls have a variant of their own."""
+    spec, operands = draw(CASES[name])
+    kernel = configured(forward_spec(Problem.of(spec, operands), "sm_90a"), short=False)
+    compare(spec, operands, kernel=kernel)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])

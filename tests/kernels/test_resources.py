@@ -251,8 +251,8 @@ PACKED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 HOPPER = ("full", "causal", "soft-cap", "groups", "listed", "compared")
 # The same of forward rows with a bias.
 BIASES = ("bias", "bias-causal", "bias-float32", "bias-listed", "key-bias", "row-bias")
-# Local memory of those with a bias of pairs, by features: values that live across the loops of three warpgroups.
-BIAS_LOCAL_BYTES = {"bias": 16, "bias-causal": 16, "bias-listed": 48}
+# Local memory of those with a bias of pairs, by features: values that live across the loops of head dims up to 64.
+BIAS_LOCAL_BYTES = {"bias": 16, "bias-listed": 32}
 # Backward rows with a bias and its gradient: features, and head dims of those that add some code.
 BIAS_GRADIENTS = {
     "bias-causal": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),

@@ -234,14 +234,14 @@ def _with_bias(columns: int, terms: int, short: bool) -> ForwardConfig:
         }
     else:
         configs = {
-            64: ForwardConfig(3, 128, 6, ping_pong=True),
+            64: ForwardConfig(2, 128, 8, ping_pong=True, persistent=True),
             96: ForwardConfig(3, 96, 6, ping_pong=True),
-            128: ForwardConfig(2, 128, 4, ping_pong=True, q_in_regs=4),
+            128: ForwardConfig(2, 128, 4, ping_pong=True, persistent=True, q_in_regs=4),
             192: ForwardConfig(2, 64, 6, ping_pong=True, q_in_regs=4),
             256: ForwardConfig(2, 64, 4),
         }
         if short and columns <= 64:
-            return ForwardConfig(1, 64, 5, blocks=3)
+            return ForwardConfig(1, 64, 5, blocks=3, persistent=True)
     return replace(configs[next(limit for limit in configs if columns <= limit)], shares_bias=True)
 
 

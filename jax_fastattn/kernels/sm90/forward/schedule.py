@@ -379,4 +379,7 @@ def forward_schedule(spec: KernelSpec, config: ForwardConfig) -> ForwardSchedule
     tiles = HeadTiles(spec, config.rows, config.shares_bias)
     if not config.persistent:
         return SingleTiles(tiles)
-    return (PersistentSections if spec.bounds_kind.left else PersistentPairs)(tiles, config.blocks)
+    # Sections of heads would undo the order in which a large bias is read once.
+    if spec.bounds_kind.left and not config.shares_bias:
+        return PersistentSections(tiles, config.blocks)
+    return PersistentPairs(tiles, config.blocks)
