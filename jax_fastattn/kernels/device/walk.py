@@ -122,24 +122,24 @@ class _TileWalk:
         line: of the launch.
         cta: index of the CTA.
         own: its share.
-        held: the next batch entries.
+        entries: the next batch entries.
         at: batch entry, head of the line, tile, and tiles left.
     """
 
     line: Line
     cta: Int32
     own: Share
-    held: "_HeldEntries"
+    entries: "_LaneEntries"
     at: wgmma.Uniform
 
     @classmethod
     def start(cls, line: Line, cta: Int32) -> "_TileWalk":
         """Returns the beginning."""
         own = line.share(cta)
-        held = _HeldEntries.of(line, own.batch)
-        unit = Int32(cutlass.max(held.entry(own.batch).tiles, 1))
+        entries = _LaneEntries.of(line, own.batch)
+        unit = Int32(cutlass.max(entries.entry(own.batch).tiles, 1))
         ahead = own.end - own.left - own.before
-        return cls(line, cta, own, held, wgmma.Uniform(own.batch, ahead // unit, ahead % unit, own.left))
+        return cls(line, cta, own, entries, wgmma.Uniform(own.batch, ahead // unit, ahead % unit, own.left))
 
     @property
     def left(self) -> Int32:
@@ -156,32 +156,32 @@ class _TileWalk:
         """Returns the segment at the place, and goes on to the next one."""
         at = self.at
         unit, head, tile, left = self.unit(), at[1], at[2], at[3]
-        entry = self.held.entry(unit.batch)
+        entry = self.entries.entry(unit.batch)
         count = cute.arch.make_warp_uniform(Int32(cutlass.min(left, entry.tiles - tile)))
         wraps = Boolean(head == self.line.heads - 1)
         at[0] = ptx.where(wraps, unit.batch + 1, unit.batch)
         at[1] = ptx.where(wraps, Int32(0), head + 1)
         at[2] = Int32(0)
         at[3] = left - count
-        cutlass.if_generate(Boolean(wraps & (at[3] > 0)), lambda: self.held.skip_empty(at))
+        cutlass.if_generate(Boolean(wraps & (at[3] > 0)), lambda: self.entries.skip_empty(at))
         place = slot(self.cta, tile == 0)
         return Segment(entry, *unit, tile, count, place, Boolean(count == entry.tiles), self.unit)
 
 
 @dataclass(frozen=True, eq=False)
-class _HeldEntries:
+class _LaneEntries:
     """Batch entries from some first one on, one in each lane of a warp.
 
     Attributes:
         line: of the launch.
-        held: `[4]`, the first entry, then the lane's query_end, key_end and offset.
+        registers: `[4]`, the first entry, then the lane's query_end, key_end and offset.
     """
 
     line: Line
-    held: Any
+    registers: Any
 
     @classmethod
-    def of(cls, line: Line, first: Int32) -> "_HeldEntries":
+    def of(cls, line: Line, first: Int32) -> "_LaneEntries":
         """Returns the entries from one on."""
         entries = cls(line, cute.make_rmem_tensor((4,), Int32))
         entries.hold(first)
@@ -193,15 +193,16 @@ class _HeldEntries:
         batch = Int32(cutlass.min(first + line.lane, line.scalars.batch - 1))
         bounds = copies.entry_bounds(line.spec, batch, line.buffers, line.scalars)
         for i, x in enumerate((first, bounds.query_end, bounds.key_end, bounds.offset)):
-            self.held[i] = Int32(x)
+            self.registers[i] = Int32(x)
 
     def entry(self, batch: Int32) -> Entry:
         """Returns what the queries of one of the entries see; all lanes call this."""
         line, kind = self.line, self.line.spec.bounds_kind
-        lane = batch - self.held[0]
+        lane = batch - self.registers[0]
         differs = (kind.query_end, kind.key_end, kind.offset)
         ends = [
-            cute.arch.shuffle_sync(self.held[1 + i], lane) if x else self.held[1 + i] for i, x in enumerate(differs)
+            cute.arch.shuffle_sync(self.registers[1 + i], lane) if x else self.registers[1 + i]
+            for i, x in enumerate(differs)
         ]
         return line.seen(copies.bounds(kind, *ends, line.scalars))
 
@@ -212,17 +213,17 @@ class _HeldEntries:
         last = self.line.scalars.batch - 1
 
         def look() -> None:
-            first, *ends = (self.held[i] for i in range(4))
+            first, *ends = (self.registers[i] for i in range(4))
             tiles = self.line.seen(copies.bounds(self.line.spec.bounds_kind, *ends, self.line.scalars)).tiles
             index = first + self.line.lane
             has = Boolean(Boolean(tiles > 0) & Boolean(Boolean(index >= at[0]) & Boolean(index <= last)))
             at[0] = cute.arch.warp_redux_sync(ptx.where(has, index, first + WARP), "min")
 
         def goes_on(_: Int32) -> Boolean:
-            return Boolean(Boolean(at[0] == self.held[0] + WARP) & Boolean(at[0] <= last))
+            return Boolean(Boolean(at[0] == self.registers[0] + WARP) & Boolean(at[0] <= last))
 
         look()
         with while_generate([Int32(0)], goes_on) as nothing:
-            self.hold(self.held[0] + WARP)
+            self.hold(self.registers[0] + WARP)
             look()
             yield_out(nothing)

@@ -22,14 +22,14 @@ class KeyBias(Feature):
         operand: see `ForwardBuffers.key_bias`.
         planes: of the bias.
         plane: of the head; None before `start`.
-        held: numbers of the lane's two keys since `hold`, where rows of the accumulator are keys.
+        own: numbers of the lane's two keys since `hold`, where rows of the accumulator are keys.
         loaded: numbers by the key that they belong to, since `read`.
     """
 
     operand: cute.Pointer
     planes: Planes
     plane: Any = None
-    held: Any = None
+    own: Any = None
     loaded: Any = None
 
     def start(self, head: Head) -> "KeyBias":
@@ -41,17 +41,17 @@ class KeyBias(Feature):
 
         Rows past the last query see such a key too, where the statistics alone make P 0.
         """
-        held = []
+        own = []
         for i in range(2):
             index = key + 8 * i
             is_live = Boolean((index >= live.begin) & (index < live.end))
-            held.append(ptx.where(is_live, self.plane.load(index), Float32(0.0)))
-        return replace(self, held=tuple(held))
+            own.append(ptx.where(is_live, self.plane.load(index), Float32(0.0)))
+        return replace(self, own=tuple(own))
 
     def read(self, tile: ScoreTile) -> "KeyBias":
         """Returns the feature for one pass over the scores of a tile."""
         del tile
-        return replace(self, loaded={} if self.held is None else dict(enumerate(self.held)))
+        return replace(self, loaded={} if self.own is None else dict(enumerate(self.own)))
 
     def term(self, at: Element, less: Float32) -> Float32:
         """Returns the number of a key, less another one."""
