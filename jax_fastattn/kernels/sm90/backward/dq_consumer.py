@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device import copies, ptx, wgmma, zeroing
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.features.bits import Bits
@@ -269,7 +269,7 @@ class DqConsumer:
         """Zeroes the rows of K that no query sees. Each warpgroup does so for itself."""
         config, spec, work = self.config, self.spec, self.work
         live, first = work.bounds.live_keys(), work.visit.tile(index) * config.keys
-        wgmma.zero_hidden_rows(
+        zeroing.zero_hidden_rows(
             config.keys,
             lambda: [(self.shared.stage_address(stage), self.shared.memory.head_dim)],
             copies.Rows.live(live, first, length=work.keys.zeros_from()),
@@ -284,7 +284,7 @@ class DqConsumer:
 
         def zero() -> None:
             live = listed.bits.live_rows(work.visit.tile_of(edge.entry))
-            wgmma.zero_dead_rows(keys, [(self.shared.stage_address(stage), self.shared.memory.head_dim)], live)
+            zeroing.zero_dead_rows(keys, [(self.shared.stage_address(stage), self.shared.memory.head_dim)], live)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=DqBarrier.WARPGROUP.at(self.group), number_of_threads=128)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device import copies, ptx, wgmma, zeroing
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardMemory, DkdvDqBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
@@ -46,7 +46,7 @@ class SharedRows:
                 for name, columns in (("key", memory.head_dim), ("value", memory.v_head_dim))
             ]
 
-        wgmma.zero_hidden_rows(
+        zeroing.zero_hidden_rows(
             WARPGROUP_ROWS,
             operands,
             copies.Rows.live(live, first, length=work.keys.zeros_from()),
@@ -91,8 +91,8 @@ class SharedRows:
         cutlass.if_generate(cute.arch.make_warp_uniform(all_live) != -1, zero)
 
     def _zero_dead_rows(self, rows: int, operands: list[tuple[Int32, int]], live: list[Int32]) -> None:
-        """Zeroes rows for the products of this warpgroup; see `wgmma.zero_dead_rows`."""
-        wgmma.zero_dead_rows(rows, operands, live)
+        """Zeroes rows for the products of this warpgroup; see `zeroing.zero_dead_rows`."""
+        zeroing.zero_dead_rows(rows, operands, live)
         cute.arch.fence_proxy("async.shared", space="cta")
         group = ptx.thread_index() // 128
         cute.arch.barrier(barrier_id=self.memory.warpgroup_barrier.at(group), number_of_threads=128)
@@ -130,7 +130,7 @@ class SharedRows:
         """Zeroes the rows of Q and dO that see no key in the loaded tile at a position."""
         spec, config, memory = self.spec, self.memory.config, self.memory
         live, first = work.bounds.live_queries(), work.visit.tile(index) * config.queries
-        wgmma.zero_hidden_rows(
+        zeroing.zero_hidden_rows(
             config.queries,
             lambda: [
                 (self.shared.regions.stage(name, stage), columns)

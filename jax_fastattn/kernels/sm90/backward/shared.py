@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device import ptx, wgmma, zeroing
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.device.tile_counter import NextTile
 from jax_fastattn.kernels.device.tma import Tma
@@ -190,5 +190,5 @@ def _write_constants(memory: BackwardMemory, regions: SharedRegions, thread: Int
     for i in range(table["stats"].count):
         zeros = regions.address + table.offset("stats") + i * table["stats"].pitch + memory.stats_nbytes
         all_rows = Int32(0), Int32(config.queries)
-        wgmma.zero_rows(zeros, (config.queries, 8), all_rows, thread=thread, threads=config.threads)
+        zeroing.zero_rows(zeros, (config.queries, 8), all_rows, thread=thread, threads=config.threads)
     cute.arch.fence_proxy("async.shared", space="cta")

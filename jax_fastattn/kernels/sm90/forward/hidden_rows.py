@@ -15,7 +15,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device import copies, ptx, zeroing
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane, QueryTile
@@ -60,7 +60,7 @@ class SharedOperands:
             self._sync_warpgroup()
             return [(self.shared.query_address(self.lane.group), self.call.memory.head_dim)]
 
-        wgmma.zero_hidden_rows(
+        zeroing.zero_hidden_rows(
             WARPGROUP_ROWS,
             own_query,
             copies.Rows.live(inside, first, length=tile.queries.zeros_from()),
@@ -79,7 +79,7 @@ class SharedOperands:
         spec, config = self.call.spec, self.call.config
         live = copies.moved(tile.bounds).live_keys()
         rows = copies.Rows.live(live, tile.visit.tile(index) * config.keys, length=tile.keys.zeros_from())
-        wgmma.zero_hidden_rows(
+        zeroing.zero_hidden_rows(
             config.keys,
             lambda: [(self.shared.stage_address(stage()), self.call.memory.v_head_dim)],
             rows,
@@ -100,7 +100,7 @@ class SharedOperands:
 
         def zero() -> None:
             live = bits.live_rows(tile.visit.tile_of(entry))
-            wgmma.zero_dead_rows(keys, [(self.shared.stage_address(stage()), self.call.memory.v_head_dim)], live)
+            zeroing.zero_dead_rows(keys, [(self.shared.stage_address(stage()), self.call.memory.v_head_dim)], live)
             cute.arch.fence_proxy("async.shared", space="cta")
             self._sync_warpgroup()
 
