@@ -24,50 +24,16 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.plan import Order
-from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, ForwardConfig
 from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
 from jax_fastattn.kernels.sm90.forward.feature_ring import FeatureRing
 from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
+from jax_fastattn.kernels.sm90.forward.ping_pong import PingPong
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax, ScoreRows
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.visits import Phase, Visit
-
-
-@dataclass(frozen=True)
-class PingPong:
-    """Emits the turns in which the warpgroups issue their products; nothing if there are none.
-
-    Attributes:
-        config: the variant.
-        group: the warpgroup.
-    """
-
-    config: ForwardConfig
-    group: Int32
-
-    @property
-    def _exists(self) -> bool:
-        return self.config.ping_pong and self.config.warpgroups > 1
-
-    def start(self) -> None:
-        """Makes the last warpgroup give the first turn to the first one."""
-        if self._exists:
-            cutlass.if_generate(self.group == self.config.warpgroups - 1, self.pass_on)
-
-    def wait(self) -> None:
-        """Waits for this warpgroup's turn."""
-        if self._exists:
-            cute.arch.barrier(barrier_id=ForwardBarrier.PING_PONG.at(self.group), number_of_threads=256)
-
-    def pass_on(self) -> None:
-        """Gives the turn to the next warpgroup."""
-        if self._exists:
-            following = self.group + 1
-            following = ptx.where(following == self.config.warpgroups, Int32(0), following)
-            cute.arch.barrier_arrive(barrier_id=ForwardBarrier.PING_PONG.at(following), number_of_threads=256)
 
 
 @dataclass(frozen=True, eq=False)
