@@ -76,6 +76,11 @@ class DqMemory(OperandMemory[DqConfig]):
         return WARPGROUP_ROWS, self.config.keys
 
     @property
+    def bias_box(self) -> None:
+        """There are no stages for a bias of pairs."""
+        return None
+
+    @property
     def rows(self) -> tuple[Row, ...]:
         """Regions and barriers; a stage of the ring holds a tile of K or of V."""
         config, columns = self.config, max(self.head_dim, self.v_head_dim)

@@ -43,7 +43,7 @@ class OperandMemory(Generic[Config]):
     @property
     def bias_box(self) -> tuple[int, int] | None:
         """Queries and keys of a box of a bias of pairs; None if there are no stages for it."""
-        return None
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
