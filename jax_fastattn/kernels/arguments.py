@@ -308,7 +308,7 @@ class Scalars(NamedTuple):
         sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
         multiprocessors: of the GPU; decides about speed alone.
         visit_batch, visit_head, visit_kv_head, visit_tile: see `lists.Planes`, and of a decoding launch
-            `features.row_bits.RowPlanes`; None, which is no parameter, if the compile key has neither.
+            `features.row_planes.RowPlanes`; None, which is no parameter, if the compile key has neither.
         side_heads: how many key/value heads a decoding launch reads side by side, see `split.py`; None, which is no
             parameter, in other launches.
         pages: how many pages there are; None, which is no parameter, if keys are not in pages.

@@ -22,17 +22,19 @@ from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.device.tma import TmaOperand
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.bias import matrix_bias
 from jax_fastattn.kernels.features.bits import BitRow, Bits
 from jax_fastattn.kernels.features.bounds import Visibility, hide
 from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.global_bias import GlobalBias
 from jax_fastattn.kernels.features.key_bias import KeyBias
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
-from jax_fastattn.kernels.features.row_bias import RowBias, RowShift
+from jax_fastattn.kernels.features.row_bias import row_bias
 from jax_fastattn.kernels.features.row_bits import SeenKeys
 from jax_fastattn.kernels.features.sinks import Sinks
 from jax_fastattn.kernels.features.softcap import SoftCap
+from jax_fastattn.kernels.features.staged_bias import StagedBias
+from jax_fastattn.kernels.features.stages import MatrixStage
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Limits, LiveRange
 
@@ -300,13 +302,28 @@ class Score:
 def _features(spec: KernelSpec, buffers: Any, scalars: Scalars | Sizes, bias: TmaOperand | None) -> tuple[Feature, ...]:
     """Returns the features of a launch before the soft cap: a bias, then programs."""
     found: list[Feature] = []
-    if (matrix := matrix_bias(spec, buffers, scalars, bias)) is not None:
-        found.append(matrix)
+    planes = Planes(scalars, spec.group)
+    if spec.matrix_bias:
+        found.append(_matrix_bias(spec, buffers, planes, bias))
     if spec.key_bias:
-        found.append(KeyBias(buffers.key_bias, Planes(scalars, spec.group)))
+        found.append(KeyBias(buffers.key_bias, planes))
     if spec.row_bias:
-        found.append((RowBias if spec.logits_soft_cap else RowShift)(buffers.row_bias, Planes(scalars, spec.group)))
+        found.append(row_bias(spec, buffers.row_bias, planes))
     return (*found, *_each(spec.programs, "bind", buffers))
+
+
+def _matrix_bias(spec: KernelSpec, buffers: Any, planes: Planes, operand: TmaOperand | None) -> StagedBias | GlobalBias:
+    """Returns the bias of pairs of a launch that has one.
+
+    Args:
+        spec: the compile key.
+        buffers: of the launch.
+        planes: of the bias.
+        operand: the matrix as TMA loads it; None if the kernel has no stages for it.
+    """
+    if operand is None:
+        return GlobalBias(buffers.bias, spec.bias_storage, spec.bias_terms, planes)
+    return StagedBias(MatrixStage(spec.bias_terms), spec.bias_storage, planes, operand)
 
 
 def weighed(probability: Float32, weight: Float32, at: Element, edge: Edge | None) -> tuple[Float32, Float32]:

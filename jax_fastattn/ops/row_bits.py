@@ -28,7 +28,7 @@ class RowBits:
     """Bits of a call.
 
     Attributes:
-        planes: the scalars of `features.row_bits.RowPlanes`: where batch entries, query heads, key/value heads and
+        planes: the scalars of `features.row_planes.RowPlanes`: where batch entries, query heads, key/value heads and
             queries have rows of their own.
         words: `[planes, rows, words]`, int32. Bit i of word w is set where the row sees key 32 w + i.
         begin: `[B]`, the first key that the kernels read, a multiple of 32.

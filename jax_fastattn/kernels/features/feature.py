@@ -4,7 +4,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cutlass import Boolean, Float32, Int32, cute
 
@@ -19,7 +19,13 @@ class Feature:
 
     An instance in `KernelSpec.programs` is hashable, has a `repr` that says what it computes, and holds no device
     value. `bind`, `start` and `end` return a copy that holds some.
+
+    Attributes:
+        hides_in_full: whether it may hide all that a row sees, other than by `sees`: tiles without an edge may then be
+            hidden.
     """
+
+    hides_in_full: ClassVar[bool] = False
 
     @classmethod
     def defines(cls, hook: str) -> bool:
@@ -30,11 +36,6 @@ class Feature:
     def changes_logits(self) -> bool:
         """Whether a logit is not a factor times the product q . k."""
         return self.defines("logit")
-
-    @property
-    def hides_in_full(self) -> bool:
-        """Whether it may hide all that a row sees, other than by `sees`: tiles without an edge may then be hidden."""
-        return False
 
     @property
     def has_rule(self) -> bool:

@@ -16,6 +16,7 @@ from jax_fastattn.kernels.device.softmax import NEVER
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
+from jax_fastattn.kernels.key import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,14 @@ class RowBias(Feature):
         if which not in self.loaded:
             self.loaded[which] = self.plane.load(at.query)
         return x.plus(self.loaded[which])
+
+
+def row_bias(spec: KernelSpec, operand: cute.Pointer, planes: Planes) -> RowBias | RowShift:
+    """Returns the bias of rows of a launch that has one.
+
+    Args:
+        spec: the compile key.
+        operand: see `ForwardBuffers.row_bias`.
+        planes: of the bias.
+    """
+    return RowBias(operand, planes) if spec.logits_soft_cap else RowShift(operand, planes)

@@ -7,7 +7,7 @@ A lane loads the words of its two rows from global memory, one tile ahead.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -16,47 +16,11 @@ from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.row_planes import RowPlanes
 from jax_fastattn.kernels.key import KernelSpec
 
 # Keys of a word.
 _WORD = 32
-
-Int = Any  # a Python int or a device integer
-
-
-class RowPlanes(NamedTuple):
-    """Where batch entries, heads and queries have their words, as launches know it.
-
-    Attributes:
-        batch: planes from one batch entry to the next; 0 if all entries share them.
-        head: 1; 0 if the query heads of a group share a row.
-        kv_head: 1; 0 if all key/value heads share a plane.
-        query: 1; 0 if all queries share the rows of the first one.
-    """
-
-    batch: Int
-    head: Int
-    kv_head: Int
-    query: Int
-
-    @classmethod
-    def of(cls, scalars: Scalars) -> "RowPlanes":
-        """Returns those of a launch."""
-        return cls(scalars.visit_batch, scalars.visit_head, scalars.visit_kv_head, scalars.visit_tile)
-
-    def row(self, unit: tuple[Int, Int], row: Int, queries: Int, group: int) -> Int:
-        """Returns the index among all rows of words of a row, see `decode_rows.py`.
-
-        Args:
-            unit: batch entry and key/value head.
-            row: the row.
-            queries: T.
-            group: query heads of a key/value head.
-        """
-        heads = (group - 1) * self.head + 1
-        plane = unit[0] * self.batch + unit[1] * self.kv_head
-        rows = ((queries - 1) * self.query + 1) * heads
-        return plane * rows + row // group * (self.query * heads) + row % group * self.head
 
 
 class SeenKeys(NamedTuple):

@@ -1,28 +1,24 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A bias of pairs: a matrix that is added to the logits.
+"""A bias of pairs, a matrix that is added to the logits, by way of stages.
 
-Two ways lead to it. TMA loads tiles into stages, from which ldmatrix reads the pairs of an accumulator; or each lane
-loads its pairs from global memory.
+TMA loads tiles of it, from which ldmatrix reads the pairs of an accumulator.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-import cutlass
-from cutlass import Float32, Int8, Int32, Int64, cute
+from cutlass import Float32, Int8, Int32, cute
 
-from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.device.tma import TmaOperand
 from jax_fastattn.kernels.device.warp_scores import swizzled_offset
 from jax_fastattn.kernels.features.feature import Feature
-from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
+from jax_fastattn.kernels.features.places import Element, LoadedTile, Logit, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.features.stages import MatrixStage
-from jax_fastattn.kernels.key import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -40,6 +36,9 @@ class StagedBias(Feature):
         registers: of the lane, by the 16 rows and the 16 columns that they belong to, since `read`.
     """
 
+    # By -inf.
+    hides_in_full: ClassVar[bool] = True
+
     stage: MatrixStage
     dtype: str
     planes: Planes
@@ -48,11 +47,6 @@ class StagedBias(Feature):
     address: Any = None
     lane: Any = None
     registers: Any = None
-
-    @property
-    def hides_in_full(self) -> bool:
-        """Whether a tile without an edge may be hidden: by -inf."""
-        return True
 
     def stage_nbytes(self, queries: int, keys: int) -> int:
         """Returns the bytes of a tile."""
@@ -124,90 +118,3 @@ class StagedBias(Feature):
             atom, step = divmod(block, columns // 16)
             address = (self.lane ^ (32 * step)) + (start + atom * (queries * 2 * columns))
         return ptx.ldmatrix(address, transpose=tile.transposed)
-
-
-@dataclass(frozen=True)
-class GlobalBias(Feature):
-    """Adds a matrix from global memory. Any kernel can have it.
-
-    Attributes:
-        operand: see `ForwardBuffers.bias`.
-        dtype: of a term.
-        terms: their number.
-        planes: of the bias.
-        first: address of the plane of the head, of the first term.
-        registers: of the lane, by the two elements that they belong to, since `read`.
-    """
-
-    operand: cute.Pointer
-    dtype: str
-    terms: int
-    planes: Planes
-    first: Any = None
-    registers: Any = None
-
-    @property
-    def hides_in_full(self) -> bool:
-        """Whether a tile without an edge may be hidden: by -inf."""
-        return True
-
-    def start(self, head: Head) -> "GlobalBias":
-        """Returns the feature with the plane of a query head."""
-        return replace(self, first=self.operand.toint() + Int64(self.planes.of_head(head)) * self._plane_nbytes)
-
-    def read(self, tile: ScoreTile) -> "GlobalBias":
-        """Returns the feature for one pass over the scores of a tile."""
-        del tile
-        return replace(self, registers={})
-
-    def logit(self, x: Logit, at: Element) -> Logit:
-        """Returns the logit with the bias of its pair."""
-        return x.plus(self.value(at) * LOG2_E)
-
-    def term(self, at: Element, less: Float32) -> Float32:
-        """Returns the bias of a pair in base 2, less a number."""
-        return ptx.fma(self.value(at), Float32(LOG2_E), -less)
-
-    def value(self, at: Element) -> Float32:
-        """Returns the bias of a pair, the sum of its terms."""
-        first, *others = [self._term(at, term) for term in range(self.terms)]
-        for other in others:
-            first = first + other
-        return first
-
-    @property
-    def _plane_nbytes(self) -> Int64:
-        scalars = self.planes.scalars
-        return Int64(scalars.query_length) * (scalars.bias_pitch * 2)
-
-    def _term(self, at: Element, term: int) -> Float32:
-        """Returns an element of a term. Those past the end are others that exist."""
-        scalars, transposed = self.planes.scalars, at.tile.transposed
-        which = (term, at.i, at.column if transposed else at.column // 2)
-        if which not in self.registers:
-            row = Int32(cutlass.min(at.query, scalars.query_length - 1))
-            pair = Int32(cutlass.min(at.key // 2, scalars.bias_pitch // 2 - 1))
-            first = self.first + Int64(self.planes.scalars.bias_planes) * term * self._plane_nbytes
-            word = ptx.load_constant_int(first + Int64(row) * (scalars.bias_pitch * 2) + pair * 4)
-            self.registers[which] = ptx.unpack(word, dtype=ptx.MMA_DTYPE[self.dtype])
-        low, high = self.registers[which]
-        return ptx.where(at.key % 2 == 0, low, high) if transposed else (low, high)[at.column % 2]
-
-
-def matrix_bias(
-    spec: KernelSpec, buffers: Buffers, scalars: Scalars | Sizes, operand: TmaOperand | None
-) -> StagedBias | GlobalBias | None:
-    """Returns the matrix of a launch, if it has one.
-
-    Args:
-        spec: the compile key.
-        buffers: of the launch.
-        scalars: of the launch.
-        operand: the matrix as TMA loads it; None if the kernel has no stages for it.
-    """
-    if not spec.matrix_bias:
-        return None
-    planes = Planes(scalars, spec.group)
-    if operand is None:
-        return GlobalBias(buffers.bias, spec.bias_storage, spec.bias_terms, planes)
-    return StagedBias(MatrixStage(spec.bias_terms), spec.bias_storage, planes, operand)

@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A bias of pairs, a matrix that is added to the logits, from global memory: each lane loads its pairs."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.softmax import LOG2_E
+from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
+from jax_fastattn.kernels.features.planes import Planes
+
+
+@dataclass(frozen=True)
+class GlobalBias(Feature):
+    """Adds a matrix from global memory. Any kernel can have it.
+
+    Attributes:
+        operand: see `ForwardBuffers.bias`.
+        dtype: of a term.
+        terms: their number.
+        planes: of the bias.
+        first: address of the plane of the head, of the first term.
+        registers: of the lane, by the two elements that they belong to, since `read`.
+    """
+
+    # By -inf.
+    hides_in_full: ClassVar[bool] = True
+
+    operand: cute.Pointer
+    dtype: str
+    terms: int
+    planes: Planes
+    first: Any = None
+    registers: Any = None
+
+    def start(self, head: Head) -> "GlobalBias":
+        """Returns the feature with the plane of a query head."""
+        return replace(self, first=self.operand.toint() + Int64(self.planes.of_head(head)) * self._plane_nbytes)
+
+    def read(self, tile: ScoreTile) -> "GlobalBias":
+        """Returns the feature for one pass over the scores of a tile."""
+        del tile
+        return replace(self, registers={})
+
+    def logit(self, x: Logit, at: Element) -> Logit:
+        """Returns the logit with the bias of its pair."""
+        return x.plus(self.value(at) * LOG2_E)
+
+    def term(self, at: Element, less: Float32) -> Float32:
+        """Returns the bias of a pair in base 2, less a number."""
+        return ptx.fma(self.value(at), Float32(LOG2_E), -less)
+
+    def value(self, at: Element) -> Float32:
+        """Returns the bias of a pair, the sum of its terms."""
+        first, *others = [self._term(at, term) for term in range(self.terms)]
+        for other in others:
+            first = first + other
+        return first
+
+    @property
+    def _plane_nbytes(self) -> Int64:
+        scalars = self.planes.scalars
+        return Int64(scalars.query_length) * (scalars.bias_pitch * 2)
+
+    def _term(self, at: Element, term: int) -> Float32:
+        """Returns an element of a term. Those past the end are others that exist."""
+        scalars, transposed = self.planes.scalars, at.tile.transposed
+        which = (term, at.i, at.column if transposed else at.column // 2)
+        if which not in self.registers:
+            row = Int32(cutlass.min(at.query, scalars.query_length - 1))
+            pair = Int32(cutlass.min(at.key // 2, scalars.bias_pitch // 2 - 1))
+            first = self.first + Int64(self.planes.scalars.bias_planes) * term * self._plane_nbytes
+            word = ptx.load_constant_int(first + Int64(row) * (scalars.bias_pitch * 2) + pair * 4)
+            self.registers[which] = ptx.unpack(word, dtype=ptx.MMA_DTYPE[self.dtype])
+        low, high = self.registers[which]
+        return ptx.where(at.key % 2 == 0, low, high) if transposed else (low, high)[at.column % 2]
