@@ -21,8 +21,8 @@ import jax
 from jax.interpreters import mlir
 
 from jax_fastattn.ffi import cache, registry
-from jax_fastattn.kernels.arguments import launch_buffers
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.launch_arguments import launch_buffers
 
 _logger = logging.getLogger(__name__)
 

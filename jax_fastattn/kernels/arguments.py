@@ -2,20 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a launch takes: its buffers and scalars by name, with their order, dtypes, presence and roles.
 
-This is the only definition of them. Custom calls, host functions, kernels and emulators read it, so that none of them
-counts positions. The members of these tuples are `cute.Pointer` and device integers while a kernel is traced, addresses
-and Python numbers in an emulator; a buffer that a compile key lacks is None. Imports no DSL.
+This is the only definition of them, and `launch_arguments.py` says which of them a compile key has. Custom calls, host
+functions, kernels and emulators read it, so that none of them counts positions. The members of these tuples are
+`cute.Pointer` and device integers while a kernel is traced, addresses and Python numbers in an emulator; a buffer that
+a compile key lacks is None. Imports no DSL.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
-
-from jax_fastattn.kernels.key import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -395,63 +392,3 @@ BIAS_SCALARS = ("bias_batch", "bias_head", "bias_kv_head", "bias_planes", "bias_
 SCALAR_DTYPES: Mapping[str, str] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Scalars, include_extras=True).items()
 }
-
-
-def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
-    """Returns the scalars that are None in launches of a compile key, which then takes no such parameter."""
-    visit = () if spec.listed or spec.row_bits else VISIT_SCALARS
-    side = () if spec.op == "decode" else ("side_heads",)
-    pages = () if spec.page else ("pages",)
-    bias = (() if spec.bias else BIAS_SCALARS) + (() if spec.dmatrix_bias else ("bias_parts",))
-    return visit + side + pages + bias
-
-
-def buffers_type(spec: KernelSpec) -> type[AnyBuffers]:
-    """The buffers of a compile key's launch."""
-    if spec.op == "prepass":
-        return PrepassBuffers
-    if spec.op == "forward":
-        return ForwardBuffers
-    if spec.op == "decode":
-        return DecodeBuffers
-    return BackwardBuffers if spec.family == "sm90" else PortableBackwardBuffers
-
-
-def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
-    """Buffers of a launch by name, in order, each with its dtype; None if the compile key lacks it."""
-    found: dict[str, Buffer | None] = {}
-    for name, buffer in _definition(buffers_type(spec)).items():
-        if buffer is None:
-            found |= added_buffers(spec)
-        elif buffer.needs is None or operator.attrgetter(buffer.needs)(spec):
-            found[name] = replace(buffer, dtype=buffer.dtype or getattr(spec, buffer.dtype_of or "dtype"))
-        else:
-            found[name] = None
-    return found
-
-
-def added_buffers(spec: KernelSpec) -> dict[str, Buffer]:
-    """The operands that programs add to a launch, by name."""
-    programs = [program for program in spec.programs if program.defines("buffers")]
-    return {name: buffer for program in programs for name, buffer in program.buffers().items()}
-
-
-def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> AnyBuffers:
-    """Returns the buffers of a launch, given what `present_buffers` names; an absent one may be left out or None."""
-    names, added = buffers_type(spec), tuple(added_buffers(spec))
-    members = {name: values.get(name) for name in names._fields}
-    if added:
-        members["added"] = NamedTuple("Added", [(name, Any) for name in added])(*[values[name] for name in added])
-    return names(**members)
-
-
-def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
-    """Returns the dtype of each buffer of a launch by name, in order, see `present_buffers`; None if it is left out."""
-    return {name: buffer and buffer.dtype for name, buffer in present_buffers(spec).items()}
-
-
-@functools.cache
-def _definition(buffers: type[AnyBuffers]) -> Mapping[str, Buffer | None]:
-    """The members of a launch's buffers; None for those that programs add."""
-    hints = get_type_hints(buffers, include_extras=True)
-    return {name: None if name == "added" else hint.__metadata__[0] for name, hint in hints.items()}

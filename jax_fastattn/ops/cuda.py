@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from jax_fastattn import ffi
 from jax_fastattn.blocks import reduce_to
-from jax_fastattn.kernels.arguments import Scalars, present_buffers
+from jax_fastattn.kernels.arguments import Scalars
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs
 from jax_fastattn.kernels.decode_config import decode_scratch
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.launch_arguments import present_buffers
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch

@@ -12,8 +12,8 @@ import warp_emulator
 from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks_buffer, visibility
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
-from jax_fastattn.kernels.arguments import launch_buffers
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.launch_arguments import launch_buffers
 from jax_fastattn.kernels.sm80.backward.config import backward_scratch
 from jax_fastattn.kernels.sm80.backward.dkdv_dq import HeadOrder
 from jax_fastattn.kernels.sm80.backward.gradient import log2_probability_factor

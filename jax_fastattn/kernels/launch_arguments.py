@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which buffers and scalars of `arguments.py` the launch of a compile key has. Imports no DSL."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, get_type_hints
+
+from jax_fastattn.kernels.arguments import (
+    BIAS_SCALARS,
+    VISIT_SCALARS,
+    AnyBuffers,
+    BackwardBuffers,
+    Buffer,
+    DecodeBuffers,
+    ForwardBuffers,
+    PortableBackwardBuffers,
+    PrepassBuffers,
+)
+from jax_fastattn.kernels.key import KernelSpec
+
+
+def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
+    """Returns the scalars that are None in launches of a compile key, which then takes no such parameter."""
+    visit = () if spec.listed or spec.row_bits else VISIT_SCALARS
+    side = () if spec.op == "decode" else ("side_heads",)
+    pages = () if spec.page else ("pages",)
+    bias = (() if spec.bias else BIAS_SCALARS) + (() if spec.dmatrix_bias else ("bias_parts",))
+    return visit + side + pages + bias
+
+
+def buffers_type(spec: KernelSpec) -> type[AnyBuffers]:
+    """The buffers of a compile key's launch."""
+    if spec.op == "prepass":
+        return PrepassBuffers
+    if spec.op == "forward":
+        return ForwardBuffers
+    if spec.op == "decode":
+        return DecodeBuffers
+    return BackwardBuffers if spec.family == "sm90" else PortableBackwardBuffers
+
+
+def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
+    """Buffers of a launch by name, in order, each with its dtype; None if the compile key lacks it."""
+    found: dict[str, Buffer | None] = {}
+    for name, buffer in _definition(buffers_type(spec)).items():
+        if buffer is None:
+            found |= added_buffers(spec)
+        elif buffer.needs is None or operator.attrgetter(buffer.needs)(spec):
+            found[name] = replace(buffer, dtype=buffer.dtype or getattr(spec, buffer.dtype_of or "dtype"))
+        else:
+            found[name] = None
+    return found
+
+
+def added_buffers(spec: KernelSpec) -> dict[str, Buffer]:
+    """The operands that programs add to a launch, by name."""
+    programs = [program for program in spec.programs if program.defines("buffers")]
+    return {name: buffer for program in programs for name, buffer in program.buffers().items()}
+
+
+def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> AnyBuffers:
+    """Returns the buffers of a launch, given what `present_buffers` names; an absent one may be left out or None."""
+    names, added = buffers_type(spec), tuple(added_buffers(spec))
+    members = {name: values.get(name) for name in names._fields}
+    if added:
+        members["added"] = NamedTuple("Added", [(name, Any) for name in added])(*[values[name] for name in added])
+    return names(**members)
+
+
+def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
+    """Returns the dtype of each buffer of a launch by name, in order, see `present_buffers`; None if it is left out."""
+    return {name: buffer and buffer.dtype for name, buffer in present_buffers(spec).items()}
+
+
+@functools.cache
+def _definition(buffers: type[AnyBuffers]) -> Mapping[str, Buffer | None]:
+    """The members of a launch's buffers; None for those that programs add."""
+    hints = get_type_hints(buffers, include_extras=True)
+    return {name: None if name == "added" else hint.__metadata__[0] for name, hint in hints.items()}
