@@ -3,8 +3,8 @@
 """A warp of a decoding kernel, in both families: 16 rows and a strip of the keys of each tile, by mma.sync.
 
 A row is a query and a query head of the key/value head's group, numbered `query * group + head`. Warps that share a
-block of rows have different keys, so a warp needs no other one until the end of a segment. There the CTA merges the
-results of its warps and stores the result of the segment. A `KeySource` knows how K and V come to shared memory.
+block of rows have different keys, so a warp needs no other one until the end of a segment, where `decode_merge.py`
+merges the results of the CTA's warps. A `KeySource` knows how K and V come to shared memory.
 
 Every tile has a mask: the loads take longer than that, whatever the tile. Rows of V that no query sees may hold
 anything; where the source does not zero them, they are cleared in the fragments.
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.decode_config import BLOCK_ROWS, DecodeBarrier, DecodeConfig
-from jax_fastattn.kernels.device import copies, mma, ptx, softmax, wgmma
+from jax_fastattn.kernels.decode_config import BLOCK_ROWS, DecodeBarrier
+from jax_fastattn.kernels.decode_merge import MergeMemory, SegmentMerge
+from jax_fastattn.kernels.device import mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.line import Entry, Line, Segment, Share, Unit
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.row_bits import RowBits, SeenKeys
-from jax_fastattn.kernels.finished_row import FinishedRow, QueryRow
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Limits
 from jax_fastattn.kernels.score import Score
@@ -71,30 +71,6 @@ class KeySource(Protocol):
         ...
 
 
-class MergeMemory(NamedTuple):
-    """Where the warps of a CTA merge their results.
-
-    Attributes:
-        config: the variant.
-        head_dim: columns of K in shared memory, padded.
-        v_head_dim: columns of V in shared memory, padded.
-        address: of the region of `DecodeConfig.merge_region`.
-    """
-
-    config: DecodeConfig
-    head_dim: int
-    v_head_dim: int
-    address: Int32
-
-    def stats(self, place: Any) -> Int32:
-        """Returns the address of maximum and sum of a row, given its place among the rows of all warps."""
-        return self.address + self.config.stats_offset(self.v_head_dim) + place * 8
-
-    def partial(self, place: Any) -> Int32:
-        """Returns the address of the partial output of a row."""
-        return self.address + place * self.config.partial_pitch(self.v_head_dim)
-
-
 class _Own(NamedTuple):
     """What a lane knows of its two accumulator rows in a segment.
 
@@ -121,7 +97,7 @@ class DecodeRows:
         source: of K and V.
         score: from products to logits.
         bits: of the keys that rows see; None if they see ranges of keys.
-        thread: index of the thread among those that compute.
+        merge: of the results of the CTA's warps.
         block: which block of rows the warp has.
         part: which keys of a tile.
         query: fragments of Q, `[head_dim / 16 * 4]`.
@@ -136,7 +112,7 @@ class DecodeRows:
     source: KeySource
     score: Score
     bits: RowBits | None
-    thread: Int32
+    merge: SegmentMerge
     block: Int32
     part: Int32
     query: Any
@@ -148,14 +124,14 @@ class DecodeRows:
     @classmethod
     def start(cls, line: Line, memory: MergeMemory, source: KeySource, thread: Int32, warp: Int32) -> "DecodeRows":
         """Returns the role with its registers."""
-        config = memory.config
+        config, score = memory.config, Score.forward(line.spec, line.buffers, line.scalars)
         return cls(
             line=line,
             memory=memory,
             source=source,
-            score=Score.forward(line.spec, line.buffers, line.scalars),
+            score=score,
             bits=RowBits.of(line.spec, line.buffers, line.scalars, config.strip),
-            thread=thread,
+            merge=SegmentMerge(line, memory, score, thread),
             block=warp // config.parts if config.row_blocks > 1 else Int32(0),
             part=warp % config.parts,
             query=cute.make_rmem_tensor((memory.head_dim // 4,), Int32),
@@ -177,15 +153,8 @@ class DecodeRows:
 
     def begin(self, share: Share, unit: Unit) -> None:
         """Prepares for the first segment, given the CTA's share and its first unit."""
-        if self.memory.config.splits:
-            record = [Int32(-1), Int32(0), share.end, share.total]
-            cutlass.if_generate(self.thread == 0, lambda: ptx.store_global_chunk(self._begun(), record))
+        self.merge.begin(share)
         self._load_query(unit)
-
-    def _begun(self) -> Int64:
-        """Returns the address of the CTA's record of the unit that it begins and does not end."""
-        block, _, _ = cute.arch.block_idx()
-        return self.line.buffers.begun.toint() + block * 16
 
     def _rows(self) -> tuple[list[Int32], Int32]:
         """Returns the numbers of the lane's two accumulator rows, and its first column."""
@@ -205,7 +174,7 @@ class DecodeRows:
         self._share(own)
         self._load_query(segment.following())
         self._sync()
-        self._merge(segment)
+        self.merge.run(segment)
 
     def _own(self, segment: Segment) -> _Own:
         """Returns what the lane knows of its rows, and asks for the bits of the first tile."""
@@ -327,6 +296,8 @@ class DecodeRows:
 
     # The end of a segment.
 
+    # The end of a segment.
+
     def _share(self, own: _Own) -> None:
         """Stores what the warp has of its rows to shared memory."""
         memory = self.memory
@@ -342,67 +313,3 @@ class DecodeRows:
             cutlass.if_generate(own.column == 0, store_stats)
             for n in range(memory.v_head_dim // 8):
                 ptx.store_shared_pair(target + n * 32, self.out[4 * n + 2 * i], self.out[4 * n + 2 * i + 1])
-
-    def _merge(self, segment: Segment) -> None:
-        """Adds up what the warps have, and stores it; a thread has four columns of a row at a time."""
-        threads, chunks = self.memory.config.consumer_threads, self.spec.v_head_dim // 4
-        tasks = self.line.scalars.query_length * self.spec.group * chunks
-
-        def merge(i: Int32) -> None:
-            task = i * threads + self.thread
-            cutlass.if_generate(task < tasks, lambda: self._merge_chunk(segment, task // chunks, task % chunks))
-
-        wgmma.loop(copies.count(tasks, threads), merge)
-        if self.memory.config.splits:
-            begins = Boolean(Boolean(segment.tile == 0) & Boolean(segment.count < segment.entry.tiles))
-            cutlass.if_generate(Boolean(begins & (self.thread == 0)), lambda: self._record(segment))
-
-    def _record(self, segment: Segment) -> None:
-        """Says which unit the CTA begins and does not end."""
-        heads = self.line.scalars.num_heads // self.spec.group
-        record = segment.batch * heads + segment.kv_head, segment.entry.tiles - segment.count
-        for i, x in enumerate(record):
-            ptx.store_global_int(self._begun() + 4 * i, x)
-
-    def _merge_chunk(self, segment: Segment, row: Int32, chunk: Int32) -> None:
-        """Adds up four columns of a row, and stores them."""
-        memory, parts = self.memory, self.memory.config.parts
-        first = row // BLOCK_ROWS * (parts * BLOCK_ROWS) + row % BLOCK_ROWS
-        places = [first + part * BLOCK_ROWS for part in range(parts)]
-        stats = [ptx.load_shared_pair(memory.stats(place)) for place in places]
-        log_max = stats[0][0]
-        for x, _ in stats[1:]:
-            log_max = ptx.maximum(log_max, x)
-        shift = ptx.where(log_max == Float32(softmax.NEVER), Float32(0.0), log_max)
-        total, out = Float32(0.0), [Float32(0.0)] * 4
-        for place, (x, part) in zip(places, stats, strict=True):
-            weight = ptx.exp2(x - shift)
-            total = ptx.fma(weight, part, total)
-            values = ptx.load_shared_pairs(memory.partial(place) + chunk * 16)
-            out = [ptx.fma(weight, value, old) for value, old in zip(values, out, strict=True)]
-
-        def store_whole() -> None:
-            group = self.spec.group
-            place = QueryRow(segment.batch, row // group, segment.kv_head * group + row % group)
-            FinishedRow.of(self.line, self.score, segment.entry, place, log_max, total).store(chunk, out)
-
-        def store_partial() -> None:
-            self._store_partial(segment, row, chunk, log_max + ptx.log2(total), total, out)
-
-        if self.memory.config.splits:
-            cutlass.if_generate(segment.whole, store_whole, store_partial)
-        else:
-            store_whole()
-
-    def _store_partial(
-        self, segment: Segment, row: Int32, chunk: Int32, lse: Float32, total: Float32, out: list[Float32]
-    ) -> None:
-        """Stores four columns of a partial result, and its log-sum-exp together with the first ones."""
-        buffers, factor = self.line.buffers, ptx.reciprocal(total)
-        live = Boolean(total != Float32(0.0))
-        values = [ptx.bits(ptx.where(live, x * factor, Float32(0.0))) for x in out]
-        index = Int64(segment.slot) * (self.line.scalars.query_length * self.spec.group) + row
-        address = buffers.partial_out.toint() + (index * self.spec.v_head_dim + chunk * 4) * 4
-        ptx.store_global_chunk(address, values)
-        target = buffers.partial_lse.toint() + index * 4
-        cutlass.if_generate(chunk == 0, lambda: ptx.store_global(target, lse))

@@ -12,7 +12,8 @@ from cutlass import cute
 from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
 from jax_fastattn.kernels.combine import decode_launches
 from jax_fastattn.kernels.decode_config import DecodeConfig
-from jax_fastattn.kernels.decode_rows import DecodeRows, MergeMemory, refuse_programs
+from jax_fastattn.kernels.decode_merge import MergeMemory
+from jax_fastattn.kernels.decode_rows import DecodeRows, refuse_programs
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.line import Line

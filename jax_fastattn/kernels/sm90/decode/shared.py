@@ -9,7 +9,7 @@ from typing import Any
 from cutlass import Int32, cute
 
 from jax_fastattn.kernels.decode_config import DecodeBarrier
-from jax_fastattn.kernels.decode_rows import MergeMemory
+from jax_fastattn.kernels.decode_merge import MergeMemory
 from jax_fastattn.kernels.device import mma, ptx, wgmma
 from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
 from jax_fastattn.kernels.device.line import Segment
