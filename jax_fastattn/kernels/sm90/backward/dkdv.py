@@ -15,7 +15,7 @@ products of a tile follow each other, and those of the other warpgroup fill the 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -28,8 +28,7 @@ from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
-from jax_fastattn.kernels.sm90.backward.dkdv_role import Role, Stages
+from jax_fastattn.kernels.sm90.backward.dkdv_role import DkdvState, Role, Stages
 from jax_fastattn.kernels.sm90.backward.dkdv_weights import WeightExchange
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile
@@ -96,29 +95,13 @@ class DkdvConsumer:
     """Emits the code of a consumer warpgroup.
 
     Attributes:
-        spec: the compile key.
-        shared: tiles and barriers.
-        thread: index of this thread in the CTA.
+        state: what both warpgroups have.
         group: the warpgroup: 0 computes dv, 1 computes dk.
-        score: from products to probabilities.
-        row: the lane's first row of an accumulator, counted from the CTA's first key; the other one is 8 further.
-        rows: what it zeroes in shared memory.
-        stage: stage of the rings of Q and dO, which move alike, and the parity of its lap.
-        mma: S^T or dP^T, both factors from shared memory.
-        product: its accumulator `[64, queries]`.
         weights: from the product to P or dS.
     """
 
-    spec: KernelSpec
-    shared: BackwardShared
-    thread: Int32
+    state: DkdvState
     group: Int32
-    score: Score
-    row: Int32
-    rows: SharedRows
-    stage: wgmma.Uniform
-    mma: cute.TiledMma
-    product: cute.Tensor
     weights: WeightExchange
 
     @classmethod
@@ -134,54 +117,46 @@ class DkdvConsumer:
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
         mask = QueryMask(spec, shared, row, lane_column)
         return cls(
-            spec=spec,
-            shared=shared,
-            thread=thread,
+            state=DkdvState(
+                spec=spec,
+                shared=shared,
+                thread=thread,
+                score=score,
+                row=row,
+                rows=SharedRows(spec, shared.memory, shared),
+                stage=stage,
+                mma=mma,
+                product=product,
+            ),
             group=group,
-            score=score,
-            row=row,
-            rows=SharedRows(spec, shared.memory, shared),
-            stage=stage,
-            mma=mma,
-            product=product,
             weights=WeightExchange(spec, shared, thread, lane_column, mask, stage, product, KeySums.of(spec)),
         )
 
-    @property
-    def config(self) -> BackwardConfig:
-        """The variant."""
-        return self.shared.memory.config
-
-    @property
-    def dtype(self) -> Any:
-        """That of the operands."""
-        return self.shared.query.element_type
-
     def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
         """Does everything for a tile of keys, see `key_stationary.Consumer`."""
-        shared = self.shared
+        state, shared = self.state, self.state.shared
         wgmma.wait(shared.key_full, phase)
         wgmma.wait(shared.value_full, phase)
 
         queries, douts = Stages(shared.query, shared.query_empty), Stages(shared.dout, shared.dout_empty)
-        dk = _Result(buffers.dk, self.spec.head_dim, scale)
-        dv = _Result(buffers.dv, self.spec.v_head_dim, None)
+        dk = _Result(buffers.dk, state.spec.head_dim, scale)
+        dv = _Result(buffers.dv, state.spec.v_head_dim, None)
 
         sums = self.weights.key_sums
 
         def finish_head(member: Int32) -> None:
             assert sums is not None
-            lane = Lane(self.thread, self.row, self.weights.lane_column)
+            lane = Lane(state.thread, state.row, self.weights.lane_column)
             sums.store(buffers.dkey_bias, work, member, lane, self._are_live(work))
             sums.clear()
 
         def compute_dv() -> None:
-            role = Role.start(self, work, shared.key, queries, douts, self.weights.give)
+            role = Role.start(state, work, shared.key, queries, douts, self.weights.give)
             role.run()
             self._store_sum(work, role.sum, dv)
 
         def compute_dk() -> None:
-            role = Role.start(self, work, shared.value, douts, queries, self.weights.take)
+            role = Role.start(state, work, shared.value, douts, queries, self.weights.take)
             if sums is not None:
                 sums.clear()
                 role = replace(role, finish_head=finish_head)
@@ -195,7 +170,7 @@ class DkdvConsumer:
     def _store_sum(self, work: KeyTile, acc: cute.Tensor, result: _Result) -> None:
         """Stores dk or dv from registers. Rows of keys that no query sees may hold NaN there, of their K or V."""
         if work.listed is not None:
-            live = work.listed.entries.are_live(self.row)
+            live = work.listed.entries.are_live(self.state.row)
             self._row_store(work, result).store(acc, [ResultRow(x, result.factor) for x in live])
             return
         live = copies.Rows(None, work.bounds.key_end - work.row)
@@ -207,9 +182,9 @@ class DkdvConsumer:
     def _are_live(self, work: KeyTile) -> list[Boolean]:
         """Returns whether some query sees each of the lane's keys: what others hold may be no number."""
         if work.listed is not None:
-            return work.listed.entries.are_live(self.row)
+            return work.listed.entries.are_live(self.state.row)
         live = copies.moved(work.bounds).live_keys()
-        rows = [work.row + self.row + 8 * i for i in range(2)]
+        rows = [work.row + self.state.row + 8 * i for i in range(2)]
         return [Boolean((row >= live.begin) & (row < live.end)) for row in rows]
 
     def _row_store(self, work: KeyTile, result: _Result) -> RowStore:
@@ -220,8 +195,8 @@ class DkdvConsumer:
                 result.target.toint() + first * (2 * result.head_dim), Int64(work.kv_heads) * (2 * result.head_dim)
             ),
             columns=result.head_dim,
-            row=self.row,
+            row=self.state.row,
             end=work.keys.length - work.row,
-            quad_lane=self.thread % 4,
-            mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
+            quad_lane=self.state.thread % 4,
+            mma_dtype=ptx.MMA_DTYPE[self.state.spec.dtype],
         )

@@ -6,20 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_weights import Differentiate
+from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
+from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.visits import Edges, Phase
-
-if TYPE_CHECKING:
-    from jax_fastattn.kernels.sm90.backward.dkdv import DkdvConsumer
 
 
 class Stages(NamedTuple):
@@ -53,11 +55,48 @@ class _LeftStep(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class DkdvState:
+    """What both warpgroups have.
+
+    Attributes:
+        spec: the compile key.
+        shared: tiles and barriers.
+        thread: index of this thread in the CTA.
+        score: from products to probabilities.
+        row: the lane's first row of an accumulator, counted from the CTA's first key; the other one is 8 further.
+        rows: what it zeroes in shared memory.
+        stage: stage of the rings of Q and dO, which move alike, and the parity of its lap.
+        mma: S^T or dP^T, both factors from shared memory.
+        product: its accumulator `[64, queries]`.
+    """
+
+    spec: KernelSpec
+    shared: BackwardShared
+    thread: Int32
+    score: Score
+    row: Int32
+    rows: SharedRows
+    stage: wgmma.Uniform
+    mma: cute.TiledMma
+    product: cute.Tensor
+
+    @property
+    def config(self) -> BackwardConfig:
+        """The variant."""
+        return self.shared.memory.config
+
+    @property
+    def dtype(self) -> Any:
+        """That of the operands."""
+        return self.shared.query.element_type
+
+
+@dataclass(frozen=True, eq=False)
 class Role:
     """What one of the two warpgroups does for a tile of keys: `product = left right^T`, `sum += fragment^T added`.
 
     Attributes:
-        consumer: what both warpgroups have.
+        state: what both warpgroups have.
         work: the tile of keys.
         differentiate: from the product to the fragment, in 16 bits.
         right_empty: barriers on which stages of the right factor are given back.
@@ -72,7 +111,7 @@ class Role:
         finish_head: called after each query head of the group, with its index; None if there is nothing to do.
     """
 
-    consumer: DkdvConsumer
+    state: DkdvState
     work: KeyTile
     differentiate: Differentiate
     right_empty: cute.Pointer
@@ -89,7 +128,7 @@ class Role:
     @classmethod
     def start(
         cls,
-        consumer: DkdvConsumer,
+        state: DkdvState,
         work: KeyTile,
         left: cute.Tensor,
         right: Stages,
@@ -99,25 +138,25 @@ class Role:
         """Returns the role with its registers, and its sum at 0.
 
         Args:
-            consumer: what both warpgroups have.
+            state: what both warpgroups have.
             work: the tile of keys.
             left: left factor of the product, `[64, columns, 1]` in shared memory.
             right: its right factor.
             added: right factor of the sum.
             differentiate: from the product to the fragment.
         """
-        config, dtype, mma = consumer.config, consumer.dtype, consumer.mma
+        config, dtype, mma = state.config, state.dtype, state.mma
         columns, shape = cute.size(added.tiles, mode=[1]), (WARPGROUP_ROWS, config.queries)
         register_mma = wgmma.product(dtype, config.queries, a_in_registers=True, b_transposed=False)
         steps = cute.size(left, mode=[1]) // 16
         count = min(config.kv_in_regs, steps)
-        first = wgmma.load_a(register_mma, left, 0, count, consumer.thread % 128)
+        first = wgmma.load_a(register_mma, left, 0, count, state.thread % 128)
         rest = wgmma.operand_a(mma, left)[None, None, None, 0]
         factors = [_LeftStep(register_mma, first, k) if k < count else _LeftStep(mma, rest, k) for k in range(steps)]
         descriptors = wgmma.operand_b(mma, right.tiles)
         sum_mma = wgmma.product(dtype, columns, a_in_registers=True, b_transposed=True)
         role = cls(
-            consumer=consumer,
+            state=state,
             work=work,
             differentiate=differentiate,
             right_empty=right.empty,
@@ -135,17 +174,17 @@ class Role:
 
     def run(self) -> None:
         """Visits all tiles of queries of all heads of the group."""
-        consumer, visit = self.consumer, self.work.visit
-        spec, config = consumer.spec, consumer.config
+        state, visit = self.state, self.work.visit
+        spec, config = state.spec, state.config
         phases = visit.rest(config.order).phases(config.order)
 
         def run(head: QueryHead, phase: Phase) -> None:
-            consumer.stage.make_uniform()
+            state.stage.make_uniform()
             self.previous.make_uniform()
             wgmma.loop(phase.steps, lambda i: self._step(head, phase.position(i), phase.edges))
 
         def visit_head(member: Int32) -> None:
-            head = QueryHead.start(self.work, member, consumer.score, consumer.row)
+            head = QueryHead.start(self.work, member, state.score, state.row)
             self._step(head, visit.begin, visit.edges, first=True)
             for phase in phases:
                 run(head, phase)
@@ -166,14 +205,14 @@ class Role:
 
     def _step(self, head: QueryHead, index: Int32, edges: Edges | None, first: bool = False) -> None:
         """Computes the product of one tile and its sum, or with overlap that of the one before."""
-        consumer, overlap = self.consumer, self.consumer.config.overlap
-        shared, spec, stage, phase = consumer.shared, consumer.spec, consumer.stage[0], consumer.stage[1]
+        state, overlap = self.state, self.state.config.overlap
+        shared, spec, stage, phase = state.shared, state.spec, state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)
         wgmma.wait(shared.dout_full + stage, phase)
         if edges is not None:
             self._zero_queries(index, stage, first=first)
         right = self.right[None, None, None, stage]
-        wgmma.gemm_steps(consumer.product, (step.times(right) for step in self.left), accumulate=False)
+        wgmma.gemm_steps(state.product, (step.times(right) for step in self.left), accumulate=False)
         adds_previous = overlap and not first
         if adds_previous:
             self._start_sum()
@@ -185,14 +224,14 @@ class Role:
         for i, pair in enumerate(pairs):
             fragment[i] = ptx.move(pair)
         self.previous[0] = stage
-        wgmma.advance(consumer.stage, consumer.config.stages)
+        wgmma.advance(state.stage, state.config.stages)
         if not overlap:
             self._start_sum()
             self._finish_sum()
 
     def _zero_queries(self, index: Int32, stage: Int32, *, first: bool) -> None:
         """Zeroes the rows of Q and dO of a masked tile that see no key. The first tile may be a full one."""
-        rows, work = self.consumer.rows, self.work
+        rows, work = self.state.rows, self.work
         if work.listed is not None:
             is_edge = Boolean(work.visit.is_edge(index))
             if first:
