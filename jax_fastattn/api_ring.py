@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_fastattn import canonical, validation
 from jax_fastattn.api import SegmentIds, Window, attention, attention_varlen
-from jax_fastattn.canonical_ring import canonicalize_ring
+from jax_fastattn.canonical_ring import canonicalize_ring, check_packed_alone
 from jax_fastattn.ops import dispatch, vjp
 from jax_fastattn.ops.ring.layout import Layout, chunk_starts, inverse, reorder, zigzag_order
 from jax_fastattn.spec import QKV, Implementation, Ring
@@ -141,17 +141,23 @@ def all_to_all_attention(
     ring = _ring(axis_name, "contiguous", balance=False)
     arrays = [validation.as_array(name, x) for name, x in zip(QKV, (query, key, value), strict=True)]
     batched = arrays[0].ndim == 4
+    check_packed_alone(boundaries, options | {"bias": bias, "mask": mask, "segment_ids": segment_ids})
     q, k, v = (canonical.add_batch(x, 4) for x in arrays)
     k, v = _repeat_heads(ring, q.shape[2], k, v)
     planes = {
-        name: _spread_plane(ring, name, x, q.shape[2]) for name, x in (("bias", bias), ("mask", mask)) if x is not None
+        name: _spread_plane(ring, name, x, *q.shape[1:3])
+        for name, x in (("bias", bias), ("mask", mask))
+        if x is not None
     }
     if segment_ids is not None:
         ids = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
         ids = (canonical.add_batch(validation.as_integers("segment_ids", x), 2) for x in ids)
         options["segment_ids"] = tuple(jax.lax.all_gather(x, ring.axes, axis=1, tiled=True) for x in ids)
     if sinks is not None:
-        options["sinks"] = _own_heads(ring, validation.as_array("sinks", sinks), 0)
+        sinks = validation.as_array("sinks", sinks)
+        if sinks.shape != q.shape[2:3]:
+            raise ValueError(f"`sinks` has shape {sinks.shape}, expected {q.shape[2:3]}; pass the sinks of all heads")
+        options["sinks"] = _own_heads(ring, sinks, 0)
     q, k, v = (_exchange(ring, x, split=2, concat=1) for x in (q, k, v))
     if boundaries is None:
         found = attention(q, k, v, **planes, **options)
@@ -185,14 +191,17 @@ def _own_heads(ring: Ring, x: jax.Array, axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(ring.axes) * count, count, axis)
 
 
-def _spread_plane(ring: Ring, name: str, x: ArrayLike, heads: int) -> jax.Array:
-    """Returns all rows of a bias or a mask `[b, n, t, s]`, of this device's heads."""
+def _spread_plane(ring: Ring, name: str, x: ArrayLike, rows: int, heads: int) -> jax.Array:
+    """Returns all rows of a bias or a mask `[b, n, t, s]`, of this device's heads.
+
+    If each device has one row, that row may be its own, so it does not stand for all of them.
+    """
     x = canonical.expand_to_bnts(validation.as_array(name, x))
     if x.shape[1] not in (1, heads):
         raise ValueError(
             f"`{name}` has shape {x.shape} with {x.shape[1]} heads, expected 1 or {heads}; repeat those of key heads"
         )
-    if x.shape[2] == 1:
+    if x.shape[2] == 1 and rows != 1:
         return x if x.shape[1] == 1 else _own_heads(ring, x, 1)
     if x.shape[1] == 1:
         return jax.lax.all_gather(x, ring.axes, axis=2, tiled=True)

@@ -15,7 +15,7 @@ from jax_fastattn import canonical, packed, validation
 from jax_fastattn.spec import AttentionSpec, Operands, Ring
 
 # Arguments that packed sequences replace.
-_NOT_PACKED = ("query_seq_lengths", "key_value_seq_lengths", "segment_ids")
+_NOT_PACKED = ("bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths", "segment_ids")
 
 
 def canonicalize_ring(
@@ -33,8 +33,7 @@ def canonicalize_ring(
     **options: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `ring_attention`. Arrays are those of a device; positions count from the start."""
-    others = {"bias": bias, "mask": mask, "query_offset": None if _is_zero(query_offset) else query_offset}
-    _check_packed_alone(boundaries, others | {name: options.get(name) for name in _NOT_PACKED})
+    check_packed_alone(boundaries, options | {"bias": bias, "mask": mask, "query_offset": query_offset})
     spec, operands = canonical.canonicalize(
         query, key, value, is_causal=is_causal, local_window_size=local_window_size, **options
     )
@@ -60,8 +59,11 @@ def canonicalize_ring(
     return replace(spec, is_causal=is_causal, window=window, present=operands.present(), ring=ring), operands
 
 
-def _check_packed_alone(boundaries: Any, others: dict[str, Any]) -> None:
-    given = [name for name, x in others.items() if x is not None]
+def check_packed_alone(boundaries: Any, arguments: dict[str, Any]) -> None:
+    """Raises ValueError if `boundaries` and an argument that they replace are both given."""
+    given = [name for name in _NOT_PACKED if arguments.get(name) is not None]
+    if "query_offset" in given and _is_zero(arguments["query_offset"]):
+        given.remove("query_offset")
     if boundaries is not None and given:
         raise ValueError(f"`boundaries` and `{given[0]}` are both given, expected one of them; leave out `{given[0]}`")
 

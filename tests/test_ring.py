@@ -214,6 +214,31 @@ def test_all_to_all(name: str) -> None:
     calls.assert_same(jax.device_get(found), jax.device_get(rings.gradients(rings.whole(**CAUSAL), arrays)))
 
 
+@pytest.mark.parametrize("attend", ["ring_attention", "all_to_all_attention"])
+@pytest.mark.parametrize("shape", [(1, 1, 4, 4), (2, 4, 4, 4), (2, 1, 1, 4)], ids=["rows", "rows-of-heads", "columns"])
+def test_one_row_on_each_device(attend: str, shape: tuple[int, ...]) -> None:
+    """A bias with one row on a device may be that of its query, or that of all."""
+    arrays = rings.draw(4) | {"bias": jax.random.normal(jax.random.key(1), shape)}
+    found = rings.gradients(rings.split(4, arrays, attend=getattr(jax_fastattn, attend)), arrays)
+    calls.assert_same(jax.device_get(found), jax.device_get(rings.gradients(rings.whole(), arrays)))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (OPERANDS["mask"], "`boundaries` and `mask` are both given"),
+        (OPERANDS["key-lengths"], "`boundaries` and `key_value_seq_lengths` are both given"),
+        ({"sinks": jnp.ones(3)}, r"`sinks` has shape \(3,\), expected \(4,\)"),
+    ],
+    ids=["mask", "lengths", "sinks"],
+)
+def test_all_to_all_names_what_does_not_fit(extra: dict[str, Any], message: str) -> None:
+    arrays = rings.draw(20) | ALL_TO_ALL["packed"][1] | extra
+    del arrays["dout"]
+    with pytest.raises(ValueError, match=message):
+        rings.split(2, arrays, attend=jax_fastattn.all_to_all_attention)(arrays)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_orders_and_positions(size: int) -> None:
     x = jnp.arange(size * 6)[None]

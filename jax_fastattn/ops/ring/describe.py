@@ -47,7 +47,7 @@ class Sent(NamedTuple):
 
     def __str__(self) -> str:
         size, unit = (self.bytes, "bytes") if self.bytes < 2**20 else (round(self.bytes / 2**20, 1), "MiB")
-        return f"{size} {unit} in {self.permutes} collective permute{'s' * (self.permutes > 1)}"
+        return f"{size} {unit} in {self.permutes} collective permute{'s' * (self.permutes != 1)}"
 
 
 def _split_of(query: Any, key: Any) -> Split | None:
@@ -127,10 +127,11 @@ def words(spec: AttentionSpec, operands: Operands) -> str:
     if ring.whole_keys:
         return f"{where}, and the keys are whole: nothing is sent forward, and gradients of keys and values are summed"
     count = len(plan.steps(_balanced(spec, operands), operands))
+    steps = f"{count} step{'s' * (count != 1)}"
     forward, backward = sent(spec, operands)
     order = ", balanced by an exchange into zigzag order" if plan.balances(spec, operands) else ""
     return (
-        f"{where}: ring attention in {count} steps{order}; a device sends at most {forward} forward, and {backward} "
+        f"{where}: ring attention in {steps}{order}; a device sends at most {forward} forward, and {backward} "
         "backward; kernels are those of the last step"
     )
 
