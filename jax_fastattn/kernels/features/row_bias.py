@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bias of rows: one number for each query, the same for all keys.
 
-Without a soft cap it changes no weight of a key, only the log-sum-exp, and so what a sink weighs beside the keys. A row
+Without a soft cap it changes no weight of a key, only the log-sum-exp, and so what a sink weighs next to the keys. A row
 of -inf sees no key.
 """
 
