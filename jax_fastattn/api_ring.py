@@ -72,7 +72,7 @@ def ring_attention(
         query_seq_lengths, key_value_seq_lengths: integers `[B]`.
         query_offset: int or integers `[B]`. With an offset that is not 0 every device visits all others.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic: as
-            for `attention`. Of a window only the devices that some query sees are visited.
+            for `attention`. With a window, only the devices whose keys some query sees are visited.
 
     Returns:
         This device's rows of the output `[B, L, N, D]`; with `return_residual` also of the log-sum-exp `[B, L, N]`.

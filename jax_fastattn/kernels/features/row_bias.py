@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bias of rows: one number for each query, the same for all keys.
 
-Without a soft cap it changes no weight of a key, only the log-sum-exp, and so what a sink weighs next to the keys. A row
-of -inf sees no key.
+Without a soft cap it changes the log-sum-exp, and so the weight of a sink, but no ratio of the weights of two keys. A
+row of -inf sees no key.
 """
 
 from dataclasses import dataclass, replace

@@ -3,9 +3,9 @@
 """Attention whose queries and keys are split over the devices of a mesh axis.
 
 Every device keeps its queries and meets the keys of one other device in each step. A step is one or two ordinary calls
-of the forward or the backward op, whose offsets and lengths are run-time data, so that all devices run one program. Of
-the forward pass the results of steps are merged by their log-sum-exps. In the backward pass a step takes the
-log-sum-exp of the whole row, and the gradients of keys return to their device.
+of the forward or the backward op, whose offsets and lengths are run-time data, so that all devices run one program. The
+forward pass merges the results of steps by their log-sum-exps. In the backward pass a step takes the log-sum-exp of the
+whole row, and the gradients of keys return to their device.
 
     plan.py      what is static: steps, and the blocks of each
     layout.py    the order of rows: contiguous and zigzag, and the exchange between them
@@ -15,5 +15,5 @@ log-sum-exp of the whole row, and the gradients of keys return to their device.
     gradient.py  the backward pass
     rules.py     registers all of these with the ops
 
-What stays out: second derivatives of a ring.
+A ring has no second derivatives.
 """
