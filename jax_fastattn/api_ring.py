@@ -140,7 +140,9 @@ def all_to_all_attention(
     """
     ring = _ring(axis_name, "contiguous", balance=False)
     arrays = [validation.as_array(name, x) for name, x in zip(QKV, (query, key, value), strict=True)]
-    batched = arrays[0].ndim == 4
+    batched, axes = arrays[0].ndim == 4, validation.Axes()
+    for name, x, letters in zip(QKV, arrays, ("BTNH", "BSKH", "BSKD"), strict=True):
+        axes.bind(name, x, letters if batched else letters[1:])
     check_packed_alone(boundaries, options | {"bias": bias, "mask": mask, "segment_ids": segment_ids})
     q, k, v = (canonical.add_batch(x, 4) for x in arrays)
     k, v = _repeat_heads(ring, q.shape[2], k, v)
@@ -155,14 +157,13 @@ def all_to_all_attention(
         options["segment_ids"] = tuple(jax.lax.all_gather(x, ring.axes, axis=1, tiled=True) for x in ids)
     if sinks is not None:
         sinks = validation.as_array("sinks", sinks)
-        if sinks.shape != q.shape[2:3]:
-            raise ValueError(f"`sinks` has shape {sinks.shape}, expected {q.shape[2:3]}; pass the sinks of all heads")
+        axes.bind("sinks", sinks, "N")
         options["sinks"] = _own_heads(ring, sinks, 0)
     q, k, v = (_exchange(ring, x, split=2, concat=1) for x in (q, k, v))
     if boundaries is None:
         found = attention(q, k, v, **planes, **options)
     else:
-        packed = functools.partial(attention_varlen, **planes, **options)
+        packed = functools.partial(attention_varlen, **options)
         ends = canonical.add_batch(validation.as_integers("boundaries", boundaries), 2)
         found = jax.vmap(packed)(q, k, v, ends, ends)
     found = jax.tree.map(lambda x: _exchange(ring, x, split=1, concat=2), found)

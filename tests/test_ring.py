@@ -228,13 +228,14 @@ def test_one_row_on_each_device(attend: str, shape: tuple[int, ...]) -> None:
     [
         (OPERANDS["mask"], "`boundaries` and `mask` are both given"),
         (OPERANDS["key-lengths"], "`boundaries` and `key_value_seq_lengths` are both given"),
-        ({"sinks": jnp.ones(3)}, r"`sinks` has shape \(3,\), expected \(4,\)"),
+        ({"boundaries": None, "sinks": jnp.ones(3)}, "`sinks` has shape .* expected N = 4 as in `query`"),
+        ({"boundaries": None, "key": jnp.ones((2, 20))}, "`key` has shape .* expected 4 dimensions"),
     ],
-    ids=["mask", "lengths", "sinks"],
+    ids=["mask", "lengths", "sinks", "key"],
 )
 def test_all_to_all_names_what_does_not_fit(extra: dict[str, Any], message: str) -> None:
     arrays = rings.draw(20) | ALL_TO_ALL["packed"][1] | extra
-    del arrays["dout"]
+    arrays = {name: x for name, x in arrays.items() if name != "dout" and x is not None}
     with pytest.raises(ValueError, match=message):
         rings.split(2, arrays, attend=jax_fastattn.all_to_all_attention)(arrays)
 
