@@ -32,7 +32,7 @@ _LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox", "equi
 # Where calls were traced last, by what vmap and meshes leave as it is. A warning is given later, when XLA programs are
 # made, and Python's stack says nothing of the call then.
 _call_sites: dict[object, str] = {}
-_MAX_CALL_SITES = 256
+_MAX_CALL_SITES = 512  # two for each call
 
 
 @dataclass(frozen=True)
