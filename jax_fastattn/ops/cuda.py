@@ -137,7 +137,7 @@ def backward(
         return _without_rows(spec, operands, (out, lse), (dout, dlse), wanted, kept)
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
     residuals = {name: x if x is None else _joined(x, padded) for name, x in residuals.items()}
-    gradient = result_shapes(kernel, problem, ffi.multiprocessors())
+    gradient = result_shapes(kernel, problem, ffi.multiprocessors()) if kernel.dbias else {}
     if kernel.dmatrix_bias:
         kernel = replace(kernel, splits_dbias=gradient["dbias"][0] > 1)
     arrays = _with_bias(kernel, problem, arrays)
