@@ -4,8 +4,10 @@
 
 import collections
 import dataclasses
+import itertools
 import os
 import zlib
+from pathlib import Path
 
 from jaxlib.version import __version_info__ as jaxlib_version
 
@@ -25,6 +27,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # A program of a test runs once. LLVM's optimization of it took 60 % of the CPU time of six tests of gradients and of
 # the portable path. Programs in processes of their own, such as the examples, are optimized.
 jax.config.update("jax_disable_most_optimizations", True)
+
+_ended = itertools.count()  # tests of this process
 
 
 def _cuda_devices() -> int:
@@ -73,6 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if marker in item.keywords and found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {found}"))
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Drops compiled programs before they take the 65530 mappings that Linux gives a process: LLVM crashes then."""
+    del item
+    if next(_ended) % 16 == 0 and Path("/proc/self/maps").read_text().count("\n") > 20_000:
+        jax.clear_caches()
 
 
 def _sampled(items: list[pytest.Item], one_in: int) -> list[bool]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def test_each_device_reads_the_pages_of_its_share(
     arguments = {name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in ARGUMENTS.items()}
     with jax.set_mesh(mesh):
         lowered = jax.jit(attend).trace(arguments).lower(lowering_platforms=("cuda",))
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"handler registered for {TARGET_NAME}"):
+        # Unless another test of this process has registered a stand-in for the launch.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             lowered.compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True})
     assert launches == expected(split)
     (path,) = tmp_path.glob("*attend*after_optimizations.txt")
