@@ -41,7 +41,7 @@ struct Libraries {
 // Says where the libraries are. Has no effect on libraries that are open already.
 void SetLibraryPaths(std::string runtime, std::string driver);
 
-// Opens the libraries, or returns those that are open. Thread-safe; waits for no other thread once they are open.
+// Opens the libraries, or returns the open ones. It is thread-safe, and waits for no other thread once they are open.
 xla::ffi::ErrorOr<const Libraries*> OpenLibraries();
 
 // A CUDA error as a phrase for a message.

@@ -43,7 +43,7 @@ struct Kernel {
   std::string object;  // as programs carry it
   int32_t object_size;
   std::string arch;  // in the call that was first
-  std::map<int, CuteFunction*> functions;  // by device; those that are loaded
+  std::map<int, CuteFunction*> functions;  // by device, once they are loaded
   // Where programs keep objects that were found equal to this one. A later program may reuse the place of one that is
   // gone; unless it lies about its digest, its object is the same.
   std::set<const char*> equal_objects;

@@ -64,6 +64,20 @@ def draw(
     }
 
 
+def draw_every_operand() -> calls.Arrays:
+    """Returns a call of 24 queries over 16 keys with every array that unpacked rows take but segment ids."""
+    arrays = draw(24, heads=(6, 3), head_dims=(8, 4), keys=16)
+    return arrays | {
+        "sinks": jnp.linspace(-1.0, 1.0, 6),
+        "scale": jnp.float32(0.4),
+        "bias": jax.random.normal(jax.random.key(1), (2, 6, 24, 16)),
+        "mask": jax.random.bernoulli(jax.random.key(2), 0.8, (1, 6, 24, 1)),
+        "query_offset": jnp.array([-4, -9]),
+        "query_seq_lengths": jnp.array([22, 19]),
+        "key_value_seq_lengths": jnp.array([15, 12]),
+    }
+
+
 def split(
     size: int, arrays: calls.Arrays, *, layout: str = "contiguous", data: int = 1, attend: Any = None, **options: Any
 ) -> Callable[..., Any]:

@@ -83,16 +83,7 @@ def test_operands(name: str) -> None:
 
 def test_operands_together() -> None:
     """Shapes differ from each other; what several devices and steps add up is in one call."""
-    arrays = rings.draw(24, heads=(6, 3), head_dims=(8, 4), keys=16)
-    arrays |= {
-        "sinks": jnp.linspace(-1.0, 1.0, 6),
-        "scale": jnp.float32(0.4),
-        "bias": jax.random.normal(jax.random.key(1), (2, 6, 24, 16)),
-        "mask": jax.random.bernoulli(jax.random.key(2), 0.8, (1, 6, 24, 1)),
-        "query_offset": jnp.array([-4, -9]),
-        "query_seq_lengths": jnp.array([22, 19]),
-        "key_value_seq_lengths": jnp.array([15, 12]),
-    }
+    arrays = rings.draw_every_operand()
     dlse = jax.random.normal(jax.random.key(3), (2, 24, 6))
     rings.check(
         2, arrays, dlse=dlse, local_window_size=(11, 6), logits_soft_cap=3.0, return_residual=True, deterministic=True

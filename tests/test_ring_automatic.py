@@ -84,16 +84,7 @@ def test_other_numbers_of_keys() -> None:
 @pytest.mark.usefixtures("partitioner")
 def test_every_operand() -> None:
     """The only other collectives add up the gradients of sinks, scale and bias."""
-    arrays = rings.draw(24, heads=(6, 3), head_dims=(8, 4), keys=16)
-    arrays |= {
-        "sinks": jnp.linspace(-1.0, 1.0, 6),
-        "scale": jnp.float32(0.4),
-        "bias": jax.random.normal(jax.random.key(1), (2, 6, 24, 16)),
-        "mask": jax.random.bernoulli(jax.random.key(2), 0.8, (1, 6, 24, 1)),
-        "query_offset": jnp.array([-4, -9]),
-        "query_seq_lengths": jnp.array([22, 19]),
-        "key_value_seq_lengths": jnp.array([15, 12]),
-    }
+    arrays = rings.draw_every_operand()
     found = check(arrays, make_mesh(), local_window_size=(11, 6), logits_soft_cap=3.0)
     assert [x for x in found if x != REDUCE] == STEPS
     assert REDUCE in found
