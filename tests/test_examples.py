@@ -210,11 +210,12 @@ def test_generate_donates_its_cache(in_pages: bool, generate: Any) -> None:
     model = generate.load(None, "xla")
     capacities = np.array([7, 17])
     cache = generate.make_pages(model.options, capacities) if in_pages else generate.make_cache(model.options, 2, 7)
-    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
+    before = [x.unsafe_buffer_pointer() for x in (*cache.keys, *cache.values)]
     step = generate.cached_step(model, generate.chooser(0.0, seed=0))
     new, _ = step(model.params, cache, jnp.ones((2, 1), jnp.int32), jnp.ones(2, jnp.int32))
     assert all(x.is_deleted() for x in jax.tree.leaves(cache))
-    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)] == before
+    # A page table may stay where NumPy has allocated it, which XLA for CPUs cannot reuse.
+    assert [x.unsafe_buffer_pointer() for x in (*new.keys, *new.values)] == before
 
 
 def test_pages_of_sequences_take_turns(generate: Any) -> None:
