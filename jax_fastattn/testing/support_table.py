@@ -74,7 +74,7 @@ COVERAGE = {
     "sm_100a": Coverage("B200, GB200", ONE_ROW),
     "sm_103a": Coverage("B300, GB300", ONE_ROW),
     "sm_110a": Coverage("Jetson Thor", ONE_ROW),
-    "sm_120a": Coverage("RTX 50, RTX PRO 6000", ALL_ROWS),
+    "sm_120a": Coverage("RTX 50, RTX PRO 6000", ONE_ROW),
     "sm_121a": Coverage("DGX Spark", ONE_ROW),
 }
 
