@@ -70,7 +70,7 @@ class Score:
         unit: from what `logits` leaves to logits in base 2, greater than 0 in the forward pass.
         features: in the order in which they change logits.
         negative: whether the forward kernel has to negate Q, since the scale is negative; None where it never has to.
-        hides_keys: whether a product has a bias of keys in it, which may hide them.
+        hides_keys: whether there is a bias of keys, in a product or as a feature. It may hide them.
     """
 
     factor: Float32
@@ -95,7 +95,7 @@ class Score:
             magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
             factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
             score = cls(factor, factor, _features(spec, buffers, scalars, bias), negative)
-        score = replace(score, hides_keys=spec.key_bias_parts)
+        score = replace(score, hides_keys=spec.bias == "keys")
         sinks = Sinks.of(spec, buffers, scalars)
         return score if sinks is None else replace(score, features=(*score.features, sinks))
 

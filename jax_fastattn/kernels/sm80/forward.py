@@ -310,7 +310,7 @@ class ForwardKernel:
             score.full(scores, at)
         self._raise_maxima(rows, softmax.row_maxima(scores, *blocks), score.unit)
         maxima = [rows.maxima[i] for i in range(2 * self.m_blocks)]
-        if seen is not None:
+        if seen is not None or score.hides_in_full:
             # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
             maxima = [ptx.where(x == Float32(softmax.NEVER), Float32(0.0), x) for x in maxima]
         shifts = [x * score.unit for x in maxima]
