@@ -304,8 +304,8 @@ class Cta:
     def do_min(self, *a: Any) -> None:
         self._simple(np.fmin, *a)
 
-    def do_max(self, *a: Any) -> None:
-        self._simple(np.fmax, *a)
+    def do_max(self, parts: list[str], *a: Any) -> None:
+        self._simple(np.maximum if "NaN" in parts else np.fmax, parts, *a)
 
     def do_ex2(self, *a: Any) -> None:
         self._simple(np.exp2, *a)

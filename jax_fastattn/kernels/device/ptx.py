@@ -128,9 +128,10 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) 
 
 
 @dsl_user_op
-def maximum(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """The larger value; of a NaN and a number the number."""
-    return _asm("max.f32 $0, $1, $2;", "f", "ff", [Float32(a), Float32(b)], False, loc, ip)
+def maximum(a: Float32, b: Float32, *, keep_nan: bool = False, loc: Any = None, ip: Any = None) -> Float32:
+    """The larger value; of a NaN and a number the number, or NaN if `keep_nan`."""
+    text = f"max{'.NaN' if keep_nan else ''}.f32 $0, $1, $2;"
+    return _asm(text, "f", "ff", [Float32(a), Float32(b)], False, loc, ip)
 
 
 @dsl_user_op

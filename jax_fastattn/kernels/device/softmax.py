@@ -16,15 +16,18 @@ LN_2 = 0.6931471805599453
 NEVER = float("-inf")
 
 
-def row_maxima(acc: Accumulator, m_blocks: int, n_blocks: int) -> list[Float32]:
-    """Returns the maximum of each of the lane's `2 m_blocks` rows, over all lanes that share the row."""
+def row_maxima(acc: Accumulator, m_blocks: int, n_blocks: int, *, keep_nan: bool = False) -> list[Float32]:
+    """Returns the maximum of each of the lane's `2 m_blocks` rows, over all lanes that share the row.
+
+    It is that of the row's numbers, or NaN if one is NaN and `keep_nan` is set.
+    """
     maxima = []
     for row in range(2 * m_blocks):
         indices = _row_indices(row, n_blocks)
         best = acc[indices[0]]
         for index in indices[1:]:
-            best = ptx.maximum(best, acc[index])
-        maxima.append(quad_maximum(best))
+            best = ptx.maximum(best, acc[index], keep_nan=keep_nan)
+        maxima.append(_quad_maximum(best, keep_nan=keep_nan))
     return maxima
 
 
@@ -62,10 +65,10 @@ def _tree_sum(terms: list[Float32]) -> Float32:
     return terms[0]
 
 
-def quad_maximum(x: Float32) -> Float32:
+def _quad_maximum(x: Float32, *, keep_nan: bool) -> Float32:
     """Returns the maximum over the four lanes that share an accumulator row."""
-    x = ptx.maximum(x, cute.arch.shuffle_sync_bfly(x, offset=1))
-    return ptx.maximum(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+    x = ptx.maximum(x, cute.arch.shuffle_sync_bfly(x, offset=1), keep_nan=keep_nan)
+    return ptx.maximum(x, cute.arch.shuffle_sync_bfly(x, offset=2), keep_nan=keep_nan)
 
 
 def quad_sum(x: Float32) -> Float32:

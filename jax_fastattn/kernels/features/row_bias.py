@@ -9,7 +9,7 @@ row of -inf sees no key.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import NEVER
@@ -40,7 +40,9 @@ class RowShift(Feature):
     def shift_row(self, maximum: Float32, total: Float32, row: Int32) -> tuple[Float32, Float32]:
         """Returns a row's maximum logit in base 2, and its denominator relative to that."""
         shift = self.plane.load(row)
-        hidden = shift == Float32(NEVER)
+        # Whatever the number is of a row that sees no key. Otherwise NaN and inf make the denominator NaN.
+        hidden = Boolean((shift == Float32(NEVER)) | (total == Float32(0.0)))
+        total = ptx.fma(shift, Float32(0.0), total)
         return ptx.where(hidden, Float32(NEVER), maximum + shift), ptx.where(hidden, Float32(0.0), total)
 
 

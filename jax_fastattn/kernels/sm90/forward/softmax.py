@@ -164,14 +164,14 @@ class OnlineSoftmax:
         self.ring.consumer_release(stage)
         scores, grown = self.products.scores, cute.make_rmem_tensor((1,), Int32)
         rows.score.full(scores, self._tile(index, rows))
-        found = softmax.row_maxima(scores, *self._blocks)
+        found = softmax.row_maxima(scores, *self._blocks, keep_nan=True)
         grown[0] = Int32(0)
 
         def see() -> None:
             grown[0] = ptx.where(self._raise_to(found), Int32(1), Int32(0))
 
         # Of a mask that is spelled as a bias most of these tiles are hidden to all rows. Their logits of -inf become
-        # probabilities of 0 when they are rounded.
+        # probabilities of 0 when they are rounded. A NaN among them is seen: it reaches the sums.
         hidden = Boolean((found[0] == Float32(softmax.NEVER)) & (found[1] == Float32(softmax.NEVER)))
         cutlass.if_generate(cute.arch.vote_any_sync(Boolean(hidden == Boolean(False))), see)
         warpgroup.wait_group(0)
