@@ -17,6 +17,9 @@ BiasDtype = Literal["bfloat16", "float16", "float32"]
 MATRIX_COLUMNS = 8
 # Keys of the largest tile. A plane of a bias of keys has so many past the last key, since tiles are loaded whole.
 TILE_KEYS = 128
+# From which size on a finite log-sum-exp says too little of its row. It is rounded, as logits are, to more than a tenth
+# in base 2; at 1e9, as where -1e9 is added to all that a row sees, weights could be 2^128.
+VAGUE_LSE = 2.0**20
 # Columns of a bias of keys as a factor of a product, of which three hold the bias.
 KEY_PARTS = 8
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.blocks import reduce_to
-from jax_fastattn.kernels.bias_shapes import bias_kind, bias_pitch
+from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_kind, bias_pitch
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.dbias_config import dbias_parts
 from jax_fastattn.spec import HIDDEN_BIAS, Operands, Problem
@@ -78,8 +78,9 @@ class RowBias:
         self._is_dead = (lse <= floor) | (self._rows <= HIDDEN_BIAS)
 
     def lse(self) -> jax.Array:
-        """Returns the log-sum-exps without the bias, -inf of rows that see nothing."""
-        return jnp.where(self._is_dead, -jnp.inf, self._lse - self._rows)
+        """Returns the log-sum-exps without the bias, -inf of rows that see nothing; see `log_sum_exp.weighable`."""
+        told = jnp.where(self._lse >= VAGUE_LSE, jnp.nan, self._lse - self._rows)
+        return jnp.where(self._is_dead | (self._lse <= -VAGUE_LSE), -jnp.inf, told)
 
     def sink_terms(self, out: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> jax.Array | None:
         """Returns what each row adds to the gradient of its sink, `[B, N, T]`; None without sinks."""

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from emulated_launch import MULTIPROCESSORS
 
-from jax_fastattn import ffi
+from jax_fastattn import ffi, portable
 from jax_fastattn.canonical import canonicalize
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.bias_gradient import lacks_kernel
 from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import Operands, Problem
+from jax_fastattn.spec import QKV, Operands, Problem
 from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.slow
@@ -109,6 +109,26 @@ def test_every_shape(axes: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str) -> None:
     check(CASES[name])
+
+
+@pytest.mark.parametrize(("arch", "axes"), [("sm_90a", "nts"), ("sm_90a", "s"), ("sm_90a", "t"), ("sm_80", "nts")])
+def test_rows_of_vague_log_sum_exps(arch: str, axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights cannot be told from log-sum-exps of 2^20, which float32 rounds to 1/8.
+
+    A row of far negative logits gets no gradient, as if it saw no key. One of large logits gets NaN, not a wrong one.
+    """
+    monkeypatch.setattr(ffi, "arch", lambda: arch)
+    spec, operands, _ = draw({"bias": axes})
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, 64)), jnp.bfloat16)
+    out, lse = portable.forward(spec, operands)
+    told = dout.at[:, 20:50].set(0.0)
+    wanted = portable.backward(spec, operands, out, lse, told, None, QKV)
+    lse = lse.at[0, 20:50].set(-(2.0**20)).at[1, 20:50].set(2.0**20)
+    found = cuda.backward(spec, operands, out, lse, dout, None, QKV)
+    for name in QKV:
+        got, expected = (np.array(getattr(x, name), np.float32) for x in (found, wanted))
+        expected[np.s_[1, 20:50] if name == "query" else 1] = np.nan
+        np.testing.assert_allclose(got, expected, atol=2**-6 * np.nanmax(np.abs(expected)), err_msg=name)
 
 
 def test_one_gradient_is_left_to_xla() -> None:

@@ -18,6 +18,7 @@ from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.log_sum_exp import weighable
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
@@ -134,6 +135,8 @@ class PreprocessKernel:
     def _statistics(self, lse: Float32, delta: Float32, live: Boolean) -> tuple[Float32, Float32]:
         """Returns (lse_scaled, delta) of one row."""
         live = Boolean(live & (lse != Float32(float("-inf"))))
+        if self.spec.matrix_bias or self.spec.key_bias:
+            lse, live = weighable(lse, live)
         lse_scaled = ptx.where(live, lse * softmax.LOG2_E - self.log2_factor, Float32(float("inf")))
         return lse_scaled, ptx.where(live, delta, Float32(0.0))
 

@@ -24,6 +24,7 @@ from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.log_sum_exp import weighable
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.listed_tiles import key_tile_count
@@ -42,9 +43,6 @@ _FEW_KEYS = 512
 # Of packed sequences `prologue` prepares so many times as many slots of 128 queries as slots of keys are begun
 # together.
 _PROLOGUE_WAVES = 3
-# From which size on a finite log-sum-exp says too little of its row. It is rounded, as logits are, to more than a tenth
-# in base 2; at 1e9, as where -1e9 is added to all that a row sees, P would be 2^128. Such a row gets no gradient.
-_VAGUE_LSE = 2.0**20
 
 
 class _Rows(NamedTuple):
@@ -290,16 +288,14 @@ class PreprocessKernel:
 
     def _statistics(self, own: _Row, scale: Float32) -> tuple[Float32, Float32]:
         """Returns (lse times a factor, rowsum(out * dout) - dlse)."""
-        live = Boolean(own.live & (own.lse != Float32(float("-inf"))))
-        if (self.spec.matrix_bias or self.spec.key_bias) and self.spec.folds_lse:
-            size = ptx.where(own.lse < Float32(0.0), -own.lse, own.lse)
-            vague = Boolean((size >= Float32(_VAGUE_LSE)) & (size < Float32(float("inf"))))
-            live = Boolean(live & (vague == Boolean(False)))
+        lse, live = own.lse, Boolean(own.live & (own.lse != Float32(float("-inf"))))
+        if self.spec.matrix_bias or self.spec.key_bias:
+            lse, live = weighable(lse, live)
         delta = own.product if own.dlse is None else own.product - own.dlse
         # Rows without keys: +inf, or where that has the sign of the scale, an infinity of this sign.
-        lse_scaled = ptx.where(live, own.lse, Float32(float("inf")))
+        lse_scaled = ptx.where(live, lse, Float32(float("inf")))
         if self.spec.folds_lse and self.config.adds_dq:
-            lse_scaled = ptx.where(live, gradient.in_products(own.lse, scale), lse_scaled * gradient.nonzero(scale))
+            lse_scaled = ptx.where(live, gradient.in_products(lse, scale), lse_scaled * gradient.nonzero(scale))
         else:
             lse_scaled = lse_scaled * LOG2_E
         return lse_scaled, ptx.where(live, delta, Float32(0.0))
