@@ -86,6 +86,20 @@ def test_parts_of_a_bias_of_keys_are_exact() -> None:
     assert not found[200:].any() and not found[:, 3:].any()
 
 
+def test_numbers_out_of_range_change_no_row_that_sees_another_one() -> None:
+    """They count as the end of the range. Ends of it alone have equal weights."""
+    random, scale = np.random.default_rng(0), 0.125
+    limit = 2.0**127 * scale
+    bias = (random.choice([-1.0, 1.0], 300) * 10.0 ** random.uniform(-2, 38.3, 300)).astype(np.float32)
+    bias = np.concatenate([bias[bias < limit], np.linspace(-1, 1, 40, dtype=np.float32)])
+    found = keys_of(bias, scale)[: bias.size].sum(1, dtype=np.float64) * scale
+    assert (bias < -limit).sum() > 3 and (found[bias < -limit] == -limit).all()
+    for most in (limit, 1e30, 1.0):
+        seen = bias <= most
+        weights, wanted = (np.exp(x - x.max()) for x in (found[seen], bias[seen].astype(np.float64)))
+        np.testing.assert_array_equal(weights, wanted)
+
+
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize("cap", [False, True])
 def test_a_bias_of_keys_keeps_its_sign(scale: float, cap: bool) -> None:

@@ -20,11 +20,12 @@ from jax_fastattn.kernels.launch_arguments import present_buffers
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands
 
-# Below it a scale is multiplied into the query where a bias of keys is divided by it.
-MIN_SCALE = 2.0**-40
+# Below it a scale is multiplied into the query where a bias of keys is divided by it, so that the quotient of a number
+# like -1e30 stays in its range.
+MIN_SCALE = 2.0**-20
 
 _LOG2_E = math.log2(math.e)
-# The largest factor of a product: its parts in bfloat16 are finite.
+# The largest quotient, as which larger ones count: its parts in bfloat16 are finite, and so are its sums with products.
 _LARGEST = 2.0**127
 # Bits of bfloat16.
 _EXPONENT, _MANTISSA = 8, 7

@@ -198,8 +198,9 @@ def test_heads_that_share_a_large_bias_come_together(shape: tuple[int, int], mon
         compare(spec, operands, kernel=replace(kernel, config=replace(config, shares_bias=True)))
 
 
-@pytest.mark.parametrize("number", [-3e9, -1e10])
-@pytest.mark.parametrize("shape", [(B, 1, 1, S), (B, 1, T, S)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "number"), [((B, 1, 1, S), -3e9), ((B, 1, 1, S), -2e38), ((B, 1, T, S), -1e10)], ids=str
+)
 def test_rows_of_large_negative_numbers_average_values(shape: tuple[int, ...], number: float) -> None:
     """Float32 cannot tell their logits apart. A full tile would weigh such a row by 2^-73 or 2^440."""
     spec, operands = draw({"bias": shape, "bias_dtype": "float32"})
