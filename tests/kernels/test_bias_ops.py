@@ -14,16 +14,13 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_ops
 import jax.numpy as jnp
 import numpy as np
-from emulated_launch import MULTIPROCESSORS
 
-from jax_fastattn import ffi
 from jax_fastattn.canonical import canonicalize
 from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import configured, forward_spec
 from jax_fastattn.kernels.sm90.forward import schedule
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.ops import cuda
-from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -131,9 +128,7 @@ def compare(spec: AttentionSpec, operands: Operands, **options: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffi, "arch", lambda: "sm_90a")
-    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
-    monkeypatch.setattr(launch_p, "bind", emulated_ops.bind)
+    emulated_ops.emulate(monkeypatch)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -141,7 +136,7 @@ def test_forward(name: str) -> None:
     compare(*draw(CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["1nts", "causal-sinks", "window-offset", "mask", "spelled-causal", "holes"])
+@pytest.mark.parametrize("name", ["causal-sinks", "window-offset", "mask", "spelled-causal"])
 def test_forward_as_of_long_calls(name: str) -> None:
     """Emulated lengths are short, and at head dims up to 64 such calls have a variant of their own."""
     spec, operands = draw(CASES[name])
@@ -156,7 +151,7 @@ PORTABLE = ("bkts", "f32-d128", "mask", "spelled-causal", "bk1s-holes-d192", "b1
     ("arch", "name"), [*(("sm_80", name) for name in PORTABLE), ("sm_86", "f32-d128"), ("sm_86", "bk1s-holes-d192")]
 )
 def test_portable_forward(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffi, "arch", lambda: arch)
+    emulated_ops.emulate(monkeypatch, arch)
     compare(*draw(CASES[name]))
 
 
@@ -178,7 +173,7 @@ def test_nan_of_a_visible_pair_reaches_its_row_alone(name: str, arch: str, monke
 
     A full tile of the portable kernel whose logits are -inf made NaN of rows that had seen no key before.
     """
-    monkeypatch.setattr(ffi, "arch", lambda: arch)
+    emulated_ops.emulate(monkeypatch, arch)
     case, numbers = SPOILED[name]
     spec, operands = draw(case)
     bias = np.array(operands.bias, np.float32)
@@ -187,7 +182,7 @@ def test_nan_of_a_visible_pair_reaches_its_row_alone(name: str, arch: str, monke
     compare(spec, operands._replace(bias=jnp.asarray(bias, "bfloat16")))
 
 
-@pytest.mark.parametrize("shape", [(1, N), (1, K), (3, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, N), (1, K), (3, 1)], ids=str)
 def test_heads_that_share_a_large_bias_come_together(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile is computed once in any order; here three heads begin a position together."""
     spec, operands = draw({"bias": (*shape, T, S)}, (3, T, S, N, K))

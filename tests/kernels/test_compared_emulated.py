@@ -18,14 +18,12 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_ops
 import jax
 import numpy as np
-from emulated_launch import MULTIPROCESSORS
 from test_masks_ops import B, K, N, S, T, draw
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels import tile_lists
 from jax_fastattn.kernels.choose import kernel_spec, list_sizes, prepass_configs
 from jax_fastattn.ops import cuda
-from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.spec import Problem
 
 pytestmark = pytest.mark.slow
@@ -87,9 +85,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, arch: str) -> Launches:
     """Emulates custom calls of an architecture, in none of which bits may take memory."""
     found = Launches()
     monkeypatch.setattr(tile_lists, "MAX_BITS_NBYTES", 0)
-    monkeypatch.setattr(ffi, "arch", lambda: arch)
-    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
-    monkeypatch.setattr(launch_p, "bind", found.bind)
+    emulated_ops.emulate(monkeypatch, arch, found.bind)
     return found
 
 

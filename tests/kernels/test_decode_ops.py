@@ -14,12 +14,9 @@ import emulated_ops
 import jax
 import jax.numpy as jnp
 import numpy as np
-from emulated_launch import MULTIPROCESSORS
 
-from jax_fastattn import ffi
 from jax_fastattn.canonical import canonicalize
 from jax_fastattn.ops import cuda
-from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import poison
@@ -81,9 +78,7 @@ def test_attention_of_few_queries(name: str, arch: str, monkeypatch: pytest.Monk
         ops.append(params["kernel"].op)
         return emulated_ops.bind(*operands, **params)
 
-    monkeypatch.setattr(ffi, "arch", lambda: arch)
-    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
-    monkeypatch.setattr(launch_p, "bind", bind)
+    emulated_ops.emulate(monkeypatch, arch, bind)
     spec, operands = _arguments(name)
     poisoned, *_ = poison(spec, operands, jnp.zeros((*operands.query.shape[:3], operands.value.shape[3]), jnp.bfloat16))
     out, lse = cuda.forward(spec, poisoned)

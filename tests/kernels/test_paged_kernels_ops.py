@@ -15,12 +15,9 @@ import emulated_ops
 import jax
 import jax.numpy as jnp
 import numpy as np
-from emulated_launch import MULTIPROCESSORS
 
-from jax_fastattn import ffi
 from jax_fastattn.canonical import canonicalize_paged
 from jax_fastattn.ops import cuda
-from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.reference import paged_reference
 from jax_fastattn.spec import AttentionSpec
@@ -55,9 +52,7 @@ def test_paged_attention_of_few_queries(name: str, arch: str, monkeypatch: pytes
         keys.append(params["kernel"])
         return emulated_ops.bind(*operands, **params)
 
-    monkeypatch.setattr(ffi, "arch", lambda: arch)
-    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
-    monkeypatch.setattr(launch_p, "bind", bind)
+    emulated_ops.emulate(monkeypatch, arch, bind)
     (queries, heads, kv_heads, page), arguments = CASES[name]
     random = np.random.default_rng(0)
     if "sinks" in arguments:

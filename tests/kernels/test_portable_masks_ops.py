@@ -9,20 +9,14 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_ops
-from emulated_launch import MULTIPROCESSORS
 from test_masks_ops import CASES, draw
-
-from jax_fastattn import ffi
-from jax_fastattn.ops.launch import launch_p
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def _emulated(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-    monkeypatch.setattr(ffi, "arch", lambda: arch)
-    monkeypatch.setattr(ffi, "multiprocessors", lambda: MULTIPROCESSORS)
-    monkeypatch.setattr(launch_p, "bind", emulated_ops.bind)
+    emulated_ops.emulate(monkeypatch, arch)
 
 
 @pytest.mark.parametrize(
