@@ -30,6 +30,25 @@ class Registers(NamedTuple):
     dq: int = 0
 
 
+class TwoConsumers:
+    """The warpgroups of a CTA: two that compute, and that of the warp that loads."""
+
+    @property
+    def consumer_threads(self) -> int:
+        """Threads that compute; those of the producer's warpgroup follow them."""
+        return 256
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.consumer_threads + 128
+
+    @property
+    def registers(self) -> Registers:
+        """Registers of a thread."""
+        return Registers(240, 24)
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Returns the columns of a tile: whole swizzle atoms of 32, or 64 if that adds none. TMA fills in zeros."""
     return padded(head_dim, 32)

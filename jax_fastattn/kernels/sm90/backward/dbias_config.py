@@ -14,7 +14,7 @@ from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
-from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, Registers, padded_head_dim
+from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, TwoConsumers, padded_head_dim
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 
 # Queries and keys of a tile of the bias.
@@ -47,7 +47,7 @@ def dbias_parts(shape: tuple[int, int, int], sharing: int, multiprocessors: int)
 
 
 @dataclass(frozen=True)
-class DbiasConfig:
+class DbiasConfig(TwoConsumers):
     """One variant: two consumer warpgroups of 64 queries each, and one warp that loads.
 
     Attributes:
@@ -60,21 +60,6 @@ class DbiasConfig:
     def prepass(self) -> PrepassConfig:
         """The tiles of the prepass for its lists."""
         return PrepassConfig(ROWS, KEYS)
-
-    @property
-    def consumer_threads(self) -> int:
-        """Threads that compute; those of the producer's warpgroup follow them."""
-        return 256
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.consumer_threads + 128
-
-    @property
-    def registers(self) -> Registers:
-        """Registers of a thread."""
-        return Registers(240, 24)
 
 
 def key_list_tiles(spec: KernelSpec) -> PrepassConfig:

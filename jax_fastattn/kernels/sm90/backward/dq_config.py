@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, disjoint
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
-from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, Registers, padded_head_dim
+from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, TwoConsumers, padded_head_dim
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 
 
 @dataclass(frozen=True)
-class DqConfig:
+class DqConfig(TwoConsumers):
     """One variant of the dq kernel: 128 query rows of a CTA, two consumer warpgroups of 64 rows each.
 
     Attributes:
@@ -37,21 +37,6 @@ class DqConfig:
     def prepass(self) -> PrepassConfig:
         """The tiles of the prepass for its lists."""
         return PrepassConfig(self.rows, self.keys)
-
-    @property
-    def consumer_threads(self) -> int:
-        """Threads that compute; those of the producer's warpgroup follow them."""
-        return 256
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.consumer_threads + 128
-
-    @property
-    def registers(self) -> Registers:
-        """Registers of a thread."""
-        return Registers(240, 24)
 
 
 @disjoint
