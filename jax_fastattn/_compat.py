@@ -4,17 +4,36 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import mlir
 
 # `jax.extend.core.Primitive`, whose package loads Pallas in jax 0.12: 42 ms that every import would pay.
 Primitive: Any = type(jax.lax.add_p)
 
-# Whether XLA takes a ring from a partition callback. That of jax 0.8 fails ("Could not find mapping for") on one that
-# also adds up gradients over devices.
-HAS_RING_IN_PARTITION = jax.__version_info__ >= (0, 9)
+
+def separate_channels(ctx: mlir.LoweringRuleContext) -> None:
+    """Gives each collective of the module that is being lowered a channel of its own.
+
+    jax gives all of them channel 1. XLA of jax 0.8 then loses the order of operations in what a partition callback
+    returns, if it permutes and also adds up ("Could not find mapping for"). When XLA takes the module in, it numbers
+    the channels anew.
+    """
+    if jax.__version_info__ >= (0, 9):
+        return
+    ir: Any = mlir.ir
+    numbers = itertools.count(1)
+
+    def visit(operation: Any) -> Any:
+        if "channel_handle" in operation.attributes:
+            text = f"#stablehlo.channel_handle<handle = {next(numbers)}, type = 1>"  # 1: from device to device
+            operation.attributes["channel_handle"] = ir.Attribute.parse(text)
+        return ir.WalkResult.ADVANCE
+
+    ctx.module_context.module.operation.walk(visit)
 
 
 def varying_axes(x: Any) -> frozenset[Any]:

@@ -20,7 +20,6 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_sharding import JAX_VERSION
 
 pytestmark = pytest.mark.slow
 
@@ -84,8 +83,6 @@ def test_train_gpt_learns_and_reports(one_device: tuple[Path, dict[str, Any], st
 def test_train_gpt_has_the_same_losses(
     one_device: tuple[Path, dict[str, Any], str], tmp_path: Path, options: str
 ) -> None:
-    if "sequence" in options and JAX_VERSION < (0, 9):
-        pytest.skip("jax 0.8 takes no ring from a partition callback")
     reference, want, _ = one_device
     got, _ = train(tmp_path, "--quiet", "--compare", str(reference / "metrics.json"), *options.split(), devices=8)
     sizes = [int(size) for size in re.findall(r"parallel (\d)", options)]

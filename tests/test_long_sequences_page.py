@@ -9,7 +9,6 @@ from typing import Any
 
 import calls
 import pytest
-from test_sharding import JAX_VERSION
 
 import jax_fastattn
 
@@ -24,8 +23,7 @@ def test_code(capsys: pytest.CaptureFixture[str]) -> None:
     expected = attend(names["q"], names["k"], names["v"])
     calls.assert_same(names["out"], expected)
     calls.assert_same(names["zigzag_out"], expected)
-    if JAX_VERSION >= (0, 9):
-        assert names["out"].sharding.is_equivalent_to(names["rows"], 4)
+    assert names["out"].sharding.is_equivalent_to(names["rows"], 4)
     capsys.readouterr()
 
 

@@ -14,11 +14,10 @@ import pytest
 import rings
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import JAX_VERSION, collectives, kinds, partitioner  # noqa: F401 (a fixture)
+from test_sharding import collectives, kinds, partitioner  # noqa: F401 (a fixture)
 
 import jax_fastattn
 
-needs_ring = pytest.mark.skipif(JAX_VERSION < (0, 9), reason="jax 0.8 takes no ring from a partition callback")
 CAUSAL: dict[str, Any] = {"is_causal": True}
 PERMUTE, REDUCE = "collective-permute", "all-reduce"
 SPLIT = rings.SPECS | dict.fromkeys(("query", "key", "value", "dout"), P("data", "seq"))
@@ -66,21 +65,18 @@ BALANCED = [PERMUTE] * (1 + 2 + 2 + 3)
 STEPS = [PERMUTE] * 3
 
 
-@needs_ring
 @kinds
 @pytest.mark.usefixtures("partitioner")
 def test_causal_rows_are_balanced(kind: AxisType) -> None:
     assert check(rings.draw(20), make_mesh(kind=kind), **CAUSAL) == BALANCED
 
 
-@needs_ring
 @pytest.mark.usefixtures("partitioner")
 def test_other_numbers_of_keys() -> None:
     """Queries and keys have no factor in common in the rule of the partitioner."""
     assert check(rings.draw(20, keys=12), make_mesh()) == STEPS
 
 
-@needs_ring
 @pytest.mark.usefixtures("partitioner")
 def test_every_operand() -> None:
     """The only other collectives add up the gradients of sinks, scale and bias."""
@@ -90,17 +86,14 @@ def test_every_operand() -> None:
     assert REDUCE in found
 
 
-@needs_ring
 def test_packed_rows() -> None:
     assert check(rings.draw(20) | {"boundaries": ENDS}, make_mesh(), **CAUSAL) == BALANCED
 
 
-@needs_ring
 def test_a_window_visits_neighbors() -> None:
     assert check(rings.draw(80), make_mesh(1, 8), is_causal=True, local_window_size=(9, None)) == STEPS
 
 
-@needs_ring
 def test_query_heads_split_further_than_key_heads() -> None:
     specs = SPLIT | dict.fromkeys(("query", "dout"), P("data", "seq", "tensor")) | {"sinks": P("tensor")}
     arrays = rings.draw(20, heads=(4, 1)) | {"sinks": jnp.array([0.5, -1.0, 2.0, 0.0])}
@@ -108,7 +101,6 @@ def test_query_heads_split_further_than_key_heads() -> None:
     assert [x for x in found if x != REDUCE] == BALANCED
 
 
-@needs_ring
 @pytest.mark.parametrize("name", ["cross", "as-many", "packed", "everything"])
 def test_whole_keys_stay_whole(name: str) -> None:
     """A device computes its rows against all keys; the only communication adds up gradients."""
@@ -140,14 +132,6 @@ def test_whole_queries_gather_the_keys() -> None:
     assert set(found) == {"all-gather"}
 
 
-@pytest.mark.usefixtures("partitioner")
-def test_rows_are_gathered_or_not_and_right() -> None:
-    """As the first test, for every version of jax."""
-    found, results = run(place(make_mesh(), arrays := rings.draw(20), SPLIT), **CAUSAL)
-    assert ("all-gather" in found) == (JAX_VERSION < (0, 9))
-    calls.assert_same(jax.device_get(results), jax.device_get(run(arrays, **CAUSAL)[1]))
-
-
 def test_rows_that_devices_do_not_divide_are_gathered() -> None:
     """XLA pads such arrays within a program. The mesh then splits nothing of the call."""
     mesh, arrays = make_mesh(1, 4), rings.draw(18)
@@ -164,7 +148,6 @@ def run_plainly(arrays: calls.Arrays) -> jax.Array:
     return jax_fastattn.attention(arrays["query"], arrays["key"], arrays["value"], **CAUSAL)
 
 
-@needs_ring
 @pytest.mark.parametrize("order", ["forward-mode", "second"])
 def test_other_derivatives(order: str) -> None:
     """A tangent goes through the ring, which runs its forward pass again; second derivatives gather."""
@@ -183,7 +166,6 @@ def test_other_derivatives(order: str) -> None:
     assert ("all-gather" in collectives(compiled)) == (order == "second")
 
 
-@needs_ring
 def test_a_layer_scan_with_remat_by_names() -> None:
     """Of a scan over layers, the backward pass runs no forward kernel again, so it has the permutes of one layer."""
     mesh, arrays = make_mesh(1, 2), rings.draw(12, batch=1, heads=(2, 2))
@@ -203,7 +185,6 @@ def test_a_layer_scan_with_remat_by_names() -> None:
     )
 
 
-@needs_ring
 def test_explain_says_what_travels() -> None:
     mesh = make_mesh(1, 4)
     rows = NamedSharding(mesh, P("data", "seq"))

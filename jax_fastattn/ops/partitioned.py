@@ -40,10 +40,15 @@ CACHED_FUNCTIONS = 256
 part_p = Primitive("jax_fastattn_part")
 part_p.multiple_results = True
 part_p.def_abstract_eval(lambda *_, results, **__: results)
-mlir.register_lowering(
-    part_p,
-    lambda ctx, *values, function, results: abstract.lower_on_one_device(function, ctx, *values),
-)
+
+def _lower_part(ctx: mlir.LoweringRuleContext, *values: Any, function: Callable[..., Any], results: Any) -> Any:
+    del results
+    lowered = abstract.lower_on_one_device(function, ctx, *values)
+    _compat.separate_channels(ctx)
+    return lowered
+
+
+mlir.register_lowering(part_p, _lower_part)
 
 
 class Axes(NamedTuple):
@@ -121,9 +126,8 @@ class Op:
             spec = dataclasses.replace(given["spec"], ring=ring)
             return functools.partial(self.ring.bind, **given | {"spec": spec})
 
-        has_ring = self.ring is not None and _compat.HAS_RING_IN_PARTITION
         local = functools.partial(self.share.bind, **given)
-        return partitioned(local, self._axes(**given), on_ring if has_ring else None)
+        return partitioned(local, self._axes(**given), None if self.ring is None else on_ring)
 
     def _lower(self, ctx: mlir.LoweringRuleContext, *values: Any, needs_devices: Any, **params: Any) -> Any:
         del needs_devices

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fastattn import _compat
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.ring import plan
 from jax_fastattn.ops.ring.blocks import Place, block_call
@@ -28,7 +27,7 @@ def call(spec: AttentionSpec, operands: Operands, split_of: tuple[Any, Any]) -> 
         spec, operands: the whole call, with abstract operands.
         split_of: the arguments for query and key, whose shardings count.
     """
-    split = _split_of(*split_of) if _compat.HAS_RING_IN_PARTITION else None
+    split = _split_of(*split_of)
     if split is None:
         return Problem.of(spec, operands), ""
     local = local_call(spec, operands, split)
