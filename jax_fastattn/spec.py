@@ -129,6 +129,8 @@ class Ring:
         mesh: names and sizes of all axes of the mesh.
         whole_keys: whether each device has all keys, so that only queries are split. Nothing is sent then, and the
             gradients of keys and values are a device's share.
+        lengths: how many queries and keys the whole sequence has, if it does not fill the rows of all devices. The rest
+            is padding of zeros at the end. None if there is none, or if the caller hides it.
     """
 
     axes: tuple[str, ...]
@@ -138,6 +140,7 @@ class Ring:
     shared_boundaries: bool = False
     mesh: tuple[tuple[str, int], ...] = ()
     whole_keys: bool = False
+    lengths: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

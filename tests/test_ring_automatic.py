@@ -132,16 +132,47 @@ def test_whole_queries_gather_the_keys() -> None:
     assert set(found) == {"all-gather"}
 
 
-def test_rows_that_devices_do_not_divide_are_gathered() -> None:
-    """XLA pads such arrays within a program. The mesh then splits nothing of the call."""
-    mesh, arrays = make_mesh(1, 4), rings.draw(18)
-    rows = NamedSharding(mesh, P(None, "seq"))
+IDS = jnp.arange(64).reshape(2, 32) // 9
+# Rows that 4 devices do not divide, the arrays that they are cut from, and the permutes of the call.
+UNEVEN: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], int]] = {
+    "causal": (29, 29, {}, CAUSAL, 3 + 6 + 2 * 5),  # 8 rows on each device: balanced
+    "segments": (29, 29, {"query_ids": IDS + 1, "key_ids": jnp.where(IDS == 1, 0, IDS + 1)}, CAUSAL, 3 + 6 + 2 * 5),
+    "packed": (19, 19, {"boundaries": ENDS}, CAUSAL | {"local_window_size": (12, None)}, 3 + 6),
+    "everything": (23, 14, rings.draw_every_operand(), {"local_window_size": (11, 6), "logits_soft_cap": 3.0}, 3 + 6),
+}
 
-    def constrained(arrays: calls.Arrays) -> Any:
-        arrays = jax.lax.with_sharding_constraint(arrays, rows)
-        return run_plainly(arrays)
 
-    calls.assert_same(jax.device_get(jax.jit(constrained)(arrays)), jax.device_get(run_plainly(arrays)))
+@pytest.mark.parametrize("name", UNEVEN)
+def test_rows_that_devices_do_not_divide(name: str) -> None:
+    """A program may cut split rows to a length that leaves padding, in which XLA leaves what was there: NaN."""
+    rows, keys, extra, options, permutes = UNEVEN[name]
+    arrays = rings.draw(-4 * (-rows // 4), keys=-4 * (-keys // 4)) | extra
+    lengths = dict.fromkeys(("query", "dout", "query_ids"), rows) | dict.fromkeys(("key", "value", "key_ids"), keys)
+    arrays |= {x: arrays[x].at[:, lengths[x] :].set(jnp.nan) for x in ("query", "dout", "key", "value")}
+    if name == "segments":  # no query sees these keys; the ids of padding are 0, too
+        hidden = (arrays["key_ids"] == 0)[:, :, None, None]
+        arrays |= {x: jnp.where(hidden, jnp.nan, arrays[x]) for x in ("key", "value")}
+
+    def both(arrays: calls.Arrays) -> Any:
+        cut = {x: array[:, : lengths[x]] if x in lengths else array for x, array in arrays.items()}
+        cut |= {x: cut[x][:, :, :rows, :keys] for x in ("bias", "mask") if x in cut}
+        given = {x: array for x, array in cut.items() if x != "dout" and not x.endswith("_ids")}
+        if "key_ids" in cut:
+            given["segment_ids"] = cut["query_ids"], cut["key_ids"]
+        moved = {x: array for x, array in given.items() if x in rings.MOVED}
+        out, pullback = jax.vjp(lambda moved: rings.whole(**options)(given | moved), moved)
+        # As long as the arguments, so that results can leave the program split.
+        found = pullback(cut["dout"])[0] | {"dout": out}
+        tails = {x: [(0, a - b, 0) for a, b in zip(arrays[x].shape, y.shape, strict=True)] for x, y in found.items()}
+        return {x: jax.lax.pad(y, jnp.zeros((), y.dtype), tails[x]) for x, y in found.items()}
+
+    mesh, specs = make_mesh(2, 4), SPLIT | dict.fromkeys(("query_ids", "key_ids"), P("data", "seq"))
+    compiled = calls.quick_jit(both).lower(place(mesh, arrays, specs)).compile()
+    found = collectives(compiled)
+    assert (found.count(PERMUTE), set(found) - {REDUCE}) == (permutes, {PERMUTE})
+    results = compiled(place(mesh, arrays, specs))
+    assert results["query"].sharding.is_equivalent_to(NamedSharding(mesh, SPLIT["query"]), 4)
+    calls.assert_same(jax.device_get(results), jax.device_get(calls.quick_jit(both)(arrays)))
 
 
 def run_plainly(arrays: calls.Arrays) -> jax.Array:
@@ -198,6 +229,9 @@ def test_explain_says_what_travels() -> None:
         told = re.search(r"at most (\d+) bytes in (\d+) collective permutes forward", note)
         assert told is not None
         assert (sum(sizes), len(sizes)) == tuple(map(int, told.groups()))
+    cut = jax.ShapeDtypeStruct((2, 39, 4, 8), jnp.float32, sharding=rows)  # as within a program
+    note = jax_fastattn.explain(cut, cut, cut).note
+    assert "4 devices of mesh axis seq, with padding at the end of 39 queries and 39 keys: ring attention" in note
     whole = jax.ShapeDtypeStruct((2, 40, 2, 8), jnp.float32, sharding=NamedSharding(mesh, P()))
     assert "keys are whole: nothing is sent forward" in jax_fastattn.explain(query, whole, whole).note
     assert jax_fastattn.explain(*(jnp.zeros((2, 8, 2, 8)),) * 3).note == ""

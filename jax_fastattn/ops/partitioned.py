@@ -41,6 +41,7 @@ part_p = Primitive("jax_fastattn_part")
 part_p.multiple_results = True
 part_p.def_abstract_eval(lambda *_, results, **__: results)
 
+
 def _lower_part(ctx: mlir.LoweringRuleContext, *values: Any, function: Callable[..., Any], results: Any) -> Any:
     del results
     lowered = abstract.lower_on_one_device(function, ctx, *values)
@@ -186,7 +187,8 @@ def partitioned(
     """Returns a function that calls `local`, of which each device computes its share under a mesh.
 
     If queries are split by rows, then keys are split in the same way, and a device calls what `on_ring` returns. If it
-    is None, the rows are gathered.
+    is None, the rows are gathered. If the devices do not divide the rows evenly, XLA pads them, and the ring hides the
+    padding.
 
     Where query heads are split further than key/value heads, a device slices the key/value heads that its query heads
     read. A result whose batch or head axis is of size 1 while that axis is split is a sum over it, and so is the
@@ -212,16 +214,20 @@ def partitioned(
         share = local if split.ring is None or on_ring is None else on_ring(split.ring)
 
         def part(*arrays: jax.Array) -> Any:
-            results = share(*(split.take_heads(a, x) for a, x in zip(letters, arrays, strict=True)))
+            filled = [split.fill(a, whole.shape, x) for a, whole, x in zip(letters, arg_shapes, arrays, strict=True)]
+            results = share(*(split.take_heads(a, x) for a, x in zip(letters, filled, strict=True)))
             return [
-                split.sum_shares(own_letters(a, whole.shape, split.heads), whole.shape, x)
-                for a, whole, x in zip(axes.results, result_shapes, results, strict=True)
+                split.cut(a, whole.shape, split.sum_shares(a, whole.shape, x))
+                for a, whole, x in zip(result_letters, result_shapes, results, strict=True)
             ]
 
         shardings = infer(mesh, arg_shapes, result_shapes)
+        result_letters = [
+            own_letters(a, x.shape, split.heads) for a, x in zip(axes.results, result_shapes, strict=True)
+        ]
         results = tuple(
-            jax.core.ShapedArray(sharding.shard_shape(x.shape), x.dtype)
-            for sharding, x in zip(shardings, result_shapes, strict=True)
+            jax.core.ShapedArray(split.part_shape(a, x.shape), x.dtype)
+            for a, x in zip(result_letters, result_shapes, strict=True)
         )
         return split.mesh, functools.partial(part_p.bind, function=part, results=results), shardings, args
 

@@ -3,6 +3,8 @@
 """The axes that a mesh may split: batch, heads and rows; every other axis is whole on each device.
 
 Rows are those of queries and keys, T and S. They are split together, and only for ops that have a ring (`ops/ring`).
+Within a program XLA may split rows that devices do not divide evenly. It gives all devices as many rows as the first
+one. The last rows of the last devices are then padding.
 
 One description serves Shardy (`sharding_rule`), GSPMD (`infer_sharding_from_operands`) and the partition callback, all
 of `partitioned.py`: a string of axis letters for each array, as in spec.py.
@@ -80,42 +82,58 @@ def own_letters(letters: str, shape: Sequence[int], heads: tuple[int, int]) -> s
 
 @dataclass(frozen=True)
 class Split:
-    """The split of one call over a mesh: by batch, heads and rows as its query is, as far as that divides evenly.
+    """The split of one call over a mesh, by batch, heads and rows as its query is.
+
+    Batch and heads are split as far as that divides evenly. Rows may have padding.
 
     Attributes:
         names: mesh axes that split each axis letter of SPLITTABLE. Those of "K" are the first ones of "N". Those of "S"
-            are those of "T", or none if the keys are whole or do not divide evenly.
+            are those of "T", or none if the keys are whole.
         heads: N and K of the whole call.
+        lengths: T and S of the whole call.
     """
 
     mesh: Mesh
     names: dict[str, tuple[str, ...]]
     heads: tuple[int, int]
+    lengths: tuple[int, int]
 
     @classmethod
     def of(cls, mesh: Mesh, letters: str, query: Any, key: Any) -> Split:
         mesh = _finest_mesh(query) if mesh.empty else mesh
-        names = {
-            letter: _dividing(mesh, _names(mesh, query, axis), query.shape[axis])
-            for axis, letter in enumerate(letters)
-            if letter in SPLITTABLE
-        }
+        names: dict[str, tuple[str, ...]] = {"T": ()}
+        sizes = dict(zip(letters, query.shape, strict=False))
+        for axis, (letter, size) in enumerate(sizes.items()):
+            if letter in SPLITTABLE:
+                found = _names(mesh, query, axis) if size > 1 else ()
+                names[letter] = found if letter == "T" else _dividing(mesh, found, size)
         _, keys, kv_heads, _ = key.shape
         names["K"] = _dividing(mesh, names["N"], kv_heads)
-        rows = names.setdefault("T", ())
-        is_split = bool(_names(mesh, key, 1)) and keys % _size(mesh, rows) == 0
-        names["S"] = rows if is_split else ()
-        return cls(mesh, names, (query.shape[letters.index("N")], kv_heads))
+        names["S"] = names["T"] if keys > 1 and _names(mesh, key, 1) else ()
+        return cls(mesh, names, (sizes["N"], kv_heads), (query.shape[letters.upper().index("T")], keys))
+
+    def names_of(self, letters: str, shape: Sequence[int]) -> list[tuple[str, ...]]:
+        """Returns the mesh axes that split each axis of an array."""
+        return [self.names.get(x, ()) if size > 1 else () for x, size in zip(letters, shape, strict=False)]
 
     def sharding(self, letters: str, shape: Sequence[int]) -> NamedSharding:
-        names = [self.names.get(x, ()) if size > 1 else () for x, size in zip(letters, shape, strict=False)]
-        return NamedSharding(self.mesh, PartitionSpec(*(x or None for x in names)))
+        return NamedSharding(self.mesh, PartitionSpec(*(x or None for x in self.names_of(letters, shape))))
+
+    def part_shape(self, letters: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of a device's part of an array, padding included."""
+        names = self.names_of(letters, shape)
+        return tuple(-(-size // _size(self.mesh, x)) for x, size in zip(names, shape, strict=True))
 
     @property
     def ring(self) -> Ring | None:
         """The devices that share the rows; None if each has all of them."""
-        names = self.names["T"]
-        return Ring(names, _size(self.mesh, names), balance=True, whole_keys=not self.names["S"]) if names else None
+        names, keys = self.names["T"], self.names["S"]
+        if not names:
+            return None
+        count = _size(self.mesh, names)
+        has_padding = self.lengths[0] % count or (keys and self.lengths[1] % count)
+        lengths = self.lengths if has_padding else None
+        return Ring(names, count, balance=True, whole_keys=not keys, lengths=lengths)
 
     @property
     def sharers(self) -> tuple[str, ...]:
@@ -146,6 +164,30 @@ class Split:
         if axis < 0 or x.shape[axis] == 1 or not self.sharers:
             return x
         return jnp.take(x, self._kv_heads(), axis, mode="clip")
+
+    def fill(self, letters: str, whole: Sequence[int], x: jax.Array) -> jax.Array:
+        """Makes the padding of a device's rows zero, as XLA leaves it undefined, and pads columns of keys with zeros.
+
+        `whole` is the shape of `x` in the whole call.
+        """
+        for axis, (letter, names, size) in enumerate(zip(letters, self.names_of(letters, whole), whole, strict=True)):
+            if letter in "TS" and size % _size(self.mesh, names):
+                first, shape = jax.lax.axis_index(names) * x.shape[axis], (-1, *(1,) * (x.ndim - axis - 1))
+                rows = (first + jnp.arange(x.shape[axis])).reshape(shape)
+                x = jnp.where(rows < size, x, jnp.zeros((), x.dtype))
+            if missing := self._missing_columns(letter, size):
+                x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, missing * (i == axis), 0) for i in range(x.ndim)])
+        return x
+
+    def cut(self, letters: str, whole: Sequence[int], x: jax.Array) -> jax.Array:
+        """Removes the columns that `fill` adds."""
+        for axis, (letter, size) in enumerate(zip(letters, whole, strict=True)):
+            x = jax.lax.slice_in_dim(x, 0, size, axis=axis) if self._missing_columns(letter, size) else x
+        return x
+
+    def _missing_columns(self, letter: str, size: int) -> int:
+        """Returns how many columns a bias or a mask lacks for the keys of all devices, padding included."""
+        return -size % _size(self.mesh, self.names["S"]) if letter == "s" and size > 1 else 0
 
     def sum_shares(self, letters: str, whole: Sequence[int], x: jax.Array) -> jax.Array:
         """Adds up the devices' shares of a result, of which `whole` is the shape in the whole call."""
@@ -206,8 +248,8 @@ def _finest_mesh(x: Any) -> Mesh:
     """
     if x.sharding is None:
         return Mesh(np.empty((), object), ())
-    indices = x.sharding.devices_indices_map(x.shape)
-    starts = np.array([[part.start or 0 for part in index] for index in indices.values()])
+    starts_of = _starts(x)
+    starts = np.array(list(starts_of.values()))
     sizes: list[int] = []
     while len(starts) > 1:
         primes = _prime_factors(len(starts))
@@ -215,7 +257,18 @@ def _finest_mesh(x: Any) -> Mesh:
         size = next((p for p in reversed(primes) if not np.diff(starts[:p], 2, axis=0).any()), primes[0])
         sizes.insert(0, size)
         starts = starts[::size]
-    return Mesh(np.array(list(indices)).reshape(sizes), [f"axis{i}" for i in range(len(sizes))])
+    return Mesh(np.array(list(starts_of)).reshape(sizes), [f"axis{i}" for i in range(len(sizes))])
+
+
+def _starts(x: Any) -> dict[Any, list[int]]:
+    """Returns where each device's part of `x` starts on each axis, as if the devices divided all axes evenly.
+
+    jax cannot say where the parts of another array start. Their order is the same.
+    """
+    count = len(x.sharding.device_set)
+    shape = tuple(-(-size // count) * count for size in x.shape)
+    indices = x.sharding.devices_indices_map(shape)
+    return {device: [part.start or 0 for part in index] for device, index in indices.items()}
 
 
 def _prime_factors(number: int) -> list[int]:
@@ -225,17 +278,11 @@ def _prime_factors(number: int) -> list[int]:
 
 
 def _names(mesh: Mesh, x: Any, axis: int) -> tuple[str, ...]:
-    """Returns the mesh axes that split an axis of `x`, major first, or none if no order of whole mesh axes does.
-
-    It returns none for all axes of an array of which one is not divided evenly: jax cannot say where its parts start.
-    """
+    """Returns the mesh axes that split an axis of `x`, major first, or none if no order of whole mesh axes does."""
     if x.sharding is None:
         return ()
-    try:
-        indices = x.sharding.devices_indices_map(x.shape)
-    except ValueError:
-        return ()
-    starts = np.vectorize(lambda device: indices[device][axis].start or 0, otypes=[np.int64])(mesh.devices)
+    starts_of = _starts(x)
+    starts = np.vectorize(lambda device: starts_of[device][axis], otypes=[np.int64])(mesh.devices)
     places = np.indices(starts.shape)
     strides = [starts.take(1, i).flat[0] - starts.flat[0] if size > 1 else 0 for i, size in enumerate(starts.shape)]
     if not np.array_equal(starts, np.tensordot(strides, places, 1)):

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.ring import plan
 from jax_fastattn.ops.ring.blocks import Place, block_call
+from jax_fastattn.ops.ring.padding import hide
 from jax_fastattn.ops.ring.passes import EXCHANGED, TRAVELERS
 from jax_fastattn.ops.sharding import Split, own_letters, rows_whole
 from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands, Problem, Ring
@@ -72,14 +73,16 @@ def local_call(spec: AttentionSpec, operands: Operands, split: Split) -> tuple[A
         if x is None:
             return None
         letters = own_letters(rows_whole(OPERANDS[name].letters, True), x.shape, split.heads)
-        shape = split.sharding(letters, x.shape).shard_shape(x.shape)
+        shape = split.part_shape(letters, x.shape)
         axis = letters.find("K")
         if axis >= 0 and shape[axis] > 1 and split.sharers:
             shape = (*shape[:axis], split.read_heads, *shape[axis + 1 :])
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     found = Operands(*(local(name, x) for name, x in zip(Operands._fields, operands, strict=True)))
-    return dataclasses.replace(spec, ring=split.ring), found
+    spec = dataclasses.replace(spec, ring=split.ring)
+    found = jax.eval_shape(lambda x: hide(spec, x)[1], found)
+    return dataclasses.replace(spec, present=found.present()), found
 
 
 def block_problem(spec: AttentionSpec, operands: Operands) -> Problem:
@@ -123,6 +126,8 @@ def words(spec: AttentionSpec, operands: Operands) -> str:
     ring = spec.ring
     assert ring is not None
     where = f"the rows are split over {ring.size} devices of mesh axis {', '.join(ring.axes)}"
+    if ring.lengths is not None:
+        where += ", with padding at the end of {} queries and {} keys".format(*ring.lengths)
     if ring.whole_keys:
         return f"{where}, and the keys are whole: nothing is sent forward, and gradients of keys and values are summed"
     count = len(plan.steps(_balanced(spec, operands), operands))

@@ -43,7 +43,7 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array],
     """
     assert spec.ring is not None
     call = Call.of(spec, operands)
-    is_exchanged = call.spec is not spec
+    is_exchanged = call.is_exchanged(spec.ring)
     rows = to_zigzag(spec.ring, list(rows)) if is_exchanged else list(rows)
     found = {}
     if operands.sinks is not None:

@@ -21,10 +21,11 @@ from jax_fastattn.ops.forward import forward_p
 from jax_fastattn.ops.ring import plan
 from jax_fastattn.ops.ring.blocks import Place, block_call, first_column
 from jax_fastattn.ops.ring.layout import from_zigzag, to_zigzag
+from jax_fastattn.ops.ring.padding import hide
 from jax_fastattn.ops.ring.permute import permute
 from jax_fastattn.ops.ring.plan import Block, Step
 from jax_fastattn.ops.tangents import tangent_op
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import AttentionSpec, Operands, Ring
 
 # Operands with an axis of rows or of keys.
 TRAVELERS = ("key", "value", "key_value_segment_ids")
@@ -66,7 +67,8 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> Call:
-        """Returns the call, with its rows exchanged into zigzag order if it balances."""
+        """Returns the call, with its padding hidden, and its rows exchanged into zigzag order if it balances."""
+        spec, operands = hide(spec, operands)
         assert spec.ring is not None
         if plan.balances(spec, operands):
             names = [name for name in EXCHANGED if getattr(operands, name) is not None]
@@ -74,6 +76,10 @@ class Call(NamedTuple):
             operands = operands._replace(**dict(zip(names, exchanged, strict=True)))
             spec = dataclasses.replace(spec, ring=dataclasses.replace(spec.ring, layout="zigzag", balance=False))
         return cls(spec, operands, plan.steps(spec, operands))
+
+    def is_exchanged(self, ring: Ring) -> bool:
+        """Returns whether the rows of a call with that ring were exchanged."""
+        return self.spec.ring != ring
 
     def place(self, step: Step) -> Place:
         """Returns where a step takes place."""
@@ -106,7 +112,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
     assert spec.ring is not None
     call = Call.of(spec, operands)
     results = list(_forward(call))
-    return results if call.spec is spec else from_zigzag(spec.ring, results)
+    return from_zigzag(spec.ring, results) if call.is_exchanged(spec.ring) else results
 
 
 def _forward(call: Call) -> Rows:
