@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +15,8 @@ from jax_fastattn import canonical, ffi, validation
 from jax_fastattn.api_paged import paged_attention, paged_problem
 from jax_fastattn.ops import dispatch, vjp
 from jax_fastattn.ops.ring import describe
+from jax_fastattn.options import BatchedOptions, PackedOptions, SegmentIds, Window
 from jax_fastattn.spec import Implementation
-
-Window = int | tuple[int | None, int | None] | None
-SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike] | None
-
-
-class _Options(TypedDict, total=False):
-    """Keyword arguments of both functions, for their overloads."""
-
-    scale: ArrayLike | None
-    is_causal: bool
-    local_window_size: Window
-    implementation: Implementation | None
-    logits_soft_cap: float | None
-    sinks: ArrayLike | None
-    deterministic: bool
-
-
-class _BatchedOptions(_Options, total=False):
-    """Keyword arguments of `attention`, for its overloads."""
-
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    segment_ids: SegmentIds
-    query_offset: int | ArrayLike
-
-
-class _PackedOptions(_Options, total=False):
-    """Keyword arguments of `attention_varlen`, for its overloads."""
-
-    query_offset: int | ArrayLike | Literal["bottom_right"]
 
 
 @overload
@@ -57,7 +28,7 @@ def attention(
     mask: ArrayLike | None = None,
     *,
     return_residual: Literal[False] = False,
-    **options: Unpack[_BatchedOptions],
+    **options: Unpack[BatchedOptions],
 ) -> jax.Array: ...
 
 
@@ -70,7 +41,7 @@ def attention(
     mask: ArrayLike | None = None,
     *,
     return_residual: Literal[True],
-    **options: Unpack[_BatchedOptions],
+    **options: Unpack[BatchedOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -83,7 +54,7 @@ def attention(
     mask: ArrayLike | None = None,
     *,
     return_residual: bool,
-    **options: Unpack[_BatchedOptions],
+    **options: Unpack[BatchedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -256,7 +227,7 @@ def attention_varlen(
     cu_seqlens_k: ArrayLike,
     *,
     return_residual: Literal[False] = False,
-    **options: Unpack[_PackedOptions],
+    **options: Unpack[PackedOptions],
 ) -> jax.Array: ...
 
 
@@ -269,7 +240,7 @@ def attention_varlen(
     cu_seqlens_k: ArrayLike,
     *,
     return_residual: Literal[True],
-    **options: Unpack[_PackedOptions],
+    **options: Unpack[PackedOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -282,7 +253,7 @@ def attention_varlen(
     cu_seqlens_k: ArrayLike,
     *,
     return_residual: bool,
-    **options: Unpack[_PackedOptions],
+    **options: Unpack[PackedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of `api_ring.ring_attention` to the canonical operands of a device, and the spec of its ring."""
+"""From the arguments of `api_ring.py` to the canonical operands of a device, and the spec of its ring."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ def canonicalize_ring(
     local_window_size: Any = None,
     **options: Any,
 ) -> tuple[AttentionSpec, Operands]:
-    """Checks the arguments of `ring_attention`. Arrays are those of a device; positions count from the start."""
-    check_packed_alone(boundaries, options | {"bias": bias, "mask": mask, "query_offset": query_offset})
+    """Checks the arguments of `ring_attention` and `all_to_all_attention`, and gives them canonical shapes.
+
+    Arrays are those of a device; positions count from the start of the whole sequence.
+    """
+    _check_packed_alone(boundaries, options | {"bias": bias, "mask": mask, "query_offset": query_offset})
     spec, operands = canonical.canonicalize(
         query, key, value, is_causal=is_causal, local_window_size=local_window_size, **options
     )
@@ -59,7 +62,7 @@ def canonicalize_ring(
     return replace(spec, is_causal=is_causal, window=window, present=operands.present(), ring=ring), operands
 
 
-def check_packed_alone(boundaries: Any, arguments: dict[str, Any]) -> None:
+def _check_packed_alone(boundaries: Any, arguments: dict[str, Any]) -> None:
     """Raises ValueError if `boundaries` and an argument that they replace are both given."""
     given = [name for name in _NOT_PACKED if arguments.get(name) is not None]
     if "query_offset" in given and _is_zero(arguments["query_offset"]):

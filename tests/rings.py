@@ -64,13 +64,13 @@ def draw(
     }
 
 
-def draw_every_operand() -> calls.Arrays:
-    """Returns a call of 24 queries over 16 keys with every array that unpacked rows take but segment ids."""
-    arrays = draw(24, heads=(6, 3), head_dims=(8, 4), keys=16)
+def draw_every_operand(keys: int = 16) -> calls.Arrays:
+    """Returns a call of 24 queries over so many keys with every array that unpacked rows take but segment ids."""
+    arrays = draw(24, heads=(6, 3), head_dims=(8, 4), keys=keys)
     return arrays | {
         "sinks": jnp.linspace(-1.0, 1.0, 6),
         "scale": jnp.float32(0.4),
-        "bias": jax.random.normal(jax.random.key(1), (2, 6, 24, 16)),
+        "bias": jax.random.normal(jax.random.key(1), (2, 6, 24, keys)),
         "mask": jax.random.bernoulli(jax.random.key(2), 0.8, (1, 6, 24, 1)),
         "query_offset": jnp.array([-4, -9]),
         "query_seq_lengths": jnp.array([22, 19]),

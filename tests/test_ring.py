@@ -192,17 +192,30 @@ ALL_TO_ALL: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "sinks": ((4, 2), OPERANDS["sinks"]),
     "segments": ((4, 2), OPERANDS["segments"]),
     "bias": ((4, 2), OPERANDS["bias"]),
+    "bias-per-key-head": ((8, 4), {"bias": jax.random.normal(jax.random.key(1), (1, 4, 20, 20))}),
     "mask": ((4, 2), OPERANDS["mask"]),
+    "mask-per-repeated-key-head": ((8, 2), {"mask": jax.random.bernoulli(jax.random.key(1), 0.7, (2, 2, 20, 20))}),
     "packed": ((4, 2), {"boundaries": jnp.array([[0, 3, 3, 16, 20], [2, 9, 11, 11, 18]])}),
 }
+
+
+REPEATED = ("one-key-head", "mask-per-repeated-key-head")  # on more devices than key heads
 
 
 @pytest.mark.parametrize("name", ALL_TO_ALL)
 def test_all_to_all(name: str) -> None:
     heads, extra = ALL_TO_ALL[name]
-    arrays, size = rings.draw(20, heads=heads) | extra, 4 if name == "one-key-head" else 2
+    arrays, size = rings.draw(20, heads=heads) | extra, 4 if name in REPEATED else 2
     found = rings.gradients(rings.split(size, arrays, attend=jax_fastattn.all_to_all_attention, **CAUSAL), arrays)
     calls.assert_same(jax.device_get(found), jax.device_get(rings.gradients(rings.whole(**CAUSAL), arrays)))
+
+
+def test_all_to_all_with_every_operand() -> None:
+    arrays, dlse = rings.draw_every_operand(keys=15), jax.random.normal(jax.random.key(3), (2, 24, 6))
+    options: dict[str, Any] = {"local_window_size": (11, 6), "logits_soft_cap": 3.0, "return_residual": True}
+    split = rings.split(3, arrays, attend=jax_fastattn.all_to_all_attention, **options)
+    found, expected = (rings.gradients(x, arrays, dlse) for x in (split, rings.whole(**options)))
+    calls.assert_same(jax.device_get(found), jax.device_get(expected))
 
 
 @pytest.mark.parametrize("attend", ["ring_attention", "all_to_all_attention"])

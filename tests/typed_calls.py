@@ -14,11 +14,13 @@ import jax
 
 import jax_fastattn
 from jax_fastattn import (
+    all_to_all_attention,
     attention,
     attention_varlen,
     explain,
     paged_attention,
     register_ffi_targets,
+    ring_attention,
     target_arch,
 )
 
@@ -44,6 +46,15 @@ def results_of_pages(x: jax.Array, table: jax.Array, flag: bool) -> None:
     assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
 
 
+def results_of_split_rows(x: jax.Array, flag: bool) -> None:
+    assert_type(ring_attention(x, x, x, axis_name="seq", layout="zigzag", is_causal=True), jax.Array)
+    pair = ring_attention(x, x, x, axis_name=("a", "b"), balance=False, return_residual=True)
+    assert_type(pair, tuple[jax.Array, jax.Array])
+    assert_type(all_to_all_attention(x, x, x, x, axis_name="seq", sinks=x), jax.Array)
+    either = all_to_all_attention(x, x, x, axis_name="seq", boundaries=x, return_residual=flag)
+    assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
+
+
 def the_other_functions(x: jax.Array) -> None:
     assert_type(jax_fastattn.__version__, str)
     assert_type(explain(x, x, x, is_causal=True).reasons, tuple[str, ...])
@@ -59,3 +70,9 @@ def arguments_of_attention(x: jax.Array) -> None:
     attention(x, x, x, causal=True)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
     attention(x, x, x, is_causal="yes")  # type: ignore[call-overload] # pyright: ignore[reportArgumentType]
     attention(x, x, x, None, None, 0.5)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
+
+
+def arguments_of_split_rows(x: jax.Array) -> None:
+    ring_attention(x, x, x)  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]
+    ring_attention(x, x, x, axis_name="a", layout="stripes")  # type: ignore[call-overload] # pyright: ignore[reportArgumentType]
+    all_to_all_attention(x, x, x, axis_name="a", layout="zigzag")  # type: ignore[call-overload] # pyright: ignore[reportCallIssue]

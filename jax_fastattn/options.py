@@ -1,0 +1,47 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The types of the keyword arguments that public functions share; their docstrings say what the arguments mean."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from jax.typing import ArrayLike
+
+from jax_fastattn.spec import Implementation
+
+Window = int | tuple[int | None, int | None] | None
+SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike] | None
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of all functions."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    local_window_size: Window
+    implementation: Implementation | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    deterministic: bool
+
+
+class BatchedOptions(Options, total=False):
+    """Keyword arguments of `attention`."""
+
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    segment_ids: SegmentIds
+    query_offset: int | ArrayLike
+
+
+class PackedOptions(Options, total=False):
+    """Keyword arguments of `attention_varlen`."""
+
+    query_offset: int | ArrayLike | Literal["bottom_right"]
+
+
+class SplitOptions(BatchedOptions, total=False):
+    """Keyword arguments of `ring_attention` and `all_to_all_attention`, apart from those of the layout."""
+
+    boundaries: ArrayLike | None
