@@ -23,6 +23,7 @@ def test_code(capsys: pytest.CaptureFixture[str]) -> None:
     expected = attend(names["q"], names["k"], names["v"])
     calls.assert_same(names["out"], expected)
     calls.assert_same(names["zigzag_out"], expected)
+    calls.assert_same(names["padded_out"], jax_fastattn.attention(*(names[x][:, :59] for x in "qkv")))
     assert names["out"].sharding.is_equivalent_to(names["rows"], 4)
     capsys.readouterr()
 

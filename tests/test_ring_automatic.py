@@ -234,4 +234,5 @@ def test_explain_says_what_travels() -> None:
     assert "4 devices of mesh axis seq, with padding at the end of 39 queries and 39 keys: ring attention" in note
     whole = jax.ShapeDtypeStruct((2, 40, 2, 8), jnp.float32, sharding=NamedSharding(mesh, P()))
     assert "keys are whole: nothing is sent forward" in jax_fastattn.explain(query, whole, whole).note
+    assert "the query is whole: keys and values are gathered" in jax_fastattn.explain(whole, key, key).note
     assert jax_fastattn.explain(*(jnp.zeros((2, 8, 2, 8)),) * 3).note == ""

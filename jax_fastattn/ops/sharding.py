@@ -105,11 +105,11 @@ class Split:
         sizes = dict(zip(letters, query.shape, strict=False))
         for axis, (letter, size) in enumerate(sizes.items()):
             if letter in SPLITTABLE:
-                found = _names(mesh, query, axis) if size > 1 else ()
+                found = axes_along(mesh, query, axis) if size > 1 else ()
                 names[letter] = found if letter == "T" else _dividing(mesh, found, size)
         _, keys, kv_heads, _ = key.shape
         names["K"] = _dividing(mesh, names["N"], kv_heads)
-        names["S"] = names["T"] if keys > 1 and _names(mesh, key, 1) else ()
+        names["S"] = names["T"] if keys > 1 and axes_along(mesh, key, 1) else ()
         return cls(mesh, names, (sizes["N"], kv_heads), (query.shape[letters.upper().index("T")], keys))
 
     def names_of(self, letters: str, shape: Sequence[int]) -> list[tuple[str, ...]]:
@@ -277,7 +277,7 @@ def _prime_factors(number: int) -> list[int]:
     return [smallest, *(_prime_factors(number // smallest) if number > smallest else [])]
 
 
-def _names(mesh: Mesh, x: Any, axis: int) -> tuple[str, ...]:
+def axes_along(mesh: Mesh, x: Any, axis: int) -> tuple[str, ...]:
     """Returns the mesh axes that split an axis of `x`, major first, or none if no order of whole mesh axes does."""
     if x.sharding is None:
         return ()

@@ -17,7 +17,7 @@ from jax_fastattn.ops.ring import plan
 from jax_fastattn.ops.ring.blocks import Place, block_call
 from jax_fastattn.ops.ring.padding import hide
 from jax_fastattn.ops.ring.passes import EXCHANGED, TRAVELERS
-from jax_fastattn.ops.sharding import Split, own_letters, rows_whole
+from jax_fastattn.ops.sharding import Split, axes_along, own_letters, rows_whole
 from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands, Problem, Ring
 
 
@@ -28,9 +28,9 @@ def call(spec: AttentionSpec, operands: Operands, split_of: tuple[Any, Any]) -> 
         spec, operands: the whole call, with abstract operands.
         split_of: the arguments for query and key, whose shardings count.
     """
-    split = _split_of(*split_of)
+    split, note = _split_of(*split_of)
     if split is None:
-        return Problem.of(spec, operands), ""
+        return Problem.of(spec, operands), note
     local = local_call(spec, operands, split)
     return block_problem(*local), words(*local)
 
@@ -50,20 +50,24 @@ class Sent(NamedTuple):
         return f"{size} {unit} in {self.permutes} collective permute{'s' * (self.permutes != 1)}"
 
 
-def _split_of(query: Any, key: Any) -> Split | None:
-    """Returns how a mesh splits arguments of a call; None if it splits no rows, or if no mesh is known."""
+def _split_of(query: Any, key: Any) -> tuple[Split | None, str]:
+    """Returns how a mesh splits arguments of a call; None and a note if it splits no queries or no mesh is known."""
     shapes, meshes = [], []
     for x in (query, key):
         sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
-            return None
+            return None, ""
         missing = 4 - len(x.shape)
         spec = PartitionSpec(*(None,) * missing, *sharding.spec)
         shape = (1,) * missing + tuple(x.shape)
         shapes.append(jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(sharding.mesh, spec)))
         meshes.append(sharding.mesh)
     split = Split.of(meshes[0], "BTNH", *shapes)
-    return None if split.ring is None else split
+    if split.ring is not None:
+        return split, ""
+    axes = ", ".join(axes_along(meshes[1], shapes[1], 1))
+    gathered = f"the keys are split over mesh axis {axes}, and the query is whole: keys and values are gathered"
+    return None, gathered if axes else ""
 
 
 def local_call(spec: AttentionSpec, operands: Operands, split: Split) -> tuple[AttentionSpec, Operands]:
