@@ -50,6 +50,7 @@ from long_sequences_checks import (
     compile_all,
     make_mesh,
     packed_rows,
+    prepared,
 )
 from long_sequences_checks import (
     draw as draw_check,
@@ -206,14 +207,24 @@ def shapes(row: Row, tokens: int, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
 def draw(row: Row, tokens: int, mesh: Mesh) -> list[jax.Array]:
     """The arguments of `programs`."""
     given = shapes(row, tokens, mesh)
+    ends = [jax.device_put(documents(tokens)[None], x.sharding) for x in given[4:]]
+    return [*_draw_rows(mesh, given[0].shape[1]), *ends]
 
-    @functools.partial(jax.jit, out_shardings=[x.sharding for x in given[:4]])
+
+@functools.lru_cache(maxsize=1)
+def _draw_rows(mesh: Mesh, length: int) -> list[jax.Array]:
+    """Query, key, value and cotangent; the rows of a workload share them."""
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, ROWS))
     def make() -> list[jax.Array]:
         keys = jax.random.split(jax.random.key(0), 4)
-        return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, given, strict=False)]
+        heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        return [
+            jax.random.normal(key, (1, length, count, HEAD_DIM), jnp.bfloat16)
+            for key, count in zip(keys, heads, strict=True)
+        ]
 
-    ends = [jax.device_put(documents(tokens)[None], x.sharding) for x in given[4:]]
-    return [*make(), *ends]
+    return make()
 
 
 def elapsed_ms(compiled: Any, arguments: list[jax.Array], least_ms: float) -> float:
@@ -322,7 +333,7 @@ def prepare(names: list[str], processes: int) -> None:
                     row = dataclasses.replace(row, attend=functools.partial(as_partitioned, **row.options), options={})
                 for function in programs(row, mesh).values():
                     jax.jit(function).trace(*shapes(row, tokens, mesh)).lower(lowering_platforms=("cuda",))
-            for check in CHECKS.values():
+            for check in map(prepared, CHECKS.values()):
                 arrays = jax.eval_shape(functools.partial(draw_check, check))
                 for way in ("one", *check.ways):
                     way = "as partitioned" if way == "automatic" else way

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastattn
 from jax_fastattn import all_to_all_attention, attention, attention_varlen, canonical, ring_attention
+from jax_fastattn.canonical_ring import canonicalize_ring
 from jax_fastattn.ops import vjp
 from jax_fastattn.spec import Ring
 from jax_fastattn.testing.compare import ROUNDING
@@ -108,14 +109,13 @@ def as_partitioned(query: Any, key: Any, value: Any, boundaries: Any = None, **o
 
     Its kernels are those of the share. Of packed rows the ring is not told that queries and keys have one boundary.
     """
-    return_residual = options.pop("return_residual", False)
+    return_residual, ring = options.pop("return_residual", False), Ring(("seq",), DEVICES, balance=True)
     if boundaries is None:
-        spec, operands = canonical.canonicalize(query, key, value, **options)
+        spec, operands = canonicalize_ring(query, key, value, ring=ring, **options)
     else:
         qkv = query[0], key[0], value[0]
         spec, operands = canonical.canonicalize_packed(*qkv, boundaries[0], boundaries[0], **options)
-    ring = Ring(("seq",), DEVICES, balance=True)
-    operands = canonical.unify_varying(operands, frozenset(ring.axes))
+        operands = canonical.unify_varying(operands, frozenset(ring.axes))
     out, lse = vjp.attend(dataclasses.replace(spec, ring=ring), operands, return_residual)
     return out if lse is None else (out, lse)
 
@@ -148,6 +148,13 @@ def draw(check: Check) -> dict[str, jax.Array]:
         "boundaries": lambda: jnp.asarray(ends, jnp.int32)[None],
     }
     return arrays | {name: extras[name]() for name in check.extras}
+
+
+def prepared(check: Check) -> Check:
+    """Returns a call of whole rows with the kernels of `check`: lengths hide the padding of those that are cut."""
+    hides = check.cut and not check.options.get("is_causal")
+    lengths = ("query_seq_lengths", "key_value_seq_lengths") if hides else ()
+    return dataclasses.replace(check, cut=0, extras=check.extras + lengths)
 
 
 def spec_of(name: str) -> P:
