@@ -28,6 +28,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 # Chunks of 5 rows: odd.
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("size", "mask", "layout"),
     [
@@ -75,6 +76,7 @@ HALF = {
 }  # which are drawn with one layout alone
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", OPERANDS)
 def test_operands(name: str) -> None:
     layouts = ["zigzag"] if name in HALF else ["contiguous", "zigzag"]
@@ -90,6 +92,7 @@ def test_operands_together() -> None:
     )
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mask", ["causal", "window"])
 def test_packed_rows_cross_devices(mask: str, layout: str) -> None:
@@ -109,6 +112,7 @@ def test_log_sum_exp_and_its_gradient(mask: str) -> None:
     rings.check(2, rings.draw(20), layouts=["zigzag"], dlse=dlse, return_residual=True, **MASKS[mask])
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", ["causal", "segments", "sinks", "packed", "column-mask", "odd", "window"])
 def test_contiguous_rows_are_balanced_inside(name: str) -> None:
     extra = {
@@ -202,6 +206,7 @@ ALL_TO_ALL: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 REPEATED = ("one-key-head", "mask-per-repeated-key-head")  # on more devices than key heads
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", ALL_TO_ALL)
 def test_all_to_all(name: str) -> None:
     heads, extra = ALL_TO_ALL[name]
