@@ -227,9 +227,11 @@ def all_to_all_attention(
         query, key, value: as for `ring_attention`. n divides N. If n does not divide K, K divides n, and key/value
             heads are repeated.
         axis_name: the mesh axis, or several of them, major first.
-        bias, mask, boundaries, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size,
-            implementation, return_residual, logits_soft_cap, segment_ids, sinks, query_offset, deterministic: as for
-            `ring_attention`. `sinks` has all heads.
+        bias, mask, boundaries, segment_ids, query_seq_lengths, key_value_seq_lengths, query_offset: as for
+            `ring_attention`.
+        scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, deterministic: as for
+            `attention`.
+        sinks: floating `[N]`, those of all heads.
 
     Returns:
         As `ring_attention`.
