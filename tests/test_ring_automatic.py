@@ -14,7 +14,7 @@ import pytest
 import rings
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import collectives, kinds, partitioner  # noqa: F401 (a fixture)
+from test_sharding import JAX_VERSION, collectives, kinds, partitioner  # noqa: F401 (a fixture)
 
 import jax_fastattn
 
@@ -69,6 +69,16 @@ STEPS = [PERMUTE] * 3
 @pytest.mark.usefixtures("partitioner")
 def test_causal_rows_are_balanced(kind: AxisType) -> None:
     assert check(rings.draw(20), make_mesh(kind=kind), **CAUSAL) == BALANCED
+
+
+@pytest.mark.skipif(JAX_VERSION < (0, 9), reason="the other tests run both partitioners there")
+def test_gspmd_of_a_newer_jax() -> None:
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        assert check(rings.draw(20), make_mesh(), **CAUSAL) == BALANCED
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
 
 
 @pytest.mark.usefixtures("partitioner")
