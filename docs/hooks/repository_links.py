@@ -4,7 +4,7 @@
 
 Pages outside of `docs/` join the site: README's neighbors, the notebook, and plots. A link from one page to another
 keeps its meaning, whichever folder each lies in. A link to any other file of the repository leads to the code host.
-mkdocs reports what leads nowhere.
+A page that a docstring names becomes a link. mkdocs reports what leads nowhere.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,7 @@ JOINED |= {f"plots/{path.name}": path.relative_to(ROOT).as_posix() for path in R
 _ADDRESSES = {path: address for address, path in JOINED.items()}
 _CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+_MENTION = re.compile(r"\bdocs/([\w/]+\.md)\b")
 
 
 def on_config(config: Any) -> Any:
@@ -54,6 +56,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     pieces = _CODE.split(markdown)
     pieces[::2] = [_LINK.sub(lambda link: _rewritten(address, link, config), piece) for piece in pieces[::2]]
     return "".join(pieces)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Links the pages that docstrings name, such as `docs/semantics.md`."""
+    if page.file.src_uri != "api.md":
+        return html
+    return _MENTION.sub(lambda mention: _linked(mention, page.file, files), html)
+
+
+def _linked(mention: re.Match[str], here: File, files: Files) -> str:
+    there = files.get_file_from_path(mention[1])
+    if there is None:
+        raise PluginError(f"A docstring names {mention[0]}, which is no page of the site. Correct the name.")
+    return f'<a href="{there.url_relative_to(here)}">{mention[0]}</a>'
 
 
 def _rewritten(address: str, link: re.Match[str], config: Any) -> str:

@@ -49,7 +49,8 @@ class Packed:
         segment_ids: integers `[batch..., T]` (with T = S), or a pair `([batch..., T], [batch..., S])`; tokens attend
             inside equal ids.
         cu_seqlens: integers `[batch..., sequences + 1]`, or a pair of those of queries and of keys: the boundaries of
-            the sequences in each row of the batch, as for `jax_fastattn.attention_varlen`. The CUDA kernels take these.
+            the sequences in each row of the batch, as for `jax_fastattn.attention_varlen`. The kernels
+            need no prepass for them.
     """
 
     segment_ids: Any = None
