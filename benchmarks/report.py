@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 MODES = ("forward", "backward")
+UNITS = ("TFLOP/s", "TB/s")
 REPORTED = GRID | OTHERS | PACKED | MASKS | BIASES | MODELS
-# Cases that have a table alone, since they are many.
+# Cases that have a table and a plot of their own, since they are many.
 OTHER_TABLES = {"Masks and segment ids": MASKS, "Biases": BIASES, "Models": MODELS}
 
 Records = dict[tuple[str, str, str], dict[str, Any]]  # by case, mode and implementation
@@ -176,24 +177,28 @@ def section(cases: Collection[str] = REPORTED, link: str = "", folder: Path = RE
         shown = {key: record for key, record in records.items() if key[0] in cases}
         if main := plotted(shown):
             parts.append(table(gpu, main))
+            if link:
+                parts.append(f"![The same figures as bars]({link}/{slug(gpu)}.png)")
         for title, names in OTHER_TABLES.items():
             if chosen := {key: record for key, record in shown.items() if key[0] in names}:
                 parts.append(table(f"{title}, {gpu}", chosen))
+                if link:
+                    parts.append(f"![{title}: the same figures as bars]({link}/{slug(gpu)}-{slug(title)}.png)")
         if shown and link:
             files = sorted({record["file"] for record in shown.values()})
             parts.append("Records:\n" + ",\n".join(f"[{name}]({link}/{name})" for name in files) + ".")
-            parts.append(f"![The same figures as bars]({link}/{slug(gpu)}.png)")
     parts += training(folder, link) if link else []
     return "\n\n".join(parts) or "There are no records yet."
 
 
 def plotted(records: Records) -> Records:
-    """Returns the records of the cases that have bars, too."""
+    """Returns the records of the cases of the first table of a GPU."""
     return {key: x for key, x in records.items() if not any(key[0] in cases for cases in OTHER_TABLES.values())}
 
 
-def slug(gpu: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
+def slug(text: str) -> str:
+    """Returns a part of the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower().removeprefix("nvidia ")).strip("-")
 
 
 def summary(records: Records) -> Records:
@@ -202,7 +207,7 @@ def summary(records: Records) -> Records:
 
 
 def plot(gpu: str, records: Records, path: Path, width: float = 6.5, bar: float = 0.12) -> None:
-    """Bars of TFLOP/s by case and implementation, modes side by side; lines from p20 to p80 of the time.
+    """Bars of TFLOP/s, and of TB/s when decoding, by case and implementation, modes side by side.
 
     Args:
         gpu: the title.
@@ -214,31 +219,46 @@ def plot(gpu: str, records: Records, path: Path, width: float = 6.5, bar: float 
     from matplotlib.figure import Figure
 
     names = columns(records)
-    by_mode = {mode: cases for mode in MODES if (cases := rows(records, [mode]))}
-    height = max(len(cases) for cases in by_mode.values()) * (bar * len(names) + 0.2) + 1.5
-    canvas = Figure(figsize=(width * len(by_mode), height), layout="constrained")
-    panels = canvas.subplots(1, len(by_mode), squeeze=False)[0]
-    for axes, (mode, cases) in zip(panels, by_mode.items(), strict=True):
-        for i, name in enumerate(names):
-            found = [records.get((case, mode, name)) for case in cases]
-            shown = [(at, x) for at, x in enumerate(found) if x is not None and figure(x) is not None]
-            values = [x["tflops"] for _, x in shown]
-            spread = [
-                [value * (1 - x["ms"]["p50"] / x["ms"]["p80"]) for value, (_, x) in zip(values, shown, strict=True)]
-            ]
-            spread += [
-                [value * (x["ms"]["p50"] / x["ms"]["p20"] - 1) for value, (_, x) in zip(values, shown, strict=True)]
-            ]
-            places = [at + (i - (len(names) - 1) / 2) * 0.8 / len(names) for at, _ in shown]
-            axes.barh(places, values, 0.8 / len(names), xerr=spread, label=name, error_kw={"linewidth": 0.8})
-        axes.set_yticks(range(len(cases)), cases, fontsize=8)
-        axes.invert_yaxis()
-        axes.set(xlabel="TFLOP/s", title=mode)
-        axes.grid(axis="x", alpha=0.3)
+    modes = [mode for mode in MODES if rows(records, [mode])]
+    most = {unit: max(len(cases_of(unit, records, mode)) for mode in modes) for unit in UNITS}
+    heights = {unit: cases for unit, cases in most.items() if cases}
+    inches = [cases * (bar * len(names) + 0.2) + 1.0 for cases in heights.values()]
+    canvas = Figure(figsize=(width * len(modes), sum(inches) + 0.5), layout="constrained")
+    panels = canvas.subplots(len(heights), len(modes), squeeze=False, height_ratios=inches)
+    for line, unit in zip(panels, heights, strict=True):
+        for axes, mode in zip(line, modes, strict=True):
+            draw(axes, records, names, mode, unit)
     handles, labels = canvas.axes[0].get_legend_handles_labels()
     canvas.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
     canvas.suptitle(gpu)
     canvas.savefig(path, dpi=110)
+
+
+def cases_of(unit: str, records: Records, mode: str) -> list[str]:
+    """Returns the cases that were measured in a mode, and whose figure has this unit."""
+    return [case for case in rows(records, [mode]) if decodes(case) == (unit == "TB/s")]
+
+
+def draw(axes: Any, records: Records, names: Sequence[str], mode: str, unit: str) -> None:
+    """Draws the bars of one mode and one unit; lines go from p20 to p80 of the time."""
+    cases = cases_of(unit, records, mode)
+    if not cases:
+        axes.set_axis_off()
+        return
+    for i, name in enumerate(names):
+        found = [records.get((case, mode, name)) for case in cases]
+        shown = [(at, value, x["ms"]) for at, x in enumerate(found) if (value := figure(x)) is not None and x]
+        spread = [
+            [value * (1 - ms["p50"] / ms["p80"]) for _, value, ms in shown],
+            [value * (ms["p50"] / ms["p20"] - 1) for _, value, ms in shown],
+        ]
+        places = [at + (i - (len(names) - 1) / 2) * 0.8 / len(names) for at, _, _ in shown]
+        values = [value for _, value, _ in shown]
+        axes.barh(places, values, 0.8 / len(names), xerr=spread, label=name, error_kw={"linewidth": 0.8})
+    axes.set_yticks(range(len(cases)), cases, fontsize=8)
+    axes.set_ylim(len(cases) - 0.5, -0.5)
+    axes.set(xlabel=unit, title=mode)
+    axes.grid(axis="x", alpha=0.3)
 
 
 def filled(page: Page, folder: Path = RESULTS) -> str:
@@ -255,6 +275,9 @@ def write(pages: Sequence[Page] = PAGES, folder: Path = RESULTS) -> None:
     for gpu, records in load(folder).items():
         if main := plotted(records):
             plot(gpu, main, folder / f"{slug(gpu)}.png")
+        for title, names in OTHER_TABLES.items():
+            if chosen := {key: record for key, record in records.items() if key[0] in names}:
+                plot(f"{title}, {gpu}", chosen, folder / f"{slug(gpu)}-{slug(title)}.png")
         if few := summary(records):
             plot(gpu, few, folder / f"{slug(gpu)}-summary.png", width=4.8, bar=0.05)
 

@@ -209,12 +209,13 @@ def test_models_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert title and "llama3" not in before and "d64" not in after
     assert before.index("| d64-full-1k |") < before.index("### Masks and segment ids") < before.index("| lengths-as-")
     assert after.index("| llama3-8b |") < after.index("| llama3-8b-ids |") < after.index("(up/2026-01-02-x.jsonl)")
+    assert "(up/x.png)" in before and "(up/x-models.png)" in after
     report.write([], tmp_path)
-    assert (tmp_path / "x.png").exists()
     (tmp_path / "x.png").unlink()
+    (tmp_path / "x-models.png").unlink()
     path.write_text(json.dumps(records[0]) + "\n")
     report.write([], tmp_path)
-    assert not (tmp_path / "x.png").exists()
+    assert (tmp_path / "x-models.png").exists() and not (tmp_path / "x.png").exists()
 
 
 def test_the_readme_has_a_plot_of_its_cases(tmp_path: Path) -> None:
