@@ -129,12 +129,13 @@ def table(title: str, records: Records) -> str:
     """Returns a Markdown table of records of one GPU."""
     names = columns(records)
     dates = sorted({x["date"][:10] for x in records.values()})
-    unit = "TFLOP/s, for decoding TB/s" if any(map(decodes, rows(records))) else "TFLOP/s"
+    period = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    unit = "TFLOP/s (for decoding TB/s)" if any(map(decodes, rows(records))) else "TFLOP/s"
     lines = [
         f"### {title}",
         "",
-        f"{unit}, forward / backward; higher is better; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
-        "`-` means not measured or not supported. Each figure is of its most recent run, so a row may mix runs.",
+        f"Cells have {unit}, forward / backward; higher is better. Dates: {period}.",
+        "`-` means that it was not measured or is not supported. Each figure is of its latest run: rows may mix runs.",
         "",
         "| case | " + " | ".join(names) + " |",
         "|---|" + "---:|" * len(names),
@@ -152,8 +153,9 @@ def training(folder: Path, link: str) -> list[str]:
     found = {(run["options"]["length"], run["implementation"]): run for run in record["runs"]}
     names = sorted({name for _, name in found}, key=lambda name: (not name.startswith("jax_fastattn"), name))
     first = record["runs"][0]
+    size = first["options"]
     lines = [
-        f"Tokens per second of a GPT with {first['options']['layers']} layers of width {first['options']['width']}.",
+        f"The table has tokens per second of a GPT with {size['layers']} layers of width {size['width']}.",
         "",
         "| length | " + " | ".join(names) + " |",
         "|---|" + "---:|" * len(names),

@@ -78,7 +78,7 @@ def attention(
     query_offset: int | ArrayLike = 0,
     deterministic: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes exact scaled dot-product attention; a drop-in for `jax.nn.dot_product_attention` with more features.
+    """Computes exact scaled dot-product attention, as `jax.nn.dot_product_attention` does, with more features.
 
     For every batch entry and head, with sums over the visible keys j, the output is
 

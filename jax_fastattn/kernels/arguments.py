@@ -342,7 +342,7 @@ class Scalars(NamedTuple):
     logits_soft_cap: Annotated[Any, "float32"]
 
     def of_dtype(self, dtype: str) -> tuple[Any, ...]:
-        """Those of one dtype, in order, without those that are absent."""
+        """Returns those of one dtype, in order, without those that are absent."""
         values = self._asdict()
         return tuple(values[name] for name, x in SCALAR_DTYPES.items() if x == dtype and values[name] is not None)
 
@@ -380,7 +380,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, scalars: Scalars) -> Sizes:
-        """Those of a launch."""
+        """Returns those of a launch."""
         return cls(**{name: getattr(scalars, name) for name in cls._fields})
 
 

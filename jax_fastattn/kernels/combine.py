@@ -36,8 +36,8 @@ class _Row:
     Attributes:
         row: which row it is.
         entry: what the queries of its batch entry see.
-        number: of the row among those of its unit.
-        cta: that begins the unit; the next ones of its line go on with it.
+        number: the place of the row among those of its unit.
+        cta: the CTA that begins the unit; the next ones of its line go on with it.
         count: how many CTAs have tiles of it.
         pending: whether there is such a row.
     """

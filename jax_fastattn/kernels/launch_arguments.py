@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which buffers and scalars of `arguments.py` the launch of a compile key has. Imports no DSL."""
+"""Says which buffers and scalars of `arguments.py` the launch of a compile key has. Imports no DSL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def buffers_type(spec: KernelSpec) -> type[AnyBuffers]:
-    """The buffers of a compile key's launch."""
+    """Returns the type of the buffers of a compile key's launch."""
     if spec.op == "prepass":
         return PrepassBuffers
     if spec.op == "forward":
@@ -45,7 +45,7 @@ def buffers_type(spec: KernelSpec) -> type[AnyBuffers]:
 
 
 def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
-    """Buffers of a launch by name, in order, each with its dtype; None if the compile key lacks it."""
+    """Returns the buffers of a launch by name, in order, each with its dtype; None if the compile key lacks it."""
     found: dict[str, Buffer | None] = {}
     for name, buffer in _definition(buffers_type(spec)).items():
         if buffer is None:
@@ -58,7 +58,7 @@ def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
 
 
 def added_buffers(spec: KernelSpec) -> dict[str, Buffer]:
-    """The operands that programs add to a launch, by name."""
+    """Returns the operands that programs add to a launch, by name."""
     programs = [program for program in spec.programs if program.defines("buffers")]
     return {name: buffer for program in programs for name, buffer in program.buffers().items()}
 
@@ -79,6 +79,6 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
 
 @functools.cache
 def _definition(buffers: type[AnyBuffers]) -> Mapping[str, Buffer | None]:
-    """The members of a launch's buffers; None for those that programs add."""
+    """Returns the members of a launch's buffers; None for those that programs add."""
     hints = get_type_hints(buffers, include_extras=True)
     return {name: None if name == "added" else hint.__metadata__[0] for name, hint in hints.items()}

@@ -68,7 +68,7 @@ def _clamp(x: Int, low: Int, high: Int) -> Int:
 
 
 def _tiles(first: Int, last: Int, full_first: Int, full_last: Int, tile: int) -> TileRange:
-    """Element ranges [first, last) and [full_first, full_last), all >= 0, to tile ranges."""
+    """Turns element ranges [first, last) and [full_first, full_last), all >= 0, into tile ranges."""
     begin = first // tile
     end = begin + ((last + tile - 1) // tile - begin) * _clamp(last - first, 0, 1)
     full_begin = _clamp((full_first + tile - 1) // tile, begin, end)
@@ -77,7 +77,7 @@ def _tiles(first: Int, last: Int, full_first: Int, full_last: Int, tile: int) ->
 
 
 def _live(first: Int, last: Int, end: Int, others: Int, hides_first: bool) -> LiveRange:
-    """Elements [first, last) of [0, end), none where there are no `others` to see or be seen by."""
+    """Returns the elements [first, last) of [0, end), none where there are no `others` to see or be seen by."""
     begin = _clamp(first, 0, end)
     return LiveRange(begin, begin + (_clamp(last, begin, end) - begin) * _clamp(others, 0, 1), hides_first)
 
@@ -224,7 +224,7 @@ class Bounds:
 
 
 def section(multiprocessors: Int, count: Int, heads: Int, one_sided_window: int) -> Int:
-    """Heads of which the first tile runs first, then the second of all, and so on; then come as many other heads.
+    """Returns how many heads run together: their first tiles, then their second ones, and so on.
 
     Tiles of equal length run head by head. Under a one-sided window (a causal mask) the longest should start first: of
     two heads or more, as many as fill the GPU. Of a smaller section that is left over the longest tiles would begin
@@ -247,7 +247,7 @@ def section(multiprocessors: Int, count: Int, heads: Int, one_sided_window: int)
 
 
 def alike_section(most_rows: Int, rows: Int, heads: Int) -> Int:
-    """Heads of sections that are alike and have `most_rows` rows at most, or one head.
+    """Returns the heads of sections that are alike and have `most_rows` rows at most, or one head.
 
     Args:
         most_rows: rows of a section.

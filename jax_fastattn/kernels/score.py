@@ -220,7 +220,7 @@ class Score:
     def edge(
         self, acc: Accumulator, tile: ScoreTile, seen: Sequence[Limits] | Bits | SeenKeys, *, check_low: bool
     ) -> None:
-        """As `full`, and puts -inf where a score does not count.
+        """Does what `full` does, and puts -inf where a score does not count.
 
         Args:
             acc: the accumulator.

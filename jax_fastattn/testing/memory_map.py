@@ -136,7 +136,7 @@ def memory_map() -> str:
     """Returns the page docs/kernels/memory.md."""
     page = [_HEAD]
     for title, config, table, named in sections():
-        page.append(f"## {title}\n\nFor {config}: {table.nbytes} bytes.\n\n{_rows(table)}\n")
+        page.append(f"## {title}\n\nFor {config}, a CTA has {table.nbytes} bytes.\n\n{_rows(table)}\n")
         if named is not None:
             page[-1] += _named(named)
     return "\n".join(page)

@@ -54,7 +54,7 @@ def _asm(
 
 @dsl_user_op
 def ldmatrix(address: Int32, *, transpose: bool = False, loc: Any = None, ip: Any = None) -> Registers:
-    """Four 8 x 8 matrices: lanes 8 i .. 8 i + 7 give the row addresses of matrix i, register i receives it."""
+    """Loads four 8 x 8 matrices: lanes 8 i .. 8 i + 7 give the row addresses of matrix i, register i receives it."""
     trans = ".trans" if transpose else ""
     text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
     return _asm(text, "rrrr", "r", [Int32(address)], True, loc, ip)
@@ -64,7 +64,7 @@ def ldmatrix(address: Int32, *, transpose: bool = False, loc: Any = None, ip: An
 def mma(
     a: Registers, b: Registers, c: list[Float32], *, dtype: str = "bf16", loc: Any = None, ip: Any = None
 ) -> list[Float32]:
-    """c + a b of one m16n8k16 fragment: four registers of a, two of b, four of c; dtype is "bf16" or "f16"."""
+    """Returns c + a b of one m16n8k16 fragment: four registers of a, two of b, four of c; dtype is "bf16" or "f16"."""
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
@@ -74,13 +74,13 @@ def mma(
 
 @dsl_user_op
 def copy_async(shared: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """cp.async of 16 bytes, past L1."""
+    """Issues a cp.async of 16 bytes, past L1."""
     _asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "", "rl", [shared, source], True, loc, ip)
 
 
 @dsl_user_op
 def copy_async_or_zero(shared: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """cp.async of `size` (0 or 16) bytes; the rest of the 16 bytes becomes zero. Nothing is read when size is 0."""
+    """Issues a cp.async of `size` (0 or 16) bytes; the rest of 16 becomes zero. Nothing is read when size is 0."""
     text = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
     _asm(text, "", "rlr", [shared, source, size], True, loc, ip)
 
@@ -123,38 +123,38 @@ def pack(
 
 @dsl_user_op
 def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """a b + c, rounded once."""
+    """Returns a b + c, rounded once."""
     return _asm("fma.rn.ftz.f32 $0, $1, $2, $3;", "f", "fff", [Float32(a), Float32(b), Float32(c)], False, loc, ip)
 
 
 @dsl_user_op
 def maximum(a: Float32, b: Float32, *, keep_nan: bool = False, loc: Any = None, ip: Any = None) -> Float32:
-    """The larger value; of a NaN and a number the number, or NaN if `keep_nan`."""
+    """Returns the larger value; of a NaN and a number the number, or NaN if `keep_nan`."""
     text = f"max{'.NaN' if keep_nan else ''}.f32 $0, $1, $2;"
     return _asm(text, "f", "ff", [Float32(a), Float32(b)], False, loc, ip)
 
 
 @dsl_user_op
 def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """2^x, one MUFU (relative error 2^-22); exp2(-inf) = 0."""
+    """Returns 2^x by one MUFU (relative error 2^-22); exp2(-inf) = 0."""
     return _asm("ex2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
 
 
 @dsl_user_op
 def log2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """log2(x), one MUFU; log2(0) = -inf."""
+    """Returns log2(x) by one MUFU; log2(0) = -inf."""
     return _asm("lg2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
 
 
 @dsl_user_op
 def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """1 / x, one MUFU (1 ulp); reciprocal(inf) = 0."""
+    """Returns 1 / x by one MUFU (1 ulp); reciprocal(inf) = 0."""
     return _asm("rcp.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
 
 
 @dsl_user_op
 def tanh(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """tanh(x), one MUFU (relative error 2^-11)."""
+    """Returns tanh(x) by one MUFU (relative error 2^-11)."""
     return _asm("tanh.approx.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
 
 
@@ -203,18 +203,18 @@ def store_global_byte(address: Int64, value: Int32, *, loc: Any = None, ip: Any 
 
 @dsl_user_op
 def bits(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The bits of a float32. Those of numbers of the same sign are ordered like their magnitudes, NaN the last."""
+    """Returns the bits of a float32. Those of one sign are ordered like their magnitudes, NaN the last."""
     return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 @dsl_user_op
 def from_bits(x: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """The float32 that has these bits."""
+    """Returns the float32 that has these bits."""
     return Float32(llvm.bitcast(T.f32(), Int32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
 def where(condition: Boolean | bool, a: Any, b: Any) -> Any:
-    """a where the condition holds, else b; both of the same device type, or anything for a Python condition."""
+    """Returns a where the condition holds, else b; both of the same device type, or anything for a Python condition."""
     if isinstance(condition, bool):
         return a if condition else b
     return type(a)(select_(condition, a, b))
@@ -269,13 +269,13 @@ def load_shared_pairs(address: Int32, *, loc: Any = None, ip: Any = None) -> lis
 
 @dsl_user_op
 def copy_async_pair_or_zero(shared: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """cp.async of `size` (0 or 8) bytes; the rest of the 8 bytes becomes zero. Nothing is read when size is 0."""
+    """Issues a cp.async of `size` (0 or 8) bytes; the rest of 8 becomes zero. Nothing is read when size is 0."""
     _asm("cp.async.ca.shared.global [$0], [$1], 8, $2;", "", "rlr", [shared, source, size], True, loc, ip)
 
 
 @dsl_user_op
 def unpack(pair: Int32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None) -> list[Float32]:
-    """The two values of a register, lower half first; dtype is "bf16" or "f16"."""
+    """Returns the two values of a register, lower half first; dtype is "bf16" or "f16"."""
     if dtype == "bf16":
         # A bfloat16 is the upper half of its float32.
         return [from_bits(half) for half in (pair << 16, pair & Int32(-0x10000))]
@@ -286,13 +286,13 @@ def unpack(pair: Int32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None)
 
 @dsl_user_op
 def thread_index(*, loc: Any = None, ip: Any = None) -> Int32:
-    """The thread's index in its CTA, read anew: what is computed from it lives in no register until then."""
+    """Returns the thread's index in its CTA, read anew: what is computed from it lives in no register until then."""
     return _asm("mov.u32 $0, %tid.x;", "r", "", [], True, loc, ip)
 
 
 @dsl_user_op
 def move(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """x in a register of its own from here on, where the compiler does not know that a product still reads the old."""
+    """Copies x to another register, since the compiler does not know that a product still reads the old one."""
     return _asm("mov.b32 $0, $1;", "r", "r", [x], True, loc, ip)
 
 
@@ -312,7 +312,7 @@ def transpose_quad(registers: Registers, lane: Int32) -> Registers:
 
 @dsl_user_op
 def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """One lane copies `nbytes` (a multiple of 16) from global to shared memory; the mbarrier counts them."""
+    """Copies `nbytes` (a multiple of 16) by one lane, from global to shared memory; the mbarrier counts them."""
     text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {nbytes}, [$2];"
     _asm(text, "", "rlr", [shared, source, barrier], True, loc, ip)
 

@@ -163,9 +163,9 @@ class PackedSpan:
         batch: the batch entry that the sequence belongs to, for operands that have a row for each.
         length: rows of the sequence that are stored.
         first: first row of the sequence.
-        rows: of the array.
-        first_slot: of the query tiles of the sequence.
-        sequences: how many there are.
+        rows: all rows of the array.
+        first_slot: the first slot of the query tiles of the sequence.
+        sequences: how many sequences there are.
     """
 
     batch: Int32

@@ -24,12 +24,12 @@ OPERAND_DTYPE = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 def thread_index() -> Int32:
-    """The thread's index in its CTA; by way of a shuffle, or ptxas would read it again, slowly, wherever it is used."""
+    """Returns the thread's index in its CTA by way of a shuffle; ptxas would read it again, slowly, at each use."""
     return cute.arch.shuffle_sync_bfly(cute.arch.thread_idx()[0], offset=0)
 
 
 def shared_memory() -> cute.Pointer:
-    """Dynamic shared memory; its address is read once, for the same reason."""
+    """Returns dynamic shared memory; its address is read once, for the same reason."""
     address = cute.arch.make_warp_uniform(cute.arch.get_dyn_smem(Int8, alignment=1024).toint())
     return cute.make_ptr(Int8, address, cute.AddressSpace.smem, assumed_align=1024)
 
@@ -38,12 +38,12 @@ def shared_memory() -> cute.Pointer:
 
 
 def atom_columns(columns: int) -> int:
-    """16-bit columns of a swizzle atom: rows of 128 bytes where they divide the tile, else of 64, else of 16."""
+    """Returns the 16-bit columns of a swizzle atom: rows of 128 bytes if they divide the tile, else of 64 or 16."""
     return next(atom for atom in (64, 32, 8) if columns % atom == 0)
 
 
 def tile_layout(dtype: Any, shape: tuple[int, int]) -> Any:
-    """Layout of a `[rows, columns]` tile, columns contiguous: atoms of 8 rows, down the rows first.
+    """Returns the layout of a `[rows, columns]` tile, columns contiguous: atoms of 8 rows, down the rows first.
 
     Rows of 128 or 64 bytes are swizzled; of 16 they are not.
     """
@@ -53,14 +53,14 @@ def tile_layout(dtype: Any, shape: tuple[int, int]) -> Any:
 
 
 def staged_tile(pointer: cute.Pointer, dtype: Any, shape: tuple[int, int], count: int, pitch: int) -> cute.Tensor:
-    """`count` tiles `[rows, columns, stage]` in shared memory, `pitch` elements apart."""
+    """Returns `count` tiles `[rows, columns, stage]` in shared memory, `pitch` elements apart."""
     layout = tile_layout(dtype, shape)
     staged = cute.append(layout.outer, cute.make_layout(count, stride=pitch))
     return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), staged)
 
 
 def transposed(tile: cute.Tensor) -> cute.Tensor:
-    """The same memory as `[columns, rows, stage]`."""
+    """Returns the same memory as `[columns, rows, stage]`."""
     return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0, 2]))
 
 
@@ -144,7 +144,7 @@ class Ring:
         self._at.fill(0)
 
     def producer_load(self, copy: Callable[..., None], tile: Int32, nbytes: int | Int32) -> None:
-        """The producer's step: waits until the next stage is free and starts a copy of `nbytes` into it."""
+        """Waits, in the producer, until the next stage is free and starts a copy of `nbytes` into it."""
         stage, phase = self._at[0], self._at[1] ^ 1
         advance(self._at, self._stages)
         wait(self._empty + stage, phase)
@@ -152,7 +152,7 @@ class Ring:
         copy(tile, stage, self._full + stage)
 
     def consumer_wait(self) -> Int32:
-        """The consumers' step: waits until the next stage is full and returns its index."""
+        """Waits, in a consumer, until the next stage is full and returns its index."""
         stage, phase = self._at[0], self._at[1]
         advance(self._at, self._stages)
         wait(self._full + stage, phase)
@@ -185,7 +185,7 @@ Step = tuple[cute.TiledMma, Any, Any]
 
 
 def product(dtype: Any, columns: int, *, a_in_registers: bool, b_transposed: bool) -> cute.TiledMma:
-    """A product of one warpgroup with 64 rows and `columns` columns.
+    """Returns a product of one warpgroup with 64 rows and `columns` columns.
 
     Args:
         dtype: of both factors.
@@ -206,24 +206,24 @@ def product(dtype: Any, columns: int, *, a_in_registers: bool, b_transposed: boo
 
 
 def operand_a(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
-    """Descriptors of a left factor `[rows, k, stage]` in shared memory."""
+    """Returns the descriptors of a left factor `[rows, k, stage]` in shared memory."""
     part = mma.get_slice(0)
     return mma.make_fragment_A(part.partition_A(tile))
 
 
 def operand_b(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
-    """Descriptors of a right factor `[columns, k, stage]`."""
+    """Returns the descriptors of a right factor `[columns, k, stage]`."""
     part = mma.get_slice(0)
     return mma.make_fragment_B(part.partition_B(tile))
 
 
 def accumulator(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
-    """Registers for a result."""
+    """Returns registers for a result."""
     return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
 
 
 def fragment_a(mma: cute.TiledMma, shape: tuple[int, int], dtype: Any) -> cute.Tensor:
-    """Registers for a left factor."""
+    """Returns registers for a left factor."""
     return cute.make_rmem_tensor(mma.partition_shape_A(shape), dtype)
 
 
@@ -254,7 +254,7 @@ def ones(mma: cute.TiledMma, shape: tuple[int, int], thread: Int32) -> Any:
 
 
 def load_a(mma: cute.TiledMma, tile: cute.Tensor, stage: Any, count: int, thread: Int32) -> cute.Tensor:
-    """Registers with a left factor of which a warpgroup loads the first `count` fragments of 16 columns.
+    """Returns registers with a left factor of which a warpgroup loads the first `count` fragments of 16 columns.
 
     Args:
         mma: a product with its left factor in registers.
@@ -294,13 +294,13 @@ def gemm(
 
 
 def steps_of(mma: cute.TiledMma, a: cute.Tensor, b: cute.Tensor) -> Iterator[Step]:
-    """A product's steps of 16 along k."""
+    """Returns a product's steps of 16 along k."""
     for k in range(cute.size(a, mode=[2])):
         yield mma, a[None, None, k], b[None, None, k]
 
 
 def gemm_steps(acc: cute.Tensor, steps: Iterable[Step], *, accumulate: bool) -> None:
-    """`gemm` of steps that may have their factors in different places, and different dtypes."""
+    """Runs `gemm` on steps that may have their factors in different places, and different dtypes."""
     warpgroup.fence()
     for i, (mma, a, b) in enumerate(steps):
         atom = cute.make_mma_atom(mma.op)

@@ -28,7 +28,7 @@ class Visibility(NamedTuple):
 
     @classmethod
     def of(cls, limits: Limits, column: Int32, check_low: bool, check_high: bool = True) -> "Visibility":
-        """`column` is the number of the lane's first column in the whole matrix."""
+        """Returns the bounds of a lane. `column` is the number of the lane's first column in the whole matrix."""
         return cls(Limits(limits.low - column, limits.high - column), check_low, check_high)
 
     def select(self, x: Float32, at: int) -> Float32:

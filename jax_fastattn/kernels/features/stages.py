@@ -38,7 +38,7 @@ class MatrixStage:
     terms: int
 
     def defines(self, hook: str) -> bool:
-        """See `Feature.defines`."""
+        """Returns whether this feature defines a hook; see `Feature.defines`."""
         return hook == "stage_nbytes"
 
     def stage_nbytes(self, queries: int, keys: int) -> int:

@@ -67,9 +67,9 @@ class BitMatrix:
 
     Attributes:
         shape: how it lies in shared memory.
-        address: of its first byte.
+        address: the address of its first byte.
         warp: index of the warp.
-        lane: of the warp.
+        lane: index of the lane in the warp.
     """
 
     shape: MatrixShape

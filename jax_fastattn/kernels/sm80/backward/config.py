@@ -225,7 +225,7 @@ def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
 
 
 def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
-    """Tilings for the wider one of both head dims, best first; the first that fits shared memory is taken.
+    """Returns the tilings for the wider one of both head dims, best first; the first that fits shared memory is taken.
 
     A warp of 32 keys keeps its sums in one register for each column. With 160 columns, the other registers hold S^T or
     dP^T of 64 queries, and with 192 columns those of 32 queries. For wider heads, warps share key rows or have 16 keys
@@ -254,7 +254,7 @@ def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
 
 
 def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the scratch arrays of a launch by name: row statistics, dq_accum and, in order, both counters.
+    """Returns the shapes of the scratch arrays by name: row statistics, dq_accum and, in order, both counters.
 
     dq_semaphore has one count for each warp that adds to a tile; tile_counter says how many tiles of keys CTAs have
     fetched. Of packed sequences `batch` is how many there are.

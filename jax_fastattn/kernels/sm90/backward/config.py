@@ -312,7 +312,7 @@ def _with_most_stages(spec: KernelSpec, config: BackwardConfig) -> BackwardConfi
 
 
 def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the scratch arrays of a launch by name: statistics and, if dq is added up, its sums and counters.
+    """Returns the shapes of the scratch arrays by name: statistics and, if dq is added up, its sums and counters.
 
     Where dq is added up a statistic has eight bfloat16, in the place of four float32. Of packed sequences, whose number
     is the batch, each has whole slots of rows.

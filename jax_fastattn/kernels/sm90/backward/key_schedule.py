@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles of keys a CTA of a key-stationary kernel works on, and in which order."""
+"""Says which tiles of keys a CTA of a key-stationary kernel works on, and in which order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -179,7 +179,7 @@ class PreprocessSchedule(Protocol):
             order: of the heads.
             buffers: of the launch.
             scalars: of the launch.
-            place: which of the CTA's next units this thread's is.
+            place: the place of this thread's unit among the CTA's next ones.
             step: units that a CTA works on at a time.
             write: is called with a unit; with the last one again, by threads that have no other.
             finish: is called after the units of a part, with the index of its counter in `head_ready`.

@@ -138,7 +138,7 @@ class SharedMemory:
 
     @classmethod
     def of(cls, spec: KernelSpec, config: ForwardConfig) -> SharedMemory:
-        """The layout of a compile key with that config, which may be a candidate."""
+        """Returns the layout of a compile key with that config, which may be a candidate."""
         has_tile_counter = spec.packed and config.persistent
         rows = stages.ring_rows(stages.loading(spec), WARPGROUP_ROWS, config.keys, config.warpgroups)
         if spec.key_bias_parts:
@@ -246,5 +246,5 @@ def _with_bias(columns: int, terms: int, short: bool) -> ForwardConfig:
 
 
 def forward_scratch(spec: KernelSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of the scratch buffers of a launch, by name."""
+    """Returns the shapes of the scratch buffers of a launch, by name."""
     return {"tile_counter": (1,)} if spec.has_tile_counter else {}

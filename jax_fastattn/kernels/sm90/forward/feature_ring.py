@@ -88,7 +88,7 @@ class FeatureRing:
             wgmma.release(self.shared.regions.barriers[f"{stages.NAME}_empty"] + self._wait())
 
     def make_uniform(self) -> None:
-        """See `wgmma.Ring.make_uniform`."""
+        """Makes its positions warp-uniform; see `wgmma.Ring.make_uniform`."""
         if self.at is not None:
             self.at.make_uniform()
 
