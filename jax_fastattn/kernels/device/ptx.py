@@ -365,7 +365,7 @@ def wait_global(address: Int64, count: Int32, *, loc: Any = None, ip: Any = None
 
 @dsl_user_op
 def load_global_ordered(address: Int64, *, loc: Any = None, ip: Any = None) -> list[Float32]:
-    """Loads four float32 that other CTAs have written, behind a fence."""
+    """Loads four float32 that other CTAs have written, after a fence."""
     return _asm("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", [address], True, loc, ip)
 
 
