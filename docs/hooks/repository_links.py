@@ -36,11 +36,23 @@ def on_config(config: Any) -> Any:
     """Takes the address of the repository from pyproject.toml, the one place that has it, and lists the notebook."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     config.repo_url = urls["Source"]
-    index = "notebook/README.md"
-    pages = [index, *sorted({x for x in JOINED if x.startswith("notebook/")} - {index})]
     (section,) = (x for x in config.nav if "Notebook" in x)
-    section["Notebook"] = pages
+    section["Notebook"] = _notebook()
     return config
+
+
+def _notebook() -> list[Any]:
+    """Returns the notebook's part of the navigation: `topic-question.md` comes below `topic.md`, which has an index."""
+    pages = sorted(path.name for path in (ROOT / "notebook").glob("*.md"))
+    below = {page: [x for x in pages if x.startswith(f"{page.removesuffix('.md')}-")] for page in pages}
+    shown: list[Any] = ["notebook/README.md"]
+    for page in pages:
+        if below[page]:
+            title = (ROOT / "notebook" / page).read_text().partition("\n")[0].removeprefix("# ").partition(":")[0]
+            shown.append({title: [f"notebook/{x}" for x in (page, *below[page])]})
+        elif page != "README.md" and not any(page in found for found in below.values()):
+            shown.append(f"notebook/{page}")
+    return shown
 
 
 def on_files(files: Files, config: Any) -> Files:
