@@ -22,7 +22,7 @@ def attention_layer(params, x, layer):
 
 
 def in_words(params, x, layer):
-    """The same with all logits in memory, in float32."""
+    """Computes the same with all logits in memory, in float32."""
     q, k, v = (jnp.einsum("btc,cnh->btnh", x, params[name]) for name in ("query", "key", "value"))
     k, v = (jnp.repeat(y, HEADS // KV_HEADS, axis=2) for y in (k, v))
     logits = CAP * jnp.tanh(SCALE * jnp.einsum("btnh,bsnh->bnts", q, k) / CAP)

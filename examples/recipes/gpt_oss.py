@@ -19,7 +19,7 @@ def attend(q, k, v, sinks, layer):
 
 
 def in_words(q, k, v, sinks, layer):
-    """The same with all logits in memory: a sink is one more logit, whose weight is dropped."""
+    """Computes the same with all logits in memory: a sink is one more logit, whose weight is dropped."""
     k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) * HEAD_DIM**-0.5
     before = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]

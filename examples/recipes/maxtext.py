@@ -16,8 +16,8 @@ def attention_op(q, k, v, segment_ids=None, kind="global", window=None, soft_cap
 
     Args:
         q: [batch, length, heads, head_dim]; k and v have fewer heads.
-        segment_ids: [batch, length] of packed documents. If documents are adjacent, boundaries are faster: see
-            docs/packed.md.
+        segment_ids: [batch, length] of packed documents. If documents are adjacent, boundaries say the same
+            without a prepass: see docs/packed.md.
         kind: "global" (causal), "local_sliding" (causal with a window) or "full".
         start: where the queries stand in the cache, in prefill by chunks and in decoding; with it, no ids.
     """
