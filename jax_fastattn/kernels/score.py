@@ -10,7 +10,7 @@ dS is the gradient of scale q . k; the factor `scale` is applied to dq and dk wh
 key has lse2 = +inf and delta = 0, so that its P and dS vanish without a predicate if its scores are numbers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ class Score:
         features: in the order in which they change logits.
         negative: whether the forward kernel has to negate Q, since the scale is negative; None where it never has to.
         hides_keys: whether there is a bias of keys, in a product or as a feature. It may hide them.
+        joins_lse: whether a backward pass adds what a feature adds and the log-sum-exp as one term.
     """
 
     factor: Float32
@@ -78,6 +79,7 @@ class Score:
     features: tuple[Feature, ...] = ()
     negative: Boolean | None = None
     hides_keys: bool = False
+    joins_lse: bool = True
 
     @classmethod
     def forward(
@@ -278,21 +280,24 @@ class Score:
 
     def differentiate(self, x: Float32, lse2: Float32, change: Float32, at: Element) -> tuple[Float32, Float32]:
         """Returns P of a product, and dS, given dP - delta; see `gradient`, which needs one register more for a cap."""
-        logit = self.logit(x, at)
-        probability = self._probability(logit, lse2)
+        probability, slope = self._probability(x, lse2, at)
         dscore = probability * change
-        return probability, dscore * logit.slope() if logit.slopes else dscore
+        return probability, dscore if slope is None else dscore * slope()
 
     def gradient(self, x: Float32, lse2: Float32, at: Element, edge: Edge | None = None) -> tuple[Float32, Float32]:
         """Returns P of a product, and its weight; 0 where an edge tile hides them."""
-        logit = self.logit(x, at)
-        probability = self._probability(logit, lse2)
-        weight = probability * logit.slope() if logit.slopes else probability
+        probability, slope = self._probability(x, lse2, at)
+        weight = probability if slope is None else probability * slope()
         return weighed(probability, weight, at, edge)
 
-    @staticmethod
-    def _probability(logit: Logit, lse2: Float32) -> Float32:
-        return ptx.exp2(logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2))
+    def _probability(self, x: Float32, lse2: Float32, at: Element) -> tuple[Float32, Callable[[], Float32] | None]:
+        """Returns P of a product, and the derivative of its logit; None for 1."""
+        if self.joins_lse and (added := self.added) is not None:
+            # One FFMA for both, as in `exponentials`.
+            return ptx.exp2(ptx.fma(x, self.factor, added.term(at, lse2))), None
+        logit = self.logit(x, at)
+        less = logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2)
+        return ptx.exp2(less), logit.slope if logit.slopes else None
 
     def edges(self, rows: Sequence[Visibility] | Sequence[BitRow]) -> Edge:
         """Returns what is hidden in an edge tile, given what rows see by their limits, or by bits."""

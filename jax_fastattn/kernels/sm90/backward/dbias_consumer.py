@@ -5,7 +5,7 @@
 The warpgroups never wait for each other: the exponentials of one run concurrently with the products of the other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -127,11 +127,13 @@ class DbiasConsumer:
         warp_index: Int32,
     ) -> "DbiasConsumer":
         """Returns the role with its registers."""
+        # Elsewhere registers would spill.
+        joins_lse = spec.bias_terms == 1 and not spec.listed and spec.head_dim <= 128
         return cls(
             spec=spec,
             shared=shared,
             schedule=schedule,
-            score=score,
+            score=replace(score, joins_lse=joins_lse),
             buffers=launch[0],
             sizes=launch[1],
             group=warp_index // 4,
