@@ -36,7 +36,7 @@ from jax_fastattn.kernels.features.softcap import SoftCap
 from jax_fastattn.kernels.features.staged_bias import StagedBias
 from jax_fastattn.kernels.features.stages import MatrixStage
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import Limits, LiveRange
+from jax_fastattn.kernels.plan import BoundsKind, Limits, LiveRange
 
 # Stands for a scale of 0: small enough to make every finite product vanish, yet -inf times it is still -inf.
 _TINY_SCALE = 2.0**-120
@@ -328,7 +328,18 @@ def _matrix_bias(spec: KernelSpec, buffers: Any, planes: Planes, operand: TmaOpe
     """
     if operand is None:
         return GlobalBias(buffers.bias, spec.bias_storage, spec.bias_terms, planes)
-    return StagedBias(MatrixStage(spec.bias_terms), spec.bias_storage, planes, operand)
+    return StagedBias(MatrixStage(spec.bias_terms), spec.bias_storage, planes, operand, _held_tile(spec))
+
+
+def _held_tile(spec: KernelSpec) -> tuple[int, int] | None:
+    """Returns `StagedBias.held_tile`, None where the register would spill.
+
+    At head dim 128 bounds, groups and second terms take it. A soft cap takes it from head dim 96 on.
+    """
+    largest = max(spec.head_dim, spec.v_head_dim)
+    is_plain = spec.bounds_kind == BoundsKind() and spec.group == 1 and spec.bias_terms == 1
+    has_register = largest <= 64 or (spec.folds_lse and largest <= (128 if is_plain else 96))
+    return (spec.config.main.queries, spec.config.main.keys) if spec.op == "backward" and has_register else None
 
 
 def weighed(probability: Float32, weight: Float32, at: Element, edge: Edge | None) -> tuple[Float32, Float32]:

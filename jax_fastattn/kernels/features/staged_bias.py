@@ -19,6 +19,7 @@ from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.places import Element, LoadedTile, Logit, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.features.stages import MatrixStage
+from jax_fastattn.kernels.plan import LiveRange
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class StagedBias(Feature):
         dtype: of a term.
         planes: of the bias.
         operand: the terms, `[T, columns, 1, terms planes]`.
+        held_tile: queries and keys of transposed tiles, if a lane's offset in them stays in a register; else None.
+        offset: that offset, since `hold`.
         tile: that has been loaded.
         address: of its stage.
         lane: what the lane passes to ldmatrix for the first 16 columns of the accumulator, since `read`.
@@ -43,6 +46,8 @@ class StagedBias(Feature):
     dtype: str
     planes: Planes
     operand: TmaOperand
+    held_tile: tuple[int, int] | None = None
+    offset: Any = None
     tile: Any = None
     address: Any = None
     lane: Any = None
@@ -61,6 +66,13 @@ class StagedBias(Feature):
             shared = wgmma.staged_tile(target, wgmma.OPERAND_DTYPE[self.dtype], shape, 1, shape[0] * shape[1])
             entry = plane + term * self.planes.scalars.bias_planes
             self.operand.copy_block(shared, (tile.query, tile.key), entry, barrier)
+
+    def hold(self, key: Int32, live: LiveRange) -> "StagedBias":
+        """Returns the feature with the lane's offset, if that stays in a register."""
+        del key, live
+        if self.held_tile is None:
+            return self
+        return replace(self, offset=_lane_offset(*self.held_tile, transposed=True))
 
     def load(self, tile: LoadedTile, address: Int32) -> "StagedBias":
         """Returns the feature with a tile in shared memory."""
@@ -97,14 +109,10 @@ class StagedBias(Feature):
 
     def _lane_address(self, tile: ScoreTile) -> Int32:
         """Returns the address that a lane passes to ldmatrix for the first 16 columns of the accumulator."""
-        # Read anew: a register for it would live through the loops. Of bits the compiler knows that none is a sign.
-        thread, shape = ptx.thread_index(), (self.tile.queries, self.tile.keys)
-        warp, lane = thread >> 5 & shape[int(tile.transposed)] // 16 - 1, thread & 31
-        if tile.transposed:
-            row, column = crossed_lane(lane)
-            return self.address + swizzled_offset(row, warp, column // 8, *shape)
-        row, column = plain_lane(lane)
-        return self.address + swizzled_offset(warp * 16 + row, 0, column // 8, *shape)
+        if self.offset is not None:
+            return self.address + self.offset
+        # Read anew: a register for it would live through the loops.
+        return self.address + _lane_offset(self.tile.queries, self.tile.keys, transposed=tile.transposed)
 
     def _load_block(self, tile: ScoreTile, block: int, term: int) -> list[Int32]:
         """Loads what a lane needs for 16 columns of the accumulator: of both of its rows, then 8 columns further."""
@@ -118,3 +126,15 @@ class StagedBias(Feature):
             atom, step = divmod(block, columns // 16)
             address = (self.lane ^ (32 * step)) + (start + atom * (queries * 2 * columns))
         return ptx.ldmatrix(address, transpose=tile.transposed)
+
+
+def _lane_offset(queries: int, keys: int, *, transposed: bool) -> Int32:
+    """Returns where in a tile a lane's address for ldmatrix lies, for the first 16 columns of the accumulator."""
+    # Of bits the compiler knows that none is a sign.
+    thread = ptx.thread_index()
+    warp, lane = thread >> 5 & (keys if transposed else queries) // 16 - 1, thread & 31
+    if transposed:
+        row, column = crossed_lane(lane)
+        return swizzled_offset(row, warp, column // 8, queries, keys)
+    row, column = plain_lane(lane)
+    return swizzled_offset(warp * 16 + row, 0, column // 8, queries, keys)
