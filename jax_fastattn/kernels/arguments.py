@@ -137,7 +137,8 @@ class BackwardBuffers(NamedTuple):
         dv: `[B, S, K, D]`.
         dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
         dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`.
-        dkey_bias: `[B, N, S]`, what each query head adds to the gradient of a bias of keys.
+        dkey_bias: `[B, N, S]`, what each query head adds to the gradient of a bias of keys. In the portable family
+            `[B, N column_warps, S]`: what each of the warps adds that share keys of a head.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
         dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
         tile_counter: `[1]`, how many tiles of keys CTAs have fetched.
@@ -195,6 +196,7 @@ class PortableBackwardBuffers(NamedTuple):
         query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
         query_lists, query_bits, key_records, query_ids: see `BackwardBuffers`.
         key_tile_counts: the same; these kernels do not read it.
+        key_lists, key_bits, key_classes, query_records, key_ids: see `BackwardBuffers`; for the kernel of dbias.
         sinks, bias, key_bias, row_bias, out, lse, dout, dlse, added: see `BackwardBuffers`.
         dq, dk, dv, dsinks_terms, dbias, dkey_bias: see `BackwardBuffers`.
         stats, dq_accum, tile_counter, dq_semaphore: see `sm80/backward/config.backward_scratch`.
@@ -213,6 +215,11 @@ class PortableBackwardBuffers(NamedTuple):
     key_tile_counts: Annotated[Any, Buffer("operand", "int32", needs="listed")]
     key_records: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     query_ids: Annotated[Any, Buffer("operand", "int32", needs="compared")]
+    key_lists: Annotated[Any, Buffer("operand", "int32", needs="lists_keys")]
+    key_bits: Annotated[Any, Buffer("operand", "int32", needs="lists_keys")]
+    key_classes: Annotated[Any, Buffer("operand", "int32", needs="classifies_keys")]
+    query_records: Annotated[Any, Buffer("operand", "int32", needs="compares_keys")]
+    key_ids: Annotated[Any, Buffer("operand", "int32", needs="compares_keys")]
     sinks: Annotated[Any, Buffer("operand", "float32", needs="dsinks")]
     bias: Annotated[Any, Buffer("operand", needs="matrix_bias", dtype_of="bias_storage")]
     key_bias: Annotated[Any, Buffer("operand", "float32", needs="key_bias")]

@@ -9,13 +9,13 @@ from typing import Literal
 
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.bias_shapes import bias_kind, stored_dtype
+from jax_fastattn.kernels.dbias_tiles import key_list_tiles
 from jax_fastattn.kernels.decode_config import BLOCK_ROWS, MAX_ROWS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm80.decode import config as sm80_decode
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
-from jax_fastattn.kernels.sm90.backward import dbias_config
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.split import heads_side_by_side
@@ -180,7 +180,7 @@ def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
     if not kernel.listed:
         return []
     found = [kernel.tiles_of(kernel.config)]
-    return [*found, dbias_config.key_list_tiles(kernel)] if kernel.op == "backward" and kernel.lists_keys else found
+    return [*found, key_list_tiles(kernel)] if kernel.op == "backward" and kernel.lists_keys else found
 
 
 def splits_keys(problem: Problem) -> bool:

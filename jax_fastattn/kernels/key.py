@@ -108,7 +108,7 @@ class KernelSpec:
     @property
     def classifies_keys(self) -> bool:
         """Whether it has the classes of their tiles, for the kernel that computes dbias alone."""
-        return self.listed and self.dmatrix_bias and self.family == "sm90"
+        return self.listed and self.dmatrix_bias
 
     @property
     def compares_keys(self) -> bool:

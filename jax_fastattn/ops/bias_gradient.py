@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from jax_fastattn.blocks import reduce_to
 from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_kind, bias_pitch
+from jax_fastattn.kernels.dbias_tiles import dbias_parts
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.dbias_config import dbias_parts
 from jax_fastattn.spec import HIDDEN_BIAS, Operands, Problem
 
 
@@ -39,14 +39,13 @@ def result_shapes(kernel: KernelSpec, problem: Problem, multiprocessors: int) ->
     """Returns the shapes of what a launch writes of the gradient of a bias, by name; none if it is not asked for."""
     shape = problem.bias_shape
     if kernel.dkey_bias:
-        return {"dkey_bias": (problem.batch, problem.num_heads, problem.key_length)}
+        warps = kernel.config.column_warps if kernel.family == "sm80" else 1
+        return {"dkey_bias": (problem.batch, problem.num_heads * warps, problem.key_length)}
     if not kernel.dmatrix_bias or shape is None:
         return {}
     planes, pitch = shape[0] * shape[1], bias_pitch(shape, problem.key_length)
-    parts = 1
-    if kernel.family == "sm90":
-        sharing = problem.batch * problem.num_heads // planes
-        parts = dbias_parts((planes, problem.query_length, problem.key_length), sharing, multiprocessors)
+    sharing = problem.batch * problem.num_heads // planes
+    parts = dbias_parts((planes, problem.query_length, problem.key_length), sharing, multiprocessors)
     return {"dbias": (parts, planes, problem.query_length, pitch)}
 
 

@@ -26,10 +26,10 @@ from emulated_prepass import Predicate
 
 from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import configured
+from jax_fastattn.kernels.dbias_tiles import key_list_tiles
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.launch_arguments import launch_buffers
 from jax_fastattn.kernels.sm90.backward.config import backward_scratch
-from jax_fastattn.kernels.sm90.backward.dbias_config import key_list_tiles
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
 
 CAP = 1.5

@@ -56,8 +56,9 @@ class DkdvDqConfig:
     dq_roles: int = 2
     blocks: int = 1
 
-    # One kernel computes all gradients, and adds dq up in a buffer.
+    # One kernel computes all gradients, and adds dq up in a buffer. There is none of dq alone.
     adds_dq: ClassVar[bool] = True
+    dq: ClassVar[None] = None
 
     @property
     def keys(self) -> int:

@@ -22,6 +22,8 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.dbias_schedule import HIDDEN, LAST, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.sequences import Sequence
@@ -32,9 +34,8 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT
-from jax_fastattn.kernels.sm90.backward.dbias_config import KEYS, ROWS, DbiasMemory
+from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
 from jax_fastattn.kernels.sm90.backward.dbias_consumer import DbiasConsumer
-from jax_fastattn.kernels.sm90.backward.dbias_schedule import HIDDEN, LAST, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.sm90.backward.dbias_shared import DbiasShared
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 

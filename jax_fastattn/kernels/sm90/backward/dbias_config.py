@@ -9,41 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
 from jax_fastattn.kernels.device.regions import Barriers, Region, Row
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, TwoConsumers, padded_head_dim
-from jax_fastattn.kernels.tile_lists import PrepassConfig
-
-# Queries and keys of a tile of the bias.
-ROWS, KEYS = 2 * WARPGROUP_ROWS, 128
 
 # Items whose statistics may be on their way.
 _ITEMS = 2
-
-
-# Bytes that parts of a gradient may take.
-_PARTS_NBYTES = 128 << 20
-
-
-def dbias_parts(shape: tuple[int, int, int], sharing: int, multiprocessors: int) -> int:
-    """Returns in how many parts a gradient is computed, each with some of the items of every tile.
-
-    That is the smallest number within 5 % of the best balance over the SMs.
-
-    Args:
-        shape: planes, queries and keys.
-        sharing: how many pairs of a batch entry and a head share a plane.
-        multiprocessors: of the GPU.
-    """
-    planes, queries, keys = shape
-    tiles = planes * -(-queries // ROWS) * -(-keys // KEYS)
-    most = min(sharing, max(_PARTS_NBYTES // max(4 * planes * queries * keys, 1), 1), 2 * multiprocessors)
-    waves = {parts: -(-tiles * parts // multiprocessors) / parts for parts in range(1, most + 1)}
-    best = min(waves.values())
-    return next(parts for parts, steps in waves.items() if steps <= 1.05 * best)
 
 
 @dataclass(frozen=True)
@@ -55,16 +30,6 @@ class DbiasConfig(TwoConsumers):
     """
 
     stages: int
-
-    @property
-    def prepass(self) -> PrepassConfig:
-        """The tiles of the prepass for its lists."""
-        return PrepassConfig(ROWS, KEYS)
-
-
-def key_list_tiles(spec: KernelSpec) -> PrepassConfig:
-    """Returns the tiles of the lists of keys of a backward pass: those of the dq kernel, else those of this one."""
-    return spec.tiles_of(spec.config.dq or DbiasConfig(1))
 
 
 def chunk_columns(*head_dims: int) -> int:

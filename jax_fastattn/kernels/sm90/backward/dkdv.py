@@ -27,14 +27,14 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.key_sums import KeySums, LaneKeys
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.dkdv_role import DkdvState, Role, Stages
 from jax_fastattn.kernels.sm90.backward.dkdv_weights import WeightExchange
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile
 from jax_fastattn.kernels.sm90.backward.key_stationary import KeyStationary
-from jax_fastattn.kernels.sm90.backward.key_sums import KeySums
-from jax_fastattn.kernels.sm90.backward.mask import Lane, QueryMask
+from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
@@ -146,8 +146,9 @@ class DkdvConsumer:
 
         def finish_head(member: Int32) -> None:
             assert sums is not None
-            lane = Lane(state.thread, state.row, self.weights.lane_column)
-            sums.store(buffers.dkey_bias, work, member, lane, self._are_live(work))
+            head = work.queries.head(work.num_heads, work.first_head + member)
+            keys = LaneKeys(head, work.keys.length, work.row + state.row, self.weights.lane_column)
+            sums.store(buffers.dkey_bias, keys, self._are_live(work))
             sums.clear()
 
         def compute_dv() -> None:

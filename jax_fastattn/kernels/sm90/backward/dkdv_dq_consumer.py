@@ -17,12 +17,12 @@ from jax_fastattn.kernels.device import copies, ptx, warp_scores, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.key_sums import KeySums, LaneKeys
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_dq_products import DkdvDqProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
-from jax_fastattn.kernels.sm90.backward.key_sums import KeySums
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges, Phase
@@ -113,7 +113,9 @@ class DkdvDqConsumer:
                 self.key_sums.clear()
             visit_tiles(lambda _, index, edges: self._tile(head, index, edges))
             if self.key_sums is not None:
-                self.key_sums.store(buffers.dkey_bias, work, member, read_lane(config), None)
+                lane, head = read_lane(config), work.queries.head(work.num_heads, work.first_head + member)
+                keys = LaneKeys(head, work.keys.length, work.row + lane.row, lane.column)
+                self.key_sums.store(buffers.dkey_bias, keys, None)
 
         def visit_tile(member: Int32, index: Int32, edges: Edges | None) -> None:
             self._tile(QueryHead.start(work, member, self.score, self.mask.row), index, edges)

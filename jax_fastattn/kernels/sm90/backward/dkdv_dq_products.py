@@ -19,8 +19,8 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.key_sums import KeySums
 from jax_fastattn.kernels.score import Edge, Score, packed_weights, weighed
-from jax_fastattn.kernels.sm90.backward.key_sums import KeySums
 from jax_fastattn.kernels.sm90.backward.shared import STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
@@ -181,7 +181,7 @@ class DkdvDqProducts:
             factors = ptx.unpack(pair, dtype=self._mma_dtype)
             values = [factors[e] * self.scores[2 * i + e] for e in range(2)]
             if sums is not None:
-                sums.add(i, values)
+                sums.add(i % 2, values)
             pairs[i] = ptx.pack(*values, dtype=self._mma_dtype)
         return _copied(self.ds_fragment)
 

@@ -14,10 +14,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.key_sums import KeySums
 from jax_fastattn.kernels.score import Edge, packed_weights
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import QueryHead
-from jax_fastattn.kernels.sm90.backward.key_sums import KeySums
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.visits import Edges
@@ -82,7 +82,7 @@ class WeightExchange:
                 weights = ptx.unpack(chunk, dtype=self._mma_dtype)
                 values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
                 if self.key_sums is not None:
-                    self.key_sums.add(j, values)
+                    self.key_sums.add(j % 2, values)
                 pairs.append(ptx.pack(*values, dtype=self._mma_dtype))
         return pairs
 

@@ -3,7 +3,8 @@
 """Which tiles of a bias a CTA of `dbias.py` works on, and which pairs of a batch entry and a head read each.
 
 Such a pair is an item. A CTA sums over the items of a tile in their order: batch entries fastest, then heads. Few tiles
-are split in parts, each with some of the items, for want of work for all SMs; XLA sums the parts.
+are split in parts, each with some of the items, for want of work for all SMs; XLA sums the parts. Both families
+have such a kernel.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments import BackwardBuffers, PortableBackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS, key_list_tiles
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.compared import ComparedRows
@@ -22,8 +24,9 @@ from jax_fastattn.kernels.features.places import Head, LoadedTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.plan import Bounds
-from jax_fastattn.kernels.sm90.backward.dbias_config import KEYS, ROWS, key_list_tiles
 from jax_fastattn.kernels.tile_lists import ALL, HAS_DEAD_ROWS, SOME, PrepassConfig
+
+Buffers = BackwardBuffers | PortableBackwardBuffers
 
 # Kinds of a tile in the scores of an item: for each 64 keys whether some pair is visible, and whether all are, a bit
 # each, then whether some query sees nothing.
@@ -54,7 +57,7 @@ class DbiasTile(NamedTuple):
     end: Int32
 
     @classmethod
-    def of(cls, index: Int32, sizes: Sizes) -> "DbiasTile":
+    def of(cls, index: Int32, sizes: Scalars | Sizes) -> "DbiasTile":
         """Returns the tile that has an index in the order: along the keys, the queries, the planes, the parts."""
         columns, rows = copies.count(sizes.key_length, KEYS), copies.count(sizes.query_length, ROWS)
         column, index = index % columns, index // columns
@@ -97,18 +100,18 @@ class DbiasSchedule:
         """Returns how many CTAs a launch has."""
         return Int32(cutlass.min(self.count(scalars), scalars.multiprocessors))
 
-    def each(self, sizes: Sizes, visit: Callable[[DbiasTile], None]) -> None:
+    def each(self, sizes: Scalars | Sizes, visit: Callable[[DbiasTile], None]) -> None:
         """Calls `visit` for the tiles of a CTA."""
         first, count = cute.arch.block_idx()[0], self.count(sizes)
         with while_generate([first], lambda index: Boolean(index < count)) as (index,):
             visit(DbiasTile.of(index, sizes))
             yield_out([index + cute.arch.grid_dim()[0]])
 
-    def bounds(self, head: Head, buffers: BackwardBuffers, sizes: Sizes) -> Bounds:
+    def bounds(self, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> Bounds:
         """Returns what the queries of a batch entry may see."""
         return Sequence.of_entry(self.spec, head.batch, buffers, sizes).bounds()
 
-    def look(self, tile: DbiasTile, head: Head, buffers: BackwardBuffers, sizes: Sizes) -> tuple[Int32, Int32]:
+    def look(self, tile: DbiasTile, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> tuple[Int32, Int32]:
         """Returns the kind of a tile in the scores of a head, see `HIDDEN`, and `ItemList.place`; 0 without lists.
 
         They may be others in each lane.
@@ -140,13 +143,13 @@ class ItemList:
 
     config: PrepassConfig
     tile: DbiasTile
-    buffers: BackwardBuffers
-    sizes: Sizes
+    buffers: Buffers
+    sizes: Scalars | Sizes
     place: Int32
     row: Int32 | None = None
 
     @classmethod
-    def of(cls, spec: KernelSpec, tile: DbiasTile, head: Head, buffers: BackwardBuffers, sizes: Sizes) -> "ItemList":
+    def of(cls, spec: KernelSpec, tile: DbiasTile, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> "ItemList":
         """Returns that of an item, given its head."""
         planes = Planes.of(sizes)
         plane = planes.bits(head.batch, head.head, head.head // spec.group)
