@@ -24,9 +24,11 @@ from jax_fastattn.kernels.device.tma import TmaOperand
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bits import BitRow, Bits
 from jax_fastattn.kernels.features.bounds import Visibility, hide
+from jax_fastattn.kernels.features.copied_bias import CopiedBias
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.global_bias import GlobalBias
 from jax_fastattn.kernels.features.key_bias import KeyBias
+from jax_fastattn.kernels.features.pair_bias import PairBias
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.features.row_bias import row_bias
@@ -108,7 +110,7 @@ class Score:
         buffers: Buffers | DecodeBuffers,
         scalars: Scalars | Sizes,
         scale: Float32,
-        bias: TmaOperand | None = None,
+        bias: TmaOperand | CopiedBias | None = None,
     ) -> "Score":
         """Returns that of a backward launch, with a scale of any sign.
 
@@ -117,7 +119,8 @@ class Score:
             buffers: of the launch.
             scalars: of the launch.
             scale: the factor on products.
-            bias: a bias of pairs as TMA loads it; None if the kernel has no stages for it.
+            bias: a bias of pairs as TMA loads it, or from the tile that the kernel has copied; None if the kernel has
+                no room for it.
         """
         features = _features(spec, buffers, scalars, bias)
         factor, is_scaled = scale * LOG2_E, bool(_with(features, "logit"))
@@ -304,7 +307,9 @@ class Score:
         return Edge(rows, self.rules)
 
 
-def _features(spec: KernelSpec, buffers: Any, scalars: Scalars | Sizes, bias: TmaOperand | None) -> tuple[Feature, ...]:
+def _features(
+    spec: KernelSpec, buffers: Any, scalars: Scalars | Sizes, bias: TmaOperand | CopiedBias | None
+) -> tuple[Feature, ...]:
     """Returns the features of a launch before the soft cap: a bias, then programs."""
     found: list[Feature] = []
     planes = Planes(scalars, spec.group)
@@ -317,15 +322,17 @@ def _features(spec: KernelSpec, buffers: Any, scalars: Scalars | Sizes, bias: Tm
     return (*found, *_each(spec.programs, "bind", buffers))
 
 
-def _matrix_bias(spec: KernelSpec, buffers: Any, planes: Planes, operand: TmaOperand | None) -> StagedBias | GlobalBias:
+def _matrix_bias(spec: KernelSpec, buffers: Any, planes: Planes, operand: TmaOperand | CopiedBias | None) -> PairBias:
     """Returns the bias of pairs of a launch that has one.
 
     Args:
         spec: the compile key.
         buffers: of the launch.
         planes: of the bias.
-        operand: the matrix as TMA loads it; None if the kernel has no stages for it.
+        operand: see `Score.backward`.
     """
+    if isinstance(operand, CopiedBias):
+        return operand
     if operand is None:
         return GlobalBias(buffers.bias, spec.bias_storage, spec.bias_terms, planes)
     return StagedBias(MatrixStage(spec.bias_terms), spec.bias_storage, planes, operand, _held_tile(spec))

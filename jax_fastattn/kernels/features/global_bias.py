@@ -3,20 +3,19 @@
 """A bias of pairs, a matrix that is added to the logits, from global memory: each lane loads its pairs."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.device.softmax import LOG2_E
-from jax_fastattn.kernels.features.feature import Feature
-from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
+from jax_fastattn.kernels.features.pair_bias import PairBias, total
+from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
 
 
 @dataclass(frozen=True)
-class GlobalBias(Feature):
+class GlobalBias(PairBias):
     """Adds a matrix from global memory. Any kernel can have it.
 
     Attributes:
@@ -27,9 +26,6 @@ class GlobalBias(Feature):
         first: address of the plane of the head, of the first term.
         registers: of the lane, by the two elements that they belong to, since `read`.
     """
-
-    # By -inf.
-    hides_in_full: ClassVar[bool] = True
 
     operand: cute.Pointer
     dtype: str
@@ -47,20 +43,9 @@ class GlobalBias(Feature):
         del tile
         return replace(self, registers={})
 
-    def logit(self, x: Logit, at: Element) -> Logit:
-        """Returns the logit with the bias of its pair."""
-        return x.plus(self.value(at) * LOG2_E)
-
-    def term(self, at: Element, less: Float32) -> Float32:
-        """Returns the bias of a pair in base 2, less a number."""
-        return ptx.fma(self.value(at), Float32(LOG2_E), -less)
-
     def value(self, at: Element) -> Float32:
         """Returns the bias of a pair, the sum of its terms."""
-        first, *others = [self._term(at, term) for term in range(self.terms)]
-        for other in others:
-            first = first + other
-        return first
+        return total([self._term(at, term) for term in range(self.terms)])
 
     @property
     def _plane_nbytes(self) -> Int64:

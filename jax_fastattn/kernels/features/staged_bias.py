@@ -6,24 +6,23 @@ TMA loads tiles of it, from which ldmatrix reads the pairs of an accumulator.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from cutlass import Float32, Int8, Int32, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
-from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.device.tma import TmaOperand
 from jax_fastattn.kernels.device.warp_scores import swizzled_offset
-from jax_fastattn.kernels.features.feature import Feature
-from jax_fastattn.kernels.features.places import Element, LoadedTile, Logit, ScoreTile
+from jax_fastattn.kernels.features.pair_bias import PairBias, total
+from jax_fastattn.kernels.features.places import Element, LoadedTile, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.features.stages import MatrixStage
 from jax_fastattn.kernels.plan import LiveRange
 
 
 @dataclass(frozen=True)
-class StagedBias(Feature):
+class StagedBias(PairBias):
     """Adds a matrix that TMA loads. A stage has the tile `[queries, keys]` of each term, one after the other.
 
     Attributes:
@@ -38,9 +37,6 @@ class StagedBias(Feature):
         lane: what the lane passes to ldmatrix for the first 16 columns of the accumulator, since `read`.
         registers: of the lane, by the 16 rows and the 16 columns that they belong to, since `read`.
     """
-
-    # By -inf.
-    hides_in_full: ClassVar[bool] = True
 
     stage: MatrixStage
     dtype: str
@@ -88,24 +84,13 @@ class StagedBias(Feature):
         registers = {block: [self._load_block(tile, block, term) for term in terms] for block in range(rows)}
         return replace(self, registers=registers)
 
-    def logit(self, x: Logit, at: Element) -> Logit:
-        """Returns the logit with the bias of its pair."""
-        return x.plus(self.value(at) * LOG2_E)
-
-    def term(self, at: Element, less: Float32) -> Float32:
-        """Returns the bias of a pair in base 2, less a number."""
-        return ptx.fma(self.value(at), Float32(LOG2_E), -less)
-
     def value(self, at: Element) -> Float32:
         """Returns the bias of a pair, the sum of its terms."""
         block, half = divmod(at.column // 8, 2)
         if block not in self.registers:
             self.registers[block] = [self._load_block(at.tile, block, term) for term in range(self.stage.terms)]
         words = [registers[2 * half + at.i] for registers in self.registers[block]]
-        first, *others = [ptx.unpack(word, dtype=ptx.MMA_DTYPE[self.dtype])[at.column % 2] for word in words]
-        for other in others:
-            first = first + other
-        return first
+        return total([ptx.unpack(word, dtype=ptx.MMA_DTYPE[self.dtype])[at.column % 2] for word in words])
 
     def _lane_address(self, tile: ScoreTile) -> Int32:
         """Returns the address that a lane passes to ldmatrix for the first 16 columns of the accumulator."""
