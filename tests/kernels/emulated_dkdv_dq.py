@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the three kernels of the portable backward in `warp_emulator` and compares with a float64 reference."""
+"""Runs the kernels of the portable backward in `warp_emulator` and compares with a float64 reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import warp_emulator
-from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks_buffer, visibility
+from emulated_backward import (
+    Sizes,
+    compare_dbias,
+    compare_dsinks_terms,
+    dbias_buffers,
+    draw_operands,
+    dsinks_buffer,
+    visibility,
+)
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
 from jax_fastattn.kernels.key import KernelSpec
@@ -33,7 +41,7 @@ class Run:
         self.arrays |= {
             name: np.full(self.arrays[x].shape, np.nan, self.arrays[x].dtype) for name, x in operands.items()
         }
-        self.arrays |= dsinks_buffer(spec, sizes)
+        self.arrays |= dsinks_buffer(spec, sizes) | dbias_buffers(spec, sizes)
         scratch = backward_scratch(spec, sizes.batch, sizes.queries, sizes.kv_heads * spec.group)
         for name, shape in scratch.items():
             dtype = launch_buffers(spec)[name]
@@ -61,6 +69,10 @@ class Run:
             np.testing.assert_allclose(self.read(name).astype(np.float64), wanted, atol=atol, rtol=0, err_msg=name)
         if self.spec.dsinks:
             compare_dsinks_terms(self.read("dsinks_terms"), self.wanted["dsinks_terms"], tolerance)
+        if self.spec.dbias:
+            found = {name: self.read(name).astype(np.float64) for name in dbias_buffers(self.spec, self.sizes)}
+            pairs = visibility(self.spec, self.sizes)[2][:, None]
+            compare_dbias(self.spec, self.sizes, found, self.wanted["dbias"], pairs, tolerance)
         stats, lse, delta = self.read("stats").swapaxes(1, 2), self.wanted["lse"], self.wanted["delta"]
         factor, (sees, _, _) = log2_probability_factor(self.spec, self.kernel.config), visibility(self.spec, self.sizes)
         lse_scaled = np.where(np.isneginf(lse) | ~sees[..., None], np.inf, lse * math.log2(math.e) - factor)
@@ -74,4 +86,6 @@ def check(spec: KernelSpec, sizes: Sizes | None = None, schedule: str = "second"
     run.run("Preprocess")
     run.run("DkdvDq", schedule=schedule)
     run.run("Convert")
+    if spec.dmatrix_bias:
+        run.run("Dbias", schedule=schedule)
     run.compare()

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Backward attention with mma.sync and cp.async: preprocess, one kernel for dk, dv and sums of dq, conversion to dq."""
+"""Backward attention with mma.sync and cp.async: preprocess, one kernel for dk, dv and sums of dq, conversion to dq.
+
+If the gradient of a bias of pairs is asked for, a last kernel computes it.
+"""
 
 import cuda.bindings.driver as cuda
 from cutlass import cute
@@ -12,6 +15,7 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import ORDERED_NBYTES, DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.convert import ConvertKernel
+from jax_fastattn.kernels.sm80.backward.dbias import DbiasKernel
 from jax_fastattn.kernels.sm80.backward.dkdv_dq import DkdvDqKernel, HeadOrder
 from jax_fastattn.kernels.sm80.backward.preprocess import PreprocessKernel
 
@@ -29,20 +33,23 @@ class BackwardKernel:
         self.preprocess = PreprocessKernel(spec)
         self.dkdv_dq = DkdvDqKernel(spec)
         self.convert = ConvertKernel(spec)
+        if spec.dmatrix_bias:
+            self.dbias = DbiasKernel(spec)
 
     @cute.jit
     def __call__(self, buffers: PortableBackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
-        """Launches the three kernels."""
+        """Launches the kernels."""
         start_all(self.launches(buffers, scalars, self.order(scalars)), stream)
 
     def launches(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
         """Returns what is launched, in order."""
         query_tiles = self.preprocess.schedule.blocks(scalars.query_length, scalars.batch, scalars.num_heads)
-        return [
+        launches = [
             self.preprocess.launch(buffers, scalars, query_tiles),
             self.dkdv_dq.launch(buffers, scalars, order),
             self.convert.launch(buffers, scalars, query_tiles),
         ]
+        return [*launches, self.dbias.launch(buffers, scalars)] if self.spec.dmatrix_bias else launches
 
     def order(self, scalars: Scalars) -> HeadOrder:
         """Returns the order in which CTAs take key tiles."""

@@ -1,0 +1,296 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a bias `[b, n, T, S]` with mma.sync: a CTA owns a tile of it, and sums over what broadcasts.
+
+Eight warps of 32 queries and 64 keys each keep a float32 sum of dS in registers (`dbias_sum.py`). For each item, a pair
+of a batch entry and a query head that reads the tile:
+
+    S = Q K^T    dP = dO V^T    sum += P (dP - delta)
+
+The bias of the tile is copied once, if shared memory has room for it. Q and K, and then dO and V, pass through one ring
+some columns at a time, so that any head dim fits. Items whose tile is hidden are left out. There are no atomics and no
+sums in memory: the same bits in every run.
+
+Nothing that is hidden is zeroed: whatever it holds reaches its own pairs only, which are selected away. Reads the
+statistics that `preprocess.py` writes.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass.cutlass_dsl import while_generate, yield_out
+
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.dbias_schedule import FULL, HIDDEN, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.dbias_sum import DbiasSum, Hidden, Lane
+from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
+from jax_fastattn.kernels.device import copies, mma, ptx
+from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.features.copied_bias import CopiedBias
+from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.planes import Planes
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.score import Edge, Score
+from jax_fastattn.kernels.sm80.backward import gradient
+from jax_fastattn.kernels.sm80.backward.dbias_config import (
+    COLUMN_WARPS,
+    THREADS,
+    WARP_COLUMNS,
+    WARP_ROWS,
+    Chunk,
+    DbiasMemory,
+)
+from jax_fastattn.kernels.sm80.backward.visible_items import Item, VisibleItems
+
+# Blocks of 16 rows and of 8 columns of a warp.
+_BLOCKS = WARP_ROWS // 16, WARP_COLUMNS // 8
+
+
+class DbiasKernel:
+    """Writes dbias, or float32 parts of it. One CTA for each tile of each part.
+
+    Args:
+        spec: the compile key.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        stages.refuse(spec.programs, "the kernel of a bias's gradient")
+        self.spec = spec
+        self.memory = DbiasMemory.of(spec)
+        self.schedule = DbiasSchedule(spec)
+
+    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars) -> Launch:
+        """Returns the launch of the kernel."""
+        return Launch(
+            self.kernel,
+            (buffers, scalars),
+            grid=self.schedule.count(scalars),
+            block=THREADS,
+            shared_bytes=self.memory.nbytes,
+        )
+
+    @cute.kernel
+    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
+        tile = DbiasTile.of(cute.arch.block_idx()[0], scalars)
+        DbiasCta.start(self.spec, self.memory, self.schedule, (buffers, scalars), tile).run()
+
+
+@dataclass(frozen=True, eq=False)
+class DbiasCta:
+    """What a thread does for the tile of its CTA.
+
+    Attributes:
+        spec: the compile key.
+        memory: the layout of shared memory.
+        tile: the tile.
+        buffers, scalars: of the launch.
+        shared: address of shared memory.
+        lane: where the thread's part of the tile lies.
+        score: from products to probabilities.
+        items: the items that see something.
+        sum: the sum.
+        stage: that of the next chunk to be read, `[1]`.
+    """
+
+    spec: KernelSpec
+    memory: DbiasMemory
+    tile: DbiasTile
+    buffers: PortableBackwardBuffers
+    scalars: Scalars
+    shared: Int32
+    lane: Lane
+    score: Score
+    items: VisibleItems
+    sum: DbiasSum
+    stage: cute.Tensor
+
+    @classmethod
+    def start(
+        cls,
+        spec: KernelSpec,
+        memory: DbiasMemory,
+        schedule: DbiasSchedule,
+        launch: tuple[PortableBackwardBuffers, Scalars],
+        tile: DbiasTile,
+    ) -> "DbiasCta":
+        """Returns the CTA with its registers."""
+        shared, lane = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint(), _lane()
+        total = cute.make_rmem_tensor((_BLOCKS[0] * _BLOCKS[1] * 4,), Float32)
+        stage = cute.make_rmem_tensor((1,), Int32)
+        total.fill(0.0)
+        stage.fill(0)
+        bias = None
+        if memory.config.copies_bias:
+            address = shared + memory.table.offset("bias") + memory.bias.offset(lane.row, lane.column)
+            bias = CopiedBias(address, memory.bias, spec.bias_storage, spec.bias_terms)
+        return cls(
+            spec=spec,
+            memory=memory,
+            tile=tile,
+            buffers=launch[0],
+            scalars=launch[1],
+            shared=shared,
+            lane=lane,
+            score=Score.backward(spec, *launch, launch[1].scale, bias),
+            items=VisibleItems.of(schedule, tile, *launch),
+            sum=DbiasSum(spec, schedule, *launch, total, _BLOCKS[1]),
+            stage=stage,
+        )
+
+    def run(self) -> None:
+        """Computes the tile, and stores it: zeros if no item sees anything."""
+        first = self.items.next()
+        cutlass.if_generate(first.kind != HIDDEN, lambda: self._begin(first))
+        with while_generate([*first], lambda index, kind, place: Boolean(kind != HIDDEN)) as item:
+            following = self.items.next()
+            self._item(Item(*item), following)
+            yield_out([*following])
+        cute.arch.cp_async_wait_group(0)
+        self._scale()
+        self.sum.store(self.tile, self.lane)
+
+    def _scale(self) -> None:
+        """Takes the factor on P off the sum."""
+        factor, total = gradient.log2_probability_factor(self.spec, self.spec.config), self.sum.total
+        for i in range(cute.size(total)) if factor else ():
+            total[i] = total[i] * 2.0**-factor
+
+    # Copies.
+
+    @property
+    def _ahead(self) -> int:
+        """How many chunks are on their way while one is read."""
+        return self.memory.config.stages - 1
+
+    @property
+    def _chunks(self) -> tuple[Chunk, ...]:
+        """Those of Q and K, then those of dO and V."""
+        return self.memory.query_chunks + self.memory.dout_chunks
+
+    def _begin(self, first: Item) -> None:
+        """Starts the copies of the bias, and of the first chunks."""
+        if self.memory.config.copies_bias:
+            for term in range(self.spec.bias_terms):
+                self._copy_bias(term)
+        for chunk in range(self._ahead):
+            self._copy(first, chunk, Int32(chunk))
+            cute.arch.cp_async_commit_group()
+
+    def _copy_bias(self, term: int) -> None:
+        """Starts the copies of a term of the bias, zeros past the end."""
+        tile, scalars, shape = self.tile, self.scalars, self.memory.bias
+        plane = Planes(scalars, self.spec.group).of_head(tile.first) + scalars.bias_planes * term
+        source = self.buffers.bias.toint() + Int64(plane) * scalars.query_length * (scalars.bias_pitch * 2)
+        target = self.shared + self.memory.table.offset("bias") + term * shape.nbytes
+        copy_shape = CopyShape(shape, THREADS)
+        row, chunk = copy_shape.thread_chunk(self.lane.thread)
+        for first_row, first_chunk, _, _ in copy_shape.passes():
+            at, column = row + first_row, (chunk + first_chunk) * CHUNK
+            query, key = tile.row * ROWS + at, tile.column * KEYS + column
+            exists = Boolean(Boolean(query < scalars.query_length) & Boolean(key < scalars.bias_pitch))
+            address = source + (Int64(query) * scalars.bias_pitch + key) * 2
+            size = ptx.where(exists, Int32(16), Int32(0))
+            ptx.copy_async_or_zero(target + shape.offset(at, column), ptx.where(exists, address, source), size)
+
+    def _copy(self, item: Item, which: int, stage: Int32) -> None:
+        """Starts the copies of a chunk of an item, zeros for rows past the end."""
+        buffers, scalars, spec, tile = self.buffers, self.scalars, self.spec, self.tile
+        head = tile.head(item.index)
+        sequence, chunk = Sequence.of_entry(spec, head.batch, buffers, scalars), self._chunks[which]
+        of_query = which < len(self.memory.query_chunks)
+        head_dim = spec.head_dim if of_query else spec.v_head_dim
+        sides = (
+            (buffers.query if of_query else buffers.dout, sequence.queries, tile.row * ROWS, 1),
+            (buffers.key if of_query else buffers.value, sequence.keys, tile.column * KEYS, spec.group),
+        )
+        for side, (operand, span, first, group) in enumerate(sides):
+            heads = scalars.num_heads // group
+            source = operand.toint() + span.row_head(first, heads, head.head // group) * (2 * head_dim)
+            stride, rows = gradient.row_stride(heads, head_dim), copies.Rows(None, span.length - first)
+            target = self._address(stage, chunk, side)
+            copies.load_tile(chunk.tile, THREADS, self.lane.thread, target, source + 2 * chunk.first, stride, rows)
+
+    def _address(self, stage: Int32, chunk: Chunk, side: int) -> Int32:
+        """Returns the address of the queries (0) or the keys (1) of a stage."""
+        table = self.memory.table
+        return self.shared + table.offset("ring") + stage * table["ring"].pitch + side * chunk.tile.nbytes
+
+    def _copy_ahead(self, item: Item, following: Item, which: int) -> None:
+        """Starts the copies of a later chunk, which may be one of the item that follows."""
+        which, count = which + self._ahead, len(self._chunks)
+        stage = self.stage[0] + self._ahead
+        stage = ptx.where(stage >= self.memory.config.stages, stage - self.memory.config.stages, stage)
+        if which < count:
+            self._copy(item, which, stage)
+        else:
+            cutlass.if_generate(following.kind != HIDDEN, lambda: self._copy(following, which - count, stage))
+        cute.arch.cp_async_commit_group()
+
+    # One item.
+
+    def _item(self, item: Item, following: Item) -> None:
+        """Adds the dS of an item."""
+        head, scores = self.tile.head(item.index), self.sum.scores(self.tile, self.lane)
+        lse2, deltas = self._statistics(item)
+        weights, change = mma.zeros(*_BLOCKS), [-deltas[scores.at(i).i] for i in range(cute.size(self.sum.total))]
+        for which in range(len(self._chunks)):
+            of_query = which < len(self.memory.query_chunks)
+            self._multiply(item, following, which, weights if of_query else change)
+            if which + 1 == len(self.memory.query_chunks):
+                self._weigh(weights, self.score.start(head), scores, lse2)
+        hidden = Hidden(item.kind, head, lambda: item.place, lse2)
+
+        def add(edge: Edge | None) -> None:
+            self.sum.add(scores, lambda i: weights[i], lambda i, at: change[i], edge)
+
+        cutlass.if_generate(
+            item.kind == FULL,
+            lambda: add(None),
+            lambda: add(self.sum.edge(self.score, self.tile, self.lane, hidden)),
+        )
+
+    def _statistics(self, item: Item) -> tuple[list[Float32], list[Float32]]:
+        """Returns the log-sum-exps in base 2 and delta of the lane's rows; past the end those of the last query."""
+        head, scalars = self.tile.head(item.index), self.scalars
+        queries = Sequence.of_entry(self.spec, head.batch, self.buffers, scalars).queries
+        source = self.buffers.stats.toint() + queries.head_row(scalars.num_heads, head.head) * 8
+        first = self.tile.row * ROWS + self.lane.row
+        rows = [Int32(cutlass.min(first + 8 * i, scalars.query_length - 1)) for i in range(self.sum.lane_rows)]
+        pairs = [[ptx.from_bits(x) for x in ptx.load_constant_pair(source + Int64(row) * 8)] for row in rows]
+        return [lse2 for lse2, _ in pairs], [delta for _, delta in pairs]
+
+    def _multiply(self, item: Item, following: Item, which: int, acc: mma.Accumulator) -> None:
+        """Adds the product of a chunk to S or dP."""
+        cute.arch.cp_async_wait_group(self._ahead - 1)
+        cute.arch.sync_threads()
+        self._copy_ahead(item, following, which)
+        chunk, stage, thread_lane = self._chunks[which], self.stage[0], self.lane.thread & 31
+        tile, warp_row = chunk.tile, self.lane.fragment * 16
+        row, column = plain_lane(thread_lane)
+        load_a = mma.load_a(tile, self._address(stage, chunk, 0) + tile.offset(warp_row + row, column))
+        row, column = crossed_lane(thread_lane)
+        load_b = mma.load_b(tile, self._address(stage, chunk, 1) + tile.offset(self.lane.warp_column + row, column))
+        # Zeros fill columns up to the next step.
+        mma.gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b, ptx.MMA_DTYPE[self.spec.dtype])
+        self.stage[0] = ptx.where(stage + 1 == self.memory.config.stages, Int32(0), stage + 1)
+
+    @staticmethod
+    def _weigh(weights: mma.Accumulator, score: Score, scores: ScoreTile, lse2: list[Float32]) -> None:
+        """Turns S into weights in place, see `score.py`."""
+        score = score.read(scores)
+        for i in range(len(weights)):
+            at = scores.at(i)
+            _, weights[i] = score.gradient(weights[i], lse2[at.i], at)
+
+
+def _lane() -> Lane:
+    """Returns where a thread's part of a tile lies."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    row, column = accumulator_lane(thread % 32)
+    warp_row, warp_column = warp // COLUMN_WARPS * WARP_ROWS, warp % COLUMN_WARPS * WARP_COLUMNS
+    return Lane(thread, warp_row // 16, warp_row + row, warp_column + column, warp_column)

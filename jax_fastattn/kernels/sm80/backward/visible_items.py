@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The items of a tile of `dbias.py` that see something, one after the other. All warps find the same ones."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.cutlass_dsl import while_generate, yield_out
+
+from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.dbias_schedule import HIDDEN, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.device import ptx
+
+# Items that are looked at together, a lane at each.
+_LANES = 32
+
+
+class Item(NamedTuple):
+    """An item.
+
+    Attributes:
+        index: its number.
+        kind: of the tile, see `dbias_schedule.HIDDEN`, which says that none is left.
+        place: see `ItemList.place`.
+    """
+
+    index: Int32
+    kind: Int32
+    place: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class VisibleItems:
+    """Finds items.
+
+    Attributes:
+        schedule: of the launch.
+        tile: the tile.
+        buffers, scalars: of the launch.
+        looks: what the lane has seen of an item: kind and place.
+        left: the first item that lanes have looked at, and a bit for each one that sees something and was not returned.
+    """
+
+    schedule: DbiasSchedule
+    tile: DbiasTile
+    buffers: PortableBackwardBuffers
+    scalars: Scalars
+    looks: cute.Tensor
+    left: cute.Tensor
+
+    @classmethod
+    def of(
+        cls, schedule: DbiasSchedule, tile: DbiasTile, buffers: PortableBackwardBuffers, scalars: Scalars
+    ) -> "VisibleItems":
+        """Returns the items of a tile, before the first one."""
+        looks, left = (cute.make_rmem_tensor((2,), Int32) for _ in range(2))
+        looks.fill(0)
+        left[0], left[1] = tile.begin - _LANES, Int32(0)
+        return cls(schedule, tile, buffers, scalars, looks, left)
+
+    def next(self) -> Item:
+        """Returns the next item."""
+        looks, left, end = self.looks, self.left, self.tile.end
+        with while_generate(
+            [left[0], left[1]], lambda first, bits: Boolean(Boolean(bits == 0) & Boolean(first + _LANES < end))
+        ) as (first, _):
+            yield_out([first + _LANES, self._look(first + _LANES)])
+        bits = left[1]
+        lane = cute.arch.popc((bits & -bits) - 1)
+        left[1] = bits & (bits - 1)
+        kind, place = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(looks[i], lane & 31)) for i in range(2))
+        return Item(left[0] + lane, ptx.where(bits == 0, Int32(HIDDEN), kind), place)
+
+    def _look(self, first: Int32) -> Int32:
+        """Looks at so many items from one on; returns a bit for each that sees something."""
+        item = first + (ptx.thread_index() & 31)
+        head = self.tile.head(Int32(cutlass.min(item, self.tile.end - 1)))
+        kind, place = self.schedule.look(self.tile, head, self.buffers, self.scalars)
+        self.looks[0], self.looks[1] = kind, place
+        bits = cute.arch.vote_ballot_sync(Boolean(Boolean(item < self.tile.end) & Boolean(kind != HIDDEN)))
+        self.left[0], self.left[1] = first, cute.arch.make_warp_uniform(bits)
+        return self.left[1]
