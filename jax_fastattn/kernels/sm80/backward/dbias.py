@@ -31,7 +31,7 @@ from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, accumulator_lan
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.copied_bias import CopiedBias
-from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.places import Head, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
@@ -89,7 +89,6 @@ class DbiasCta:
         tile: the tile.
         buffers, scalars: of the launch.
         shared: address of shared memory.
-        lane: where the thread's part of the tile lies.
         score: from products to probabilities.
         items: the items that see something.
         sum: the sum.
@@ -102,7 +101,6 @@ class DbiasCta:
     buffers: PortableBackwardBuffers
     scalars: Scalars
     shared: Int32
-    lane: Lane
     score: Score
     items: VisibleItems
     sum: DbiasSum
@@ -118,7 +116,7 @@ class DbiasCta:
         tile: DbiasTile,
     ) -> "DbiasCta":
         """Returns the CTA with its registers."""
-        shared, lane = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint(), _lane()
+        shared, lane = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint(), _read_lane()
         total = cute.make_rmem_tensor((_BLOCKS[0] * _BLOCKS[1] * 4,), Float32)
         stage = cute.make_rmem_tensor((1,), Int32)
         total.fill(0.0)
@@ -134,7 +132,6 @@ class DbiasCta:
             buffers=launch[0],
             scalars=launch[1],
             shared=shared,
-            lane=lane,
             score=Score.backward(spec, *launch, launch[1].scale, bias),
             items=VisibleItems.of(schedule, tile, *launch),
             sum=DbiasSum(spec, schedule, *launch, total, _BLOCKS[1]),
@@ -145,13 +142,13 @@ class DbiasCta:
         """Computes the tile, and stores it: zeros if no item sees anything."""
         first = self.items.next()
         cutlass.if_generate(first.kind != HIDDEN, lambda: self._begin(first))
-        with while_generate([*first], lambda index, kind, place: Boolean(kind != HIDDEN)) as item:
+        with while_generate([*first], lambda batch, head, kind, place: Boolean(kind != HIDDEN)) as item:
             following = self.items.next()
             self._item(Item(*item), following)
             yield_out([*following])
         cute.arch.cp_async_wait_group(0)
         self._scale()
-        self.sum.store(self.tile, self.lane)
+        self.sum.store(self.tile, _read_lane())
 
     def _scale(self) -> None:
         """Takes the factor on P off the sum."""
@@ -187,7 +184,7 @@ class DbiasCta:
         source = self.buffers.bias.toint() + Int64(plane) * scalars.query_length * (scalars.bias_pitch * 2)
         target = self.shared + self.memory.table.offset("bias") + term * shape.nbytes
         copy_shape = CopyShape(shape, THREADS)
-        row, chunk = copy_shape.thread_chunk(self.lane.thread)
+        row, chunk = copy_shape.thread_chunk(_read_lane().thread)
         for first_row, first_chunk, _, _ in copy_shape.passes():
             at, column = row + first_row, (chunk + first_chunk) * CHUNK
             query, key = tile.row * ROWS + at, tile.column * KEYS + column
@@ -199,7 +196,8 @@ class DbiasCta:
     def _copy(self, item: Item, which: int, stage: Int32) -> None:
         """Starts the copies of a chunk of an item, zeros for rows past the end."""
         buffers, scalars, spec, tile = self.buffers, self.scalars, self.spec, self.tile
-        head = tile.head(item.index)
+        # Read anew: addresses of one chunk would wait in registers for the next one.
+        head = Head(ptx.move(item.batch), ptx.move(item.head))
         sequence, chunk = Sequence.of_entry(spec, head.batch, buffers, scalars), self._chunks[which]
         of_query = which < len(self.memory.query_chunks)
         head_dim = spec.head_dim if of_query else spec.v_head_dim
@@ -212,7 +210,7 @@ class DbiasCta:
             source = operand.toint() + span.row_head(first, heads, head.head // group) * (2 * head_dim)
             stride, rows = gradient.row_stride(heads, head_dim), copies.Rows(None, span.length - first)
             target = self._address(stage, chunk, side)
-            copies.load_tile(chunk.tile, THREADS, self.lane.thread, target, source + 2 * chunk.first, stride, rows)
+            copies.load_tile(chunk.tile, THREADS, _read_lane().thread, target, source + 2 * chunk.first, stride, rows)
 
     def _address(self, stage: Int32, chunk: Chunk, side: int) -> Int32:
         """Returns the address of the queries (0) or the keys (1) of a stage."""
@@ -234,7 +232,7 @@ class DbiasCta:
 
     def _item(self, item: Item, following: Item) -> None:
         """Adds the dS of an item."""
-        head, scores = self.tile.head(item.index), self.sum.scores(self.tile, self.lane)
+        head, scores = Head(item.batch, item.head), self.sum.scores(self.tile, _read_lane())
         lse2, deltas = self._statistics(item)
         weights, change = mma.zeros(*_BLOCKS), [-deltas[scores.at(i).i] for i in range(cute.size(self.sum.total))]
         for which in range(len(self._chunks)):
@@ -242,7 +240,10 @@ class DbiasCta:
             self._multiply(item, following, which, weights if of_query else change)
             if which + 1 == len(self.memory.query_chunks):
                 self._weigh(weights, self.score.start(head), scores, lse2)
-        hidden = Hidden(item.kind, head, lambda: item.place, lse2)
+
+        def edge() -> Edge:
+            hidden = Hidden(item.kind, head, lambda: item.place, self._statistics(item)[0])
+            return self.sum.edge(self.score, self.tile, _read_lane(), hidden)
 
         def add(edge: Edge | None) -> None:
             self.sum.add(scores, lambda i: weights[i], lambda i, at: change[i], edge)
@@ -250,15 +251,15 @@ class DbiasCta:
         cutlass.if_generate(
             item.kind == FULL,
             lambda: add(None),
-            lambda: add(self.sum.edge(self.score, self.tile, self.lane, hidden)),
+            lambda: add(edge()),
         )
 
     def _statistics(self, item: Item) -> tuple[list[Float32], list[Float32]]:
         """Returns the log-sum-exps in base 2 and delta of the lane's rows; past the end those of the last query."""
-        head, scalars = self.tile.head(item.index), self.scalars
-        queries = Sequence.of_entry(self.spec, head.batch, self.buffers, scalars).queries
-        source = self.buffers.stats.toint() + queries.head_row(scalars.num_heads, head.head) * 8
-        first = self.tile.row * ROWS + self.lane.row
+        scalars = self.scalars
+        queries = Sequence.of_entry(self.spec, item.batch, self.buffers, scalars).queries
+        source = self.buffers.stats.toint() + queries.head_row(scalars.num_heads, item.head) * 8
+        first = self.tile.row * ROWS + _read_lane().row
         rows = [Int32(cutlass.min(first + 8 * i, scalars.query_length - 1)) for i in range(self.sum.lane_rows)]
         pairs = [[ptx.from_bits(x) for x in ptx.load_constant_pair(source + Int64(row) * 8)] for row in rows]
         return [lse2 for lse2, _ in pairs], [delta for _, delta in pairs]
@@ -268,12 +269,12 @@ class DbiasCta:
         cute.arch.cp_async_wait_group(self._ahead - 1)
         cute.arch.sync_threads()
         self._copy_ahead(item, following, which)
-        chunk, stage, thread_lane = self._chunks[which], self.stage[0], self.lane.thread & 31
-        tile, warp_row = chunk.tile, self.lane.fragment * 16
+        chunk, stage, thread_lane = self._chunks[which], self.stage[0], _read_lane().thread & 31
+        tile, warp_row = chunk.tile, _read_lane().fragment * 16
         row, column = plain_lane(thread_lane)
         load_a = mma.load_a(tile, self._address(stage, chunk, 0) + tile.offset(warp_row + row, column))
         row, column = crossed_lane(thread_lane)
-        load_b = mma.load_b(tile, self._address(stage, chunk, 1) + tile.offset(self.lane.warp_column + row, column))
+        load_b = mma.load_b(tile, self._address(stage, chunk, 1) + tile.offset(_read_lane().warp_column + row, column))
         # Zeros fill columns up to the next step.
         mma.gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b, ptx.MMA_DTYPE[self.spec.dtype])
         self.stage[0] = ptx.where(stage + 1 == self.memory.config.stages, Int32(0), stage + 1)
@@ -287,9 +288,9 @@ class DbiasCta:
             _, weights[i] = score.gradient(weights[i], lse2[at.i], at)
 
 
-def _lane() -> Lane:
-    """Returns where a thread's part of a tile lies."""
-    thread, _, _ = cute.arch.thread_idx()
+def _read_lane() -> Lane:
+    """Returns where a thread's part of a tile lies, read anew: the loops have no registers to spare for it."""
+    thread = ptx.thread_index()
     warp = cute.arch.make_warp_uniform(thread // 32)
     row, column = accumulator_lane(thread % 32)
     warp_row, warp_column = warp // COLUMN_WARPS * WARP_ROWS, warp % COLUMN_WARPS * WARP_COLUMNS

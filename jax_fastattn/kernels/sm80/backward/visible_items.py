@@ -21,12 +21,13 @@ class Item(NamedTuple):
     """An item.
 
     Attributes:
-        index: its number.
+        batch, head: its batch entry and query head.
         kind: of the tile, see `dbias_schedule.HIDDEN`, which says that none is left.
         place: see `ItemList.place`.
     """
 
-    index: Int32
+    batch: Int32
+    head: Int32
     kind: Int32
     place: Int32
 
@@ -71,7 +72,7 @@ class VisibleItems:
         lane = cute.arch.popc((bits & -bits) - 1)
         left[1] = bits & (bits - 1)
         kind, place = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(looks[i], lane & 31)) for i in range(2))
-        return Item(left[0] + lane, ptx.where(bits == 0, Int32(HIDDEN), kind), place)
+        return Item(*self.tile.head(left[0] + lane), ptx.where(bits == 0, Int32(HIDDEN), kind), place)
 
     def _look(self, first: Int32) -> Int32:
         """Looks at so many items from one on; returns a bit for each that sees something."""
