@@ -264,7 +264,8 @@ def dbias_buffers(spec: KernelSpec, sizes: Sizes) -> dict[str, np.ndarray]:
         shape = sizes.bias_parts, planes, sizes.queries, pitch
         found["dbias"] = np.full(shape, np.nan, DTYPES[spec.dbias_dtype])
     if spec.dkey_bias:
-        shape = sizes.batch, sizes.kv_heads * spec.group, sizes.keys
+        warps = spec.config.column_warps if spec.family == "sm80" else 1
+        shape = sizes.batch, sizes.kv_heads * spec.group * warps, sizes.keys
         found["dkey_bias"] = np.full(shape, np.nan, np.float32)
     return found
 
@@ -291,7 +292,7 @@ def compare_dbias(
     if spec.dmatrix_bias:
         got = found["dbias"].sum(0)[..., :keys].reshape(wanted.shape)
     else:
-        members = sizes.kv_heads * spec.group // heads
+        members = found["dkey_bias"].shape[1] // heads
         got = found["dkey_bias"].reshape(sizes.batch // batch, batch, heads, members, queries, keys)
         got = got.sum((0, 3)) if batch == 1 else got[0].sum(2)
     largest = np.abs(wanted).max()

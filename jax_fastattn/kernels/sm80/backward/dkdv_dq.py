@@ -183,6 +183,7 @@ class DkdvDqKernel:
             score=score,
             dq_scratch=DqScratch(accum, tile_count, semaphore),
             bits=bits,
+            dkey_bias=buffers.dkey_bias,
         )
 
     def _load_first(self, state: DkdvDqState) -> None:

@@ -99,10 +99,12 @@ class QueryLoop:
     def run_head(self, step: Int32, member: Int32):
         """Visits the query tiles of one head; returns the tiles visited so far."""
         head = self.role.warp.head(member)
+        self.role.warp.begin_head()
         for phase in self.role.phases():
             for index in cutlass.range(phase.begin, phase.end, unroll=1):
                 self.role.visit(step, head, index, masked=phase.masked)
                 step = step + 1
+        self.role.warp.end_head(member)
         return step
 
 
@@ -260,6 +262,7 @@ class GradientRole:
                 pairs[n] = ptx.load_shared_pairs(stats + 64 * n)
             p = ptx.unpack(ptx.load_shared(address + offset), dtype="f16")
             ds = [p[e] * (dscore[2 * i + e] - pairs[n][1 + 2 * e]) for e in range(2)]
+            self.warp.add_dkey_bias(i, ds)
             packed[i] = ptx.pack(*ds, dtype=products.mma_dtype)
             ptx.store_shared(address + offset, packed[i])
         return packed

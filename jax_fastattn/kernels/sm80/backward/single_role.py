@@ -53,6 +53,8 @@ class SingleRole:
             cute.arch.sync_threads()
             self._load_next_part(stage, part, head.member, index)
             differentiated = self._differentiated(head.score, stage, first, bits, masked=masked)
+            for i in range(0, len(differentiated[1]), 2):
+                warp.add_dkey_bias(i // 2, differentiated[1][i : i + 2])
             packed = [products.pack(x) for x in differentiated]
             products.store_scores(state, products.memory.table.offset("dscore"), packed[1], part * config.part)
             for pairs, which in zip(packed, (DOUT, QUERY), strict=True):

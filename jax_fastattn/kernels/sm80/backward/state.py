@@ -8,7 +8,7 @@ member is assigned afterwards; what changes from query tile to query tile are re
 
 from dataclasses import dataclass, replace
 
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device.sequences import Sequence
@@ -140,6 +140,7 @@ class DkdvDqState:
         score: from products to probabilities.
         dq_scratch: where dQ is added.
         bits: which scores of edge tiles of a list count; None without lists.
+        dkey_bias: the gradient of a bias of keys; None if it is not asked for.
     """
 
     at: Place
@@ -153,3 +154,4 @@ class DkdvDqState:
     score: Score
     dq_scratch: DqScratch
     bits: GroupBits | None
+    dkey_bias: cute.Pointer | None

@@ -14,6 +14,7 @@ from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import Head, ScoreTile
+from jax_fastattn.kernels.key_sums import KeySums, LaneKeys
 from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward import gradient
@@ -48,6 +49,7 @@ class Warp:
         state: device values of the kernel.
         grads: registers of the gradients that the role sums up: dV (`DOUT`), dK (`QUERY`).
         due: what `reduce` keeps from tile to tile.
+        key_sums: the gradient of a bias of keys; None if the role does not compute it.
     """
 
     products: Products
@@ -55,12 +57,15 @@ class Warp:
     state: DkdvDqState
     grads: dict[str, cute.Tensor]
     due: cute.Tensor | None
+    key_sums: KeySums | None
 
     @classmethod
     def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState, *computed: str) -> "Warp":
         """Returns the warp with its registers, given the gradients that its role sums up."""
         grads = {which: products.zeros(which) for which in computed}
-        return cls(products, reduce, state, grads, reduce.start())
+        # The role that has dS.
+        sums = KeySums.of(products.spec, 2 * products.row_blocks) if QUERY in computed else None
+        return cls(products, reduce, state, grads, reduce.start(), sums)
 
     def finish(self, scale: Float32) -> None:
         """Stores the role's gradients to shared memory, when no warp of the CTA reads K and V anymore."""
@@ -74,6 +79,29 @@ class Warp:
         for which, acc in self.grads.items():
             factor = Float32(back) if which == DOUT else scale * back
             self.products.finish(self.state, acc, which, factor)
+
+    def begin_head(self) -> None:
+        """Begins the sums of a query head."""
+        if self.key_sums is not None:
+            self.key_sums.clear()
+
+    def end_head(self, member: Int32) -> None:
+        """Stores the sums of a query head of the group. Warps that share keys have sums of their own."""
+        if self.key_sums is None:
+            return
+        at, heads, config = self.state.at, self.state.operands.heads, self.products.config
+        row, column = accumulator_lane(at.lane)
+        head = at.sequence.queries.head(heads, at.kv_head * self.products.spec.group + member)
+        plane = head * config.column_warps + at.column_warp
+        keys = LaneKeys(plane, at.sequence.keys.length, at.row + at.warp_row + row, column)
+        log2_factor = gradient.log2_probability_factor(self.products.spec, config)
+        self.key_sums.store(self.state.dkey_bias, keys, None, 2.0**-log2_factor if log2_factor else None)
+
+    def add_dkey_bias(self, pair: int, values: list[Float32]) -> None:
+        """Adds a pair of dS^T to the sums, given its index."""
+        if self.key_sums is not None:
+            block, half = divmod(pair, 2)
+            self.key_sums.add(block // self.products.score_blocks[1] * 2 + half, values)
 
     def add_dq(self, member: Int32, index: Int32) -> None:
         """Computes the warp's part of dQ of a tile and adds it up."""
