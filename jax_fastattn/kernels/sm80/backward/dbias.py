@@ -154,7 +154,7 @@ class DbiasCta:
         """Takes the factor on P off the sum."""
         factor, total = gradient.log2_probability_factor(self.spec, self.spec.config), self.sum.total
         for i in range(cute.size(total)) if factor else ():
-            total[i] = total[i] * 2.0**-factor
+            total[i] = Float32(total[i]) * 2.0**-factor
 
     # Copies.
 
@@ -217,11 +217,15 @@ class DbiasCta:
         table = self.memory.table
         return self.shared + table.offset("ring") + stage * table["ring"].pitch + side * chunk.tile.nbytes
 
+    def _stage_after(self, steps: int) -> Int32:
+        """Returns the stage that is some steps after the one that is read."""
+        stage, count = Int32(self.stage[0]) + steps, self.memory.config.stages
+        return ptx.where(stage >= count, stage - count, stage)
+
     def _copy_ahead(self, item: Item, following: Item, which: int) -> None:
         """Starts the copies of a later chunk, which may be one of the item that follows."""
         which, count = which + self._ahead, len(self._chunks)
-        stage = self.stage[0] + self._ahead
-        stage = ptx.where(stage >= self.memory.config.stages, stage - self.memory.config.stages, stage)
+        stage = self._stage_after(self._ahead)
         if which < count:
             self._copy(item, which, stage)
         else:
@@ -269,7 +273,7 @@ class DbiasCta:
         cute.arch.cp_async_wait_group(self._ahead - 1)
         cute.arch.sync_threads()
         self._copy_ahead(item, following, which)
-        chunk, stage, thread_lane = self._chunks[which], self.stage[0], _read_lane().thread & 31
+        chunk, stage, thread_lane = self._chunks[which], Int32(self.stage[0]), _read_lane().thread & 31
         tile, warp_row = chunk.tile, _read_lane().fragment * 16
         row, column = plain_lane(thread_lane)
         load_a = mma.load_a(tile, self._address(stage, chunk, 0) + tile.offset(warp_row + row, column))
@@ -277,7 +281,7 @@ class DbiasCta:
         load_b = mma.load_b(tile, self._address(stage, chunk, 1) + tile.offset(_read_lane().warp_column + row, column))
         # Zeros fill columns up to the next step.
         mma.gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b, ptx.MMA_DTYPE[self.spec.dtype])
-        self.stage[0] = ptx.where(stage + 1 == self.memory.config.stages, Int32(0), stage + 1)
+        self.stage[0] = self._stage_after(1)
 
     @staticmethod
     def _weigh(weights: mma.Accumulator, score: Score, scores: ScoreTile, lse2: list[Float32]) -> None:

@@ -63,23 +63,29 @@ class VisibleItems:
 
     def next(self) -> Item:
         """Returns the next item."""
-        looks, left, end = self.looks, self.left, self.tile.end
-        with while_generate(
-            [left[0], left[1]], lambda first, bits: Boolean(Boolean(bits == 0) & Boolean(first + _LANES < end))
-        ) as (first, _):
-            yield_out([first + _LANES, self._look(first + _LANES)])
-        bits = left[1]
-        lane = cute.arch.popc((bits & -bits) - 1)
-        left[1] = bits & (bits - 1)
-        kind, place = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(looks[i], lane & 31)) for i in range(2))
-        return Item(*self.tile.head(left[0] + lane), ptx.where(bits == 0, Int32(HIDDEN), kind), place)
+        end = self.tile.end
 
-    def _look(self, first: Int32) -> Int32:
-        """Looks at so many items from one on; returns a bit for each that sees something."""
+        def finds_none(first: Int32, bits: Int32) -> Boolean:
+            return Boolean(Boolean(bits == 0) & Boolean(first + _LANES < end))
+
+        with while_generate(self._left(), finds_none) as loop:
+            yield_out(self._look(Int32(loop[0]) + _LANES))
+        first, bits = self._left()
+        lane = cute.arch.popc((bits & -bits) - 1)
+        self.left[1] = bits & (bits - 1)
+        kind, place = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(self.looks[i], lane & 31)) for i in range(2))
+        return Item(*self.tile.head(first + lane), ptx.where(bits == 0, Int32(HIDDEN), kind), place)
+
+    def _left(self) -> list[Int32]:
+        """Returns the first item that lanes have looked at, and the bits."""
+        return [Int32(self.left[i]) for i in range(2)]
+
+    def _look(self, first: Int32) -> list[Int32]:
+        """Looks at so many items from one on; returns what `_left` does then."""
         item = first + (ptx.thread_index() & 31)
         head = self.tile.head(Int32(cutlass.min(item, self.tile.end - 1)))
         kind, place = self.schedule.look(self.tile, head, self.buffers, self.scalars)
         self.looks[0], self.looks[1] = kind, place
         bits = cute.arch.vote_ballot_sync(Boolean(Boolean(item < self.tile.end) & Boolean(kind != HIDDEN)))
         self.left[0], self.left[1] = first, cute.arch.make_warp_uniform(bits)
-        return self.left[1]
+        return self._left()
