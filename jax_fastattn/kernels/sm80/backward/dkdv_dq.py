@@ -130,6 +130,9 @@ class DkdvDqKernel:
         """Returns the query tiles that see some key of the tile by its list, and their bits."""
         group, planes, batch = self.spec.group, Planes.of(scalars), at.sequence.queries.batch
         tiles = self.spec.tiles_of(self.config)
+        if self.spec.classifies_keys:
+            # That of the scalars holds for the lists of tiles of queries that the kernel of dbias reads.
+            planes = planes._replace(tile=1)
         key_tiles = copies.count(scalars.key_length, tiles.keys)
         query_tiles = copies.count(scalars.query_length, tiles.rows)
         lists = planes.query_lists(batch, at.kv_head, scalars.num_heads // group)
