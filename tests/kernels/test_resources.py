@@ -113,8 +113,8 @@ def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict
 
 
 def _launches(spec: KernelSpec) -> int:
-    """Returns how many kernels there are. The gradient of a bias of pairs has its own on Hopper."""
-    more = int(spec.dmatrix_bias and spec.family == "sm90")
+    """Returns how many kernels there are. The gradient of a bias of pairs has its own."""
+    more = int(spec.dmatrix_bias)
     if spec.op == "decode":
         return 1 + int(spec.config.splits)
     return {"forward": 1 + int(spec.has_tile_counter), "backward": 3 + more}[spec.op]
@@ -263,6 +263,16 @@ BIAS_GRADIENTS = {
 # Local memory of those: with lists in the kernel of dk, dv and dq at head dim 128, and 8 bytes in that of dbias; with
 # two terms in that of dbias at head dim 128, and 16 bytes in that of dq at 256.
 BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 32, "bias-float32": 32}
+# Portable rows of the same, and how much local memory a kernel of each may have: that of dk, dv and dq at head dim 64
+# with one role and that of dbias over lists, whose warps keep three accumulators of 64 registers, most.
+PORTABLE_BIAS_GRADIENTS = {
+    ("sm_80", "bias-causal", (64, 64)): 184,
+    ("sm_80", "bias-causal", (256, 256)): 40,
+    ("sm_86", "bias-float32", (128, 128)): 24,
+    ("sm_80", "bias-listed", (128, 128)): 144,
+    ("sm_80", "key-bias", (64, 64)): 64,
+    ("sm_86", "key-bias", (256, 256)): 0,
+}
 
 
 def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
@@ -293,6 +303,15 @@ def _bias_gradient_specs(features: str) -> list[KernelSpec]:
     specs = [_spec("sm90", "backward", "sm_90a", dims, FEATURES[features]) for dims in BIAS_GRADIENTS[features]]
     splits = features == "bias-listed"
     return [configured(dataclasses.replace(spec, dbias=True, splits_dbias=splits)) for spec in specs]
+
+
+def _portable_bias_gradient_specs() -> dict[KernelSpec, int]:
+    """Returns portable backward passes with a bias and its gradient, and their local memory."""
+    found = {}
+    for (arch, features, dims), local_bytes in PORTABLE_BIAS_GRADIENTS.items():
+        spec = dataclasses.replace(_spec("sm80", "backward", arch, dims, FEATURES[features]), dbias=True)
+        found[configured(spec)] = local_bytes
+    return found
 
 
 def _interleaved_specs() -> list[KernelSpec]:
@@ -341,6 +360,11 @@ def test_portable_kernels_that_compare_rows_spill_little(spec: KernelSpec) -> No
 def test_portable_kernels_with_lists_spill_no_more_than_with_a_causal_mask(spec: KernelSpec) -> None:
     allowed = _local_bytes(spec.arch, spec.op, (spec.head_dim, spec.v_head_dim), "causal")
     _assert_fits(spec, inspect_kernel(spec), allowed)
+
+
+def test_portable_kernels_with_the_gradient_of_a_bias_spill_little() -> None:
+    for spec, local_bytes in _portable_bias_gradient_specs().items():
+        _assert_fits(spec, inspect_kernel(spec), local_bytes)
 
 
 # Architecture, head dims and rows of decoding kernels, and how many bytes of local memory they may have. At head dim
@@ -398,6 +422,10 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
         named += [("sinks", spec) for spec in _sinks_specs()]
         named += [("listed", spec) for spec in _listed_specs()]
         named += [("compared", spec) for spec in _compared_specs()]
+        named += [
+            (features, spec)
+            for spec, (_, features, _) in zip(_portable_bias_gradient_specs(), PORTABLE_BIAS_GRADIENTS, strict=True)
+        ]
         named += [(features, spec) for features in DECODE for spec in _decode_specs(features)]
         named += [
             (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)

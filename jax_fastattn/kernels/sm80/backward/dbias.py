@@ -281,7 +281,7 @@ class DbiasCta:
         load_b = mma.load_b(tile, self._address(stage, chunk, 1) + tile.offset(_read_lane().warp_column + row, column))
         # Zeros fill columns up to the next step.
         mma.gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b, ptx.MMA_DTYPE[self.spec.dtype])
-        self.stage[0] = self._stage_after(1)
+        self.stage[0] = ptx.where(stage + 1 == self.memory.config.stages, Int32(0), stage + 1)
 
     @staticmethod
     def _weigh(weights: mma.Accumulator, score: Score, scores: ScoreTile, lse2: list[Float32]) -> None:
