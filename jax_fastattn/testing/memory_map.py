@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from jax_fastattn.kernels.decode_config import DecodeBarrier
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward import dbias_config as portable_dbias
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier, dkdv_dq_config
 from jax_fastattn.kernels.sm80.config import forward_config as portable_forward_config
 from jax_fastattn.kernels.sm80.decode import config as portable_decode
@@ -79,6 +80,7 @@ def sections() -> list[Section]:
     old_forward, old_backward = _spec("sm80", "forward", 128), _spec("sm80", "backward", 256)
     dkdv_dq, dkdv = (BackwardMemory.of(spec, backward_config(spec)) for spec in (backward, wide))
     few, old_few = _spec("sm90", "decode", 128), _spec("sm80", "decode", 128)
+    old_biased = replace(old_backward, bias="matrix", bias_dtype="bfloat16", dbias=True)
     old_dims = old_backward.head_dim, old_backward.v_head_dim
     return [
         Section(
@@ -114,6 +116,12 @@ def sections() -> list[Section]:
             "head dim 256 on sm_80",
             dkdv_dq_config(old_backward).memory(*old_dims).table,
             RoleBarrier,
+        ),
+        Section(
+            "Portable: dbias",
+            "head dim 256 on sm_80, a bias in 16 bits",
+            portable_dbias.DbiasMemory.of(old_biased).table,
+            None,
         ),
     ]
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a bias of every shape, from canonical operands to results, with emulated custom calls of Hopper."""
+"""Gradients of a bias of every shape, from canonical operands to results, with emulated custom calls."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ def draw(case: dict[str, Any]) -> tuple[Any, Operands, jax.Array | None]:
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_ops.emulate(monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "arch"), [("nts-mask", "sm_80"), ("s-mask", "sm_86"), ("ts-lengths-sinks", "sm_86")])
+def test_portable_gradients(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ffi, "arch", lambda: arch)
+    check(CASES[name])
 
 
 @pytest.mark.parametrize("axes", SHAPES)
