@@ -63,7 +63,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_ops.emulate(monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "arch"), [("nts-mask", "sm_80"), ("s-mask", "sm_86"), ("ts-lengths-sinks", "sm_86")])
+@pytest.mark.parametrize(("name", "arch"), [("nts-mask", "sm_80"), ("ts-lengths-sinks", "sm_86")])
 def test_portable_gradients(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ffi, "arch", lambda: arch)
     check(CASES[name])

@@ -57,9 +57,7 @@ def test_a_bias_that_does_not_fit_stays_in_global_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "arch"), [("d64-holes", "sm_80"), ("d96-causal", "sm_86"), ("d128-one-stage", "sm_86")]
-)
+@pytest.mark.parametrize(("name", "arch"), [("d96-causal", "sm_86"), ("d128-one-stage", "sm_86")])
 def test_gradients(name: str, arch: str) -> None:
     emulated_dkdv_dq.check(*key(name, arch))
 
@@ -77,7 +75,9 @@ def test_gradients_of_keys(head_dim: int, shape: tuple[int, int, int, int]) -> N
 @pytest.mark.slow
 def test_the_barrier_orders_all_accesses_to_shared_memory() -> None:
     run = emulated_dkdv_dq.Run(*key("d64-holes", "sm_80"))
-    run.run("Preprocess")
+    for name in ("Preprocess", "DkdvDq", "Convert"):
+        run.run(name)
     run.run("Dbias", schedule="random", finds_races=True)
+    run.compare()
     with pytest.raises(Race):
         run.run("Dbias", schedule="random", finds_races=True, left_out={0})
