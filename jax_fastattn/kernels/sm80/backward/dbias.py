@@ -252,11 +252,7 @@ class DbiasCta:
         def add(edge: Edge | None) -> None:
             self.sum.add(scores, lambda i: weights[i], lambda i, at: change[i], edge)
 
-        cutlass.if_generate(
-            item.kind == FULL,
-            lambda: add(None),
-            lambda: add(edge()),
-        )
+        cutlass.if_generate(item.kind == FULL, lambda: add(None), lambda: add(edge()))
 
     def _statistics(self, item: Item) -> tuple[list[Float32], list[Float32]]:
         """Returns the log-sum-exps in base 2 and delta of the lane's rows; past the end those of the last query."""
