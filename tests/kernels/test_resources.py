@@ -266,11 +266,11 @@ BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 32, "bias-float32": 32}
 # Portable rows of the same, and how much local memory a kernel of each may have: that of dk, dv and dq at head dim 64
 # with one role and that of dbias over lists, whose warps keep three accumulators of 64 registers, most.
 PORTABLE_BIAS_GRADIENTS = {
-    ("sm_80", "bias-causal", (64, 64)): 184,
+    ("sm_80", "bias-causal", (64, 64)): 160,
     ("sm_80", "bias-causal", (256, 256)): 40,
     ("sm_86", "bias-float32", (128, 128)): 24,
-    ("sm_80", "bias-listed", (128, 128)): 144,
-    ("sm_80", "key-bias", (64, 64)): 64,
+    ("sm_80", "bias-listed", (128, 128)): 232,
+    ("sm_80", "key-bias", (64, 64)): 88,
     ("sm_86", "key-bias", (256, 256)): 0,
 }
 

@@ -15,7 +15,7 @@ Nothing that is hidden is zeroed: whatever it holds reaches its own pairs only, 
 statistics that `preprocess.py` writes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -125,6 +125,7 @@ class DbiasCta:
         if memory.config.copies_bias:
             address = shared + memory.table.offset("bias") + memory.bias.offset(lane.row, lane.column)
             bias = CopiedBias(address, memory.bias, spec.bias_storage, spec.bias_terms)
+        score = Score.backward(spec, *launch, launch[1].scale, bias)
         return cls(
             spec=spec,
             memory=memory,
@@ -132,7 +133,8 @@ class DbiasCta:
             buffers=launch[0],
             scalars=launch[1],
             shared=shared,
-            score=Score.backward(spec, *launch, launch[1].scale, bias),
+            # With lists three times as many registers would spill.
+            score=replace(score, joins_lse=not spec.listed),
             items=VisibleItems.of(schedule, tile, *launch),
             sum=DbiasSum(spec, schedule, *launch, total, _BLOCKS[1]),
             stage=stage,
