@@ -111,8 +111,11 @@ class Warp:
         self.reduce.accumulate(self.state, member, tile, self.products.dq(self.state), is_first)
 
     def first_row(self, index: Int32) -> Int32:
-        """Returns the first query of the tile at a position."""
-        return self.state.visit.tile(index) * self.products.config.queries
+        """Returns the first query of the tile at a position, or of the last tile if that is past it."""
+        visit = self.state.visit
+        if visit.entries is not None:  # A full list may end with its array.
+            index = Int32(cutlass.min(index, visit.end - 1))
+        return visit.tile(index) * self.products.config.queries
 
     def after(self, member: Int32, index: Int32) -> tuple[Int32, Int32]:
         """Returns head and position of the tile after this one."""
