@@ -137,8 +137,7 @@ class BackwardBuffers(NamedTuple):
         dv: `[B, S, K, D]`.
         dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
         dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`.
-        dkey_bias: `[B, N, S]`, what each query head adds to the gradient of a bias of keys. In the portable family
-            `[B, N column_warps, S]`: what each of the warps adds that share keys of a head.
+        dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias of keys. Portable: `[B, N column_warps, S]`.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
         dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
         tile_counter: `[1]`, how many tiles of keys CTAs have fetched.
