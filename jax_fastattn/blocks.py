@@ -274,7 +274,7 @@ def _rows_by_keys(product: Callable[[str, jax.Array, jax.Array], jax.Array], pai
     """Computes `Blocks.rows_by_keys` by one product, of all pairs next to each other.
 
     A sum of products would write and read a plane in float32 for each. So would a tangent, hence the rule. As with
-    `portable._product_or_zero`, no transformation of the user's can drop it.
+    `rows.product_or_zero`, no transformation of the user's can drop it.
     """
     query, key = pairs[0] if len(pairs) == 1 else (jnp.concatenate(x, axis=-1) for x in zip(*pairs, strict=True))
     return product("bkgth,bskh->bkgts", query, key)
@@ -321,6 +321,12 @@ def zero_unseen_keys(x: jax.Array, visible: jax.Array | None) -> jax.Array:
         return x
     seen = jnp.any(visible, axis=(2, 3))
     return jnp.where(jnp.moveaxis(seen, 2, 1)[..., None], x, jnp.zeros((), x.dtype))
+
+
+def mean_of_seen_keys(x: jax.Array, visible: jax.Array | None, dtype: Any) -> jax.Array:
+    """Returns the mean `[B, K, H]` of x `[B, s, K, H]` over the keys that some query of the block sees."""
+    seen = zero_unseen_keys(jnp.ones((1, x.shape[1], 1, 1), dtype), visible).sum(axis=1)
+    return zero_unseen_keys(x, visible).astype(dtype).sum(axis=1) / jnp.maximum(seen, 1.0)
 
 
 def zero_unseeing_queries(x: jax.Array, visible: jax.Array | None) -> jax.Array:

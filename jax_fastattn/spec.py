@@ -161,6 +161,8 @@ class AttentionSpec:
         ring: how T and S are split over devices; None if a device has all of them. The operands of a call with a ring
             are one device's share, except that lengths, offsets, sequences and the columns of bias and mask count from
             the start of the whole sequence.
+        is_part: whether rows have more logits than those of this call, and output and log-sum-exp are of all of them: a
+            block of a ring in a backward pass.
     """
 
     scale: float
@@ -172,6 +174,7 @@ class AttentionSpec:
     precision: str = "default"
     present: tuple[str, ...] = QKV
     ring: Ring | None = None
+    is_part: bool = False
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.blocks import Blocks, merge_rows, rows_of, split_heads, zero_unseen_keys
+from jax_fastattn.blocks import Blocks, mean_of_seen_keys, merge_rows, rows_of, split_heads
 from jax_fastattn.chunks import CPU, Index, Span, Tuning
-from jax_fastattn.portable import Rows, add_block, gradients_of, sum_blocks
+from jax_fastattn.portable import add_block, gradients_of, sum_blocks
+from jax_fastattn.rows import Rows
 from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, AttentionSpec, Gradients, Operands
 
 # Planes of logits in float32 that an op holds at once.
@@ -96,7 +97,7 @@ def second_backward(
     blocks = Blocks.of(spec, operands, _second(tuning))
 
     def rows_of_call(given: Tangents, out: jax.Array, lse: jax.Array) -> Rows:
-        return Rows.of(operands._replace(**given), out, lse, dout, dlse)
+        return Rows.of_results(operands._replace(**given), out, lse, dout, dlse)
 
     rows, drows = jax.jvp(rows_of_call, (given, out, lse), (dict(moved), *results))
     num_kv_heads = blocks.key.shape[2]
@@ -111,7 +112,7 @@ def second_backward(
         still = jax.tree.map(jnp.zeros_like, (dquery, sums))
         return jax.jvp(along, (fields, rows, *still), (dfields, drows, dquery, sums))[1]
 
-    return gradients_of(operands, sum_blocks(blocks, wanted, add), drows.sinks if "sinks" in wanted else None)
+    return gradients_of(operands, sum_blocks(blocks, wanted, add), drows.dsinks if "sinks" in wanted else None)
 
 
 def _fields(arrays: Tangents, num_kv_heads: int) -> Tangents:
@@ -292,11 +293,9 @@ class _Motion:
             return None
         keys = blocks.keys.span(blocks.key_chunks(queries)[0])
         visible = blocks.visible(queries, keys)
-        seen = zero_unseen_keys(jnp.ones((1, keys.size, 1, 1), blocks.zero.dtype), visible).sum(axis=1)
 
         def mean_product(query: jax.Array, key: jax.Array) -> jax.Array:
-            key = zero_unseen_keys(blocks.take_key(key, keys), visible).astype(blocks.zero.dtype)
-            mean = key.sum(axis=1) / jnp.maximum(seen, 1.0)
+            mean = mean_of_seen_keys(blocks.take_key(key, keys), visible, blocks.zero.dtype)
             return jnp.einsum("bkgth,bkh->bkgt", blocks.take_query(query, queries).astype(mean.dtype), mean)
 
         terms: list[jax.Array] = []

@@ -163,6 +163,10 @@ class _Backward:
             block = dataclasses.replace(block, queries=View(block.queries.start, block.queries.stop))
         spec, operands = block_call(self.call.spec, operands, block, self.call.place(step))
         rows = [block.queries.take(x) for x in self.rows]
+        ring = self.call.spec.ring
+        # Sinks are no operand of a block, so a block of all keys has a part of each row then, too.
+        is_whole = ring is not None and ring.whole_keys and self.call.operands.sinks is None
+        spec = dataclasses.replace(spec, is_part=not is_whole)
         found = gradient_op.share.bind(
             *operands.arrays(), *rows, spec=spec, with_dlse=len(rows) > 3, wanted=self.wanted
         )

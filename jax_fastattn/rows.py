@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The statistics of queries in a backward pass: those of their softmax, and what gradients of weights are reduced by.
+
+They are computed from all logits of a row, or taken from the results of a forward pass, as kernels do. The latter takes
+no pass over the keys, and has their rounding: `delta` is then off by that of the output, and every weight of a row by
+that of its log-sum-exp.
+
+What stays out: gradients (`portable.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastattn.blocks import Blocks, rows_of, zero_unseeing_queries
+from jax_fastattn.chunks import Index, Span
+from jax_fastattn.spec import Operands
+
+
+class Planes(NamedTuple):
+    """The planes `[B, K, G, t, s]` of a block, and the cotangent of its output.
+
+    Attributes:
+        visible: which pairs are visible, broadcastable; None is all.
+        logits: -inf where invisible.
+        slope: the derivative of the soft cap; None without.
+        dweights: the gradient of the weights. It may be NaN where invisible.
+        dout: `[B, K, G, t, D]`, and 0 for queries that see no key of the block.
+    """
+
+    visible: jax.Array | None
+    logits: jax.Array
+    slope: jax.Array | None
+    dweights: jax.Array
+    dout: jax.Array
+
+    @classmethod
+    def of(cls, blocks: Blocks, dout: jax.Array, queries: Span, keys: Span, *, skip_stored_queries: bool) -> Planes:
+        """Computes them from the cotangent `[B, K, G, T, D]`; see `Predicate.visible` for `skip_stored_queries`."""
+        visible = blocks.visible(queries, keys, skip_stored_queries=skip_stored_queries)
+        logits, slope = blocks.logits(queries, keys, visible)
+        dout = zero_unseeing_queries(blocks.take_query(dout, queries), visible)
+        dweights = blocks.product("bkgtd,bskd->bkgts", dout, blocks.take_key(blocks.value, keys))
+        return cls(visible, logits, slope, dweights, dout)
+
+
+class Rows(NamedTuple):
+    """What the gradients of a block take of its queries, `[B, K, G, t]`.
+
+    Attributes:
+        shift: a weight is `exp(logit - shift) / total`.
+        total: None for 1.
+        delta: what is subtracted from the gradients of weights, and 0 for rows without a visible key.
+        dsinks: what the row adds to the gradient of its sink; None without sinks.
+    """
+
+    shift: jax.Array
+    total: jax.Array | None
+    delta: jax.Array
+    dsinks: jax.Array | None
+
+    @classmethod
+    def of_results(
+        cls, operands: Operands, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
+    ) -> Rows:
+        """Takes the rows of all queries from the results of a forward pass and their cotangents."""
+        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        empty, num_kv_heads = lse == -jnp.inf, operands.key.shape[2]
+        # A row whose log-sum-exp is its sink alone is not empty. Its output is 0, and its cotangent may be NaN.
+        multiply = jnp.multiply if operands.sinks is None else product_or_zero
+        delta = jnp.sum(multiply(out.astype(lse.dtype), dout.astype(lse.dtype)), axis=-1)
+        delta = jnp.where(empty, 0.0, delta if dlse is None else delta - dlse)
+        lse, dsinks = jnp.where(empty, 0.0, lse), None
+        if operands.sinks is not None:
+            weights = jnp.where(empty, 0.0, jnp.exp(operands.sinks[:, None, :].astype(lse.dtype) - lse))
+            dsinks = rows_of(-weights * delta, num_kv_heads)
+        return cls(rows_of(lse, num_kv_heads), None, rows_of(delta, num_kv_heads), dsinks)
+
+    def take(self, blocks: Blocks, queries: Span) -> Rows:
+        return jax.tree.map(lambda x: blocks.take_query(x, queries), self)
+
+    def weights(self, logits: jax.Array) -> jax.Array:
+        weights = jnp.exp(logits - self.shift[..., None])
+        return weights if self.total is None else weights / self.total[..., None]
+
+
+class RowSums(NamedTuple):
+    """An online softmax of rows `[B, K, G, t]`: their greatest logit, and their sums of weights and of `P dP`.
+
+    Both sums have a factor `exp(-top)`. A sink is a logit that has been seen before the first key.
+    """
+
+    top: jax.Array
+    total: jax.Array
+    weighted: jax.Array
+
+    @classmethod
+    def start(cls, blocks: Blocks, queries: Span) -> RowSums:
+        top, sinks = blocks.full((*blocks.query.shape[:3], queries.size), -jnp.inf), blocks.sinks()
+        top = top if sinks is None else jnp.maximum(top, sinks)
+        return cls(top, jnp.where(top == -jnp.inf, 0.0, 1.0).astype(top.dtype), jnp.zeros_like(top))
+
+    def add(self, planes: Planes) -> RowSums:
+        top = jnp.maximum(self.top, jnp.max(planes.logits, axis=-1, initial=-jnp.inf))
+        shift = _finite(top)
+        weights, decay = jnp.exp(planes.logits - shift[..., None]), jnp.exp(self.top - shift)
+        weighted = weights * planes.dweights
+        weighted = weighted if planes.visible is None else jnp.where(planes.visible, weighted, 0.0)
+        return RowSums(top, self.total * decay + weights.sum(-1), self.weighted * decay + weighted.sum(-1))
+
+    def rows(self, blocks: Blocks, queries: Span, lse: jax.Array, dlse: jax.Array | None) -> Rows:
+        """Returns the rows once all keys have been added.
+
+        Args:
+            lse, dlse: the log-sum-exp `[B, K, G, T]`, which says what rows are padding, and its cotangent.
+        """
+        empty, sinks = blocks.take_query(lse, queries) == -jnp.inf, blocks.sinks()
+        shift, total = _finite(self.top), jnp.where(self.total == 0.0, 1.0, self.total)
+        delta = self.weighted / total
+        delta = delta if dlse is None else delta - blocks.take_query(dlse, queries)
+        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        delta = jnp.where(empty, 0.0, delta)
+        dsinks = None if sinks is None else jnp.where(empty, 0.0, -jnp.exp(sinks - shift) / total * delta)
+        return Rows(shift, total, delta, dsinks)
+
+
+def rows_of_chunks(blocks: Blocks, dout: jax.Array, lse: jax.Array, dlse: jax.Array | None) -> Rows:
+    """Computes the rows of all queries by a pass over the chunks of keys; see `RowSums.rows`."""
+
+    def query_chunk(i: Index, rows: Rows) -> Rows:
+        queries = blocks.queries.span(i)
+
+        def key_chunk(j: Index, sums: RowSums) -> RowSums:
+            return sums.add(Planes.of(blocks, dout, queries, blocks.keys.span(j), skip_stored_queries=False))
+
+        sums = blocks.keys.loop(blocks.key_chunks(queries), key_chunk, RowSums.start(blocks, queries))
+        found = sums.rows(blocks, queries, lse, dlse)
+        return jax.tree.map(lambda x, y: queries.put(x, y, 3), rows, found)
+
+    nothing = blocks.full(blocks.query.shape[:4], 0.0)
+    rows = Rows(nothing, nothing, nothing, None if blocks.operands.sinks is None else nothing)
+    return blocks.queries.loop((0, blocks.queries.count), query_chunk, rows)
+
+
+def _finite(top: jax.Array) -> jax.Array:
+    """Returns the greatest logits, and 0 for rows that have seen nothing: every exponential is 0 then."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+@jax.custom_jvp
+def product_or_zero(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns x * y, and 0 where x is 0, whatever y is.
+
+    A `where` alone would also have no derivative along x where x is 0. `ops/` calls this inside primitives only, in
+    which no transformation of the user's can drop the rule.
+    """
+    return jnp.where(x == 0.0, 0.0, x * y)
+
+
+@product_or_zero.defjvp
+def _product_or_zero_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x, y), (dx, dy) = primals, tangents
+    return product_or_zero(x, y), product_or_zero(dx, y) + product_or_zero(x, dy)
