@@ -221,24 +221,33 @@ def ratio(row: dict[str, Any], name: str, result: str, kind: str) -> float | Non
 
 
 def table(record: dict[str, Any], kind: str) -> str:
-    """Returns a Markdown table: errors of the baseline relative to the size of results, and ratios of the others."""
+    """Returns a Markdown table: errors of the baseline relative to the size of results, and ratios of the others.
+
+    Where the baseline has no result, errors of the others are relative to the size of results, too.
+    """
     names = columns(record)
     header = ["draw", "jax.nn XLA, relative", *names]
     lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
     for draw, row in record["errors"].items():
-        cells = [draw, _relative(row, kind)]
+        cells = [draw, _relative(row, BASELINE, kind)]
         for name in names:
             ratios = [ratio(row, name, x, kind) for x in RESULT_NAMES]
-            cells.append("-" if None in ratios else " / ".join(f"{x:.2g}" for x in ratios if x is not None))
+            shown = [x for x in ratios if x is not None]
+            cells.append(" / ".join(f"{x:.2g}" for x in shown) or _alone(row, name, kind))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _relative(row: dict[str, Any], kind: str) -> str:
-    """Returns the errors of the baseline over the root mean square of each exact result."""
-    if "out" not in row[BASELINE]:
+def _alone(row: dict[str, Any], name: str, kind: str) -> str:
+    found = _relative(row, name, kind)
+    return found if found == "-" else f"{found}, relative"
+
+
+def _relative(row: dict[str, Any], name: str, kind: str) -> str:
+    """Returns the errors of an implementation over the root mean square of each exact result."""
+    if "out" not in row.get(name, {}):
         return "-"
-    found = {x: (row[BASELINE][x][kind], row["exact"][x]["rms"]) for x in RESULT_NAMES}
+    found = {x: (row[name][x][kind], row["exact"][x]["rms"]) for x in RESULT_NAMES}
     return " / ".join("nan" if error is None else f"{error / size:.2g}" for error, size in found.values())
 
 
@@ -246,10 +255,11 @@ def section(path: Path) -> str:
     """Returns the part of the page about one record."""
     record = json.loads(path.read_text())
     link = f"../benchmarks/results/{path.name}"
-    missing = sorted({name for row in record["errors"].values() for name in row if "error" in row[name]})
+    missing = {name: x["error"] for row in record["errors"].values() for name, x in row.items() if "error" in x}
     parts = [f"### {record['gpu']}, {record['date'][:10]}", f"[Record]({link}) of commit {record['commit'][:7]}."]
     if missing:
-        parts[-1] += f" Some draws have no result of {', '.join(missing)}; the record has the errors."
+        reasons = ", ".join(f"{name} ({error})" for name, error in sorted(missing.items()))
+        parts[-1] += f" Some draws have no result of {reasons}."
     for kind, title in KINDS.items():
         parts += [f"Ratios of {title}, output / dq / dk / dv:", table(record, kind)]
     return "\n\n".join([*parts, f"![The ratios of root-mean-square errors]({link.removesuffix('json')}png)"])

@@ -107,6 +107,21 @@ def test_results_that_are_not_finite_are_shown(record: dict[str, Any]) -> None:
     assert "nan / nan / nan / nan" in accuracy.table(changed, "rms")
 
 
+def test_results_without_a_baseline_are_shown_relative_to_their_size(record: dict[str, Any], tmp_path: Path) -> None:
+    """No CPU has the products that jax.nn asks for in float16."""
+    changed = json.loads(json.dumps(record))
+    changed["errors"][PLAIN][accuracy.BASELINE] = {"error": "ValueError: F16_F16_F32"}
+    row = next(x for x in accuracy.table(changed, "rms").splitlines() if x.startswith(f"| {PLAIN} |"))
+    _, baseline, shown = row.strip("| ").split(" | ")
+    assert baseline == "-"
+    found = changed["errors"][PLAIN]
+    out = found["jax_fastattn"]["out"]["rms"] / found["exact"]["out"]["rms"]
+    assert shown.startswith(f"{out:.2g} / ") and shown.endswith(", relative")
+    path = tmp_path / "accuracy-2026-11-26-tiny.json"
+    path.write_text(json.dumps(changed))
+    assert "no result of jax.nn-xla (ValueError: F16_F16_F32), tokamax (Module" in accuracy.section(path)
+
+
 def test_implementations_run_in_processes_of_their_own(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
     names = ["jax_fastattn", accuracy.BASELINE]
