@@ -121,7 +121,7 @@ def test_gradients_of_values_at_large_logits_are_those_of_jax_nn() -> None:
 
 @pytest.mark.parametrize(("dtype", "tuning"), VARIANTS[:2], ids=["float32-whole", "bfloat16-chunks"])
 def test_keys_that_tie_at_large_logits_share_the_output(dtype: str, tuning: Tuning) -> None:
-    """The log-sum-exp cannot hold log(2) beside such logits; what the gradients make of it is half an ulp of it."""
+    """The log-sum-exp cannot hold log(2) next to such logits, and gradients of values were up to twice as large."""
     half = dataclasses.replace(CASE, dtype=dtype)
     call = jax.jit(functools.partial(run, half.spec(), tuning=tuning))
     for magnitude in MAGNITUDES:
@@ -131,10 +131,9 @@ def test_keys_that_tie_at_large_logits_share_the_output(dtype: str, tuning: Tuni
         )
         found, one = call(twice, dout), call(operands, dout)
         assert not np.asarray(found.out, np.float32).any(), magnitude
-        off = np.expm1(np.spacing(np.float32(magnitude)) / 2) if magnitude < 1e6 else 1.0
         dvalue, expected = (np.asarray(x.dvalue, np.float64) for x in (found, one))
         for part in np.split(dvalue, 2, axis=1):
-            np.testing.assert_allclose(2 * part, expected, rtol=0, atol=abs(expected).max() * (off + 2**-8))
+            np.testing.assert_allclose(2 * part, expected, rtol=2**-8, err_msg=f"{magnitude}")
 
 
 @pytest.mark.parametrize("change", [{}, {"logits_soft_cap": 50.0}, {"scale": 1.0}], ids=str)
