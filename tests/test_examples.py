@@ -68,6 +68,7 @@ def test_train_gpt_learns_and_reports(one_device: tuple[Path, dict[str, Any], st
     assert re.search(r"[\d,]+ tokens/s with jax_fastattn \(xla\) on 1 x cpu", printed)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     "options",
     [

@@ -249,6 +249,9 @@ HOPPER_ROWS = [
 PACKED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Features of those rows, all of which have to do without local memory.
 HOPPER = ("full", "causal", "soft-cap", "groups", "listed", "compared")
+# Head dims of features of which one row of each kernel is enough: other kernels do the same with all rows.
+ONE_OF_EACH_KERNEL = {"compared": DIMS[:3]}
+ONE_OF_EACH_KERNEL |= dict.fromkeys(("soft-cap", "listed", "bias-causal", "bias-float32", "bias-listed"), DIMS)
 # The same of forward rows with a bias.
 BIASES = ("bias", "bias-causal", "bias-float32", "bias-listed", "key-bias", "row-bias")
 # Local memory of those with a bias of pairs, by features: values that live across the loops of head dims up to 64.
@@ -280,8 +283,7 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
         return _interleaved_specs() if op == "backward" else []
     specs = []
     for dims, short in HOPPER_ROWS:
-        # One of each kernel: others do the same with these rows.
-        if features == "compared" and (short or dims not in DIMS[:3]):
+        if features in ONE_OF_EACH_KERNEL and (short or dims not in ONE_OF_EACH_KERNEL[features]):
             continue
         spec = _spec("sm90", op, "sm_90a", dims, FEATURES[features])
         is_packed = dims in PACKED_DIMS and features == "causal" and not short
