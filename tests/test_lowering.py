@@ -215,14 +215,44 @@ def test_a_fallback_warns_once_with_its_reasons() -> None:
 @pytest.mark.usefixtures("_cuda")
 def test_a_fallback_says_what_to_do_instead() -> None:
     """And `explain` says the same."""
-    option = {"bias": jnp.ones((5, 7))}
-    query, key = jnp.zeros((2, 5, 3, 8), jnp.bfloat16), jnp.zeros((2, 7, 3, 8), jnp.bfloat16)
+    query, key = jnp.zeros((2, 5, 3, 8)), jnp.zeros((2, 7, 3, 8))
     with pytest.warns(UserWarning, match="takes the XLA path") as caught, target_arch("sm_80"):
-        calls.cuda_text(functools.partial(attention, **option), query, key, key)
-        explained = str(explain(query, key, key, **option))
-    for remedy in ("if it only hides pairs", "`local_window_size`"):
-        assert remedy in str(caught[0].message)
+        calls.cuda_text(attention, query, key, key)
+        explained = str(explain(query, key, key))
+    assert "cast query, key and value to bfloat16" in str(caught[0].message)
     assert explained.removeprefix("XLA path, because ") in str(caught[0].message)
+
+
+@pytest.mark.usefixtures("_cuda")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("shape", [(7,), (5, 1), (6, 5, 7), (2, 3, 1, 7)], ids=str)
+def test_a_bias_runs_kernels(shape: tuple[int, ...], arch: str) -> None:
+    """Of any rank, and in a dtype of its own."""
+    query, key = jnp.zeros((2, 5, 6, 8), jnp.bfloat16), jnp.zeros((2, 7, 3, 8), jnp.bfloat16)
+    for dtype in ("bfloat16", "float16", "float32"):
+        attend = functools.partial(attention, implementation="cuda", bias=jnp.ones(shape, dtype))
+        with target_arch(arch):
+            text = calls.cuda_text(jax.grad(lambda *x, attend=attend: attend(*x).sum(), (0, 1, 2)), query, key, key)
+        assert calls.count_launches(text) == 2
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_a_gradient_that_no_kernel_computes_takes_the_xla_path() -> None:
+    """With a warning, and `explain` says so too; the forward pass still runs a kernel."""
+    x, bias = jnp.zeros((2, 5, 3, 8), jnp.bfloat16), jnp.zeros((5, 1))
+    capped = functools.partial(attention, logits_soft_cap=2.0)
+    gradients = jax.grad(lambda x, bias: capped(x, x, x, bias).sum(), (0, 1))
+    reason = "no kernel computes the gradient of a `bias` of size 1 along the keys if there is a soft cap"
+    with pytest.warns(UserWarning, match=f"{reason} .*stop_gradient") as caught:
+        assert calls.count_launches(calls.cuda_text(gradients, x, bias)) == 1
+    assert len(caught) == 1
+    found = explain(x, x, x, bias, logits_soft_cap=2.0, arch="sm_90a")
+    assert found.implementation == "cuda" and reason in found.note
+    insisting = jax.grad(lambda bias: capped(x, x, x, bias, implementation="cuda").sum())
+    with pytest.raises(NotImplementedError, match=reason):
+        calls.cuda_text(insisting, bias)
+    constant = jax.grad(lambda x: capped(x, x, x, bias, implementation="cuda").sum())
+    assert calls.count_launches(calls.cuda_text(constant, x)) == 2
 
 
 def call_varlen(x: jax.Array) -> jax.Array:
@@ -299,10 +329,9 @@ def test_a_fallback_passes_over_the_frames_of(library: str) -> None:
 @pytest.mark.usefixtures("_cuda")
 def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = (jnp.zeros(shape) for shape in ((2, 5, 6, 264), (2, 7, 3, 264), (2, 7, 3, 272)))
-    bias, mask = jnp.zeros((5, 7)), jnp.ones((5, 7), bool)
 
     def run(*arrays: jax.Array) -> jax.Array:
-        return attention(*arrays, bias, mask, implementation="cuda")
+        return attention(*arrays, implementation="cuda")
 
     def reasons() -> list[str]:
         with pytest.raises(NotImplementedError) as caught:
@@ -312,11 +341,11 @@ def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         assert last == "implementation=None falls back to the XLA path."
         return [line.removeprefix("  - ") for line in listed]
 
-    case = Case(query_length=5, key_length=7, group=2, head_dim=264, v_head_dim=272, bias="ts", mask="ts")
+    case = Case(query_length=5, key_length=7, group=2, head_dim=264, v_head_dim=272)
     expected = unsupported_reasons(case.problem(), "sm_90a")
     assert reasons() == [str(reason) for reason in expected]
-    assert [reason.kind for reason in expected] == ["dtype", "head_dim", "head_dim", "bias"]
-    assert [bool(reason.remedy) for reason in expected] == [True, False, False, True]
+    assert [reason.kind for reason in expected] == ["dtype", "head_dim", "head_dim"]
+    assert [bool(reason.remedy) for reason in expected] == [True, False, False]
     monkeypatch.setattr(ffi.registry, "named_arch", lambda: "sm_75")
     assert reasons() == [str(reason) for reason in unsupported_reasons(case.problem(), "sm_75")]
     monkeypatch.setattr(ffi.registry, "_is_installed", lambda module: False)

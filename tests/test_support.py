@@ -26,12 +26,14 @@ from jax_fastattn.kernels.support import (
     MAX_HEAD_DIM,
     MAX_LISTED_LENGTH,
     describe_kernels,
+    gradient_reasons,
     speed_note,
     unsupported_reasons,
 )
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.spec import QKV, UNBOUNDED
 from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, Case
+from jax_fastattn.testing.combinations import BIASES
 from jax_fastattn.testing.support_table import COVERAGE, support_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
@@ -72,6 +74,35 @@ def test_one_obstacle_is_one_reason(name: str) -> None:
 @pytest.mark.parametrize("change", [{"mask": "bnts"}, {"segments": 3}], ids=["mask", "segment-ids"])
 def test_all_kernels_take_masks_and_ids(change: dict, arch: str) -> None:
     assert unsupported_reasons(dataclasses.replace(BASE, **change).problem(), arch) == []
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES + BORROWED)
+def test_all_kernels_take_biases(arch: str) -> None:
+    """Of every shape and dtype, with each other feature that a public call has."""
+    others = {"logits_soft_cap": 2.0, "sinks": "n", "mask": "bts", "segments": 3, "head_dim": MAX_HEAD_DIM}
+    for axes in BIASES:
+        for dtype in ("bfloat16", "float16", "float32"):
+            for change in ({}, *({name: x} for name, x in others.items())):
+                case = dataclasses.replace(BASE, bias=axes, bias_dtype=dtype, **change)
+                assert unsupported_reasons(case.problem(), arch) == []
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_gradients_that_no_kernel_computes(arch: str) -> None:
+    """That of a bias of rows under a soft cap; portable kernels have none of a bias with an axis of keys."""
+
+    def texts(wanted: tuple[str, ...] = (*QKV, "bias"), **change: Any) -> list[str]:
+        problem = dataclasses.replace(BASE, **change).problem()
+        return [reason.text for reason in gradient_reasons(problem, wanted, arch)]
+
+    assert texts() == texts(bias="t") == texts(bias="bn") == []
+    assert texts(QKV, bias="ts") == texts(QKV, bias="s") == texts(QKV, bias="t", logits_soft_cap=2.0) == []
+    for axes in ("t", "bn", ""):
+        (text,) = texts(bias=axes, logits_soft_cap=2.0)
+        assert text.endswith("of size 1 along the keys if there is a soft cap")
+    for axes in ("ts", "bs", "bkts"):
+        for cap in (None, 2.0):
+            assert bool(texts(bias=axes, logits_soft_cap=cap)) == (arch != "sm_90a")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED
+from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import forward_spec, is_listed, kernel_spec
 from jax_fastattn.kernels.tile_lists import MAX_TILES
 from jax_fastattn.spec import UNBOUNDED, Problem, is_known
@@ -19,7 +21,7 @@ MAX_HEAD_DIM = 256
 # fmt: off
 Kind = Literal[
     "implementation", "empty", "platform", "installation", "derivative",
-    "architecture", "dtype", "head_dim", "symbolic", "length", "bias",
+    "architecture", "dtype", "head_dim", "symbolic", "length", "gradient",
 ]
 # fmt: on
 
@@ -44,11 +46,11 @@ class Reason:
 
 _REMEDIES: dict[Kind, str] = {
     "dtype": "cast query, key and value to bfloat16",
-    "bias": (
-        "if it only hides pairs, leave it out and pass `is_causal=True`, `key_value_seq_lengths` or `local_window_size`"
-    ),
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
 }
+
+# Instead of a gradient that no kernel computes.
+_UNTRAINED = "if nothing trains it, pass `jax.lax.stop_gradient(bias)`"
 
 # Up to which length lists have numbers for all tiles, of 32 rows at least.
 MAX_LISTED_LENGTH = 32 * MAX_TILES
@@ -61,7 +63,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         problem: the call.
         arch: the architecture; None if it is not known.
     """
-    present, symbolic = problem.spec.present, problem.symbolic_sizes
+    symbolic = problem.symbolic_sizes
     longest = max(size for size in (0, problem.query_length, problem.key_length) if is_known(size))
     is_known_arch, head_dims = arch in ARCHITECTURES + BORROWED, (problem.head_dim, problem.v_head_dim)
     checks: list[tuple[bool, Kind, str]] = [
@@ -77,7 +79,6 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         ),
         (not symbolic, "symbolic", f"sizes are symbolic: {', '.join(symbolic)}"),
         (longest <= UNBOUNDED, "length", f"a length is {longest}; the kernels take at most {UNBOUNDED}"),
-        ("bias" not in present, "bias", "`bias` is given; the kernels take none"),
         (
             not is_listed(problem) or longest <= MAX_LISTED_LENGTH,
             "length",
@@ -85,6 +86,25 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         ),
     ]
     return [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
+
+
+def gradient_reasons(problem: Problem, wanted: Collection[str], arch: str) -> list[Reason]:
+    """Returns every reason why no CUDA kernel computes wanted gradients of a call whose forward pass kernels run.
+
+    Args:
+        problem: the call.
+        wanted: the operands whose gradients are asked for.
+        arch: the architecture.
+    """
+    if problem.bias_shape is None or "bias" not in wanted:
+        return []
+    of_rows = bias_kind(problem.bias_shape) == "rows"
+    texts: list[str] = []
+    if of_rows and problem.spec.logits_soft_cap is not None:
+        texts.append("no kernel computes the gradient of a `bias` of size 1 along the keys if there is a soft cap")
+    if not of_rows and arch != "sm_90a":
+        texts.append("no portable kernel computes the gradient of a `bias` with a number for each key")
+    return [Reason("gradient", text, _UNTRAINED) for text in texts]
 
 
 def speed_note(arch: str) -> str:

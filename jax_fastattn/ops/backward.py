@@ -18,7 +18,6 @@ from jax.interpreters import mlir
 from jax_fastattn import _compat, portable
 from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, cuda, dispatch, linear
-from jax_fastattn.ops.bias_gradient import lacks_kernel
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Problem
 
@@ -69,7 +68,7 @@ def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> list[j
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, **params: Any) -> Any:
     problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
-    if not dispatch.takes_cuda(problem) or lacks_kernel(problem, params["wanted"]):
+    if not dispatch.takes_cuda(problem, params["wanted"]):
         return _lower_portable(ACCELERATOR, ctx, *values, spec=spec, **params)
     return abstract.lower_on_one_device(lambda *arrays: _gradients(cuda.backward, arrays, spec, **params), ctx, *values)
 

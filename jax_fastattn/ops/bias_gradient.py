@@ -4,18 +4,21 @@
 
 A bias of rows changes no weight of a key if there is no soft cap. So the kernels of the backward pass do not read it:
 it is taken off the log-sum-exps. Its gradient is the sum of dS over the keys, which is the cotangent of the row's
-log-sum-exp, less what the sink takes of it.
+log-sum-exp, less what the sink takes of it. With a soft cap, which gives each key a slope, kernels read the bias, and
+none computes its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from jax_fastattn.blocks import reduce_to
-from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_kind, bias_pitch
+from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_pitch
+from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.dbias_tiles import dbias_parts
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import HIDDEN_BIAS, Operands, Problem
@@ -26,13 +29,28 @@ def is_of_rows_alone(kernel: KernelSpec) -> bool:
     return kernel.bias == "rows" and not kernel.row_bias
 
 
-def lacks_kernel(problem: Problem, wanted: Collection[str]) -> bool:
-    """Returns whether no kernel computes a gradient that is wanted: that of a bias of rows under a soft cap.
+def backward_spec(
+    problem: Problem, arch: str, *, dlse: bool, dsinks: bool, dbias: bool, multiprocessors: int
+) -> KernelSpec:
+    """Returns the compile key of the launch that `ops/cuda.py` makes for gradients that kernels compute.
 
-    Each of its numbers is a sum over all keys, of which a CTA of no kernel sees all with their slopes.
+    Args:
+        problem: the call.
+        arch: the architecture.
+        dlse, dsinks, dbias: as for `kernel_spec`.
+        multiprocessors: of the GPU.
     """
-    shape, capped = problem.bias_shape, problem.spec.logits_soft_cap is not None
-    return shape is not None and "bias" in wanted and capped and bias_kind(shape) == "rows"
+    kernel = kernel_spec(problem, "backward", arch, dlse=dlse, dsinks=dsinks, dbias=dbias)
+    if is_of_rows_alone(kernel):
+        names = tuple(name for name in problem.spec.present if name not in ("bias", "sinks"))
+        others = replace(problem, spec=replace(problem.spec, present=names), bias_shape=None, bias_dtype=None)
+        return kernel_spec(others, "backward", arch, dlse=dlse)
+    return with_parts(kernel, result_shapes(kernel, problem, multiprocessors))
+
+
+def with_parts(kernel: KernelSpec, shapes: Mapping[str, tuple[int, ...]]) -> KernelSpec:
+    """Returns a compile key that says whether a gradient of `result_shapes` has parts."""
+    return replace(kernel, splits_dbias=shapes["dbias"][0] > 1) if kernel.dmatrix_bias else kernel
 
 
 def result_shapes(kernel: KernelSpec, problem: Problem, multiprocessors: int) -> dict[str, tuple[int, ...]]:

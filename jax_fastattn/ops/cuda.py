@@ -22,7 +22,7 @@ from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.split import heads_side_by_side
 from jax_fastattn.ops.bias import bias_operands, with_usable_scale
-from jax_fastattn.ops.bias_gradient import RowBias, bias_gradient, is_of_rows_alone, result_shapes
+from jax_fastattn.ops.bias_gradient import RowBias, bias_gradient, is_of_rows_alone, result_shapes, with_parts
 from jax_fastattn.ops.launch import launch_p, launch_scalars
 from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
@@ -138,8 +138,7 @@ def backward(
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
     residuals = {name: x if x is None else _joined(x, padded) for name, x in residuals.items()}
     gradient = result_shapes(kernel, problem, ffi.multiprocessors()) if kernel.dbias else {}
-    if kernel.dmatrix_bias:
-        kernel = replace(kernel, splits_dbias=gradient["dbias"][0] > 1)
+    kernel = with_parts(kernel, gradient)
     arrays = _with_bias(kernel, problem, arrays)
     backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
     scratch = backward_scratch(kernel, problem.num_sequences or problem.batch, problem.query_length, problem.num_heads)

@@ -8,13 +8,14 @@ import dataclasses
 import functools
 import inspect
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import jax
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
-from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
+from jax_fastattn.kernels.support import Reason, describe_kernels, gradient_reasons, speed_note, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 # Why tangents and second derivatives take the XLA path, whatever the call is.
@@ -84,8 +85,12 @@ def cuda_reasons(problem: Problem) -> list[Reason]:
     return found
 
 
-def takes_cuda(problem: Problem) -> bool:
+def takes_cuda(problem: Problem, wanted: Collection[str] = ()) -> bool:
     """Returns whether a call that is lowered for CUDA runs the kernels.
+
+    Args:
+        problem: the call.
+        wanted: of its backward pass, the operands whose gradients are asked for.
 
     Raises:
         NotImplementedError: `implementation` is "cuda" and no kernel can run the call; the message lists every reason.
@@ -94,6 +99,8 @@ def takes_cuda(problem: Problem) -> bool:
     if implementation == "xla" or problem.is_empty:
         return False
     reasons = cuda_reasons(problem)
+    if not reasons:
+        reasons = gradient_reasons(problem, wanted, ffi.arch())
     if reasons and implementation == "cuda":
         raise _refusal(reasons)
     if reasons:
@@ -143,7 +150,10 @@ def _explain(problem: Problem) -> Explanation:
         texts = tuple(reason.text for reason in reasons)
         return Explanation("xla", None, None, None, texts, "; ".join(map(str, reasons)))
     arch = ffi.arch()
-    return Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "", speed_note(arch))
+    gradients = gradient_reasons(problem, problem.spec.present, arch)
+    note = f"with the gradient of `bias` the backward pass takes the XLA path: {gradients[0]}" if gradients else ""
+    found = Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "", speed_note(arch))
+    return with_note(found, note)
 
 
 def with_note(found: Explanation, note: str) -> Explanation:

@@ -19,8 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import packed
+from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.support import gradient_reasons
+from jax_fastattn.ops.bias_gradient import backward_spec
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, Problem
 
@@ -345,13 +348,23 @@ def _int32(x: Any) -> jax.Array | None:
     return None if x is None else jnp.asarray(x, jnp.int32)
 
 
+def with_kernels(case: Case, arch: str) -> Case:
+    """Returns a case without the gradient of its bias if no kernel of an architecture computes it."""
+    is_missing = gradient_reasons(case.problem(), ("bias",), arch)
+    return dataclasses.replace(case, constant_bias=True) if is_missing else case
+
+
 def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
-    """Returns the distinct kernels that the cases need, forward and backward with prepasses, each to be compiled."""
+    """Returns the distinct kernels that the cases need, forward and backward with prepasses, each to be compiled.
+
+    Those of gradients of a bias are for an H100's number of SMs.
+    """
     found: dict[KernelSpec, None] = {}
     for case in cases:
         problem = case.problem()
-        forward = forward_spec(problem, arch)
-        backward = kernel_spec(problem, "backward", arch, dlse=case.dlse, dsinks=case.sinks is not None)
+        forward, asked = forward_spec(problem, arch), {"dlse": case.dlse, "dsinks": case.sinks is not None}
+        dbias = case.bias is not None and not with_kernels(case, arch).constant_bias
+        backward = backward_spec(problem, arch, **asked, dbias=dbias, multiprocessors=H100_MULTIPROCESSORS)
         configs = (*prepass_configs(forward), *prepass_configs(backward))
         prepasses = (prepass_spec(problem.spec, config, arch) for config in configs)
         found |= dict.fromkeys((forward, backward, *prepasses))
@@ -806,6 +819,8 @@ PACKED = _vary(
         "packed": ((1200, -900, 500, 10**9, -2 * 10**9, 10**9), (200, 1000, 0, -300, 1097, -400)),
     },
 )
+# A matrix of 16 bits that takes more than half of an H100's L2.
+_LARGE_BIAS = {"query_length": 1500, "key_length": 1601}
 # Masks and segment ids. A line is one attention kernel forward and one backward, which all masks, ids, windows, offsets
 # and lengths of keys share; a predicate of its own has a prepass of its own.
 _SPARSE = {"mask": "bnts", "mask_density": 0.05}
@@ -842,6 +857,38 @@ MASKED = [
     *_vary(_on(_GQA, head_dim=160, **_SPARSE), {}, _IDS | {"is_causal": True}),
     *_vary(_on(_GQA, head_dim=256, mask="bnts"), {}, {"mask": "bs"}),
 ]
+# Biases: each kind, dtype and head dim with a variant of its own, large ones that heads take by turns, and elements
+# that count as -inf.
+BIASES = {
+    "pairs": _on(_MHA, bias="nts", bias_dtype="bfloat16", dlse=True),
+    "pairs of key/value heads": _on(_GQA, bias="bkts", bias_dtype="bfloat16", is_causal=True, deterministic=True),
+    "pairs, d128": _on(
+        _GQA, head_dim=128, bias="bts", bias_dtype="bfloat16", window=(150, 60), query_offset=(300, -40)
+    ),
+    "pairs, d96, float16": _on(_MHA, head_dim=96, dtype="float16", bias="bnts", bias_dtype="float16", sinks="n"),
+    "pairs, d192v128": _on(_MHA, head_dim=192, v_head_dim=128, bias="nts", bias_dtype="bfloat16", is_causal=True),
+    "pairs, d256": _on(_GQA, head_dim=256, bias="ts", bias_dtype="bfloat16", logits_soft_cap=5.0),
+    "two terms": _on(_MHA, bias="nts", key_value_seq_lengths=(257, 64)),
+    "two terms, d128": _on(_GQA, head_dim=128, bias="bnts", query_seq_lengths=(193, 65)),
+    "two terms, d256": _on(_MHA, head_dim=256, bias="bts", is_causal=True),
+    "float16 next to bfloat16": _on(_GQA, bias="ts", bias_dtype="float16", logits_soft_cap=2.0, sinks="n", dlse=True),
+    "pairs and a mask": _on(_GQA, bias="nts", bias_dtype="bfloat16", mask="bts", mask_density=0.05),
+    "pairs and ids, d128": _on(_MHA, head_dim=128, bias="ts", bias_dtype="bfloat16", segments=4, is_causal=True),
+    "pairs and a mask, d160": _on(_MHA, head_dim=160, bias="nts", mask="bs"),
+    "few finite pairs": _on(_MHA, bias="nts", bias_dtype="bfloat16", bias_density=0.02),
+    "few finite pairs, d128": _on(_MHA, head_dim=128, bias="bnts", bias_density=0.02, dlse=True),
+    "large": _on(_MHA, batch=3, num_kv_heads=4, **_LARGE_BIAS, bias="nts", bias_dtype="bfloat16", is_causal=True),
+    "large, d128": _on(_GQA, batch=3, num_kv_heads=2, head_dim=128, **_LARGE_BIAS, bias="nts", bias_dtype="bfloat16"),
+    "in parts": _on(_MHA, batch=40, query_length=130, key_length=140, head_dim=32, bias="ts", bias_dtype="bfloat16"),
+    "keys": _on(_MHA, bias="bs", bias_dtype="bfloat16", is_causal=True),
+    "keys, d128": _on(_GQA, head_dim=128, bias="ns", deterministic=True, logits_soft_cap=5.0),
+    "keys of key/value heads, d192": _on(_GQA, head_dim=192, bias="ks", bias_density=0.2, mask="bts"),
+    "keys of one query": _on(_GQA, query_length=1, key_length=1000, head_dim=128, bias="bns", scale=-0.2),
+    "rows": _on(_MHA, bias="bt", bias_density=0.7, sinks="n", dlse=True),
+    "rows under a cap": _on(_GQA, head_dim=128, bias="nt", logits_soft_cap=2.0, is_causal=True, sinks="n"),
+    "one row, d40": _on(_MHA, head_dim=40, v_head_dim=72, bias="n", scale=-0.2, sinks="n"),
+    "one number": _on(_MHA, bias="", sinks="n", dlse=True),
+}
 # Few queries, whose keys are split: lengths about those of tiles, none among them; rows that see nothing; each number
 # of blocks of rows.
 _DECODING = Case(

@@ -19,9 +19,8 @@ import test_bias_ops
 from jax_fastattn import portable
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
-from jax_fastattn.ops.bias_gradient import lacks_kernel
 from jax_fastattn.ops.launch import launch_p
-from jax_fastattn.spec import Operands, Problem
+from jax_fastattn.spec import Operands
 
 pytestmark = pytest.mark.slow
 
@@ -107,19 +106,6 @@ def test_rows_of_vague_log_sum_exps(arch: str, axes: str, head_dim: int, monkeyp
         got, expected = (np.array(getattr(x, name), np.float32) for x in (found, wanted))
         expected[where] = np.nan
         np.testing.assert_allclose(got, expected, atol=2**-6 * np.nanmax(np.abs(expected)), err_msg=name)
-
-
-def test_one_gradient_is_left_to_xla() -> None:
-    """That of a bias of rows under a soft cap, if it is wanted."""
-
-    def lacks(axes: str, names: tuple[str, ...], **case: Any) -> bool:
-        spec, operands, _ = draw({"bias": axes, **case})
-        return lacks_kernel(Problem.of(spec, operands), names)
-
-    wanted = ("query", "key", "value", "bias")
-    assert [lacks(axes, wanted, logits_soft_cap=2.0) for axes in ("bt", "n", "ts", "s")] == [True, True, False, False]
-    assert not lacks("bt", wanted[:3], logits_soft_cap=2.0)
-    assert not lacks("bt", wanted)
 
 
 @pytest.mark.parametrize(
