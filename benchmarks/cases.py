@@ -150,7 +150,11 @@ TINY = {
     "tiny-model-mask": models.cut(MODELS["gemma3-12b-window-mask"], 48, 1),
     "tiny-model-ids": models.cut(MODELS["pretraining-ids"], 48, 1),
 }
-CASES = GRID | OTHERS | PACKED | MASKS | BIASES | MODELS | TINY
+_ALL = GRID | OTHERS | PACKED | MASKS | BIASES | MODELS | TINY
+# Some peers take a bias in the dtype of the query only, so all get such a one.
+CASES = {
+    name: case if case.bias is None else dataclasses.replace(case, bias_dtype=case.dtype) for name, case in _ALL.items()
+}
 
 _QUICK = ("d128-causal-4k", "d128-full-4k", "d128-causal-16k", "d64-causal-4k", "d256-causal-4k")
 SETS = {

@@ -76,6 +76,16 @@ CASES = (
     "mha-mask_bnts-density0.05-deterministic-d64-bf16-q193-kv257",
     "mha-mask_bnts-density0.05-d192v128-bf16-q193-kv257",
     "gqa2-mask_bnts-density0.05-d160-bf16-q193-kv257",
+    # Biases of each kind, with their gradients.
+    "mha-bias_nts-of_bf16-dlse-d64-bf16-q193-kv257",
+    "gqa2-window150.60-bias_bts-of_bf16-offset300.-40-d128-bf16-q193-kv257",
+    "mha-causal-bias_nts-of_bf16-d192v128-bf16-q193-kv257",
+    "mha-causal-bias_bts-d256-bf16-q193-kv257",
+    "gqa2-bias_nts-of_bf16-mask_bts-density0.05-d64-bf16-q193-kv257",
+    "mha-bias_nts-of_bf16-finite0.02-d64-bf16-q193-kv257",
+    "mha-causal-bias_bs-of_bf16-d64-bf16-q193-kv257",
+    "gqa2-bias_ks-finite0.2-mask_bts-d192-bf16-q193-kv257",
+    "gqa2-causal-cap2-bias_nt-sinks_n-d128-bf16-q193-kv257",
     # Packed sequences, whose boundaries decrease and leave the rows.
     "mha-causal-packed1200.-900.500.1e+09.-2e+09.1e+09-and200.1000.0.-300.1097.-400-first-7.3-d128v128-bf16-b1-q1600-kv1600",
 )
@@ -151,15 +161,15 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     from jax_fastattn.kernels.choose import configured
     from jax_fastattn.kernels.key import KernelSpec
     from jax_fastattn.testing import draws
-    from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, kernel_specs
+    from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, kernel_specs
 
-    cases = [*GPU_CASES, *wild_draws(), *test_gpu.model_calls()]
+    cases = [*GPU_CASES, *BIASES.values(), *wild_draws(), *test_gpu.model_calls()]
     for seed in seeds:
         cases += draws.packed_draws(seed, test_gpu.DRAWS, test_gpu.KINDS, **test_gpu.CHOICES)
         cases += draws.wild_draws(seed, test_gpu.WILD_DRAWS, test_gpu.WILD_KINDS, **test_gpu.CHOICES)
         cases += test_gpu.combined_draws(seed)
     specs: dict[KernelSpec, None] = dict.fromkeys(kernel_specs(cases, arch))
-    sanitized = kernel_specs([case for case in GPU_CASES if str(case) in CASES], arch)
+    sanitized = kernel_specs([case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES], arch)
     specs |= {dataclasses.replace(spec, dlse=spec.op == "backward"): None for spec in sanitized}
     if arch == "sm_90a":  # its portable kernels have tests too
         portable = kernel_specs([*HIDDEN_ROWS.values(), *FEW_QUERIES.values()], "sm_80")
@@ -261,10 +271,11 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
     """
     import jax
 
+    from jax_fastattn import ffi
     from jax_fastattn.ops import vjp
     from jax_fastattn.testing import compare, draws
     from jax_fastattn.testing.borrow import borrow
-    from jax_fastattn.testing.cases import GPU_CASES
+    from jax_fastattn.testing.cases import BIASES, GPU_CASES, with_kernels
     from jax_fastattn.testing.poison import poison
 
     if arch is not None:
@@ -274,12 +285,14 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
         return vjp.attend(spec, operands, True)
 
     evaluate = jax.jit(lambda spec, *arrays: compare.evaluate(attention, spec, *arrays), static_argnums=0)
-    cases = [case for case in GPU_CASES if str(case) in CASES]
+    cases = [case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES]
     wild = wild_draws()
     chosen = [case for case in [*cases, *wild] if words is None or any(word in str(case) for word in words)]
     for case in chosen[part::parts]:
         begun = time.monotonic()
-        spec = dataclasses.replace(case.spec(), implementation="cuda")
+        # The gradient of a bias that no kernel computes takes the XLA path.
+        has_kernels = with_kernels(case, ffi.arch()) == case
+        spec = dataclasses.replace(case.spec(), implementation="cuda" if has_kernels else None)
         operands, *cotangents = poison(spec, case.operands(jax.random.key(0)), *case.cotangents(jax.random.key(1)))
         operands = operands._replace(query=operands.query * 30)
         if case in wild:

@@ -150,8 +150,6 @@ def measure_case(name: str, case: Case, options: argparse.Namespace) -> Iterator
     """The records of one case, on the same operands."""
     operands_key, cotangent_key = jax.random.split(jax.random.key(2026))
     operands = jax.jit(case.operands)(operands_key)
-    if operands.bias is not None:  # some take a bias in the dtype of the query only
-        operands = operands._replace(bias=operands.bias.astype(case.dtype))
     dout, _ = case.cotangents(cotangent_key)
     checked = Checked(case, operands, dout)
     for implementation in options.implementations:

@@ -145,6 +145,7 @@ def test_each_bias_is_measured_with_its_gradient_and_without() -> None:
     assert set(cases.BIASES) == learnt | constant | alone
     assert {"bias-d64", "bias-d128", "bias-keys-d64", "bias-t5-base", "bias-alphafold-triangle"} <= learnt
     assert len({cases.visible_pairs(cases.BIASES[name]) for name in ("bias-d64", "bias-spells-causal-d64")}) == 1
+    assert all(case.bias is None or case.bias_dtype == case.dtype for case in cases.CASES.values())
 
 
 def test_the_grid_is_of_one_size() -> None:

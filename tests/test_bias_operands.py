@@ -4,13 +4,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from pathlib import Path
 
+import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_fastattn.ffi import call
 from jax_fastattn.kernels.arguments import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import TILE_KEYS, BiasPlanes, bias_kind, bias_pitch
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec
@@ -18,6 +22,8 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.bias import MIN_SCALE, bias_operands, with_usable_scale
 from jax_fastattn.ops.launch import launch_scalars
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.testing import combinations
+from jax_fastattn.testing.cases import Case, kernel_specs, with_kernels
 
 B, T, S, N, K, H = 2, 5, 11, 6, 3, 64
 SHAPES = list(itertools.product((1, B), (1, K, N), (1, T), (1, S)))
@@ -143,6 +149,36 @@ def test_a_small_scale_is_part_of_the_query() -> None:
         assert float(found.query[0, 0, 0, 0]) == (3 * MIN_SCALE / 2 if folded else 3.0)
     spec, found = with_usable_scale(AttentionSpec(0.0), Operands(query, query, query, bias=jnp.zeros((1, 1, 1, S))))
     assert spec.scale == 1.0 and not found.query.any()
+
+
+KEYS = {
+    "matrix": {"bias": "nts", "bias_dtype": "bfloat16", "batch": 40},
+    "matrix of two terms": {"bias": "bts", "head_dim": 192, "is_causal": True},
+    "matrix and mask": {"bias": "ts", "bias_dtype": "float16", "mask": "bts", "dlse": True},
+    "constant": {"bias": "bnts", "constant_bias": True},
+    "keys": {"bias": "bs", "logits_soft_cap": 2.0, "deterministic": True},
+    "rows": {"bias": "nt", "sinks": "n", "dlse": True, "mask": "bs"},
+    "capped rows": {"bias": "t", "sinks": "n", "logits_soft_cap": 2.0},
+    "constant capped rows": {"bias": "t", "logits_soft_cap": 2.0, "constant_bias": True},
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_of_cases_are_those_of_calls(
+    name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `kernel_specs` says is compiled is what a call and its gradients ask for."""
+    sizes = {"batch": 2, "query_length": 65, "key_length": 77, "num_kv_heads": 2, "group": 2, "head_dim": 64}
+    case = Case("bfloat16", **{**sizes, **KEYS[name]})
+    calls.lower_for_cuda(monkeypatch, tmp_path, arch)
+    asked: list[KernelSpec] = []
+    compile_kernel = call._compile
+    monkeypatch.setattr(call, "_compile", lambda spec: asked.append(spec) or compile_kernel(spec))
+    spec, operands, *cotangents = combinations.inputs(case)
+    evaluate = functools.partial(combinations.evaluate, with_kernels(case, arch), spec)
+    jax.jit(evaluate).trace(operands, *cotangents).lower(lowering_platforms=("cuda",))
+    assert set(asked) == set(kernel_specs([case], arch))
 
 
 def test_few_queries_with_a_bias_take_the_forward_kernel() -> None:

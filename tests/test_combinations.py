@@ -164,8 +164,9 @@ def test_the_values_of_poison_vary() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_falls_back(arch: str) -> None:
-    kinds = len(combinations.allowed(LARGE))
+    kinds = len(combinations.allowed())
     drawn = combinations.combined_draws(1, kinds, kinds, LARGE)
+    assert {case.bias for case in drawn} == {None, *BIASES}
     assert not any(unsupported_reasons(case.problem(), arch) for case in drawn)
 
 

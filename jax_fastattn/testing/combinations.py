@@ -28,7 +28,7 @@ from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
 from jax_fastattn.testing import compare, draws
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import Results
-from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, SMALL, Sizes
+from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, Sizes
 from jax_fastattn.testing.poison import poison
 
 # Arguments that `attention_varlen` does not have. `draws.py` has its calls under other conditions.
@@ -44,9 +44,9 @@ _BIASES = (*BIASES, "nts", "nts", "nts", "bnts", "bnts", "ts", "bs", "ns")
 ROWS_AT_ONCE = 30
 
 
-def allowed(sizes: Sizes = SMALL) -> list[tuple[str, ...]]:
+def allowed() -> list[tuple[str, ...]]:
     """Returns the pairs and triples of features that a public call can have, pairs first."""
-    found = [chosen for size in (2, 3) for chosen in itertools.combinations(sizes.features, size)]
+    found = [chosen for size in (2, 3) for chosen in itertools.combinations(FEATURES, size)]
     return [chosen for chosen in found if "packing" not in chosen or not _UNPACKED.intersection(chosen)]
 
 
@@ -90,15 +90,15 @@ def combined_draws(seed: int, count: int, kinds: int, sizes: Sizes) -> list[Case
 def emulated_draws(seed: int, count: int) -> list[Case]:
     """Returns calls of the sizes that emulators take, each of another kind.
 
-    Every second one has a mask or ids, in turns.
+    In turns they have a mask, a bias, ids, and none of these.
     """
-    kinds = len(allowed(EMULATED))
-    by_feature: dict[str, list[Case]] = {"mask": [], "ids": [], "": []}
+    kinds, turns = len(allowed()), ("mask", "bias", "ids", "")
+    by_feature: dict[str, list[Case]] = {name: [] for name in turns}
     for case in combined_draws(seed, kinds, kinds, EMULATED):
         has = features_of(case)
-        by_feature["mask" if "mask" in has else "ids" if "ids" in has else ""].append(case)
+        by_feature[next(name for name in ("mask", "ids", "bias", "") if not name or name in has)].append(case)
     sources = {name: iter(found) for name, found in by_feature.items()}
-    return [next(sources[name]) for name in itertools.islice(itertools.cycle(["mask", "", "ids", ""]), count)]
+    return [next(sources[name]) for name in itertools.islice(itertools.cycle(turns), count)]
 
 
 def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
@@ -107,7 +107,7 @@ def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
     def some(options: Sequence[Any]) -> Iterator[Any]:
         return itertools.cycle([options[i] for i in random.permutation(len(options))])
 
-    combinations, dtypes = some(allowed(sizes)), some(sizes.dtypes)
+    combinations, dtypes = some(allowed()), some(sizes.dtypes)
     head_dims, value_head_dims, windows = some(sizes.head_dims), some(sizes.value_head_dims), some(sizes.windows)
     caps, masks, groups = some([5.0, 1.5]), some(_MASKS), some([2, 3, 4])
     sides, offsets = some(["both", "queries", "keys"]), some(["given", "bottom_right"])

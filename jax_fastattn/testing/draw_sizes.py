@@ -26,8 +26,6 @@ FEATURES = (
     "residual",
     "vmap",
 )
-# Features that no kernel has.
-_WITHOUT_KERNEL = {"bias"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class Sizes:
         windows: the choices; every one has a bound.
         widening: a factor on the head dims of dtypes of 16 bits. The largest error of the baseline is small by chance
             if a result has few elements: with head dims of 4, two of some 500 right calls failed.
-        features: those that are drawn.
     """
 
     dtypes: tuple[str, ...]
@@ -52,7 +49,6 @@ class Sizes:
     edges: tuple[int, ...]
     windows: tuple[tuple[int | None, int | None], ...]
     widening: int = 1
-    features: tuple[str, ...] = FEATURES
 
 
 # For the XLA path on a CPU.
@@ -73,7 +69,6 @@ LARGE = Sizes(
     rows=(420, 1100),
     edges=draws.EDGES,
     windows=((100, None), (7, 0), (None, 64), (63, 200), (300, 0)),
-    features=tuple(name for name in FEATURES if name not in _WITHOUT_KERNEL),
 )
 # For kernels in the emulators, which take seconds for a tile.
 EMULATED = dataclasses.replace(

@@ -3,7 +3,8 @@
 """Runs random calls in the emulators: all custom calls of both passes, prepasses included, on poisoned operands.
 
 A call is what `ops/cuda.py` makes of canonical operands, on the GPU that a test names. What the public functions do
-before that (arguments, batching) is left out: `jax.vmap` is a batch axis here.
+before that (arguments, batching) is left out: `jax.vmap` is a batch axis here. So is what they do after it, except that
+the gradient of a bias gets the dtype of the bias.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax_fastattn import ffi
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.testing import combinations, compare
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.testing.cases import Case, with_kernels
 from jax_fastattn.testing.compare import Results
 from jax_fastattn.testing.poison import poison
 
@@ -36,11 +37,14 @@ def draws(seed: int, count: int, arch: str) -> list[Case]:
 def check(case: Case, arch: str) -> None:
     """Asserts that the kernels of an architecture are right, by the rule of the GPU tests."""
     spec, operands, *cotangents = combinations.inputs(case)
+    case = with_kernels(case, arch)
     expected = jax.tree.map(np.asarray, combinations.expected(case, spec, operands, *cotangents))
     operands, dout, dlse = poison(spec, operands, *cotangents, turn=case.draw or 0)
     with _emulated(arch):
         out, lse = cuda.forward(spec, operands)
         gradients = cuda.backward(spec, operands, out, lse, dout, dlse, combinations.wanted(case))
+    if gradients.bias is not None and operands.bias is not None:
+        gradients = gradients._replace(bias=gradients.bias.astype(operands.bias.dtype))
     compare.assert_within_budget(Results.of(out, lse, gradients), *expected)
 
 

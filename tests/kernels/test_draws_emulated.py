@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import cpu_checks
 
-# For each architecture: one with a mask, one with ids, and two with neither.
+# For each architecture: one with a mask, one with a bias, one with ids, and one with none of these.
 DRAWS = 4
 
 
@@ -45,11 +45,11 @@ def test_a_sample(arch: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("arch", emulated_draws.ARCHS)
-def test_samples_have_masks_and_ids(arch: str) -> None:
+def test_samples_have_masks_ids_and_biases(arch: str) -> None:
     for seed in range(34, 39):
         features = [features_of(case) for case in emulated_draws.draws(seed, DRAWS, arch)]
         assert [bool(has & {"mask", "ids"}) for has in features] == [True, False] * (DRAWS // 2)
-        assert {"mask", "ids"} < set().union(*features)
+        assert {"mask", "ids", "bias"} < set().union(*features)
 
 
 @pytest.mark.parametrize(("op", "result"), [("forward", 0), ("backward", 1)])

@@ -29,7 +29,7 @@ from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 from jax_fastattn.testing import combinations, compare, draw_sizes, draws, models
-from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
+from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, Case, kernel_specs, with_kernels
 from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.gpu
@@ -47,8 +47,8 @@ CHOICES = {
     "head_dims": [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 72)],
     "rows": [1100, 700],
 }
-# At most 60 kernels: two for each kind, and the prepasses of masks and ids. 4 runs with other seeds make 1,056 calls.
-COMBINED_DRAWS, COMBINED_KINDS = 264, 21
+# At most 60 kernels: two for each kind, and the prepasses of masks and ids. 4 runs with other seeds make 1,040 calls.
+COMBINED_DRAWS, COMBINED_KINDS = 260, 20
 
 # Segment ids, and masks that broadcast over queries or over keys.
 _LISTED = Case("bfloat16", 2, 517, 901, num_kv_heads=2, group=2, head_dim=64, deterministic=True)
@@ -71,7 +71,8 @@ def combined_draws(seed: int) -> list[Case]:
 
 def model_calls() -> list[Case]:
     """Returns the calls of published models, with fewer heads and rows."""
-    return [models.cut(case, min(case.query_length, 1100), 2) for case in models.CALLS.values()]
+    found = {**models.CALLS, **models.BIASED}
+    return [models.cut(case, min(case.query_length, 1100), 2) for case in found.values()]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -131,7 +132,7 @@ def _results(case: Case, family: str | None = None) -> compare.Results:
 
 
 def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
-    return jax.tree.map(np.asarray, combinations.expected(case, *_inputs(case)))
+    return jax.tree.map(np.asarray, combinations.expected(with_kernels(case, ffi.arch()), *_inputs(case)))
 
 
 def _portable_kernel(problem: Problem, op: Any, arch: str, **options: bool) -> KernelSpec:
@@ -196,8 +197,18 @@ def test_models(case: Case, expectations: dict[Case, Future[Any]]) -> None:
     compare.assert_within_budget(_public_results(case), *expectations[case].result())
 
 
+@pytest.mark.parametrize("case", BIASES.values(), ids=str)
+def test_biases(case: Case, expectations: dict[Case, Future[Any]]) -> None:
+    """With the gradient of the bias where a kernel computes it, each run twice."""
+    _check_twice(case, expectations)
+
+
 def test_random_combinations(case: Case, expectations: dict[Case, Future[Any]]) -> None:
     """Calls that `--seed` draws in which two or three features meet, each run twice."""
+    _check_twice(case, expectations)
+
+
+def _check_twice(case: Case, expectations: dict[Case, Future[Any]]) -> None:
     first, second = _public_results(case), _public_results(case)
     compare.assert_within_budget(first, *expectations[case].result())
     _assert_same_bits(case, first, second)
@@ -207,7 +218,7 @@ def _public_results(case: Case) -> compare.Results:
     """Runs the public function on the operands of a case, poisoned."""
     spec, operands, *cotangents = _inputs(case)
     poisoned = poison(spec, operands, *cotangents, turn=case.draw or 0)
-    return jax.tree.map(np.asarray, combinations.evaluate(case, spec, *poisoned))
+    return jax.tree.map(np.asarray, combinations.evaluate(with_kernels(case, ffi.arch()), spec, *poisoned))
 
 
 def test_random_packed_calls(case: Case, expectations: dict[Case, Future[Any]]) -> None:
@@ -405,10 +416,9 @@ def test_other_boundaries_compile_nothing() -> None:
 
 def test_unsupported_calls_warn_and_fall_back() -> None:
     x = jnp.ones((1, 5, 3, 8), jnp.bfloat16)
-    bias = jnp.zeros((1, 3, 5, 5), jnp.float32)
-    with pytest.warns(UserWarning, match="`bias` is given"):
-        out = jax_fastattn.attention(x, x, x, bias)
-    np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
+    with pytest.warns(UserWarning, match="the dtype is float32"):
+        out = jax_fastattn.attention(*[x.astype(jnp.float32)] * 3)
+    np.testing.assert_array_equal(np.asarray(out), 1.0)
 
 
 def test_explain_names_the_kernel() -> None:
