@@ -33,7 +33,8 @@ from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.choose import prepass_configs
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
-from jax_fastattn.testing.cases import Case, kernel_specs
+from jax_fastattn.spec import QKV
+from jax_fastattn.testing.cases import Case, kernel_specs, with_kernels
 from jax_fastattn.testing.models import MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +110,7 @@ CALLS = [
     ["--heads", "6", "--head-dim", "44/64", "--packed", "--with", "query_offset", "--window", "9/none"],
     ["--heads", "6", "--head-dim", "128", "--soft-cap", "5", "--with", "query_seq_lengths", "key_value_seq_lengths"],
     ["--heads", "6/1", "--head-dim", "64", "--dtype", "float16", "--window", "none/0", "--with", "query_offset"],
+    ["--heads", "6/2", "--head-dim", "64", "--with", "bias"],
 ]
 
 
@@ -128,7 +130,8 @@ def test_keys_are_those_of_a_call(
         operands = case.operands(jax.random.key(0))
 
         def gradients(operands: Any, case: Case = case) -> Any:
-            wanted = {name: getattr(operands, name) for name in ("query", "key", "value", "sinks")}
+            names = (*QKV, "sinks") if with_kernels(case, arch).constant_bias else (*QKV, "sinks", "bias")
+            wanted = {name: getattr(operands, name) for name in names}
             wanted = {name: x for name, x in wanted.items() if x is not None}
             out, pullback = jax.vjp(lambda wanted: bench._ours(case, operands._replace(**wanted)), wanted)
             return pullback(out)
@@ -280,9 +283,9 @@ def test_info_without_compiler_and_extension(directory: Path) -> None:
 
 def test_info_says_why_a_call_falls_back(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--heads", "32/8", "--head-dim", "128"]
-    assert main(["info", *shape, "--with", "bias"]) == 0
+    assert main(["info", *shape, "--dtype", "float32", "--with", "bias"]) == 0
     text = capsys.readouterr().out
-    assert "heads 32/8, head dim 128, bfloat16, bias:\n  XLA path, because the platform is cpu; `bias` is given" in text
+    assert "heads 32/8, head dim 128, float32, bias:\n  XLA path, because the platform is cpu; the dtype is" in text
     assert main(["info", "--json", *shape, "--causal", "--arch", "sm_90a", "--arch", "sm_80"]) == 0
     found = json.loads(capsys.readouterr().out)["calls"]
     assert [x["kernel"] for x in found] == ["sm90 forward, sm90 backward", "sm80 forward, sm80 backward"]
@@ -436,7 +439,7 @@ WRONG = {
     "warmup --model llama3-8b --causal --arch sm_80": "--model sets the whole call; leave out --causal",
     "warmup --model llama3-8b": "this machine has no GPU; name the GPU to compile for, such as --arch sm_90a",
     "warmup --model llama3-8b --batch 3 --arch sm_80": "--batch alone chooses no kernel",
-    "warmup --heads 4 --head-dim 264 --with bias --arch sm_80": "no kernel on sm_80: `query` has head dim 264; the",
+    "warmup --heads 4 --head-dim 264 --with mask --arch sm_80": "no kernel on sm_80: `query` has head dim 264; the",
     "warmup --model llama3-8b --dtype float32 --arch sm_80": "the dtype is float32",
     "bench --heads 4 --head-dim 8": "the following arguments are required: --length",
     "bench --heads 4 --head-dim 8 --length 8 --seconds 0": "`0` is not a number of seconds",

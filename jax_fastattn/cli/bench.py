@@ -101,8 +101,6 @@ def _measured(case: Case, seconds: float) -> dict[str, Times]:
         operands = jax.block_until_ready(jax.jit(case.operands)(jax.random.key(0)))
     except Exception as error:
         raise CommandError(f"cannot make the arrays of this call: {_first_line(error)}") from error
-    if operands.bias is not None:
-        operands = operands._replace(bias=operands.bias.astype(case.dtype))
     return {name: _times(attend, case, operands, seconds) for name, attend in IMPLEMENTATIONS.items()}
 
 

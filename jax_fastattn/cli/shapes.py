@@ -131,7 +131,7 @@ def sized(layer: Case, options: argparse.Namespace, size: Size) -> Case:
         changes |= {"packed": lengths}
     offset = "bottom_right" if options.packed else (key_length - query_length,) * batch
     values: dict[str, dict[str, Any]] = {
-        "bias": {"bias": "bnts"},
+        "bias": {"bias": "bnts", "bias_dtype": layer.dtype},
         "mask": {"mask": "bnts"},
         "segment_ids": {"segments": 3},
         "query_seq_lengths": {"query_seq_lengths": (query_length,) * batch},

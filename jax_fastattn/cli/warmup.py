@@ -24,7 +24,7 @@ from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
 from jax_fastattn.ffi import cache, registry
-from jax_fastattn.kernels.choose import SHORT_LENGTH
+from jax_fastattn.kernels.choose import SHORT_BIAS_LENGTH, SHORT_LENGTH
 from jax_fastattn.kernels.decode_config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
@@ -32,8 +32,8 @@ from jax_fastattn.ops.cuda import HEAD_DIM_MULTIPLE
 from jax_fastattn.testing.cases import Case, kernel_specs
 
 # Long calls; calls with a config for short lengths, packed ones too; and calls with so many short heads that dq is
-# added in semaphore order. Together with those of `few_queries` they have every key that any size has, which a test
-# shows.
+# added in semaphore order. Together with those of `few_queries` and `biased` they have every key that any size has,
+# which a test shows.
 SIZES = [shapes.Size(batch, length, length) for batch, length in ((1, 8192), (1, SHORT_LENGTH), (264, 512))]
 
 
@@ -43,6 +43,14 @@ def few_queries(layer: Case) -> Iterator[shapes.Size]:
         if queries := BLOCK_ROWS * blocks // layer.group:
             # Few keys are whole units, and many keys are split; of many heads those of a large batch are.
             yield from (shapes.Size(*size) for size in ((1, queries, 128), (1, queries, 1 << 20), (133, queries, 128)))
+
+
+def biased() -> Iterator[shapes.Size]:
+    """Yields sizes of calls with a bias: short ones, and with one query or one key, where the bias is another kind."""
+    yield shapes.Size(1, SHORT_BIAS_LENGTH, SHORT_BIAS_LENGTH)
+    for size in SIZES:
+        yield dataclasses.replace(size, query_length=1)
+        yield dataclasses.replace(size, key_length=1)
 
 
 def add_parser(commands: Any) -> None:
@@ -77,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 def cases_of(layer: Case, options: argparse.Namespace) -> Iterator[Case]:
     """Yields the calls whose kernels are compiled, with head dims padded as a call pads them."""
-    sizes = [*SIZES, *few_queries(layer)]
+    sizes = [*SIZES, *few_queries(layer), *(biased() if "bias" in options.operands else ())]
     if options.length:
         sizes = [shapes.Size(options.batch or 1, *options.length)]
     elif options.batch:
@@ -196,6 +204,11 @@ def describe(spec: KernelSpec) -> str:
         "listed": "lists of tiles",
         "row_bits": "bits of rows",
         "logits_soft_cap": "soft cap",
+        "matrix_bias": "bias of pairs",
+        "key_bias": "bias of keys",
+        "key_bias_parts": "bias of keys",
+        "row_bias": "bias of queries",
+        "dbias": "gradient of the bias",
         "sinks": "sinks",
         "dsinks": "gradient of sinks",
         "dlse": "gradient of the log-sum-exp",
