@@ -161,6 +161,18 @@ def test_every_block_runs_a_kernel(
     assert "jax_fastattn_launch" in text  # the XLA path would warn, which is an error here
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 256, 256), (1, 1, 1, 256)], ids=["pairs", "keys"])
+def test_every_block_with_a_bias_runs_a_kernel(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the gradient of the bias, which a warning would say is left to the XLA path."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    arrays = rings.draw(4 * 64, batch=1, heads=(4, 1), head_dims=(64, 64), dtype=jnp.bfloat16)
+    arrays |= {"bias": jnp.zeros(shape, jnp.bfloat16)}
+    text = calls.cuda_text(with_gradients(rings.split(4, arrays, **CAUSAL)), arrays)
+    assert "jax_fastattn_launch" in text
+
+
 def test_a_fallback_names_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Blocks are lowered with masks and operands of their own."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
