@@ -271,7 +271,6 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
     """
     import jax
 
-    from jax_fastattn import ffi
     from jax_fastattn.ops import vjp
     from jax_fastattn.testing import compare, draws
     from jax_fastattn.testing.borrow import borrow
@@ -291,7 +290,7 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
     for case in chosen[part::parts]:
         begun = time.monotonic()
         # The gradient of a bias that no kernel computes takes the XLA path.
-        has_kernels = with_kernels(case, ffi.arch()) == case
+        has_kernels = with_kernels(case) == case
         spec = dataclasses.replace(case.spec(), implementation="cuda" if has_kernels else None)
         operands, *cotangents = poison(spec, case.operands(jax.random.key(0)), *case.cotangents(jax.random.key(1)))
         operands = operands._replace(query=operands.query * 30)

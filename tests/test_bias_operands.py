@@ -176,7 +176,7 @@ def test_keys_of_cases_are_those_of_calls(
     compile_kernel = call._compile
     monkeypatch.setattr(call, "_compile", lambda spec: asked.append(spec) or compile_kernel(spec))
     spec, operands, *cotangents = combinations.inputs(case)
-    evaluate = functools.partial(combinations.evaluate, with_kernels(case, arch), spec)
+    evaluate = functools.partial(combinations.evaluate, with_kernels(case), spec)
     jax.jit(evaluate).trace(operands, *cotangents).lower(lowering_platforms=("cuda",))
     assert set(asked) == set(kernel_specs([case], arch))
 

@@ -130,7 +130,7 @@ def test_keys_are_those_of_a_call(
         operands = case.operands(jax.random.key(0))
 
         def gradients(operands: Any, case: Case = case) -> Any:
-            names = (*QKV, "sinks") if with_kernels(case, arch).constant_bias else (*QKV, "sinks", "bias")
+            names = (*QKV, "sinks") if with_kernels(case).constant_bias else (*QKV, "sinks", "bias")
             wanted = {name: getattr(operands, name) for name in names}
             wanted = {name: x for name, x in wanted.items() if x is not None}
             out, pullback = jax.vjp(lambda wanted: bench._ours(case, operands._replace(**wanted)), wanted)

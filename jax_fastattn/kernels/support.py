@@ -88,23 +88,20 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     return [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
 
 
-def gradient_reasons(problem: Problem, wanted: Collection[str], arch: str) -> list[Reason]:
+def gradient_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
     """Returns every reason why no CUDA kernel computes wanted gradients of a call whose forward pass kernels run.
 
     Args:
         problem: the call.
         wanted: the operands whose gradients are asked for.
-        arch: the architecture.
     """
     if problem.bias_shape is None or "bias" not in wanted:
         return []
     of_rows = bias_kind(problem.bias_shape) == "rows"
-    texts: list[str] = []
-    if of_rows and problem.spec.logits_soft_cap is not None:
-        texts.append("no kernel computes the gradient of a `bias` of size 1 along the keys if there is a soft cap")
-    if not of_rows and arch != "sm_90a":
-        texts.append("no portable kernel computes the gradient of a `bias` with a number for each key")
-    return [Reason("gradient", text, _UNTRAINED) for text in texts]
+    if not of_rows or problem.spec.logits_soft_cap is None:
+        return []
+    text = "no kernel computes the gradient of a `bias` of size 1 along the keys if there is a soft cap"
+    return [Reason("gradient", text, _UNTRAINED)]
 
 
 def speed_note(arch: str) -> str:

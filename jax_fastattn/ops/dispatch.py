@@ -100,7 +100,7 @@ def takes_cuda(problem: Problem, wanted: Collection[str] = ()) -> bool:
         return False
     reasons = cuda_reasons(problem)
     if not reasons:
-        reasons = gradient_reasons(problem, wanted, ffi.arch())
+        reasons = gradient_reasons(problem, wanted)
     if reasons and implementation == "cuda":
         raise _refusal(reasons)
     if reasons:
@@ -150,7 +150,7 @@ def _explain(problem: Problem) -> Explanation:
         texts = tuple(reason.text for reason in reasons)
         return Explanation("xla", None, None, None, texts, "; ".join(map(str, reasons)))
     arch = ffi.arch()
-    gradients = gradient_reasons(problem, problem.spec.present, arch)
+    gradients = gradient_reasons(problem, problem.spec.present)
     note = f"with the gradient of `bias` the backward pass takes the XLA path: {gradients[0]}" if gradients else ""
     found = Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "", speed_note(arch))
     return with_note(found, note)

@@ -348,9 +348,9 @@ def _int32(x: Any) -> jax.Array | None:
     return None if x is None else jnp.asarray(x, jnp.int32)
 
 
-def with_kernels(case: Case, arch: str) -> Case:
-    """Returns a case without the gradient of its bias if no kernel of an architecture computes it."""
-    is_missing = gradient_reasons(case.problem(), ("bias",), arch)
+def with_kernels(case: Case) -> Case:
+    """Returns a case without the gradient of its bias if no kernel computes it."""
+    is_missing = gradient_reasons(case.problem(), ("bias",))
     return dataclasses.replace(case, constant_bias=True) if is_missing else case
 
 
@@ -363,7 +363,7 @@ def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     for case in cases:
         problem = case.problem()
         forward, asked = forward_spec(problem, arch), {"dlse": case.dlse, "dsinks": case.sinks is not None}
-        dbias = case.bias is not None and not with_kernels(case, arch).constant_bias
+        dbias = case.bias is not None and not with_kernels(case).constant_bias
         backward = backward_spec(problem, arch, **asked, dbias=dbias, multiprocessors=H100_MULTIPROCESSORS)
         configs = (*prepass_configs(forward), *prepass_configs(backward))
         prepasses = (prepass_spec(problem.spec, config, arch) for config in configs)

@@ -147,9 +147,7 @@ def support_table() -> str:
     found: dict[str, None] = {}
     for name, problem in problems().items():
         wanted = ("bias",) if name in _BIAS_GRADIENTS else ()
-        reasons = [
-            unsupported_reasons(problem, arch) + gradient_reasons(problem, wanted, arch) for arch in ARCHITECTURES
-        ]
+        reasons = [unsupported_reasons(problem, arch) + gradient_reasons(problem, wanted) for arch in ARCHITECTURES]
         rows.append([name, *("no" if reason else "yes" for reason in reasons)])
         found |= dict.fromkeys(reason.text for reason in itertools.chain(*reasons))
     listed = "\n".join(f"- {reason}" for reason in found)

@@ -37,7 +37,7 @@ def draws(seed: int, count: int, arch: str) -> list[Case]:
 def check(case: Case, arch: str) -> None:
     """Asserts that the kernels of an architecture are right, by the rule of the GPU tests."""
     spec, operands, *cotangents = combinations.inputs(case)
-    case = with_kernels(case, arch)
+    case = with_kernels(case)
     expected = jax.tree.map(np.asarray, combinations.expected(case, spec, operands, *cotangents))
     operands, dout, dlse = poison(spec, operands, *cotangents, turn=case.draw or 0)
     with _emulated(arch):

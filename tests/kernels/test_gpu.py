@@ -132,7 +132,7 @@ def _results(case: Case, family: str | None = None) -> compare.Results:
 
 
 def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
-    return jax.tree.map(np.asarray, combinations.expected(with_kernels(case, ffi.arch()), *_inputs(case)))
+    return jax.tree.map(np.asarray, combinations.expected(with_kernels(case), *_inputs(case)))
 
 
 def _portable_kernel(problem: Problem, op: Any, arch: str, **options: bool) -> KernelSpec:
@@ -218,7 +218,7 @@ def _public_results(case: Case) -> compare.Results:
     """Runs the public function on the operands of a case, poisoned."""
     spec, operands, *cotangents = _inputs(case)
     poisoned = poison(spec, operands, *cotangents, turn=case.draw or 0)
-    return jax.tree.map(np.asarray, combinations.evaluate(with_kernels(case, ffi.arch()), spec, *poisoned))
+    return jax.tree.map(np.asarray, combinations.evaluate(with_kernels(case), spec, *poisoned))
 
 
 def test_random_packed_calls(case: Case, expectations: dict[Case, Future[Any]]) -> None:
