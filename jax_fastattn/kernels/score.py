@@ -24,7 +24,6 @@ from jax_fastattn.kernels.device.tma import TmaOperand
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bits import BitRow, Bits
 from jax_fastattn.kernels.features.bounds import Visibility, hide
-from jax_fastattn.kernels.features.copied_bias import CopiedBias
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.global_bias import GlobalBias
 from jax_fastattn.kernels.features.key_bias import KeyBias
@@ -110,7 +109,7 @@ class Score:
         buffers: Buffers | DecodeBuffers,
         scalars: Scalars | Sizes,
         scale: Float32,
-        bias: TmaOperand | CopiedBias | None = None,
+        bias: TmaOperand | PairBias | None = None,
     ) -> "Score":
         """Returns that of a backward launch, with a scale of any sign.
 
@@ -119,8 +118,8 @@ class Score:
             buffers: of the launch.
             scalars: of the launch.
             scale: the factor on products.
-            bias: a bias of pairs as TMA loads it, or from the tile that the kernel has copied; None if the kernel has
-                no room for it.
+            bias: a bias of pairs as TMA loads it, or from what the kernel copies; None if the kernel has no room for
+                it.
         """
         features = _features(spec, buffers, scalars, bias)
         factor, is_scaled = scale * LOG2_E, bool(_with(features, "logit"))
@@ -308,7 +307,7 @@ class Score:
 
 
 def _features(
-    spec: KernelSpec, buffers: Any, scalars: Scalars | Sizes, bias: TmaOperand | CopiedBias | None
+    spec: KernelSpec, buffers: Any, scalars: Scalars | Sizes, bias: TmaOperand | PairBias | None
 ) -> tuple[Feature, ...]:
     """Returns the features of a launch before the soft cap: a bias, then programs."""
     found: list[Feature] = []
@@ -322,7 +321,7 @@ def _features(
     return (*found, *_each(spec.programs, "bind", buffers))
 
 
-def _matrix_bias(spec: KernelSpec, buffers: Any, planes: Planes, operand: TmaOperand | CopiedBias | None) -> PairBias:
+def _matrix_bias(spec: KernelSpec, buffers: Any, planes: Planes, operand: TmaOperand | PairBias | None) -> PairBias:
     """Returns the bias of pairs of a launch that has one.
 
     Args:
@@ -331,7 +330,7 @@ def _matrix_bias(spec: KernelSpec, buffers: Any, planes: Planes, operand: TmaOpe
         planes: of the bias.
         operand: see `Score.backward`.
     """
-    if isinstance(operand, CopiedBias):
+    if isinstance(operand, PairBias):
         return operand
     if operand is None:
         return GlobalBias(buffers.bias, spec.bias_storage, spec.bias_terms, planes)

@@ -137,3 +137,77 @@ class CopyShape:
     def thread_chunk(self, thread: Int) -> tuple[Int, Int]:
         """Returns the (row, chunk) of a thread in the first pass."""
         return thread // self.lanes, thread % self.lanes
+
+
+@dataclass(frozen=True)
+class WarpPiece:
+    """A tile of 16-bit elements in shared memory of which each lane of a warp copies a chunk, and which one ldmatrix.x4 reads.
+
+    Chunks of a row change places, so that the eight rows of a phase of ldmatrix fall on eight different bank groups.
+
+    Attributes:
+        rows: 8, of 32 columns.
+    """
+
+    rows: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tile."""
+        return 32 * 2 * CHUNK
+
+    @property
+    def columns(self) -> int:
+        """Columns of the tile."""
+        return self.chunks * CHUNK
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row."""
+        return 32 // self.rows
+
+    def lane_chunk(self, lane: Int) -> tuple[Int, Int]:
+        """Returns the (row, chunk) that a lane copies."""
+        return lane // self.chunks, lane % self.chunks
+
+    def copy_offset(self, lane: Int) -> Int:
+        """Returns the byte offset of that chunk."""
+        return self._offset(*self.lane_chunk(lane))
+
+    def read_offset(self, lane: Int) -> Int:
+        """Returns the byte offset that a lane passes to ldmatrix.x4: lanes 8 i to 8 i + 7 name the rows of chunk i."""
+        return self._offset(lane % 8, lane // 8)
+
+    def _offset(self, row: Int, chunk: Int) -> Int:
+        return row * (2 * CHUNK * self.chunks) + (chunk ^ row // (8 // self.chunks) % self.chunks) * (2 * CHUNK)
+
+
+@dataclass(frozen=True)
+class PieceRing:
+    """The pieces of a warp.
+
+    Attributes:
+        piece: their shape.
+        terms: of a piece, one after the other.
+        places: pieces that shared memory has room for, from the first one of a tile on.
+        count: pieces of a tile of scores.
+    """
+
+    piece: WarpPiece
+    terms: int
+    places: int
+    count: int
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Bytes of all terms of a piece."""
+        return self.terms * self.piece.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a warp's pieces."""
+        return self.places * self.piece_nbytes
+
+    def offset(self, index: int, term: int) -> int:
+        """Returns where a term of a piece of the tile begins."""
+        return index % self.places * self.piece_nbytes + term * self.piece.nbytes

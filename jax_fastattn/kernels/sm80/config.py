@@ -91,12 +91,17 @@ def forward_config(spec: KernelSpec) -> ForwardConfig:
 
 def first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
     """Returns the first candidate of which `blocks` CTAs fit the shared memory of an SM together."""
-    # An SM has 1 KB more than its largest CTA may ask for, and every CTA takes 1 KB for the system.
-    available = shared_memory_limit(spec.arch) + 1024
     for config in candidates:
-        if config.blocks * (config.shared_memory(spec.head_dim, spec.v_head_dim) + 1024) <= available:
+        if fits(config, spec):
             return config
     raise AssertionError(f"no tiling fits {spec}")
+
+
+def fits(config: Any, spec: KernelSpec) -> bool:
+    """Returns whether `blocks` CTAs of a tiling fit the shared memory of an SM together."""
+    # An SM has 1 KB more than its largest CTA may ask for, and every CTA takes 1 KB for the system.
+    nbytes = config.shared_memory(spec.head_dim, spec.v_head_dim) + 1024
+    return config.blocks * nbytes <= shared_memory_limit(spec.arch) + 1024
 
 
 def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:

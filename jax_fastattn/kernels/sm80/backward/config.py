@@ -8,14 +8,14 @@ registers and speeds of the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from jax_fastattn.kernels.device.layout import SharedTile, padded
+from jax_fastattn.kernels.device.layout import PieceRing, SharedTile, WarpPiece, padded
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.config import first_fit
+from jax_fastattn.kernels.sm80.config import first_fit, fits
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 from jax_fastattn.kernels.tile_records import slot_count
 
@@ -43,6 +43,9 @@ class DkdvDqConfig:
         dq_row_warps: warps side by side along the queries in the product dQ = dS K.
         dq_roles: 2 if all warps compute dQ, 1 if only those of the last role do.
         blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
+        bias_pieces: of a matrix that warps which compute S^T keep in shared memory, see `bias_ring`; 0 if there is no
+            matrix, or no room for enough of them.
+        bias_terms: terms of such a piece.
     """
 
     key_warps: int
@@ -55,6 +58,8 @@ class DkdvDqConfig:
     dq_row_warps: int = 2
     dq_roles: int = 2
     blocks: int = 1
+    bias_pieces: int = 0
+    bias_terms: int = 1
 
     # One kernel computes all gradients, and adds dq up in a buffer. There is none of dq alone.
     adds_dq: ClassVar[bool] = True
@@ -104,6 +109,12 @@ class DkdvDqConfig:
     def exchanges(self) -> bool:
         """Whether warps hand on P and dS to those that share their key rows."""
         return self.column_warps > 1
+
+    @property
+    def bias_ring(self) -> PieceRing:
+        """The pieces of a matrix that a warp copies for itself: 8 of its queries and all of its keys each."""
+        piece = WarpPiece(8)
+        return PieceRing(piece, self.bias_terms, self.bias_pieces, self.part // self.column_warps // piece.rows)
 
     @property
     def slot_rows(self) -> tuple[int, int]:
@@ -212,6 +223,8 @@ class DkdvDqMemory:
         if config.exchanges:
             rows.append(Region("exchange", self.score.nbytes))
         rows.append(Region("stats", self.stats_nbytes, config.stages * config.roles))
+        if config.bias_pieces:
+            rows.append(Region("bias", config.bias_ring.nbytes, config.role_warps))
         return SharedTable(tuple(rows)).with_rows(*self.feature_rows)
 
     @property
@@ -221,8 +234,22 @@ class DkdvDqMemory:
 
 
 def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
-    """Returns the tiling for a compile key."""
-    return first_fit(_candidates(padded(max(spec.head_dim, spec.v_head_dim))), spec)
+    """Returns the tiling for a compile key. A matrix does not change it: pieces of one take what it leaves."""
+    config = first_fit(_candidates(padded(max(spec.head_dim, spec.v_head_dim))), spec)
+    if not spec.matrix_bias:
+        return config
+    with_pieces = (replace(config, bias_pieces=x, bias_terms=spec.bias_terms) for x in _bias_pieces(config))
+    return next((x for x in with_pieces if fits(x, spec)), config)
+
+
+def _bias_pieces(config: DkdvDqConfig) -> tuple[int, ...]:
+    """Returns how many pieces of a matrix a warp may keep, best first: all of a tile, or some on their way.
+
+    With one role, copies of Q and dO are on their way while the matrix is read, and pieces would wait for them.
+    """
+    if config.keys_per_warp != config.bias_ring.piece.columns:
+        return ()
+    return (config.bias_ring.count, *((4, 3, 2) if config.roles == 2 else ()))
 
 
 def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:

@@ -18,8 +18,11 @@ from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.compared import ComparedRows
+from jax_fastattn.kernels.features.planes import Planes
+from jax_fastattn.kernels.features.warp_bias import WarpBias
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
+from jax_fastattn.kernels.lists import GlobalList, TileBits
+from jax_fastattn.kernels.lists import Planes as ListPlanes
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
@@ -128,7 +131,7 @@ class DkdvDqKernel:
 
     def _listed(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> tuple[Visit, GroupBits]:
         """Returns the query tiles that see some key of the tile by its list, and their bits."""
-        group, planes, batch = self.spec.group, Planes.of(scalars), at.sequence.queries.batch
+        group, planes, batch = self.spec.group, ListPlanes.of(scalars), at.sequence.queries.batch
         tiles = self.spec.tiles_of(self.config)
         if self.spec.classifies_keys:
             # That of the scalars holds for the lists of tiles of queries that the kernel of dbias reads.
@@ -172,7 +175,8 @@ class DkdvDqKernel:
         )
         accum, tile_count = buffers.dq_accum.toint() + first_tile * tile.nbytes, self.query_tiles.pitch(scalars)
         valid_rows, stored_rows = bounds.key_end - at.row, keys.length - at.row
-        score = Score.backward(spec, buffers, scalars, scalars.scale)
+        bias = self._bias(buffers, scalars, at)
+        score = Score.backward(spec, buffers, scalars, scalars.scale, bias)
         semaphore = None if dq_semaphore is None else dq_semaphore.toint() + first_tile * (4 * tile.warps)
         return DkdvDqState(
             at=at,
@@ -187,7 +191,18 @@ class DkdvDqKernel:
             dq_scratch=DqScratch(accum, tile_count, semaphore),
             bits=bits,
             dkey_bias=buffers.dkey_bias,
+            bias=bias,
         )
+
+    def _bias(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> WarpBias | None:
+        """Returns the matrix that warps copy for themselves; None if there is none, or no room."""
+        spec, config = self.spec, self.config
+        if not config.bias_pieces:
+            return None
+        ring = config.bias_ring
+        address = at.shared + self.products.memory.table.offset("bias") + at.role_warp * ring.nbytes
+        planes, key = Planes(scalars, spec.group), at.row + at.warp_row
+        return WarpBias(buffers.bias, spec.bias_storage, planes, ring, address, key)
 
     def _load_first(self, state: DkdvDqState) -> None:
         """Starts the copies of K, V and the first part of Q and dO, by all threads."""
@@ -195,7 +210,13 @@ class DkdvDqKernel:
         products.load_keys(state)
         first = state.visit.tile(state.visit.begin) * config.queries
 
+        def load_bias() -> None:
+            if state.bias is not None:
+                # The other role has none.
+                cutlass.if_generate(state.at.role == 0, lambda: products.load_bias(state, zero, first))
+
         def load() -> None:
+            load_bias()
             for which in (QUERY, DOUT):
                 products.load_queries(state, which, config.threads, zero, first, 0)
             for role in range(config.roles):
@@ -207,6 +228,7 @@ class DkdvDqKernel:
             products.load_statistics(state, state.at.role_thread, zero, first, 0, role)
 
         def load_apart() -> None:
+            load_bias()
             cutlass.if_generate(state.at.role == 0, lambda: load_by_role(0), lambda: load_by_role(1))
 
         # Threads that zero what they have copied of a list's tiles copy the first one as they copy all later ones.

@@ -10,6 +10,7 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
@@ -97,6 +98,13 @@ class Products:
             ptx.copy_async_pair_or_zero(target, address, ptx.where(valid, Int32(8), Int32(0)))
 
         cutlass.if_generate(thread < self.config.part, load)
+
+    def load_bias(self, state: DkdvDqState, member: Int32, first: Int32) -> None:
+        """Starts the copies of a matrix for rows from `first` of head `member` on, by each warp that computes S^T."""
+        if state.bias is not None:
+            at = state.at
+            head = Head(at.sequence.queries.batch, at.kv_head * self.spec.group + member)
+            state.bias.copy_first(head, first + at.column_warp * self.score_columns)
 
     def statistics(self, state: DkdvDqState, stage: Any, role: int) -> Int32:
         """Returns the address of a role's copy of the statistics of a stage."""

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a warp of `dkdv_dq.py` does for each query tile if there is one role: everything. `roles.py` has two."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -53,6 +54,8 @@ class SingleRole:
             cute.arch.sync_threads()
             self._load_next_part(stage, part, head.member, index)
             differentiated = self._differentiated(head.score, stage, first, bits, masked=masked)
+            if state.bias is not None:
+                self._load_next_bias(part, head.member, index)
             for i in range(0, len(differentiated[1]), 2):
                 warp.add_dkey_bias(i // 2, differentiated[1][i : i + 2])
             packed = [products.pack(x) for x in differentiated]
@@ -64,22 +67,32 @@ class SingleRole:
 
     def _load_next_part(self, stage: Any, part: int, member: Int32, index: Int32) -> None:
         """Starts the copies of the part after this one, which may belong to the next tile."""
-        products, config = self.warp.products, self.warp.products.config
-        is_last = part + 1 == config.parts
-        target = 1 - stage
-        if is_last:
-            member, index = self.warp.after(member, index)
-        first = self.warp.first_row(index) + (0 if is_last else config.part)
+        products, config, target = self.warp.products, self.warp.products.config, 1 - stage
 
-        def load() -> None:
+        def load(member: Int32, first: Int32) -> None:
             for which in (QUERY, DOUT):
                 products.load_queries(self.warp.state, which, config.threads, member, first, target)
             products.load_statistics(self.warp.state, self.warp.state.at.thread, member, first, target, 0)
 
+        self._load_for_next(part, member, index, load)
+
+    def _load_next_bias(self, part: int, member: Int32, index: Int32) -> None:
+        """Starts the copies of the matrix for the part after this one, over what the warp has read."""
+        products, state = self.warp.products, self.warp.state
+        cute.arch.sync_warp()
+        self._load_for_next(part, member, index, lambda member, first: products.load_bias(state, member, first))
+
+    def _load_for_next(self, part: int, member: Int32, index: Int32, load: Callable[[Int32, Int32], None]) -> None:
+        """Calls `load` with head and first query of the part after this one, if there is one."""
+        config = self.warp.products.config
+        is_last = part + 1 == config.parts
         if is_last:
-            cutlass.if_generate(self.warp.exists(member, index), load)
+            member, index = self.warp.after(member, index)
+        first = self.warp.first_row(index) + (0 if is_last else config.part)
+        if is_last:
+            cutlass.if_generate(self.warp.exists(member, index), lambda: load(member, first))
         else:
-            load()
+            load(member, first)
         cute.arch.cp_async_commit_group()
 
     def _differentiated(

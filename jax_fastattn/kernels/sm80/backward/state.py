@@ -12,6 +12,7 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.features.warp_bias import WarpBias
 from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.visits import Visit
@@ -141,6 +142,7 @@ class DkdvDqState:
         dq_scratch: where dQ is added.
         bits: which scores of edge tiles of a list count; None without lists.
         dkey_bias: the gradient of a bias of keys; None if it is not asked for.
+        bias: a matrix that the warps which compute S^T copy; None without one, or if lanes load it themselves.
     """
 
     at: Place
@@ -155,3 +157,4 @@ class DkdvDqState:
     dq_scratch: DqScratch
     bits: GroupBits | None
     dkey_bias: cute.Pointer | None
+    bias: WarpBias | None

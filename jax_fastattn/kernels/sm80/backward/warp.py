@@ -237,6 +237,8 @@ class Warp:
             target, first = (1 - stage if config.stages == 2 else 0), self.first_row(index)
             products.load_queries(state, copied_by(role, config), 32 * config.role_warps, member, first, target)
             products.load_statistics(state, state.at.role_thread, member, first, target, role)
+            if role == 0:
+                products.load_bias(state, member, first)
 
         cutlass.if_generate(self.exists(member, index), load)
         cute.arch.cp_async_commit_group()
