@@ -88,7 +88,7 @@ class Score:
         spec: KernelSpec,
         buffers: ForwardBuffers | DecodeBuffers,
         scalars: Scalars,
-        bias: TmaOperand | None = None,
+        bias: TmaOperand | PairBias | None = None,
     ) -> "Score":
         """Returns that of a forward launch; see `backward` for `bias`."""
         if not spec.is_affine:

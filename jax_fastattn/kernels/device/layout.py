@@ -141,12 +141,12 @@ class CopyShape:
 
 @dataclass(frozen=True)
 class WarpPiece:
-    """A tile of 16-bit elements in shared memory of which each lane of a warp copies a chunk, and which one ldmatrix.x4 reads.
+    """A tile of 16-bit elements that a warp copies for itself, a chunk by each lane, and reads by one ldmatrix.x4.
 
     Chunks of a row change places, so that the eight rows of a phase of ldmatrix fall on eight different bank groups.
 
     Attributes:
-        rows: 8, of 32 columns.
+        rows: 8, of 32 columns, or 16, of 16 columns.
     """
 
     rows: int
@@ -167,7 +167,7 @@ class WarpPiece:
         return 32 // self.rows
 
     def lane_chunk(self, lane: Int) -> tuple[Int, Int]:
-        """Returns the (row, chunk) that a lane copies."""
+        """Returns the (row, chunk) that a lane copies: neighboring lanes copy neighboring chunks."""
         return lane // self.chunks, lane % self.chunks
 
     def copy_offset(self, lane: Int) -> Int:
@@ -175,8 +175,8 @@ class WarpPiece:
         return self._offset(*self.lane_chunk(lane))
 
     def read_offset(self, lane: Int) -> Int:
-        """Returns the byte offset that a lane passes to ldmatrix.x4: lanes 8 i to 8 i + 7 name the rows of chunk i."""
-        return self._offset(lane % 8, lane // 8)
+        """Returns the byte offset that a lane passes to ldmatrix.x4, whose matrices go down the rows of each chunk."""
+        return self._offset(lane % self.rows, lane // self.rows)
 
     def _offset(self, row: Int, chunk: Int) -> Int:
         return row * (2 * CHUNK * self.chunks) + (chunk ^ row // (8 // self.chunks) % self.chunks) * (2 * CHUNK)
@@ -190,13 +190,15 @@ class PieceRing:
         piece: their shape.
         terms: of a piece, one after the other.
         places: pieces that shared memory has room for, from the first one of a tile on.
-        count: pieces of a tile of scores.
+        count: pieces of a tile.
+        across: pieces side by side; a tile is read from left to right, then from top to bottom.
     """
 
     piece: WarpPiece
     terms: int
     places: int
     count: int
+    across: int = 1
 
     @property
     def piece_nbytes(self) -> int:
@@ -211,3 +213,8 @@ class PieceRing:
     def offset(self, index: int, term: int) -> int:
         """Returns where a term of a piece of the tile begins."""
         return index % self.places * self.piece_nbytes + term * self.piece.nbytes
+
+    def corner(self, index: int) -> tuple[int, int]:
+        """Returns the first row and column of a piece in the tile."""
+        down, right = divmod(index, self.across)
+        return down * self.piece.rows, right * self.piece.columns

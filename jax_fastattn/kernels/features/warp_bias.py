@@ -21,10 +21,10 @@ from jax_fastattn.kernels.features.planes import Planes
 
 @dataclass(frozen=True)
 class WarpBias(PairBias):
-    """Adds a matrix from the warp's pieces, for scores whose rows are keys.
+    """Adds a matrix from the warp's pieces.
 
-    A tile's first pieces are copied before the tile begins (`copy_first`). If there are more pieces than places, the
-    others are copied while the tile is read, in its order.
+    A tile's first pieces are copied before it is read (`copy_first`). If there are more pieces than places, the others
+    are copied while the tile is read, in its order.
 
     Attributes:
         operand: see `ForwardBuffers.bias`.
@@ -32,9 +32,9 @@ class WarpBias(PairBias):
         planes: of the bias.
         ring: the pieces.
         address: of the warp's pieces in shared memory.
-        key: the warp's first key.
+        row: the warp's first row in all tiles: a key of transposed tiles, else a query.
         head: the query head, since `start`.
-        query: the warp's first query in the tile, since `read`.
+        tile: where the scores lie, since `read`.
         registers: of the lane, by piece, since `read`.
     """
 
@@ -43,9 +43,9 @@ class WarpBias(PairBias):
     planes: Planes
     ring: PieceRing
     address: Int32
-    key: Int32
+    row: Int32
     head: Any = None
-    query: Any = None
+    tile: Any = None
     registers: Any = None
 
     def start(self, head: Head) -> "WarpBias":
@@ -53,22 +53,30 @@ class WarpBias(PairBias):
         return replace(self, head=head)
 
     def read(self, tile: ScoreTile) -> "WarpBias":
-        """Returns the feature for one pass over the scores of a tile, whose rows are keys."""
-        assert tile.transposed
-        return replace(self, query=tile.index * tile.columns, registers={})
+        """Returns the feature for one pass over the scores of a tile."""
+        assert tile.transposed == self._transposed
+        return replace(self, tile=tile, registers={})
 
     def value(self, at: Element) -> Float32:
         """Returns the bias of a pair, the sum of its terms."""
-        index = at.column // self.ring.piece.rows
+        if self._transposed:
+            index, word = at.column // 8, at.i
+        else:
+            index, word = at.i // 2 * self.ring.across + at.column // 16, at.column // 8 % 2 * 2 + at.i % 2
         if index not in self.registers:
             self.registers[index] = self._load(index)
-        words = [registers[at.i] for registers in self.registers[index]]
-        return total([ptx.unpack(word, dtype=ptx.MMA_DTYPE[self.dtype])[at.column % 2] for word in words])
+        pairs = [ptx.unpack(words[word], dtype=ptx.MMA_DTYPE[self.dtype]) for words in self.registers[index]]
+        return total([pair[at.column % 2] for pair in pairs])
 
-    def copy_first(self, head: Head, query: Int32) -> None:
-        """Starts the copies of the first pieces of a tile, given its head and the warp's first query in it."""
+    def copy_first(self, head: Head, column: Int32) -> None:
+        """Starts the copies of the first pieces of a tile, given its head and the warp's first column in it."""
         for index in range(self.ring.places):
-            self._copy(head, query, index)
+            self._copy(head, column, index)
+
+    @property
+    def _transposed(self) -> bool:
+        """Whether rows of tiles are keys: a lane has them in one piece of 8 queries."""
+        return self.ring.piece.rows == 8
 
     def _load(self, index: int) -> list[list[Int32]]:
         """Loads the lane's pairs of each term of a piece, and starts the copy of the piece that takes its place."""
@@ -78,22 +86,25 @@ class WarpBias(PairBias):
             cute.arch.cp_async_wait_group(min(index + ring.places, ring.count) - index - 1)
             cute.arch.sync_warp()
         address = self.address + ring.piece.read_offset(ptx.thread_index() & 31)
-        found = [ptx.ldmatrix(address + ring.offset(index, term), transpose=True) for term in range(ring.terms)]
+        offsets = [ring.offset(index, term) for term in range(ring.terms)]
+        found = [ptx.ldmatrix(address + offset, transpose=self._transposed) for offset in offsets]
         if index + ring.places < ring.count:
             cute.arch.sync_warp()
-            self._copy(self.head, self.query, index + ring.places)
+            self._copy(self.head, self.tile.index * self.tile.columns, index + ring.places)
             cute.arch.cp_async_commit_group()
         return found
 
-    def _copy(self, head: Head, query: Int32, index: int) -> None:
+    def _copy(self, head: Head, column: Int32, index: int) -> None:
         """Starts the copies of a piece. Pairs past the end are others that exist."""
-        scalars, piece, lane = self.planes.scalars, self.ring.piece, ptx.thread_index() & 31
-        row, chunk = piece.lane_chunk(lane)
-        row = Int32(cutlass.min(query + (row + piece.rows * index), scalars.query_length - 1))
-        key = Int32(cutlass.min(self.key + chunk * CHUNK, scalars.bias_pitch - CHUNK))
+        scalars, ring, lane = self.planes.scalars, self.ring, ptx.thread_index() & 31
+        query, key = (column, self.row) if self._transposed else (self.row, column)
+        first_row, first_column = ring.corner(index)
+        row, chunk = ring.piece.lane_chunk(lane)
+        query = Int32(cutlass.min(query + (row + first_row), scalars.query_length - 1))
+        key = Int32(cutlass.min(key + (chunk * CHUNK + first_column), scalars.bias_pitch - CHUNK))
         pitch = scalars.bias_pitch * 2
         first = self.operand.toint() + Int64(key) * 2
-        for term in range(self.ring.terms):
+        for term in range(ring.terms):
             plane = Int64(self.planes.of_head(head) + scalars.bias_planes * term)
-            source = first + plane * (Int64(scalars.query_length) * pitch) + Int64(row) * pitch
-            ptx.copy_async(self.address + piece.copy_offset(lane) + self.ring.offset(index, term), source)
+            source = first + plane * (Int64(scalars.query_length) * pitch) + Int64(query) * pitch
+            ptx.copy_async(self.address + ring.piece.copy_offset(lane) + ring.offset(index, term), source)

@@ -8,11 +8,12 @@ the rows, and the registers they compile to, are in docs/kernels/sm80.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from jax_fastattn.kernels.architectures import shared_memory_limit
-from jax_fastattn.kernels.device.layout import SharedTile, padded
+from jax_fastattn.kernels.device.layout import PieceRing, SharedTile, WarpPiece, padded
 from jax_fastattn.kernels.device.regions import Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tile_lists import PrepassConfig
@@ -31,6 +32,9 @@ class ForwardConfig:
         stages: 1: K and V have one buffer each and three barriers per tile; 2: two buffers each and one barrier.
         q_in_regs: whether Q fragments stay in registers, else ldmatrix fetches them for each key tile.
         blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
+        bias_pieces: of a matrix that a warp keeps in shared memory, see `bias_ring`; 0 if there is no matrix, or no
+            room for enough of them.
+        bias_terms: terms of such a piece.
     """
 
     rows_per_warp: int
@@ -39,6 +43,8 @@ class ForwardConfig:
     stages: int = 1
     q_in_regs: bool = False
     blocks: int = 1
+    bias_pieces: int = 0
+    bias_terms: int = 1
 
     # Each CTA takes one tile, see `sm90/forward/config.py`.
     persistent: ClassVar[bool] = False
@@ -52,6 +58,12 @@ class ForwardConfig:
     def threads(self) -> int:
         """Threads of a CTA."""
         return 32 * self.warps
+
+    @property
+    def bias_ring(self) -> PieceRing:
+        """The pieces of a matrix that a warp copies for itself: 16 of its queries and 16 keys each."""
+        piece, across = WarpPiece(16), self.keys // 16
+        return PieceRing(piece, self.bias_terms, self.bias_pieces, self.rows_per_warp // 16 * across, across)
 
     @property
     def slot_rows(self) -> tuple[int, int]:
@@ -73,20 +85,44 @@ class ForwardConfig:
         return self.table(head_dim, v_head_dim).nbytes
 
     def table(self, head_dim: int, v_head_dim: int) -> SharedTable:
-        """Returns the regions of shared memory: Q, the stages of K and of V; O uses all of them again."""
-        return SharedTable(
+        """Returns the regions of shared memory: Q, the stages of K and of V, pieces of a bias; O uses all of them again.
+
+        A warp that has its rows of Q in registers keeps its pieces where they were.
+        """
+        query = SharedTile(self.rows, head_dim)
+        table = SharedTable(
             (
-                Region("query", SharedTile(self.rows, head_dim).nbytes),
+                Region("query", query.nbytes),
                 Region("key", SharedTile(self.keys, head_dim).nbytes, self.stages),
                 Region("value", SharedTile(self.keys, v_head_dim).nbytes, self.stages),
                 Region("out", SharedTile(self.rows, v_head_dim).nbytes, over="query"),
             )
         )
+        if not self.bias_pieces:
+            return table
+        if self.q_in_regs:
+            return table.with_rows(Region("bias", self.rows_per_warp * query.pitch, self.warps, over="query"))
+        return table.with_rows(Region("bias", self.bias_ring.nbytes, self.warps))
 
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:
-    """Returns the tiling for a compile key."""
-    return first_fit(_forward_candidates(spec), spec)
+    """Returns the tiling for a compile key. A matrix does not change it: pieces of one take what it leaves."""
+    config = first_fit(_forward_candidates(spec), spec)
+    if not spec.matrix_bias:
+        return config
+    config = replace(config, bias_terms=spec.bias_terms)
+    count = config.bias_ring.count
+    if config.q_in_regs:
+        query = SharedTile(config.rows_per_warp, spec.head_dim)
+        return replace(config, bias_pieces=min(query.nbytes // config.bias_ring.piece_nbytes, count))
+    # With fewer, copies of K and V would be waited for too early.
+    return with_bias(config, spec, range(count, count // 2 - 1, -1))
+
+
+def with_bias(config: Any, spec: KernelSpec, pieces: Iterable[int]) -> Any:
+    """Returns a tiling with the first number of pieces of a matrix that fits, or with none."""
+    candidates = (replace(config, bias_pieces=x, bias_terms=spec.bias_terms) for x in pieces)
+    return next((x for x in candidates if fits(x, spec)), config)
 
 
 def first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:

@@ -35,6 +35,8 @@ from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.planes import Planes as BiasPlanes
+from jax_fastattn.kernels.features.warp_bias import WarpBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
@@ -116,7 +118,8 @@ class ForwardKernel:
         at = Place.of(work, config.rows, thread)
         bounds = at.sequence.bounds()
         visit, bits = self._listed(work, buffers, scalars) if spec.listed else (self._visit_range(at, bounds), None)
-        score = Score.forward(spec, buffers, scalars).start(at.score_head)
+        bias = self._bias(buffers, scalars, at)
+        score = Score.forward(spec, buffers, scalars, bias).start(at.score_head)
         operands = Operands.of(spec, at, buffers, scalars)
         row, column = accumulator_lane(at.lane)
         first_row = at.row + at.warp * config.rows_per_warp + row
@@ -131,7 +134,18 @@ class ForwardKernel:
             limits=[] if spec.listed else [bounds.key_limits(first_row + 8 * i) for i in range(2 * self.m_blocks)],
             live_keys=bounds.live_keys(),
             bits=bits,
+            bias=bias,
         )
+
+    def _bias(self, buffers: ForwardBuffers, scalars: Scalars, at: Place) -> WarpBias | None:
+        """Returns the matrix that warps copy for themselves; None if there is none, or no room."""
+        spec, config, table = self.spec, self.config, self.table
+        if not config.bias_pieces:
+            return None
+        address = at.shared + table.offset("bias") + at.warp * table["bias"].pitch
+        first_row = at.row + at.warp * config.rows_per_warp
+        planes = BiasPlanes(scalars, spec.group)
+        return WarpBias(buffers.bias, spec.bias_storage, planes, config.bias_ring, address, first_row)
 
     def _visit_range(self, at: Place, bounds: Bounds) -> Visit:
         """Returns the key tiles that the CTA's queries see by their bounds."""
@@ -195,6 +209,11 @@ class ForwardKernel:
             live if partial or tile.live_keys.hides_first else None,
         )
 
+    def _load_bias(self, tile: QueryTile, index: Int32) -> None:
+        """Starts the copies of the warp's part of a tile of a matrix."""
+        if tile.bias is not None:
+            tile.bias.copy_first(tile.at.score_head, tile.visit.tile(index) * self.config.keys)
+
     def _start(self, tile: QueryTile, last: Int32) -> list[list[mma.Fragment]] | None:
         """Loads Q and the first key tile (with two stages its values too); returns Q if it stays in registers."""
         at, query = tile.at, tile.operands.query
@@ -204,6 +223,8 @@ class ForwardKernel:
             rows = copies.Rows(None, tile.query_end - at.row)
             copies.load_tile(self.query_tile, threads, at.thread, at.shared, query.address, query.stride, rows)
             self._load_key(tile, last, 0, partial=True)
+            if not self.config.q_in_regs:
+                self._load_bias(tile, last)
             if self.config.stages == 2:
                 self._load_value(tile, last, 0, partial=True)
 
@@ -221,7 +242,12 @@ class ForwardKernel:
         cute.arch.sync_threads()
         load_a = self._query_loader(at)
         steps = self.query_tile.padded_columns // 16
-        return [[load_a(m, k) for k in range(steps)] for m in range(self.m_blocks)]
+        found = [[load_a(m, k) for k in range(steps)] for m in range(self.m_blocks)]
+        if tile.bias is not None:
+            cute.arch.sync_warp()
+            cutlass.if_generate(tile.visit.begin < tile.visit.end, lambda: self._load_bias(tile, last))
+            cute.arch.cp_async_commit_group()
+        return found
 
     def _query_loader(self, at: Place) -> Callable[[int, int], mma.Fragment]:
         """Returns the loader of a warp's rows of Q from shared memory."""
@@ -253,6 +279,7 @@ class ForwardKernel:
             cute.arch.cp_async_commit_group()
             scores = self._scores(state, stage)
             self._softmax(state, scores, index, seen)
+            self._load_next_bias(tile, index)
         else:
             self._load_value(tile, index, 0, partial=masked)
             cute.arch.cp_async_commit_group()
@@ -261,11 +288,20 @@ class ForwardKernel:
             cutlass.if_generate(index > tile.visit.begin, load_next)
             cute.arch.cp_async_commit_group()
             self._softmax(state, scores, index, seen)
-            cute.arch.cp_async_wait_group(1)
+            self._load_next_bias(tile, index)
+            # The next K, and the matrix that comes with it.
+            cute.arch.cp_async_wait_group(1 if tile.bias is None else 2)
             if partial:
                 self._zero_dead_values(tile, index, stage)
             cute.arch.sync_threads()
         self._add_values(state, scores, stage)
+
+    def _load_next_bias(self, tile: QueryTile, index: Int32) -> None:
+        """Starts the copies of the matrix for the next tile, over what the warp has read."""
+        if tile.bias is not None:
+            cute.arch.sync_warp()
+            cutlass.if_generate(index > tile.visit.begin, lambda: self._load_bias(tile, index - 1))
+            cute.arch.cp_async_commit_group()
 
     def _seen(self, tile: QueryTile, index: Int32) -> list[Limits] | Bits:
         """Returns what the lane's rows see of an edge tile; bits are on their way when its product is issued."""

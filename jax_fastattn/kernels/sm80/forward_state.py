@@ -16,6 +16,7 @@ from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import mma
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.places import Head
+from jax_fastattn.kernels.features.warp_bias import WarpBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
@@ -124,6 +125,7 @@ class QueryTile:
         column: the lane's first accumulator column.
         limits: the keys that each of the lane's accumulator rows sees, in order; of a list none.
         bits: which scores of edge tiles of a list count; None without lists.
+        bias: a matrix that warps copy for themselves; None without one, or if lanes load it themselves.
     """
 
     at: Place
@@ -136,6 +138,7 @@ class QueryTile:
     column: Int32
     limits: list[plan.Limits]
     bits: TileBits | None
+    bias: WarpBias | None
 
 
 @dataclass(frozen=True, eq=False)

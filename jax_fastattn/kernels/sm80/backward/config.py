@@ -8,14 +8,14 @@ registers and speeds of the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from jax_fastattn.kernels.device.layout import PieceRing, SharedTile, WarpPiece, padded
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.config import first_fit, fits
+from jax_fastattn.kernels.sm80.config import first_fit, with_bias
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 from jax_fastattn.kernels.tile_records import slot_count
 
@@ -236,10 +236,7 @@ class DkdvDqMemory:
 def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
     """Returns the tiling for a compile key. A matrix does not change it: pieces of one take what it leaves."""
     config = first_fit(_candidates(padded(max(spec.head_dim, spec.v_head_dim))), spec)
-    if not spec.matrix_bias:
-        return config
-    with_pieces = (replace(config, bias_pieces=x, bias_terms=spec.bias_terms) for x in _bias_pieces(config))
-    return next((x for x in with_pieces if fits(x, spec)), config)
+    return with_bias(config, spec, _bias_pieces(config)) if spec.matrix_bias else config
 
 
 def _bias_pieces(config: DkdvDqConfig) -> tuple[int, ...]:
