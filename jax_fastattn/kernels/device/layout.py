@@ -210,6 +210,11 @@ class PieceRing:
         """Bytes of a warp's pieces."""
         return self.places * self.piece_nbytes
 
+    @property
+    def refills(self) -> bool:
+        """Whether pieces are copied while a tile is read."""
+        return self.places < self.count
+
     def offset(self, index: int, term: int) -> int:
         """Returns where a term of a piece of the tile begins."""
         return index % self.places * self.piece_nbytes + term * self.piece.nbytes

@@ -281,27 +281,37 @@ class ForwardKernel:
             self._softmax(state, scores, index, seen)
             self._load_next_bias(tile, index)
         else:
+            # Of a matrix, pieces on their way would wait for a K that is.
+            late = tile.bias is not None and tile.bias.ring.refills
             self._load_value(tile, index, 0, partial=masked)
             cute.arch.cp_async_commit_group()
             scores = self._scores(state, stage)
             cute.arch.sync_threads()
-            cutlass.if_generate(index > tile.visit.begin, load_next)
-            cute.arch.cp_async_commit_group()
+            if not late:
+                cutlass.if_generate(index > tile.visit.begin, load_next)
+                cute.arch.cp_async_commit_group()
             self._softmax(state, scores, index, seen)
-            self._load_next_bias(tile, index)
-            # The next K, and the matrix that comes with it.
-            cute.arch.cp_async_wait_group(1 if tile.bias is None else 2)
+            self._load_next_bias(tile, index, load_next if late else None)
+            # Later groups: the next K, and the matrix of its tile.
+            cute.arch.cp_async_wait_group(1 if tile.bias is None or late else 2)
             if partial:
                 self._zero_dead_values(tile, index, stage)
             cute.arch.sync_threads()
         self._add_values(state, scores, stage)
 
-    def _load_next_bias(self, tile: QueryTile, index: Int32) -> None:
-        """Starts the copies of the matrix for the next tile, over what the warp has read."""
-        if tile.bias is not None:
-            cute.arch.sync_warp()
-            cutlass.if_generate(index > tile.visit.begin, lambda: self._load_bias(tile, index - 1))
-            cute.arch.cp_async_commit_group()
+    def _load_next_bias(self, tile: QueryTile, index: Int32, load_next: Callable[[], None] | None = None) -> None:
+        """Starts the copies of the matrix for the next tile, over what the warp has read, and what `load_next` loads."""
+        if tile.bias is None:
+            return
+
+        def load() -> None:
+            self._load_bias(tile, index - 1)
+            if load_next is not None:
+                load_next()
+
+        cute.arch.sync_warp()
+        cutlass.if_generate(index > tile.visit.begin, load)
+        cute.arch.cp_async_commit_group()
 
     def _seen(self, tile: QueryTile, index: Int32) -> list[Limits] | Bits:
         """Returns what the lane's rows see of an edge tile; bits are on their way when its product is issued."""
