@@ -514,6 +514,12 @@ class Cta:
         for i, name in enumerate(self.names(operands[0])):
             self.put(name, pairs[:, i].reshape(-1), active)
 
+    def do_movmatrix(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        assert "trans" in parts
+        matrices = self.get(operands[1], np.uint32).view(np.uint16).reshape(-1, 8, 8)  # warp, row, column
+        pairs = np.ascontiguousarray(matrices.swapaxes(1, 2)).view(np.uint32)
+        self.put(operands[0], pairs.reshape(-1), active)
+
     def do_mma(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         dtype = ml_dtypes.bfloat16 if "bf16" in parts else np.float16
 

@@ -61,6 +61,12 @@ def ldmatrix(address: Int32, *, transpose: bool = False, loc: Any = None, ip: An
 
 
 @dsl_user_op
+def transpose_matrix(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Transposes an 8 x 8 matrix of 16-bit elements, of which each lane of the warp has two as in an accumulator."""
+    return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r", [word], True, loc, ip)
+
+
+@dsl_user_op
 def mma(
     a: Registers, b: Registers, c: list[Float32], *, dtype: str = "bf16", loc: Any = None, ip: Any = None
 ) -> list[Float32]:

@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.pair_bias import PairBias, total
 from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
@@ -24,7 +25,7 @@ class GlobalBias(PairBias):
         terms: their number.
         planes: of the bias.
         first: address of the plane of the head, of the first term.
-        registers: of the lane, by the two elements that they belong to, since `read`.
+        registers: of the lane, by term, row and the two columns that they belong to, since `read`.
     """
 
     operand: cute.Pointer
@@ -54,13 +55,24 @@ class GlobalBias(PairBias):
 
     def _term(self, at: Element, term: int) -> Float32:
         """Returns an element of a term. Those past the end are others that exist."""
-        scalars, transposed = self.planes.scalars, at.tile.transposed
-        which = (term, at.i, at.column if transposed else at.column // 2)
+        transposed = at.tile.transposed
+        which = (term, at.i, at.column // (8 if transposed else 2))
         if which not in self.registers:
-            row = Int32(cutlass.min(at.query, scalars.query_length - 1))
-            pair = Int32(cutlass.min(at.key // 2, scalars.bias_pitch // 2 - 1))
-            first = self.first + Int64(self.planes.scalars.bias_planes) * term * self._plane_nbytes
-            word = ptx.load_constant_int(first + Int64(row) * (scalars.bias_pitch * 2) + pair * 4)
+            word = self._load_transposed(at, term) if transposed else self._load(at.query, at.key, term)
             self.registers[which] = ptx.unpack(word, dtype=ptx.MMA_DTYPE[self.dtype])
-        low, high = self.registers[which]
-        return ptx.where(at.key % 2 == 0, low, high) if transposed else (low, high)[at.column % 2]
+        return self.registers[which][at.column % 2]
+
+    def _load_transposed(self, at: Element, term: int) -> Int32:
+        """Returns a lane's pair of queries: that of the transpose of a block of 8 queries, in which lanes load keys."""
+        lane_row, lane_column = accumulator_lane(ptx.thread_index() & 31)
+        first_query = at.tile.index * at.tile.columns + at.column // 8 * 8
+        first_key = at.tile.row - lane_row + 8 * at.i
+        return ptx.transpose_matrix(self._load(first_query + lane_row, first_key + lane_column, term))
+
+    def _load(self, query: Int32, key: Int32, term: int) -> Int32:
+        """Loads two keys of a query, of which the first is even."""
+        scalars = self.planes.scalars
+        query = Int32(cutlass.min(query, scalars.query_length - 1))
+        key = Int32(cutlass.min(key, scalars.bias_pitch - 2))
+        first = self.first + Int64(scalars.bias_planes) * term * self._plane_nbytes
+        return ptx.load_constant_int(first + Int64(query) * (scalars.bias_pitch * 2) + Int64(key) * 2)
