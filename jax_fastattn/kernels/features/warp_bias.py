@@ -12,11 +12,13 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels.arguments import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, PieceRing
 from jax_fastattn.kernels.features.pair_bias import PairBias, total
 from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
+from jax_fastattn.kernels.key import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class WarpBias(PairBias):
     head: Any = None
     tile: Any = None
     registers: Any = None
+
+    @classmethod
+    def of(cls, spec: KernelSpec, operand: cute.Pointer, scalars: Scalars, shared: Int32, row: Int32) -> "WarpBias":
+        """Returns the matrix of a launch, given the address of the warp's pieces and its first row."""
+        planes = Planes(scalars, spec.group)
+        return cls(operand, spec.bias_storage, planes, spec.config.bias_ring, shared, row)
 
     def start(self, head: Head) -> "WarpBias":
         """Returns the feature for a query head."""

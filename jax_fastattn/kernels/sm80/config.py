@@ -85,9 +85,9 @@ class ForwardConfig:
         return self.table(head_dim, v_head_dim).nbytes
 
     def table(self, head_dim: int, v_head_dim: int) -> SharedTable:
-        """Returns the regions of shared memory: Q, the stages of K and of V, pieces of a bias; O uses all of them again.
+        """Returns the regions of shared memory: Q, the stages of K and V, pieces of a bias; O uses them all again.
 
-        A warp that has its rows of Q in registers keeps its pieces where they were.
+        A warp that has its rows of Q in registers keeps its pieces where they were, if they fit.
         """
         query = SharedTile(self.rows, head_dim)
         table = SharedTable(
@@ -100,9 +100,13 @@ class ForwardConfig:
         )
         if not self.bias_pieces:
             return table
-        if self.q_in_regs:
+        if self.bias_over_query(head_dim):
             return table.with_rows(Region("bias", self.rows_per_warp * query.pitch, self.warps, over="query"))
         return table.with_rows(Region("bias", self.bias_ring.nbytes, self.warps))
+
+    def bias_over_query(self, head_dim: int) -> bool:
+        """Returns whether a warp's pieces of a bias lie where its rows of Q were."""
+        return self.q_in_regs and self.bias_ring.nbytes <= SharedTile(self.rows_per_warp, head_dim).nbytes
 
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:
@@ -110,13 +114,9 @@ def forward_config(spec: KernelSpec) -> ForwardConfig:
     config = first_fit(_forward_candidates(spec), spec)
     if not spec.matrix_bias:
         return config
-    config = replace(config, bias_terms=spec.bias_terms)
     count = config.bias_ring.count
-    if config.q_in_regs:
-        query = SharedTile(config.rows_per_warp, spec.head_dim)
-        return replace(config, bias_pieces=min(query.nbytes // config.bias_ring.piece_nbytes, count))
-    # With fewer, copies of K and V would be waited for too early.
-    return with_bias(config, spec, range(count, count // 2 - 1, -1))
+    # With fewer, most of a tile would be copied while it is read.
+    return with_bias(config, spec, range(count, max(count // 2, 2) - 1, -1))
 
 
 def with_bias(config: Any, spec: KernelSpec, pieces: Iterable[int]) -> Any:

@@ -35,8 +35,6 @@ from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.features.places import ScoreTile
-from jax_fastattn.kernels.features.planes import Planes as BiasPlanes
-from jax_fastattn.kernels.features.warp_bias import WarpBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
@@ -103,7 +101,6 @@ class ForwardKernel:
         for phase in visit.phases(Order.DOWN):
             for step in cutlass.range(phase.steps, unroll=1):
                 self._visit(state, phase.position(step), masked=phase.masked)
-
         results = self._store_lse(state, buffers, scalars)
         self._store(state, buffers, scalars, results)
 
@@ -118,7 +115,7 @@ class ForwardKernel:
         at = Place.of(work, config.rows, thread)
         bounds = at.sequence.bounds()
         visit, bits = self._listed(work, buffers, scalars) if spec.listed else (self._visit_range(at, bounds), None)
-        bias = self._bias(buffers, scalars, at)
+        bias = at.warp_bias(spec, self.table, buffers, scalars)
         score = Score.forward(spec, buffers, scalars, bias).start(at.score_head)
         operands = Operands.of(spec, at, buffers, scalars)
         row, column = accumulator_lane(at.lane)
@@ -135,17 +132,8 @@ class ForwardKernel:
             live_keys=bounds.live_keys(),
             bits=bits,
             bias=bias,
+            keys=config.keys,
         )
-
-    def _bias(self, buffers: ForwardBuffers, scalars: Scalars, at: Place) -> WarpBias | None:
-        """Returns the matrix that warps copy for themselves; None if there is none, or no room."""
-        spec, config, table = self.spec, self.config, self.table
-        if not config.bias_pieces:
-            return None
-        address = at.shared + table.offset("bias") + at.warp * table["bias"].pitch
-        first_row = at.row + at.warp * config.rows_per_warp
-        planes = BiasPlanes(scalars, spec.group)
-        return WarpBias(buffers.bias, spec.bias_storage, planes, config.bias_ring, address, first_row)
 
     def _visit_range(self, at: Place, bounds: Bounds) -> Visit:
         """Returns the key tiles that the CTA's queries see by their bounds."""
@@ -209,22 +197,18 @@ class ForwardKernel:
             live if partial or tile.live_keys.hides_first else None,
         )
 
-    def _load_bias(self, tile: QueryTile, index: Int32) -> None:
-        """Starts the copies of the warp's part of a tile of a matrix."""
-        if tile.bias is not None:
-            tile.bias.copy_first(tile.at.score_head, tile.visit.tile(index) * self.config.keys)
-
     def _start(self, tile: QueryTile, last: Int32) -> list[list[mma.Fragment]] | None:
         """Loads Q and the first key tile (with two stages its values too); returns Q if it stays in registers."""
         at, query = tile.at, tile.operands.query
+        over_query = self.config.bias_over_query(self.spec.head_dim)
 
         def load() -> None:
             threads = self.config.threads
             rows = copies.Rows(None, tile.query_end - at.row)
             copies.load_tile(self.query_tile, threads, at.thread, at.shared, query.address, query.stride, rows)
             self._load_key(tile, last, 0, partial=True)
-            if not self.config.q_in_regs:
-                self._load_bias(tile, last)
+            if not over_query:
+                tile.load_bias(last)
             if self.config.stages == 2:
                 self._load_value(tile, last, 0, partial=True)
 
@@ -243,9 +227,9 @@ class ForwardKernel:
         load_a = self._query_loader(at)
         steps = self.query_tile.padded_columns // 16
         found = [[load_a(m, k) for k in range(steps)] for m in range(self.m_blocks)]
-        if tile.bias is not None:
+        if tile.bias is not None and over_query:
             cute.arch.sync_warp()
-            cutlass.if_generate(tile.visit.begin < tile.visit.end, lambda: self._load_bias(tile, last))
+            cutlass.if_generate(tile.visit.begin < tile.visit.end, lambda: tile.load_bias(last))
             cute.arch.cp_async_commit_group()
         return found
 
@@ -279,7 +263,7 @@ class ForwardKernel:
             cute.arch.cp_async_commit_group()
             scores = self._scores(state, stage)
             self._softmax(state, scores, index, seen)
-            self._load_next_bias(tile, index)
+            tile.load_next_bias(index)
         else:
             # Of a matrix, pieces on their way would wait for a K that is.
             late = tile.bias is not None and tile.bias.ring.refills
@@ -291,27 +275,12 @@ class ForwardKernel:
                 cutlass.if_generate(index > tile.visit.begin, load_next)
                 cute.arch.cp_async_commit_group()
             self._softmax(state, scores, index, seen)
-            self._load_next_bias(tile, index, load_next if late else None)
-            # Later groups: the next K, and the matrix of its tile.
+            tile.load_next_bias(index, load_next if late else None)
             cute.arch.cp_async_wait_group(1 if tile.bias is None or late else 2)
             if partial:
                 self._zero_dead_values(tile, index, stage)
             cute.arch.sync_threads()
         self._add_values(state, scores, stage)
-
-    def _load_next_bias(self, tile: QueryTile, index: Int32, load_next: Callable[[], None] | None = None) -> None:
-        """Starts the copies of the matrix for the next tile, over what the warp has read, and what `load_next` loads."""
-        if tile.bias is None:
-            return
-
-        def load() -> None:
-            self._load_bias(tile, index - 1)
-            if load_next is not None:
-                load_next()
-
-        cute.arch.sync_warp()
-        cutlass.if_generate(index > tile.visit.begin, load)
-        cute.arch.cp_async_commit_group()
 
     def _seen(self, tile: QueryTile, index: Int32) -> list[Limits] | Bits:
         """Returns what the lane's rows see of an edge tile; bits are on their way when its product is issued."""

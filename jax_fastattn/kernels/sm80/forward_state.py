@@ -6,6 +6,7 @@
 changes from key tile to key tile are elements of register tensors.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -14,6 +15,7 @@ from cutlass import Int32, Int64, cute
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
 from jax_fastattn.kernels.device import mma
+from jax_fastattn.kernels.device.regions import SharedTable
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.features.warp_bias import WarpBias
@@ -52,6 +54,15 @@ class Place:
     def score_head(self) -> Head:
         """Which scores its rows have."""
         return Head(self.sequence.queries.batch, self.head)
+
+    def warp_bias(
+        self, spec: KernelSpec, table: SharedTable, buffers: ForwardBuffers, scalars: Scalars
+    ) -> WarpBias | None:
+        """Returns a matrix that warps copy for themselves; None if there is none, or no room."""
+        if not spec.config.bias_pieces:
+            return None
+        address = self.shared + table.offset("bias") + self.warp * table["bias"].pitch
+        return WarpBias.of(spec, buffers.bias, scalars, address, self.row + self.warp * spec.config.rows_per_warp)
 
     @classmethod
     def of(cls, work: Work, rows: int, thread: Int32) -> "Place":
@@ -126,6 +137,7 @@ class QueryTile:
         limits: the keys that each of the lane's accumulator rows sees, in order; of a list none.
         bits: which scores of edge tiles of a list count; None without lists.
         bias: a matrix that warps copy for themselves; None without one, or if lanes load it themselves.
+        keys: of a tile of keys.
     """
 
     at: Place
@@ -139,6 +151,26 @@ class QueryTile:
     limits: list[plan.Limits]
     bits: TileBits | None
     bias: WarpBias | None
+    keys: int
+
+    def load_bias(self, index: Int32) -> None:
+        """Starts the copies of the warp's part of a tile of a matrix, if there is one."""
+        if self.bias is not None:
+            self.bias.copy_first(self.at.score_head, self.visit.tile(index) * self.keys)
+
+    def load_next_bias(self, index: Int32, load_next: Callable[[], None] | None = None) -> None:
+        """Starts the copies of the next tile of a matrix, over what the warp has read, and those of `load_next`."""
+        if self.bias is None:
+            return
+
+        def load() -> None:
+            self.load_bias(index - 1)
+            if load_next is not None:
+                load_next()
+
+        cute.arch.sync_warp()
+        cutlass.if_generate(index > self.visit.begin, load)
+        cute.arch.cp_async_commit_group()
 
 
 @dataclass(frozen=True, eq=False)

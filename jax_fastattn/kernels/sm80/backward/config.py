@@ -155,7 +155,7 @@ class RoleBarrier(NamedBarrier):
 
 @dataclass(frozen=True)
 class DkdvDqMemory:
-    """Shared memory of a CTA: K, V, the stages of Q and dO, dS (or P on its way), P if exchanged, statistics.
+    """Shared memory of a CTA: K, V, stages of Q and dO, dS (or P on its way), P if exchanged, statistics, a bias.
 
     Columns split evenly between the warps that share rows, so tiles are padded with zeros to their multiples.
 
@@ -212,7 +212,7 @@ class DkdvDqMemory:
 
     @cached_property
     def table(self) -> SharedTable:
-        """Regions: K, V, the stages of Q and dO, dS, P if it is exchanged, of each stage statistics for each role."""
+        """Regions: K, V, the stages of Q and dO, dS, P if exchanged, statistics for each stage and role, a bias."""
         config = self.config
         rows: list[Row] = [
             Region("key", self.key.nbytes),

@@ -18,11 +18,9 @@ from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.compared import ComparedRows
-from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.features.warp_bias import WarpBias
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import GlobalList, TileBits
-from jax_fastattn.kernels.lists import Planes as ListPlanes
+from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
@@ -131,7 +129,7 @@ class DkdvDqKernel:
 
     def _listed(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> tuple[Visit, GroupBits]:
         """Returns the query tiles that see some key of the tile by its list, and their bits."""
-        group, planes, batch = self.spec.group, ListPlanes.of(scalars), at.sequence.queries.batch
+        group, planes, batch = self.spec.group, Planes.of(scalars), at.sequence.queries.batch
         tiles = self.spec.tiles_of(self.config)
         if self.spec.classifies_keys:
             # That of the scalars holds for the lists of tiles of queries that the kernel of dbias reads.
@@ -196,13 +194,11 @@ class DkdvDqKernel:
 
     def _bias(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> WarpBias | None:
         """Returns the matrix that warps copy for themselves; None if there is none, or no room."""
-        spec, config = self.spec, self.config
-        if not config.bias_pieces:
+        if not self.config.bias_pieces:
             return None
-        ring = config.bias_ring
-        address = at.shared + self.products.memory.table.offset("bias") + at.role_warp * ring.nbytes
-        planes, key = Planes(scalars, spec.group), at.row + at.warp_row
-        return WarpBias(buffers.bias, spec.bias_storage, planes, ring, address, key)
+        nbytes = self.config.bias_ring.nbytes
+        address = at.shared + self.products.memory.table.offset("bias") + at.role_warp * nbytes
+        return WarpBias.of(self.spec, buffers.bias, scalars, address, at.row + at.warp_row)
 
     def _load_first(self, state: DkdvDqState) -> None:
         """Starts the copies of K, V and the first part of Q and dO, by all threads."""
