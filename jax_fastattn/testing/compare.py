@@ -85,7 +85,9 @@ def expected(
     sums = [name for name in SUM_FACTORS if _sum_factor(name, getattr(oracle, name))]
     if sums:
         errors = _typical_errors(sums, spec, operands, wide, errors_of_products, dout, dlse)
-        baseline = baseline._replace(**{name: getattr(oracle, name) + error for name, error in errors.items()})
+        baseline = baseline._replace(
+            **{name: _off_by(getattr(oracle, name), x, getattr(baseline, name).dtype) for name, x in errors.items()}
+        )
     return oracle, baseline
 
 
@@ -120,10 +122,15 @@ def _typical_errors(
         with jax.default_matmul_precision("highest"):
             exact = evaluate(attention_reference, spec, wide, dout_signed, dlse + jnp.sum(errors, axis=3))
         found = evaluate(same_dtype_attention, spec, operands, dout_signed, dlse)
-        return {name: getattr(found, name) - getattr(exact, name) for name in names}
+        return {name: getattr(found, name).astype(getattr(exact, name).dtype) - getattr(exact, name) for name in names}
 
     found = jax.lax.map(errors, jax.random.split(jax.random.key(0), SIGNS))
     return {name: jnp.sqrt(jnp.mean(x**2, axis=0)) for name, x in found.items()}
+
+
+def _off_by(x: jax.Array, error: jax.Array, dtype: Any) -> jax.Array:
+    """Returns x in a dtype; it is off by at least a positive error once it is rounded."""
+    return (x + error + float(jnp.finfo(dtype).eps) / 2 * (jnp.abs(x) + error)).astype(dtype)
 
 
 def _errors_of_products(spec: AttentionSpec, operands: Operands, out: jax.Array, dout: jax.Array) -> jax.Array:
