@@ -23,6 +23,9 @@ from jax_fastattn.kernels.dbias_tiles import dbias_parts
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import HIDDEN_BIAS, Operands, Problem
 
+# Four roundings of float32, relative to a sink.
+SINK_ROUNDING = 2.0**-22
+
 
 def is_of_rows_alone(kernel: KernelSpec) -> bool:
     """Returns whether a bias of rows is left to XLA."""
@@ -81,18 +84,17 @@ class RowBias:
 
     Args:
         operands: of the call.
+        out: the output `[B, T, N, D]`.
         lse: the log-sum-exps `[B, T, N]`.
     """
 
-    def __init__(self, operands: Operands, lse: jax.Array):
+    def __init__(self, operands: Operands, out: jax.Array, lse: jax.Array):
         bias, sinks = operands.bias, operands.sinks
         assert bias is not None
         self._shape, self._lse, self._sinks = bias.shape, lse, sinks
         rows = bias[..., 0].astype(jnp.float32).swapaxes(1, 2)
         self._rows = rows if rows.shape[2] == 1 else jnp.repeat(rows, lse.shape[2] // rows.shape[2], axis=2)
-        # The log-sum-exp of a row that sees nothing is its sink.
-        floor = -jnp.inf if sinks is None else sinks[:, None].astype(jnp.float32)
-        self._is_dead = (lse <= floor) | (self._rows <= HIDDEN_BIAS)
+        self._is_dead = _sees_nothing(sinks, out, lse) | (self._rows <= HIDDEN_BIAS)
 
     def lse(self) -> jax.Array:
         """Returns the log-sum-exps without the bias, -inf of rows that see nothing; see `log_sum_exp.weighable`."""
@@ -114,6 +116,16 @@ class RowBias:
         if sink_terms is not None:
             total = total - sink_terms.swapaxes(1, 2)
         return _reduced(jnp.where(self._is_dead, 0.0, total).swapaxes(1, 2)[..., None], self._shape)
+
+
+def _sees_nothing(sinks: jax.Array | None, out: jax.Array, lse: jax.Array) -> jax.Array:
+    """Returns which rows see no key, `[B, T, N]`: their log-sum-exp is -inf or their sink, and their output is 0."""
+    if sinks is None:
+        return jnp.isneginf(lse)
+    sink = sinks[:, None].astype(jnp.float32)
+    # Kernels compute it in base 2, so it may lie some roundings above the sink.
+    nearby = jnp.maximum(sink * (1 - SINK_ROUNDING), sink * (1 + SINK_ROUNDING))
+    return jnp.isneginf(lse) | ((lse <= nearby) & jnp.all(out == 0, axis=3))
 
 
 def _reduced(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -172,7 +172,7 @@ def _without_rows(
     """Returns the gradients of a call with a bias of rows that no kernel reads, see `bias_gradient.py`."""
     (out, lse), (dout, dlse) = results, cotangents
     sinks = operands.sinks if "sinks" in wanted else None
-    rows = RowBias(operands, lse)
+    rows = RowBias(operands, out, lse)
     terms = None
     if not {"bias", "sinks"}.isdisjoint(wanted):
         terms = rows.sink_terms(out, dout, dlse)

@@ -21,6 +21,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.spec import Operands
+from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +107,31 @@ def test_rows_of_vague_log_sum_exps(arch: str, axes: str, head_dim: int, monkeyp
         got, expected = (np.array(getattr(x, name), np.float32) for x in (found, wanted))
         expected[where] = np.nan
         np.testing.assert_allclose(got, expected, atol=2**-6 * np.nanmax(np.abs(expected)), err_msg=name)
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0])
+def test_rows_that_see_no_key_of_a_call_with_sinks(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their log-sum-exp is the sink, up to rounding, and NaN in them reaches nothing; nor is a live row taken for one.
+
+    On an H100 a log-sum-exp lay one rounding above its sink.
+    """
+    emulated_ops.emulate(monkeypatch, "sm_90a")
+    spec, operands, _ = draw({"bias": "bnt", "sinks": True, "is_causal": True, "query_offset": (-30, 100)})
+    assert operands.sinks is not None and operands.bias is not None
+    operands = operands._replace(bias=operands.bias.at[1, :, :10].set(-40.0))  # a visible row whose sink is all
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, 64)), jnp.bfloat16)
+    out, lse = portable.forward(spec, operands)
+    names = ("query", "key", "value", "bias", "sinks")
+    wanted = portable.backward(spec, operands, out, lse, dout, None, names)
+    sinks = operands.sinks.astype(jnp.float32)
+    lse = lse.at[0, :30].set(jnp.nextafter(sinks, sinks + step))
+    hidden, dout, _ = poison(spec, operands, dout)
+    found = cuda.backward(spec, hidden, out, lse, dout, None, names)
+    for name in names:
+        got, expected = (np.asarray(getattr(x, name), np.float32) for x in (found, wanted))
+        np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max(), err_msg=name)
+        if name == "query":
+            np.testing.assert_allclose(got[1, :10], expected[1, :10], atol=2**-6 * np.abs(expected[1, :10]).max())
 
 
 @pytest.mark.parametrize(
