@@ -238,6 +238,8 @@ class Checked:
         self.case = cut(case, min(case.batch, max(CHECKED_BYTES // logits, 1)))
         self.is_whole_batch = self.case.batch == case.batch
         given = {name: x for name, x in operands._asdict().items() if x is not None}
+        by_head = {f"d{name}": given[name].shape[1] for name in ("bias", "sinks") if name in given}
+        self.sums_over_heads = {name for name, heads in by_head.items() if heads < operands.query.shape[2]}
         self.operands = Operands(**{name: self.cut(x, OPERANDS[name].letters) for name, x in given.items()})
         self.dout = self.cut(dout, "BTND")
         self.expected: tuple[Results, Results] | None = None
@@ -273,7 +275,7 @@ class Checked:
         left_out = [
             name
             for name, x in sums_over_batch.items()
-            if x is not None and ((x.shape[0] == 1 and not self.is_whole_batch) or x.shape[1] != self.case.group)
+            if x is not None and ((x.shape[0] == 1 and not self.is_whole_batch) or name in self.sums_over_heads)
         ]
         left_out += [f"d{name}" for name in DIFFERENTIABLE if name not in wanted(self.case)]
         return results._replace(out=None, lse=None, **dict.fromkeys(left_out))

@@ -19,7 +19,7 @@ import pytest
 
 from jax_fastattn import ffi
 from jax_fastattn.reference import visible_pairs as visible_array
-from jax_fastattn.testing.cases import kernel_specs
+from jax_fastattn.testing.cases import Case, kernel_specs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -63,6 +63,16 @@ def test_calls_run_before_they_are_measured() -> None:
     options = run.parse_arguments([*QUICK, "--warm-up-seconds", "0.2"])
     record = run.timing(lambda: times.append(time.monotonic()), (), options)
     assert record["warm_up_seconds"] == 0.2 < times[-1] - times[0]
+
+
+def test_sums_over_heads_that_are_not_checked_are_left_out() -> None:
+    """The rule compares a part of the heads, which lacks most of the gradient of a bias that all heads share."""
+    case = Case(batch=2, query_length=16, key_length=24, num_kv_heads=3, head_dim=8, bias="bs")
+    operands, (dout, _) = case.operands(jax.random.key(0)), case.cotangents(jax.random.key(1))
+    attend = peers.IMPLEMENTATIONS["jax_fastattn-xla"].attend
+    call, arrays = run.compiled(attend, case, operands, dout, "backward")
+    found = run.Checked(case, operands, dout).outcome(call(*arrays), "backward")
+    assert found["error"] is None and set(found["rms"]) == {"dquery", "dkey", "dvalue"}
 
 
 @pytest.mark.parametrize("mode", run.MODES)
