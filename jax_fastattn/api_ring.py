@@ -110,8 +110,8 @@ def ring_attention(
         layout: the order of rows over the devices. "contiguous": device i has part i of n. "zigzag": it has the chunks
             i and 2 n - 1 - i of 2 n chunks, see `zigzag`.
         balance: whether contiguous rows are exchanged into zigzag order and back inside, where this balances the work
-            of devices: L is even, L = M, the call is causal with no window and no offset, and neither `bias` nor `mask`
-            has rows. Default: True.
+            of devices: L is even, L = M, the call is causal with no window, no offset and no `boundaries`, and neither
+            `bias` nor `mask` has rows. Default: True.
         boundaries: integers `[B, C]`, not decreasing: packed sequences, each a run of rows of the whole sequence, as
             `cu_seqlens_q` and `cu_seqlens_k` of `attention_varlen`. Sequences may cross devices. Rows outside of all
             are padding. Cannot be combined with lengths, ids, offsets, bias or mask.

@@ -113,12 +113,11 @@ def test_log_sum_exp_and_its_gradient(mask: str) -> None:
 
 
 @pytest.mark.numbers
-@pytest.mark.parametrize("name", ["causal", "segments", "sinks", "packed", "column-mask", "odd", "window"])
+@pytest.mark.parametrize("name", ["causal", "segments", "sinks", "column-mask", "odd", "window"])
 def test_contiguous_rows_are_balanced_inside(name: str) -> None:
     extra = {
         "segments": OPERANDS["segments"],
         "sinks": OPERANDS["sinks"],
-        "packed": {"boundaries": jnp.array([[0, 3, 3, 16, 20], [2, 9, 11, 11, 18]])},
         "column-mask": OPERANDS["mask-of-columns"],
     }.get(name, {})
     arrays = rings.draw(18 if name == "odd" else 20) | extra

@@ -55,6 +55,8 @@ def test_what_a_step_sends(name: str) -> None:
     given = {x: array for x, array in arrays.items() if x != "dout"}
     text = jax.jit(function).lower(given).as_text()
     assert rings.permutes(text) == forward
+    if name == "window":  # see `passes._replaced`
+        assert "dynamic_update_slice" not in text
     both = jax.jit(with_gradients(function)).lower(arrays).as_text()
     assert sorted(rings.permutes(both)) == sorted(forward + backward)
     assert not any(x in both for x in ("all_gather", "all_to_all"))

@@ -123,11 +123,14 @@ def is_prunable(spec: AttentionSpec) -> bool:
 
 
 def balances(spec: AttentionSpec, operands: Operands) -> bool:
-    """Returns whether a call exchanges its contiguous rows into zigzag order: only causality hides keys."""
+    """Returns whether a call exchanges its contiguous rows into zigzag order: only causality hides keys.
+
+    Packed rows stay as they are: most documents lie on one device, and zigzag order would cut them.
+    """
     ring, rows = spec.ring, operands.query.shape[1]
     assert ring is not None
     has_rows = any(x is not None and x.shape[2] > 1 for x in (operands.bias, operands.mask))
-    is_causal = spec.bounds == (None, 0) and "query_offset" not in spec.present
+    is_causal = spec.bounds == (None, 0) and not {"query_offset", "sequences"} & {*spec.present}
     return (
         ring.balance
         and ring.size > 1
