@@ -25,7 +25,7 @@ from jax_fastattn.spec import AttentionSpec, Problem, is_known
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
 SHORT_LENGTH = 2048
 
-# The same with a bias of pairs.
+# The same of the forward pass with a bias of keys or of pairs.
 SHORT_BIAS_LENGTH = 1024
 
 # From how many keys on those of few queries are split; fewer were not timed.
@@ -40,8 +40,9 @@ _STREAMING_SMS = 40
 # Bytes that the GPU reads in the time that the launch of the combine kernel takes.
 _LAUNCH_NBYTES = 16 << 20
 
-# The most bytes of a unit that a CTA reads alone: 8k keys of head dim 128 with 16 bits. More were not timed.
-_MAX_WHOLE_NBYTES = 4 << 20
+# The most bytes of a unit that a CTA reads alone: 2k keys of head dim 128 with 16 bits. Where 40 or 64 CTAs read four
+# times as much, they stream less than `_STREAMING_SMS` says, and the split call takes 0.75 to 0.93 of the time.
+_MAX_WHOLE_NBYTES = 1 << 20
 
 # Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
 _ORDERED_MEAN_LENGTH = 1536
@@ -204,7 +205,7 @@ def _most_split_rows(problem: Problem) -> int:
     were not timed; at 256 the partial outputs do not fit the shared memory of all GPUs.
     """
     few_units = 2 * problem.batch * problem.num_kv_heads <= H100_MULTIPROCESSORS
-    wins = few_units or problem.head_dim <= 64 or problem.group >= 8
+    wins = few_units or problem.head_dim <= 64 or problem.group >= 4
     fits = max(problem.head_dim, problem.v_head_dim) <= 128
     return MAX_ROWS if wins and fits else MAX_SPLIT_ROWS
 
@@ -288,7 +289,8 @@ def kernel_spec(
         dbias=dbias,
         family=family,
     )
-    short = max(problem.query_length, problem.key_length) <= (SHORT_BIAS_LENGTH if key.matrix_bias else SHORT_LENGTH)
+    has_bias = key.matrix_bias or key.key_bias_parts
+    short = max(problem.query_length, problem.key_length) <= (SHORT_BIAS_LENGTH if has_bias else SHORT_LENGTH)
     key = configured(key, short=short, rows=problem.query_length * problem.group)
     if op == "decode" and _takes_whole_units(problem, key):
         return replace(key, config=replace(key.config, splits=False))
