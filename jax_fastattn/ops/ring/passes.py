@@ -50,7 +50,7 @@ def put(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
     return part if part.shape == x.shape else jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
 
 
-def _replaced(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
+def put_result(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
     """Returns what `put` does, of results of a launch.
 
     With jax 0.11.2 XLA compiles no update in place of a launch's result by what was computed from it: it fuses launch
@@ -150,7 +150,7 @@ def _forward(call: Call) -> Rows:
             arrived = call.fetch(later[at + 1], home)
         for block in step.blocks:
             state = state.merge(_block(call, step, block, keys), block.queries.start - start)
-    return Rows(*(_replaced(x, y.astype(x.dtype), start) for x, y in zip(whole, state, strict=True)))
+    return Rows(*(put_result(x, y.astype(x.dtype), start) for x, y in zip(whole, state, strict=True)))
 
 
 def _block(call: Call, step: Step, block: Block, keys: Mapping[str, jax.Array]) -> Rows:
