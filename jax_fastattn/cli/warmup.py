@@ -32,7 +32,7 @@ from jax_fastattn.ops.cuda import HEAD_DIM_MULTIPLE
 from jax_fastattn.testing.cases import Case, kernel_specs
 
 # Long calls; calls with a config for short lengths, packed ones too; and calls with so many short heads that dq is
-# added in semaphore order. Together with those of `few_queries` and `biased` they have every key that any size has,
+# added in semaphore order. Together with `few_queries` and `biased` they have every key that any size has,
 # which a test shows.
 SIZES = [shapes.Size(batch, length, length) for batch, length in ((1, 8192), (1, SHORT_LENGTH), (264, 512))]
 

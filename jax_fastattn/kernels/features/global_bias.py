@@ -63,7 +63,7 @@ class GlobalBias(PairBias):
         return self.registers[which][at.column % 2]
 
     def _load_transposed(self, at: Element, term: int) -> Int32:
-        """Returns a lane's pair of queries: that of the transpose of a block of 8 queries, in which lanes load keys."""
+        """Returns a lane's pair of queries, from the transpose of a block of 8 queries, in which lanes load keys."""
         lane_row, lane_column = accumulator_lane(ptx.thread_index() & 31)
         first_query = at.tile.index * at.tile.columns + at.column // 8 * 8
         first_key = at.tile.row - lane_row + 8 * at.i

@@ -90,7 +90,7 @@ class WarpBias(PairBias):
         """Loads the lane's pairs of each term of a piece, and starts the copy of the piece that takes its place."""
         ring = self.ring
         if index >= ring.places:
-            # Of the copies that this tile has started, those of later pieces may be on their way.
+            # This tile has started copies of later pieces, which may be on their way.
             cute.arch.cp_async_wait_group(min(index + ring.places, ring.count) - index - 1)
             cute.arch.sync_warp()
         address = self.address + ring.piece.read_offset(ptx.thread_index() & 31)
