@@ -32,8 +32,8 @@ Attention = Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]]
 FACTOR = 2.0
 # The gradients of sinks, of scale and of a bias that all queries share are long sums, and the baseline's error is small
 # by chance now and then. The root mean square of `_typical_errors` over this many draws of signs takes its place. The
-# largest of a thousand sums may be so many of those deviations off, which are known to a fifth; that of scale is a
-# single number.
+# largest of a thousand sums may be so many of those deviations off, which are known to a fifth. The
+# gradient of scale is a single number.
 SIGNS = 16
 SUM_FACTORS = {"dsinks": 4.5, "dscale": 5.0, "dbias": 4.5}
 # Of `1 + the largest element`: sums of a thousand float32 terms of order 1, in another order.

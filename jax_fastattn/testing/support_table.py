@@ -48,7 +48,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`segment_ids`": {"segments": 3},
     "`attention_varlen`": {"batch": 1, "packed": ((100, 93), (200, 57))},
 }
-# Those that ask for the gradient of the bias.
+# Calls that ask for the gradient of the bias.
 _BIAS_GRADIENTS = (_GRADIENT, _CAPPED_GRADIENT)
 
 

@@ -159,7 +159,7 @@ class QueryTile:
             self.bias.copy_first(self.at.score_head, self.visit.tile(index) * self.keys)
 
     def load_next_bias(self, index: Int32, load_next: Callable[[], None] | None = None) -> None:
-        """Starts the copies of the next tile of a matrix, over what the warp has read, and those of `load_next`."""
+        """Starts the copies of the next tile of a matrix, over what the warp has read; then `load_next`."""
         if self.bias is None:
             return
 
