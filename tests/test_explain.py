@@ -164,7 +164,8 @@ def many_heads(queries: int, heads: int) -> dict[str, Any]:
         one_query() | {"mask": jnp.ones((1, 1, 1, 1 << 17), bool)},
         few_queries(16, key_length=4000),
         few_queries(32),
-        few_queries(17, batch=4),
+        few_queries(17, batch=9),
+        few_queries(33, group=2, batch=8),
         few_queries(17, batch=16, head_dim=64, key_length=20000) | {"key_value_seq_lengths": jnp.ones(16, jnp.int32)},
         few_queries(9, group=8, batch=16, key_length=5000) | {"key_value_seq_lengths": jnp.ones(16, jnp.int32)},
         many_heads(16, 133) | {"mask": jnp.ones((1, 1, 16, 1024), bool), "sinks": jnp.ones(133)},
@@ -178,6 +179,7 @@ def many_heads(queries: int, heads: int) -> dict[str, Any]:
         "mask",
         "64 rows",
         "128 rows",
+        "68 rows of 4 heads",
         "few heads",
         "d64",
         "group 8",
@@ -213,7 +215,9 @@ LENGTHS = {"key_value_seq_lengths": jnp.ones(1, jnp.int32)}
         (one_query(batch=17, key_length=1024), True),
         (one_query(batch=17, key_length=1024) | LENGTHS, False),
         (one_query(batch=16, key_length=1025) | LENGTHS, False),
-        (one_query(batch=64, key_length=1 << 13), True),
+        # Units of 1 MiB, and a key more.
+        (one_query(batch=64, key_length=2048), True),
+        (one_query(batch=64, key_length=2049), False),
         (one_query(batch=4, key_length=1 << 13), False),
         (many_heads(64, 131), True),
     ],
@@ -230,13 +234,13 @@ def test_a_short_cache_takes_one_launch(call: dict[str, Any], is_whole: bool) ->
 @pytest.mark.parametrize(
     "call",
     [
-        few_queries(17, batch=9),
+        few_queries(33, group=2, batch=9),
         few_queries(33),
         few_queries(9, group=8, head_dim=136),
         one_query(key_length=127),
         many_heads(17, 132),
     ],
-    ids=["68 rows of many heads", "132 rows", "72 rows of a large head dim", "few keys", "a head for each SM"],
+    ids=["66 rows of 2 heads", "132 rows", "72 rows of a large head dim", "few keys", "a head for each SM"],
 )
 def test_other_calls_take_the_forward_kernel(call: dict[str, Any]) -> None:
     assert explain(**call).kernel == "sm90 forward, sm90 backward"
