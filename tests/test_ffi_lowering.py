@@ -70,6 +70,15 @@ def test_one_custom_call_with_everything_a_launch_needs() -> None:
     assert f"object_size = {len(kernel)} : i32" in text
 
 
+@pytest.mark.parametrize(("version", "count"), [("0.11.1", 0), ("0.11.2", 1), ("0.12.0", 0)])
+def test_results_come_out_of_a_barrier(version: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both results of the launch out of one barrier, with the version of XLA that fuses updates wrongly."""
+    monkeypatch.setattr("jaxlib.version.__version__", version)
+    text = lower(lambda *arrays: stand_in.launch(*arrays), *stand_in.operands())
+    assert text.count("stablehlo.optimization_barrier") == count
+    assert text.count("stablehlo.optimization_barrier %0#0, %0#1 :") == count
+
+
 def test_identical_launches_carry_their_kernel_once() -> None:
     def layers(query: Any, *others: Any) -> Any:
         key, _, lengths = others

@@ -58,10 +58,6 @@ def test_what_a_step_sends(name: str) -> None:
     both = jax.jit(with_gradients(function)).lower(arrays).as_text()
     assert sorted(rings.permutes(both)) == sorted(forward + backward)
     assert not any(x in both for x in ("all_gather", "all_to_all"))
-    # Results of launches are not updated in place, see `passes.put_result`. The sums of key and value are.
-    if name == "window":
-        assert ["dynamic_update_slice" in x for x in (text, both)] == [False, True]
-        assert both.count("dynamic_update_slice") == 2
 
 
 def temporary_bytes(size: int, **options: Any) -> int:

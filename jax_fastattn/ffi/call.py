@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jaxlib.version
 from jax.interpreters import mlir
 
 from jax_fastattn.ffi import cache, registry
@@ -112,7 +113,24 @@ def custom_call(
         "ints": mlir.ir.DenseI32ArrayAttr.get(ints),
         "floats": mlir.ir.DenseF32ArrayAttr.get(floats),
     }
-    return jax.ffi.ffi_lowering(registry.TARGET_NAME, backend_config=attributes)(ctx, *operands)
+    results = jax.ffi.ffi_lowering(registry.TARGET_NAME, backend_config=attributes)(ctx, *operands)
+    return _behind_barrier(results) if _updates_are_fused() else results
+
+
+def _updates_are_fused() -> bool:
+    """Returns whether XLA fuses a launch with updates by its results, and does so wrongly: in jaxlib 0.11.2 alone.
+
+    If the results are used elsewhere, too, it keeps the launch and fuses a copy of it, as in the gradient of a scan
+    over layers. If what is stored was computed from the results, it finds a cycle, and refuses the program.
+    """
+    return jaxlib.version.__version__ == "0.11.2"
+
+
+def _behind_barrier(results: Sequence[Any]) -> Sequence[Any]:
+    """Hides from XLA that values are those of a launch, until it has fused what it fuses."""
+    from jax.extend.mlir.dialects import stablehlo  # its package loads Pallas
+
+    return stablehlo.OptimizationBarrierOp(list(results)).results
 
 
 def _check_export(ctx: mlir.LoweringRuleContext) -> None:

@@ -23,7 +23,7 @@ from jax_fastattn.ops.linear import Names
 from jax_fastattn.ops.ring import plan
 from jax_fastattn.ops.ring.blocks import block_call
 from jax_fastattn.ops.ring.layout import from_zigzag, to_zigzag
-from jax_fastattn.ops.ring.passes import Call, put, put_result
+from jax_fastattn.ops.ring.passes import Call, put
 from jax_fastattn.ops.ring.permute import permute
 from jax_fastattn.ops.ring.plan import Block, Step, View
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
@@ -100,7 +100,7 @@ class _Backward:
                 arrived = self.call.fetch(later[at + 1], home)
             sums = self._step(step, keys, sums)
         sums = self._receive(sums)
-        sums["query"] = put_result(whole, sums["query"].astype(whole.dtype), self.first)
+        sums["query"] = put(whole, sums["query"].astype(whole.dtype), self.first)
         return {name: x.astype(whole.dtype) if name in QKV else x for name, x in sums.items()}
 
     def _swap(self, later: Sequence[Step]) -> None:

@@ -50,20 +50,6 @@ def put(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
     return part if part.shape == x.shape else jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
 
 
-def put_result(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
-    """Returns what `put` does, of results of a launch.
-
-    With jax 0.11.2 XLA compiles no update in place of a launch's result by what was computed from it: it fuses launch
-    and update to a cycle.
-    """
-    if part.shape == x.shape:
-        return part
-    stop = start + part.shape[1]
-    rows = jnp.arange(x.shape[1]).reshape(1, -1, *(1,) * (x.ndim - 2))
-    padding = [(0, 0), (start, x.shape[1] - stop), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.where((rows >= start) & (rows < stop), jnp.pad(part, padding), x)
-
-
 def _merged(x: Rows, y: Rows) -> Rows:
     lse = jnp.logaddexp(x.lse, y.lse)
     shift = jnp.where(lse == -jnp.inf, 0.0, lse)  # a row that has seen nothing: -inf minus -inf
@@ -150,7 +136,7 @@ def _forward(call: Call) -> Rows:
             arrived = call.fetch(later[at + 1], home)
         for block in step.blocks:
             state = state.merge(_block(call, step, block, keys), block.queries.start - start)
-    return Rows(*(put_result(x, y.astype(x.dtype), start) for x, y in zip(whole, state, strict=True)))
+    return Rows(*(put(x, y.astype(x.dtype), start) for x, y in zip(whole, state, strict=True)))
 
 
 def _block(call: Call, step: Step, block: Block, keys: Mapping[str, jax.Array]) -> Rows:
