@@ -4,6 +4,7 @@
 
 import collections
 import dataclasses
+import importlib.util
 import itertools
 import os
 import zlib
@@ -36,6 +37,11 @@ def _cuda_devices() -> int:
         return len(jax.devices("cuda"))
     except RuntimeError:
         return 0
+
+
+def _has_gpu_compiler() -> bool:
+    """Returns whether a plugin of jax for GPUs is installed, which brings XLA's compiler for them."""
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "every_arch" in item.keywords and "every_arch" not in config.getoption("markexpr"):
             item.add_marker(pytest.mark.skip(reason="compiles every row for further GPUs: pytest -m every_arch"))
+        if "gpu_compiler" in item.keywords and not _has_gpu_compiler():
+            item.add_marker(pytest.mark.skip(reason="needs XLA's compiler for GPUs: sh tests/run gpu-programs"))
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if marker in item.keywords and found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {found}"))

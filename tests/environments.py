@@ -5,6 +5,7 @@
     python tests/environments.py newest    .venv-newest: the newest jax, flax, compiler for CUDA 13 and linters
     python tests/environments.py oldest    .venv-oldest: the oldest supported jax and flax, and the compiler for CUDA 12
     python tests/environments.py examples  .venv: what `examples/run` needs, with CUDA libraries if there is a GPU
+    python tests/environments.py compiler  puts XLA's compiler for GPUs into a folder of the former two
     python tests/environments.py check     fails if another Python would have given .venv-newest a newer jax
     python tests/environments.py raise     writes tests/constraints anew, with the newest versions of today; needs uv
 
@@ -46,6 +47,7 @@ class Environment:
         requirements: what it has besides.
         constraints: name of its file in `tests/constraints`.
         takes_newest: whether it wants the newest Python, or the oldest one.
+        compiler: the packages that hold XLA's compiler for GPUs, of the version of its jaxlib.
     """
 
     directory: str
@@ -53,6 +55,7 @@ class Environment:
     requirements: tuple[str, ...]
     constraints: str
     takes_newest: bool = True
+    compiler: tuple[str, ...] = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
     def all_requirements(self) -> list[str]:
         """Returns what to install before this package."""
@@ -79,9 +82,10 @@ NEWEST = Environment(
 OLDEST = Environment(
     ".venv-oldest",
     ("examples", "test"),
-    ("jax==0.8.0", "jaxlib==0.8.0", "flax==0.12.0", "nvidia-cutlass-dsl>=4.8,<4.9"),
+    ("jax==0.8.1", "jaxlib==0.8.1", "flax==0.12.0", "nvidia-cutlass-dsl>=4.8,<4.9"),
     "oldest",
     takes_newest=False,
+    compiler=("jax-cuda13-plugin==0.8.1", "jax-cuda13-pjrt==0.8.1"),
 )
 EXAMPLES = Environment(".venv", ("examples",), (), "newest")
 EXAMPLES_ON_GPU = Environment(".venv", ("examples", "cuda13"), (), "newest")
@@ -273,6 +277,24 @@ def install_package(environment: Environment) -> None:
         sys.exit(f"Cannot build and install this package into {environment.directory}; see above. It needs g++.")
 
 
+def put_compiler(environment: Environment) -> None:
+    """Puts XLA's compiler for GPUs into the folder `gpu-compiler` of an environment that exists.
+
+    In the environment itself it would make each process look for GPUs.
+    """
+    folder = ROOT / environment.directory / "gpu-compiler"
+    facts = "\n".join([*environment.compiler, environment.constraints_file.read_text()])
+    mark, wanted = folder / "installed.txt", hashlib.sha256(facts.encode()).hexdigest()
+    if mark.exists() and mark.read_text() == wanted:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    say(f"installing {' and '.join(environment.compiler)} into {folder.relative_to(ROOT)}")
+    options = ["--no-deps", "--only-binary", ":all:", "--target", str(folder), "-c", str(environment.constraints_file)]
+    if not run([*installer(environment.python), *options, *environment.compiler]):
+        sys.exit("XLA's compiler for GPUs cannot be installed; see above")
+    mark.write_text(wanted)
+
+
 def run(command: list[str], more: dict[str, str] | None = None, folder: Path | None = None) -> bool:
     """Runs a command in a folder, and prints its output if it fails; returns whether it succeeded."""
     environment = os.environ | UV_ENVIRONMENT | (more or {})
@@ -321,7 +343,11 @@ def raise_constraints() -> None:
     uv = uv_command() or sys.exit("`raise` needs uv; install it")
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     newest = sorted({*NEWEST.all_requirements(), *EXAMPLES_ON_GPU.all_requirements()})
-    wanted = {"newest": newest, "oldest": OLDEST.all_requirements(), "build": [*build, "cmake", "ninja", "uv"]}
+    wanted = {
+        "newest": newest,
+        "oldest": [*OLDEST.all_requirements(), *OLDEST.compiler],
+        "build": [*build, "cmake", "ninja", "uv"],
+    }
     for name, requirements in wanted.items():
         command = [uv, "pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--upgrade"]
         command += ["--no-header", "--no-annotate", "--strip-extras", "--only-binary", ":all:", "-"]
@@ -340,6 +366,9 @@ def main(name: str) -> None:
         say("found nvidia-smi: JAX for CUDA 13" if has_driver else "found no nvidia-smi: JAX for the CPU alone")
     if name in environments:
         set_up(environments[name])
+    elif name == "compiler":
+        for environment in (NEWEST, OLDEST):
+            put_compiler(environment)
     else:
         {"check": check, "raise": raise_constraints}[name]()
 

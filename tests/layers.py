@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacks of layers whose attention calls share one mask, and how often a run of the compiled stack launches kernels.
 
-Tests on the CPU and on a GPU have these stacks in common. `tests/test_merged_prepasses.py` says what XLA does.
+Tests with XLA for CPUs and for GPUs have these stacks in common. `tests/test_merged_prepasses.py` says what XLA does.
 """
 
 from __future__ import annotations

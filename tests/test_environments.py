@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import environments
@@ -83,7 +84,7 @@ def test_the_newest_jax_of_each_python() -> None:
     file = environments.NEWEST.constraints_file
     versions = [environments.jax_version(file, (3, minor)) for minor in (11, 12, 13)]
     assert versions[0] < versions[1] == versions[2]
-    assert environments.jax_version(environments.OLDEST.constraints_file, (3, 11)) == (0, 8, 0)
+    assert environments.jax_version(environments.OLDEST.constraints_file, (3, 11)) == (0, 8, 1)
 
 
 @pytest.mark.parametrize(("other", "is_better"), [("3 13 0", True), ("3 11 9", False)])
@@ -129,8 +130,28 @@ def test_each_requirement_has_one_version_for_each_python() -> None:
     for environment in (environments.NEWEST, environments.OLDEST, environments.EXAMPLES_ON_GPU):
         lines = environment.constraints_file.read_text().splitlines()
         pinned = {environments.normalized(line) for line in lines if "==" in line}
-        missing = {environments.normalized(x) for x in environment.all_requirements()} - pinned
+        requirements = [*environment.all_requirements(), *environment.compiler]
+        missing = {environments.normalized(x) for x in requirements} - pinned
         assert not missing, environment
+
+
+def test_the_compiler_for_gpus_is_put_once(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is put anew if its version changes, and what was there before goes."""
+    monkeypatch.setattr(environments, "ROOT", machine)
+    monkeypatch.setattr(environments, "uv_command", lambda: None)
+    folder, commands = machine / ".venv-newest" / "gpu-compiler", []
+
+    def run(command: list[str]) -> bool:
+        commands.append(command)
+        folder.mkdir(parents=True)
+        return True
+
+    monkeypatch.setattr(environments, "run", run)
+    for count, packages in ((1, ("jax-cuda13-pjrt==1",)), (1, ("jax-cuda13-pjrt==1",)), (2, ("jax-cuda13-pjrt==2",))):
+        environments.put_compiler(replace(environments.NEWEST, compiler=packages))
+        assert len(commands) == count
+        assert commands[-1][-1] == packages[0]
+    assert commands[0][commands[0].index("--target") + 1] == str(folder)
 
 
 def test_an_environment_on_another_interpreter_is_made_anew(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 """Layers that share a mask share its prepass: XLA merges equal ones, and XLA for CPUs hoists them out of loops.
 
 Programs are lowered for CUDA and compiled by XLA for CPUs, with a stand-in as the target of custom calls. They are not
-run. XLA for GPUs merges as well, and hoists nothing: tests/kernels/test_gpu_merged_prepasses.py.
+run. XLA for GPUs merges as well, and hoists nothing: tests/test_gpu_programs.py.
 """
 
 from __future__ import annotations

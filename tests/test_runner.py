@@ -72,11 +72,12 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
     status, calls, _ = run(tmp_path, "all")
     assert status == 0
     assert sorted(calls) == sorted(
-        [*(f"newest/{tool}" for tool in TOOLS), "oldest/pytest", "newest", "oldest", "check"]
+        [*(f"newest/{tool}" for tool in TOOLS), "oldest/pytest", "newest", "oldest", "check", "compiler"]
     )
     assert calls["newest/python"] == [["tests/distributions.py"]]
     assert calls["newest/mkdocs"] == [["build", "--strict"]]
-    (newest,), (oldest,) = calls["newest/pytest"], calls["oldest/pytest"]
+    (newest, *programs), (oldest, *others) = calls["newest/pytest"], calls["oldest/pytest"]
+    assert programs == others == [["-rs", "tests/test_gpu_programs.py"]]
     assert options(newest, "-n") == options(oldest, "-n") == [str(CORES)]
     # The newest environment leaves nothing out; the oldest what no version of JAX can change, and cases of numbers.
     assert not {"--ignore", "--deselect", "--sample", "-k", "-m"} & set(newest)
