@@ -64,7 +64,7 @@ def _matrix(kernel: KernelSpec, bias: jax.Array, pitch: int, scale: float) -> ja
     del scale
     missing = pitch - bias.shape[2]
     x = jnp.pad(bias, [(0, 0), (0, 0), (0, missing)]) if missing else bias
-    terms = [x] if kernel.bias_terms == 1 else _terms(_hidden(x), kernel.bias_terms)
+    terms = [x] if kernel.bias_terms == 1 else _hidden_terms(x, kernel.bias_terms)
     return jnp.stack([term.astype(kernel.bias_storage) for term in terms])
 
 
@@ -96,6 +96,19 @@ def _hidden(bias: jax.Array) -> jax.Array:
     """Returns a bias in float32, with -inf for what hides."""
     wide = bias.astype(statistics_dtype(bias.dtype))
     return jnp.where(wide <= HIDDEN_BIAS, -jnp.inf, wide).astype(jnp.float32)
+
+
+def _hidden_terms(bias: jax.Array, count: int) -> list[jax.Array]:
+    """Returns `_terms` of `_hidden`.
+
+    No two of them share a comparison: XLA for GPUs would write down its results, a byte for each pair.
+    """
+    wide = bias.astype(statistics_dtype(bias.dtype))
+    first, *others = _terms(wide.astype(jnp.float32), count)
+    return [
+        jnp.where(wide <= HIDDEN_BIAS, -jnp.inf, first),
+        *(jnp.where(wide > HIDDEN_BIAS, term, 0.0) for term in others),
+    ]
 
 
 def _terms(x: jax.Array, count: int) -> list[jax.Array]:
