@@ -41,7 +41,8 @@ def _cuda_devices() -> int:
 
 def _has_gpu_compiler() -> bool:
     """Returns whether a plugin of jax for GPUs is installed, which brings XLA's compiler for them."""
-    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+    plugins = (f"jax_plugins.xla_cuda{version}" for version in (12, 13))
+    return importlib.util.find_spec("jax_plugins") is not None and any(map(importlib.util.find_spec, plugins))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
