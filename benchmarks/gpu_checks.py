@@ -173,8 +173,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     specs |= {dataclasses.replace(spec, dlse=spec.op == "backward"): None for spec in sanitized}
     if arch == "sm_90a":  # its portable kernels have tests too
         portable = kernel_specs([*HIDDEN_ROWS.values(), *FEW_QUERIES.values()], "sm_80")
-        own = [dataclasses.replace(spec, arch=arch) for spec in portable]
-        specs |= {spec if spec.op == "prepass" else configured(spec): None for spec in own}
+        specs |= {configured(dataclasses.replace(spec, arch=arch)): None for spec in portable}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         for i, _ in enumerate(pool.map(ffi.prepare, specs), 1):
             print(f"{i} of {len(specs)}", end="\r", flush=True)

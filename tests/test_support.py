@@ -32,7 +32,7 @@ from jax_fastattn.kernels.support import (
 )
 from jax_fastattn.spec import QKV, UNBOUNDED
 from jax_fastattn.testing.borrow import borrow
-from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, Case
+from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, MASKED, Case, kernel_specs
 from jax_fastattn.testing.combinations import BIASES
 from jax_fastattn.testing.support_table import COVERAGE, support_table
 
@@ -314,3 +314,13 @@ def test_few_queries_split_their_keys_and_keep_their_rows_on_another_card(arch: 
         key = forward_spec(case.problem(), arch)
         assert key.op == "decode" and 16 * key.config.row_blocks >= case.query_length * case.group
         assert configured(dataclasses.replace(key, arch=arch)) == key
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
+def test_a_prepass_keeps_the_tiles_of_its_reader_on_another_card(arch: str) -> None:
+    """The GPU suite and `gpu_checks.py --prepare` ask for the portable kernels of a card by `configured`."""
+    prepasses = [key for key in kernel_specs(MASKED, "sm_80") if key.op == "prepass"]
+    assert len({key.config for key in prepasses}) > 1
+    for key in prepasses:
+        moved = dataclasses.replace(key, arch=arch)
+        assert configured(moved) == configured(moved, short=True) == moved

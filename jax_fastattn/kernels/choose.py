@@ -97,8 +97,9 @@ def _tells_documents_apart(problem: Problem) -> bool:
 def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None) -> KernelSpec:
     """Returns a compile key with the config that the tables of its family have for it, whatever config it had.
 
-    Units of a decoding kernel that are whole stay whole. A soft cap becomes exact where a sink's gradient would show
-    that the error of a rough one is not even, and in the portable family.
+    The key of a prepass comes back as it is, since its config holds the tiles of the kernel that reads its lists. Units
+    of a decoding kernel that are whole stay whole. A soft cap becomes exact where a sink's gradient would show that the
+    error of a rough one is not even, and in the portable family.
 
     Args:
         spec: the key; tests and tools build one by hand.
@@ -107,6 +108,8 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         rows: of a decoding kernel, queries times query heads of a group; by default those of the config that it had,
             else 1.
     """
+    if spec.op == "prepass":
+        return spec
     if spec.op == "decode":
         if rows is None:
             rows = BLOCK_ROWS * spec.config.row_blocks if spec.config else 1

@@ -157,8 +157,8 @@ def expectations(request: pytest.FixtureRequest) -> Any:
             continue
         cases[case] = None
         if item.originalname == test_portable_kernels.__name__:
-            own = [dataclasses.replace(spec, arch=arch) for spec in kernel_specs([case], "sm_80")]
-            specs |= {spec if spec.op == "prepass" else configured(spec): None for spec in own}
+            portable = kernel_specs([case], "sm_80")
+            specs |= {configured(dataclasses.replace(spec, arch=arch)): None for spec in portable}
         else:
             specs |= dict.fromkeys(kernel_specs([case], arch))
     workers = len(os.sched_getaffinity(0))
