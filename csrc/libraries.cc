@@ -65,6 +65,7 @@ ffi::ErrorOr<const Libraries*> OpenLibraries() {
   SharedLibrary runtime(runtime_path);
   runtime.Bind(libraries.module_create, "CuteDSLRT_Module_Create_From_Bytes");
   runtime.Bind(libraries.module_get_function, "CuteDSLRT_Module_Get_Function");
+  runtime.Bind(libraries.module_destroy, "CuteDSLRT_Module_Destroy");
   runtime.Bind(libraries.function_run, "CuteDSLRT_Function_Run");
   runtime.Bind(libraries.error_name, "CuteDSLRT_GetErrorName");
   if (!runtime.problem().empty()) {

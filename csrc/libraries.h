@@ -21,6 +21,7 @@ struct CuteFunction;
 // Every function returns zero for success, except error_name.
 struct Libraries {
   int (*module_create)(CuteModule**, const unsigned char* bytes, size_t size, const char** libraries, size_t count);
+  int (*module_destroy)(CuteModule*);
   int (*module_get_function)(CuteFunction**, CuteModule*, const char* prefix);
   int (*function_run)(void* function, void** arguments, size_t count);
   const char* (*error_name)(int error);

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -173,13 +174,17 @@ ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, std::string_view ke
                    name + " has no launcher for this CPU. Lower the computation on this kind of machine.");
   }
   RelaxedCapture relaxed(libraries);
-  CuteModule* module = nullptr;
+  std::unique_ptr<CuteModule, int (*)(CuteModule*)> module(nullptr, libraries.module_destroy);
   CuteFunction* function = nullptr;
   int status = 0;
   try {
     // One module per device: this call loads the kernel on the current one.
-    status = libraries.module_create(&module, object->data(), object->size(), nullptr, 0);
-    if (status == 0) status = libraries.module_get_function(&function, module, kFunctionPrefix);
+    CuteModule* created = nullptr;
+    status = libraries.module_create(&created, object->data(), object->size(), nullptr, 0);
+    if (status == 0) {
+      module.reset(created);
+      status = libraries.module_get_function(&function, created, kFunctionPrefix);
+    }
   } catch (...) {  // thrown through the runtime's C interface when the object lacks our function
     return Failure(ffi::ErrorCode::kInternal, name + " has no function jax_fastattn: this package did not compile it.");
   }
@@ -190,6 +195,7 @@ ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, std::string_view ke
                        ". Check that the NVIDIA driver and nvidia-cutlass-dsl fit the CUDA version of jaxlib.");
   }
   return function;
+  static_cast<void>(module.release());  // stays loaded
 }
 
 // The kernel with the object of a call. Needs the mutex.

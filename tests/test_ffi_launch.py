@@ -62,7 +62,7 @@ def library(handle: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     library.set_num_buffers, library.set_device = NUM_BUFFERS, next(_devices)
     library.seen_loads = library.seen_runs = library.seen_overlapping_loads = library.seen_attribute_reads = 0
     library.seen_captured_runs = library.seen_runs_elsewhere = library.set_load_milliseconds = 0
-    library.seen_capture_mode, library.seen_stream_flags = -1, 0
+    library.seen_capture_mode, library.seen_stream_flags, library.seen_unloads = -1, 0, 0
     yield library
     for name in (
         "device_error",
@@ -253,6 +253,8 @@ KEY = "0" * 64
 def _attributes(content: bytes = b"kernel" * 100, **changes: Any) -> dict[str, Any]:
     kernel = call._Kernel.of(KEY, stand_in.elf_object(content=content))
     attributes = {
+    unloads = library.seen_loads if setting.startswith("get_") else 0
+    assert library.seen_unloads == unloads, "a module without our function is unloaded"
         "key": kernel.key,
         "arch": "sm_90a",
         "digest": kernel.digest,

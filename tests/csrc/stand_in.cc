@@ -30,6 +30,8 @@ int set_num_buffers = 0;
 int set_load_milliseconds = 0;  // how long a load takes
 
 std::atomic<int> seen_loads{0};
+std::atomic<int> seen_unloads{0};
+std::atomic<int> seen_open_loads{0};  // that have begun and not ended
 std::atomic<int> seen_overlapping_loads{0};
 std::atomic<int> seen_runs{0};
 std::atomic<int> seen_captured_runs{0};  // not among seen_runs
@@ -68,6 +70,12 @@ int CuteDSLRT_Module_Create_From_Bytes(Module** module, const unsigned char*, si
   --loading;
   return set_create_status;
 }
+int CuteDSLRT_Module_Destroy(Module* module) {
+  ++seen_unloads;
+  delete module;
+  return 0;
+}
+
 
 int CuteDSLRT_Module_Get_Function(void** function, Module* module, const char* prefix) {
   if (set_get_throws || std::string(prefix) != "jax_fastattn") throw std::runtime_error("symbol not found");
