@@ -14,9 +14,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+// Leaked: other threads may launch while the process exits.
 auto& mutex = *new std::mutex;  // guards what follows, until the libraries are open
-std::string runtime_path;
-std::string driver_path;
+auto& runtime_path = *new std::string;
+auto& driver_path = *new std::string;
 Libraries libraries;
 std::atomic<bool> is_open{false};
 
@@ -64,8 +65,8 @@ ffi::ErrorOr<const Libraries*> OpenLibraries() {
   }
   SharedLibrary runtime(runtime_path);
   runtime.Bind(libraries.module_create, "CuteDSLRT_Module_Create_From_Bytes");
-  runtime.Bind(libraries.module_get_function, "CuteDSLRT_Module_Get_Function");
   runtime.Bind(libraries.module_destroy, "CuteDSLRT_Module_Destroy");
+  runtime.Bind(libraries.module_get_function, "CuteDSLRT_Module_Get_Function");
   runtime.Bind(libraries.function_run, "CuteDSLRT_Function_Run");
   runtime.Bind(libraries.error_name, "CuteDSLRT_GetErrorName");
   if (!runtime.problem().empty()) {

@@ -51,7 +51,8 @@ struct Kernel {
 };
 
 // Leaked: other threads may launch while the process exits.
-auto& mutex = *new std::mutex;  // guards the maps
+auto& load_mutex = *new std::mutex;  // one thread at a time loads kernels, or deletes one; locked before `mutex`
+auto& mutex = *new std::mutex;  // guards the maps; a thread that holds it waits for no GPU
 using Kernels = std::map<std::string, Kernel, std::less<>>;  // by digest
 auto& kernels = *new Kernels;
 auto& capabilities = *new std::map<int, Capability>;
@@ -194,11 +195,11 @@ ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, std::string_view ke
                        libraries.error_name(status) +
                        ". Check that the NVIDIA driver and nvidia-cutlass-dsl fit the CUDA version of jaxlib.");
   }
-  return function;
   static_cast<void>(module.release());  // stays loaded
+  return function;
 }
 
-// The kernel with the object of a call. Needs the mutex.
+// The kernel with the object of a call. Needs `mutex`.
 ffi::ErrorOr<Kernels::iterator> Find(const KernelImage& image) {
   auto found = kernels.find(image.digest);
   if (found == kernels.end()) {
@@ -218,6 +219,36 @@ ffi::ErrorOr<Kernels::iterator> Find(const KernelImage& image) {
   return found;
 }
 
+struct KnownKernel {
+  Kernels::iterator kernel;
+  CuteFunction* function;  // null if it is not loaded on the device
+};
+
+// The kernel with the object of a call, and its function if it is loaded.
+ffi::ErrorOr<KnownKernel> Lookup(const Libraries& libraries, const KernelImage& image, int device) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (ffi::Error error = CheckArch(libraries, image.arch, device); error.failure()) return ffi::Unexpected(error);
+  const ffi::ErrorOr<Kernels::iterator> kernel = Find(image);
+  if (kernel.has_error()) return ffi::Unexpected(kernel.error());
+  const auto& functions = (*kernel)->second.functions;
+  const auto function = functions.find(device);
+  return KnownKernel{*kernel, function == functions.end() ? nullptr : function->second};
+}
+
+// Loads the kernel that `Lookup` found. Needs `load_mutex`, without which another thread may delete the kernel.
+ffi::ErrorOr<CuteFunction*> Add(const Libraries& libraries, std::string_view key, Kernels::iterator kernel,
+                                int device) {
+  const ffi::ErrorOr<CuteFunction*> loaded = Load(libraries, key, kernel->second, device);
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& functions = kernel->second.functions;
+  if (loaded.has_value()) {
+    functions.emplace(device, *loaded);
+  } else if (loaded.error().errc() == ffi::ErrorCode::kDataLoss && functions.empty()) {
+    kernels.erase(kernel);  // makes room for a whole object
+  }
+  return loaded;
+}
+
 }  // namespace
 
 std::string KernelName(std::string_view key) { return "kernel " + std::string(key.substr(0, 12)); }
@@ -231,24 +262,22 @@ ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
   }
   KnownCall& known = PlaceOf(image, device);
   if (known.Is(image, device)) return LoadedKernel{*libraries, known.function, false};
-  std::lock_guard<std::mutex> lock(mutex);
-  if (ffi::Error error = CheckArch(**libraries, image.arch, device); error.failure()) return ffi::Unexpected(error);
-  const ffi::ErrorOr<Kernels::iterator> found = Find(image);
+  ffi::ErrorOr<KnownKernel> found = Lookup(**libraries, image, device);
   if (found.has_error()) return ffi::Unexpected(found.error());
-  Kernel& kernel = (*found)->second;
-  auto function = kernel.functions.find(device);
-  const bool is_new = function == kernel.functions.end();
-  if (is_new) {
-    const ffi::ErrorOr<CuteFunction*> loaded = Load(**libraries, image.key, kernel, device);
-    if (loaded.has_error()) {
-      const bool is_damaged = loaded.error().errc() == ffi::ErrorCode::kDataLoss;
-      if (is_damaged && kernel.functions.empty()) kernels.erase(*found);  // makes room for a whole object
-      return ffi::Unexpected(loaded.error());
+  bool is_new = false;
+  if (found->function == nullptr) {
+    std::lock_guard<std::mutex> lock(load_mutex);
+    found = Lookup(**libraries, image, device);  // another thread may have loaded it meanwhile
+    if (found.has_error()) return ffi::Unexpected(found.error());
+    if (found->function == nullptr) {
+      const ffi::ErrorOr<CuteFunction*> loaded = Add(**libraries, image.key, found->kernel, device);
+      if (loaded.has_error()) return ffi::Unexpected(loaded.error());
+      found->function = *loaded;
+      is_new = true;
     }
-    function = kernel.functions.emplace(device, *loaded).first;
   }
-  known = KnownCall{image.object.data(), device, &**found, function->second};
-  return LoadedKernel{*libraries, function->second, is_new};
+  known = KnownCall{image.object.data(), device, &*found->kernel, found->function};
+  return LoadedKernel{*libraries, found->function, is_new};
 }
 
 }  // namespace jax_fastattn

@@ -35,7 +35,8 @@ struct LoadedKernel {
 constexpr int kCaptureModeRelaxed = 2;
 
 // The kernel, loaded on the device of the current CUDA context. Fails if another object with the same digest is known.
-// Whole objects are compared when a call first asks, not later. Thread-safe.
+// Whole objects are compared when a call first asks, not later. It is thread-safe, and waits for a load of another
+// thread only if it must load: a load may wait for the work of a GPU, and that work for launches of other threads.
 xla::ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image);
 
 // A kernel's name in messages.

@@ -121,6 +121,25 @@ def test_a_kernel_is_loaded_once_by_many_threads(library: Library) -> None:
     assert (library.seen_loads, library.seen_runs, library.seen_overlapping_loads) == (2, 33, 0)
 
 
+def test_a_launch_of_a_loaded_kernel_does_not_wait_for_another_load(library: Library) -> None:
+    """CUDA may load only once a GPU is idle, which may wait for a collective, and so for the launches of other GPUs.
+
+    The launch is one that no thread has made before: its kernel is looked up.
+    """
+    library.set_num_buffers = 2
+    loaded, other = _attributes(b"loaded" * 100), _attributes(b"other" * 100)
+    _call(loaded)
+    library.set_load_milliseconds = 5000
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        load = pool.submit(_call, other)
+        while not library.seen_open_loads and not load.done():
+            time.sleep(0.01)
+        _call(loaded)
+        assert library.seen_runs == 2 and not load.done()
+        load.result()
+    assert (library.seen_loads, library.seen_runs) == (2, 3)
+
+
 def test_a_kernel_is_compiled_once_by_many_threads(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight threads lower one call; the compiler takes longer than all of them need to begin."""
     compiled: list[Any] = []
@@ -234,6 +253,8 @@ def test_error_of_the_runtime(library: Library, setting: str, value: int, messag
     setattr(library, f"set_{setting}", value)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         run()
+    unloads = library.seen_loads if setting.startswith("get_") else 0
+    assert library.seen_unloads == unloads, "a module without our function is unloaded"
     setattr(library, f"set_{setting}", 0)
     run()  # nothing of the failure is kept
 
@@ -253,8 +274,6 @@ KEY = "0" * 64
 def _attributes(content: bytes = b"kernel" * 100, **changes: Any) -> dict[str, Any]:
     kernel = call._Kernel.of(KEY, stand_in.elf_object(content=content))
     attributes = {
-    unloads = library.seen_loads if setting.startswith("get_") else 0
-    assert library.seen_unloads == unloads, "a module without our function is unloaded"
         "key": kernel.key,
         "arch": "sm_90a",
         "digest": kernel.digest,

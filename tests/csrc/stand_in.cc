@@ -60,22 +60,21 @@ struct Module {
 static int current_device() { return thread_device < 0 ? set_device : thread_device; }
 
 int CuteDSLRT_Module_Create_From_Bytes(Module** module, const unsigned char*, size_t size, const char**, size_t) {
-  static std::atomic<int> loading{0};
-  if (loading.fetch_add(1) != 0) ++seen_overlapping_loads;
+  if (seen_open_loads.fetch_add(1) != 0) ++seen_overlapping_loads;
   std::this_thread::sleep_for(std::chrono::milliseconds(set_load_milliseconds));
   ++seen_loads;
   seen_mode_at_load = seen_mode;
   seen_object_size = static_cast<int>(size);
   *module = new Module{current_device(), static_cast<int>(size)};
-  --loading;
+  --seen_open_loads;
   return set_create_status;
 }
+
 int CuteDSLRT_Module_Destroy(Module* module) {
   ++seen_unloads;
   delete module;
   return 0;
 }
-
 
 int CuteDSLRT_Module_Get_Function(void** function, Module* module, const char* prefix) {
   if (set_get_throws || std::string(prefix) != "jax_fastattn") throw std::runtime_error("symbol not found");
