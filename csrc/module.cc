@@ -68,14 +68,26 @@ namespace ffi = xla::ffi;
 constexpr size_t kMaxBuffers = 32;
 constexpr size_t kMaxArguments = 64;
 
+// What kernels are compiled for, in bytes, see ffi/compiler.py.
+constexpr uintptr_t kAlignment = 16;
+
 // What a custom call passes on. XLA keeps the attributes where they are.
 struct Call {
   KernelImage image;
   std::array<void*, kMaxBuffers> buffers;
   size_t num_buffers;
+  std::optional<size_t> bad_buffer;  // index of one that no kernel takes
   ffi::Span<const int32_t> ints;
   ffi::Span<const float> floats;
 };
+
+void AddBuffer(Call& call, const ffi::AnyBuffer& buffer) {
+  void* const data = buffer.untyped_data();
+  const bool is_aligned = reinterpret_cast<uintptr_t>(data) % kAlignment == 0;
+  const bool has_memory = data != nullptr || buffer.element_count() == 0;
+  if (!(is_aligned && has_memory) && !call.bad_buffer) call.bad_buffer = call.num_buffers;
+  call.buffers[call.num_buffers++] = data;
+}
 
 // An attribute that `Read` does not know may change what the call means.
 ffi::Error Read(ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes, Call& call) {
@@ -99,14 +111,19 @@ ffi::Error Read(ffi::RemainingArgs operands, ffi::RemainingRets results, Attribu
         " buffers, but its custom call has " + std::to_string(operands.size()) + " operands and " +
         std::to_string(results.size()) + " results. The program was changed after lowering: lower it again.");
   }
-  call.num_buffers = count;
-  for (size_t i = 0; i < operands.size(); ++i) {
-    call.buffers[i] = operands.get<ffi::AnyBuffer>(i)->untyped_data();
-  }
-  for (size_t i = 0; i < results.size(); ++i) {
-    call.buffers[operands.size() + i] = (*results.get<ffi::AnyBuffer>(i))->untyped_data();
-  }
+  call.num_buffers = 0;
+  for (size_t i = 0; i < operands.size(); ++i) AddBuffer(call, *operands.get<ffi::AnyBuffer>(i));
+  for (size_t i = 0; i < results.size(); ++i) AddBuffer(call, **results.get<ffi::AnyBuffer>(i));
   return ffi::Error::Success();
+}
+
+// A kernel would fail with a CUDA error, after which the process can use its GPU no more.
+ffi::Error BadBuffer(const Call& call) {
+  const size_t index = *call.bad_buffer;
+  return ffi::Error::InvalidArgument(
+      "jax_fastattn: buffer " + std::to_string(index) + " of " + KernelName(call.image.key) + " is at address " +
+      std::to_string(reinterpret_cast<uintptr_t>(call.buffers[index])) + ", but kernels take multiples of " +
+      std::to_string(kAlignment) + " other than 0. XLA aligns what it allocates: copy arrays of other libraries.");
 }
 
 struct Outcome {
@@ -132,6 +149,7 @@ Outcome Run(const LoadedKernel& kernel, Call& call, void* stream) {
 ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes) {
   Call call;
   if (ffi::Error error = Read(operands, results, attributes, call); error.failure()) return error;
+  if (call.bad_buffer) return BadBuffer(call);
   const ffi::ErrorOr<LoadedKernel> kernel = GetKernel(call.image);
   if (kernel.has_error()) return kernel.error();
   const Outcome outcome = Run(*kernel, call, stream);

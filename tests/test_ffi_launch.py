@@ -448,10 +448,9 @@ def _call_again(library: Library, handler: str, **set_values: Any) -> None:
         "name": ctypes.c_char_p,
         "text": ctypes.c_char_p,
         "handler": ctypes.c_void_p,
-        "first_device": ctypes.c_int,
     }
     for name, value in {"handler": _address(_ffi.launch_on_host), **set_values}.items():
-        kinds[name].in_dll(library.handle, f"set_{name}").value = value
+        kinds.get(name, ctypes.c_int).in_dll(library.handle, f"set_{name}").value = value
     jax.ffi.register_ffi_target(handler, jax.ffi.pycapsule(getattr(library.handle, handler)), platform="cpu")
     library.set_num_buffers = 2
     x = np.ones((3,), np.float32)
@@ -469,6 +468,23 @@ def test_the_architecture_of_a_call_at_the_place_of_another_one_is_checked(libra
 def test_a_call_at_the_place_of_another_one_runs_its_own_kernel(library: Library) -> None:
     _call_again(library, "launch_changed", name=b"digest", text=b"1" * 64)
     assert (library.seen_loads, library.seen_runs) == (2, 3)
+
+
+@pytest.mark.parametrize("place", [{"moved_bytes": 4}, {"moved_bytes": 8}, {"is_null": 1}], ids=str)
+def test_a_buffer_that_kernels_cannot_read_is_refused(library: Library, place: dict[str, int]) -> None:
+    """Before a kernel fails on it, after which the process could use its GPU no more."""
+    whole = {"moved_bytes": 0, "is_null": 0, "is_empty": 0}
+    message = r"buffer 0 of kernel 0{12} is at address \d+, but kernels take multiples of 16 other than 0\. .*: copy"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        _call_again(library, "launch_moved", **whole | place)
+    assert library.seen_runs == 0
+
+
+@pytest.mark.parametrize("place", [{"moved_bytes": 16}, {"is_null": 1, "is_empty": 1}], ids=str)
+def test_a_buffer_that_kernels_can_read_is_passed_on(library: Library, place: dict[str, int]) -> None:
+    whole = {"moved_bytes": 0, "is_null": 0, "is_empty": 0}
+    _call_again(library, "launch_moved", **whole | place)
+    assert library.seen_runs == 1
 
 
 def test_threads_launch_the_kernel_of_their_device(library: Library) -> None:

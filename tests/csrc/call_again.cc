@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// FFI handlers that pass a call on to the extension's handler more than once. The repeated calls keep their object at
-// the same address, as calls of an executable do, or as those of a later executable may.
+// FFI handlers that pass a call on to the extension's handler, changed or more than once. The repeated calls keep their
+// object at the same address, as calls of an executable do, or as those of a later executable may.
 
 #include <cstring>
 #include <string_view>
@@ -46,6 +46,9 @@ XLA_FFI_Handler* set_handler = nullptr;
 const char* set_name = nullptr;
 const char* set_text = nullptr;
 int set_first_device = 0;
+int set_moved_bytes = 0;
+int set_is_null = 0;
+int set_is_empty = 0;
 
 // As it is, then with a changed attribute, then as it is.
 XLA_FFI_Error* launch_changed(XLA_FFI_CallFrame* frame) {
@@ -53,6 +56,19 @@ XLA_FFI_Error* launch_changed(XLA_FFI_CallFrame* frame) {
   ChangedCall changed(*frame, set_name, set_text);
   if (XLA_FFI_Error* error = set_handler(changed.frame()); error != nullptr) return error;
   return set_handler(frame);
+}
+
+// With the first operand elsewhere, which may then have no elements.
+XLA_FFI_Error* launch_moved(XLA_FFI_CallFrame* frame) {
+  if (frame->extension_start != nullptr) return set_handler(frame);
+  XLA_FFI_Buffer& operand = *static_cast<XLA_FFI_Buffer*>(frame->args.args[0]);
+  const XLA_FFI_Buffer whole = operand;
+  int64_t no_elements = 0;
+  operand.data = set_is_null ? nullptr : static_cast<char*>(operand.data) + set_moved_bytes;
+  if (set_is_empty) operand.dims = &no_elements;
+  XLA_FFI_Error* const error = set_handler(frame);
+  operand = whole;
+  return error;
 }
 
 // By threads which change their device after each call. Returns an error of one of them, if there is any.
