@@ -126,13 +126,7 @@ ffi::Error BadBuffer(const Call& call) {
       std::to_string(kAlignment) + " other than 0. XLA aligns what it allocates: copy arrays of other libraries.");
 }
 
-struct Outcome {
-  int status;      // of the CuTe DSL runtime
-  int cuda_error;  // of the launch
-  size_t num_arguments;
-};
-
-Outcome Run(const LoadedKernel& kernel, Call& call, void* stream) {
+ffi::Error Run(const LoadedKernel& kernel, Call& call, void* stream) {
   // The runtime takes a pointer to each argument. It writes to the last one only.
   int32_t cuda_error = 0;
   std::array<void*, kMaxArguments> arguments;
@@ -142,8 +136,23 @@ Outcome Run(const LoadedKernel& kernel, Call& call, void* stream) {
   for (const float& value : call.floats) arguments[next++] = const_cast<float*>(&value);
   arguments[next++] = &stream;
   arguments[next++] = &cuda_error;
-  const int status = kernel.libraries->function_run(kernel.function, arguments.data(), next);
-  return {status, cuda_error, next};
+  const std::string_view key = call.image.key;
+  int status = 0;
+  try {
+    status = kernel.libraries->function_run(kernel.function, arguments.data(), next);
+  } catch (...) {  // through the runtime's C interface
+    return ffi::Error::Internal("jax_fastattn: the CuTe DSL runtime threw an exception in the launch of " +
+                                KernelName(key) + ".");
+  }
+  if (cuda_error != 0) {
+    return ffi::Error::Internal("jax_fastattn: the launch of " + KernelName(key) +
+                                " failed: " + CudaErrorText(*kernel.libraries, cuda_error) + ".");
+  }
+  if (status != 0) {
+    return ffi::Error::Internal("jax_fastattn: the CuTe DSL runtime could not launch " + KernelName(key) + " with " +
+                                std::to_string(next) + " arguments: " + kernel.libraries->error_name(status) + ".");
+  }
+  return ffi::Error::Success();
 }
 
 ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes) {
@@ -152,18 +161,7 @@ ffi::Error Launch(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets 
   if (call.bad_buffer) return BadBuffer(call);
   const ffi::ErrorOr<LoadedKernel> kernel = GetKernel(call.image);
   if (kernel.has_error()) return kernel.error();
-  const Outcome outcome = Run(*kernel, call, stream);
-  const std::string_view key = call.image.key;
-  if (outcome.cuda_error != 0) {
-    return ffi::Error::Internal("jax_fastattn: the launch of " + KernelName(key) +
-                                " failed: " + CudaErrorText(*kernel->libraries, outcome.cuda_error) + ".");
-  }
-  if (outcome.status != 0) {
-    return ffi::Error::Internal("jax_fastattn: the CuTe DSL runtime could not launch " + KernelName(key) + " with " +
-                                std::to_string(outcome.num_arguments) +
-                                " arguments: " + kernel->libraries->error_name(outcome.status) + ".");
-  }
-  return ffi::Error::Success();
+  return Run(*kernel, call, stream);
 }
 
 // Loads the kernel while nothing of the program runs: CUDA may wait for all work of a GPU when it loads one, and a
@@ -179,7 +177,7 @@ ffi::Error Initialize(ffi::RemainingArgs operands, ffi::RemainingRets results, A
   void* stream = nullptr;
   if (cuda.stream_create(&stream, kNonBlockingStream) != 0) return ffi::Error::Success();
   if (cuda.begin_capture(stream, kCaptureModeRelaxed) == 0) {
-    Run(*kernel, call, stream);
+    static_cast<void>(Run(*kernel, call, stream));
     void* graph = nullptr;
     cuda.end_capture(stream, &graph);
     if (graph != nullptr) cuda.graph_destroy(graph);

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <set>
 #include <string>
@@ -186,6 +187,8 @@ ffi::ErrorOr<CuteFunction*> Load(const Libraries& libraries, std::string_view ke
       module.reset(created);
       status = libraries.module_get_function(&function, created, kFunctionPrefix);
     }
+  } catch (const std::bad_alloc&) {
+    throw;
   } catch (...) {  // thrown through the runtime's C interface when the object lacks our function
     return Failure(ffi::ErrorCode::kInternal, name + " has no function jax_fastattn: this package did not compile it.");
   }
@@ -219,20 +222,21 @@ ffi::ErrorOr<Kernels::iterator> Find(const KernelImage& image) {
   return found;
 }
 
-struct KnownKernel {
+struct FoundKernel {
   Kernels::iterator kernel;
   CuteFunction* function;  // null if it is not loaded on the device
+  bool is_new = false;     // this call loaded it
 };
 
 // The kernel with the object of a call, and its function if it is loaded.
-ffi::ErrorOr<KnownKernel> Lookup(const Libraries& libraries, const KernelImage& image, int device) {
+ffi::ErrorOr<FoundKernel> Lookup(const Libraries& libraries, const KernelImage& image, int device) {
   std::lock_guard<std::mutex> lock(mutex);
   if (ffi::Error error = CheckArch(libraries, image.arch, device); error.failure()) return ffi::Unexpected(error);
   const ffi::ErrorOr<Kernels::iterator> kernel = Find(image);
   if (kernel.has_error()) return ffi::Unexpected(kernel.error());
   const auto& functions = (*kernel)->second.functions;
   const auto function = functions.find(device);
-  return KnownKernel{*kernel, function == functions.end() ? nullptr : function->second};
+  return FoundKernel{*kernel, function == functions.end() ? nullptr : function->second};
 }
 
 // Loads the kernel that `Lookup` found. Needs `load_mutex`, without which another thread may delete the kernel.
@@ -249,6 +253,18 @@ ffi::ErrorOr<CuteFunction*> Add(const Libraries& libraries, std::string_view key
   return loaded;
 }
 
+// The kernel of a call, loaded on the device.
+ffi::ErrorOr<FoundKernel> LookupOrLoad(const Libraries& libraries, const KernelImage& image, int device) {
+  ffi::ErrorOr<FoundKernel> found = Lookup(libraries, image, device);
+  if (found.has_error() || found->function != nullptr) return found;
+  std::lock_guard<std::mutex> lock(load_mutex);
+  found = Lookup(libraries, image, device);  // another thread may have loaded it meanwhile
+  if (found.has_error() || found->function != nullptr) return found;
+  const ffi::ErrorOr<CuteFunction*> loaded = Add(libraries, image.key, found->kernel, device);
+  if (loaded.has_error()) return ffi::Unexpected(loaded.error());
+  return FoundKernel{found->kernel, *loaded, true};
+}
+
 }  // namespace
 
 std::string KernelName(std::string_view key) { return "kernel " + std::string(key.substr(0, 12)); }
@@ -262,22 +278,15 @@ ffi::ErrorOr<LoadedKernel> GetKernel(const KernelImage& image) {
   }
   KnownCall& known = PlaceOf(image, device);
   if (known.Is(image, device)) return LoadedKernel{*libraries, known.function, false};
-  ffi::ErrorOr<KnownKernel> found = Lookup(**libraries, image, device);
-  if (found.has_error()) return ffi::Unexpected(found.error());
-  bool is_new = false;
-  if (found->function == nullptr) {
-    std::lock_guard<std::mutex> lock(load_mutex);
-    found = Lookup(**libraries, image, device);  // another thread may have loaded it meanwhile
+  try {
+    const ffi::ErrorOr<FoundKernel> found = LookupOrLoad(**libraries, image, device);
     if (found.has_error()) return ffi::Unexpected(found.error());
-    if (found->function == nullptr) {
-      const ffi::ErrorOr<CuteFunction*> loaded = Add(**libraries, image.key, found->kernel, device);
-      if (loaded.has_error()) return ffi::Unexpected(loaded.error());
-      found->function = *loaded;
-      is_new = true;
-    }
+    known = KnownCall{image.object.data(), device, &*found->kernel, found->function};
+    return LoadedKernel{*libraries, found->function, found->is_new};
+  } catch (const std::bad_alloc&) {
+    return Failure(ffi::ErrorCode::kResourceExhausted,
+                   "there is too little host memory to load " + KernelName(image.key) + ".");
   }
-  known = KnownCall{image.object.data(), device, &*found->kernel, found->function};
-  return LoadedKernel{*libraries, found->function, is_new};
 }
 
 }  // namespace jax_fastattn

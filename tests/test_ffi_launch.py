@@ -71,6 +71,7 @@ def library(handle: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "get_status",
         "get_throws",
         "run_status",
+        "run_throws",
         "run_cuda_error",
         "stream_error",
     ):
@@ -245,7 +246,9 @@ def test_architecture_that_does_not_run(library: Library, arch: str, major: int,
         ("create_status", 2, r"could not load kernel [0-9a-f]{12} on CUDA device \d+: CudaError\. Check that"),
         ("get_status", 1, r"could not load kernel [0-9a-f]{12} on CUDA device \d+: CudaError\. Check that"),
         ("get_throws", 1, r"has no function jax_fastattn"),
+        ("get_throws", 2, r"too little host memory to load kernel [0-9a-f]{12}\."),
         ("run_cuda_error", 700, r"launch of kernel [0-9a-f]{12} failed: CUDA error 700, an illegal memory access"),
+        ("run_throws", 1, r"runtime threw an exception in the launch of kernel [0-9a-f]{12}\."),
         ("run_status", 7, r"could not launch kernel [0-9a-f]{12} with 17 arguments: InvalidArguments"),
     ],
 )
@@ -253,6 +256,7 @@ def test_error_of_the_runtime(library: Library, setting: str, value: int, messag
     setattr(library, f"set_{setting}", value)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         run()
+    assert library.seen_open_captures == 0
     unloads = library.seen_loads if setting.startswith("get_") else 0
     assert library.seen_unloads == unloads, "a module without our function is unloaded"
     setattr(library, f"set_{setting}", 0)

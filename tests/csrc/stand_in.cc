@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -25,6 +26,7 @@ int set_create_status = 0;
 int set_get_status = 0;
 int set_get_throws = 0;
 int set_run_status = 0;
+int set_run_throws = 0;
 int set_run_cuda_error = 0;
 int set_num_buffers = 0;
 int set_load_milliseconds = 0;  // how long a load takes
@@ -77,6 +79,7 @@ int CuteDSLRT_Module_Destroy(Module* module) {
 }
 
 int CuteDSLRT_Module_Get_Function(void** function, Module* module, const char* prefix) {
+  if (set_get_throws == 2) throw std::bad_alloc();
   if (set_get_throws || std::string(prefix) != "jax_fastattn") throw std::runtime_error("symbol not found");
   *function = module;
   return set_get_status;
@@ -84,6 +87,7 @@ int CuteDSLRT_Module_Get_Function(void** function, Module* module, const char* p
 
 int CuteDSLRT_Function_Run(void* function, void** arguments, size_t count) {
   if (static_cast<Module*>(function)->device != current_device()) ++seen_runs_elsewhere;
+  if (set_run_throws) throw set_run_throws;
   if (*static_cast<void**>(arguments[count - 2]) == &captured_stream) {
     ++seen_captured_runs;
     return set_run_status;
