@@ -104,12 +104,16 @@ ffi::Error Read(ffi::RemainingArgs operands, ffi::RemainingRets results, Attribu
         "jax.export file, export it again.");
   }
   const size_t count = operands.size() + results.size();
-  if (count != static_cast<size_t>(num_buffers) || count > kMaxBuffers ||
-      count + call.ints.size() + call.floats.size() + 2 > kMaxArguments) {
+  if (count != static_cast<size_t>(num_buffers) || count > kMaxBuffers) {
     return ffi::Error::InvalidArgument(
         "jax_fastattn: " + KernelName(image.key) + " takes " + std::to_string(num_buffers) +
         " buffers, but its custom call has " + std::to_string(operands.size()) + " operands and " +
         std::to_string(results.size()) + " results. The program was changed after lowering: lower it again.");
+  }
+  if (const size_t scalars = call.ints.size() + call.floats.size(); count + scalars + 2 > kMaxArguments) {
+    return ffi::Error::InvalidArgument(
+        "jax_fastattn: the custom call of " + KernelName(image.key) + " has " + std::to_string(scalars) +
+        " scalars, more than any kernel takes. The program was changed after lowering: lower it again.");
   }
   call.num_buffers = 0;
   for (size_t i = 0; i < operands.size(); ++i) AddBuffer(call, *operands.get<ffi::AnyBuffer>(i));

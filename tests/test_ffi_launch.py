@@ -402,10 +402,19 @@ def test_wrong_number_of_buffers(library: Library, num_buffers: int, num_operand
     assert library.seen_runs == 0
 
 
-def test_too_many_scalars(library: Library) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match="was changed after lowering"):
-        _call(_attributes(ints=np.zeros(100, np.int32)))
+@pytest.mark.parametrize("count", [59, 100])
+def test_too_many_scalars(library: Library, count: int) -> None:
+    message = rf"call of kernel 0{{12}} has {count + 2} scalars, more than any kernel takes\. .*changed after lowering"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        _call(_attributes(ints=np.zeros(count, np.int32)))
     assert library.seen_runs == 0
+
+
+def test_as_many_scalars_as_a_launch_can_have(library: Library) -> None:
+    library.set_num_buffers = 2
+    _call(_attributes(ints=np.arange(58, dtype=np.int32), floats=np.zeros(2, np.float32)))
+    assert library.array("seen_ints", ctypes.c_int, 60) == [*range(58), 0, 0]
+    assert library.seen_num_arguments == 64
 
 
 @pytest.mark.parametrize("name", ["key", "digest", "object", "ints", "num_buffers"])

@@ -49,7 +49,7 @@ unsigned seen_stream_flags = 0;
 int seen_device_at_run = -1;
 size_t seen_num_arguments = 0;
 void* seen_buffers[32];
-int seen_ints[32];  // every argument after the buffers, as an int; floats by their bits
+int seen_ints[64];  // every argument after the buffers, as an int; floats by their bits
 
 int set_stream_error = 0;
 static int captured_stream, captured_graph;
