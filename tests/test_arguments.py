@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -115,6 +117,19 @@ def test_scalars_of_some_launches_are_no_parameters_of_others() -> None:
     assert scalars.of_dtype("int32") == tuple(
         x for x in Scalars._fields if SCALAR_DTYPES[x] == "int32" and x not in absent
     )
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda x: f"{x.family}-{x.op}-{x.head_dim}")
+def test_the_extension_takes_a_launch_with_every_feature(spec: KernelSpec) -> None:
+    """Also with features that exclude each other; the extension has room for a fixed number of arguments."""
+    source = (Path(__file__).parents[1] / "csrc" / "module.cc").read_text()
+    most = dict(re.findall(r"constexpr size_t (kMax\w+) = (\d+);", source))
+    flags = [field.name for field in dataclasses.fields(KernelSpec) if isinstance(field.default, bool)]
+    everything: Any = {name: name != "packed" for name in flags} | {"bias": "matrix", "bias_dtype": "float32"}
+    buffers = [name for name, dtype in launch_buffers(dataclasses.replace(spec, **everything)).items() if dtype]
+    assert {"query_offset", "sinks", "bias", "lse"} <= {*buffers}
+    assert len(buffers) <= int(most["kMaxBuffers"])
+    assert len(buffers) + len(Scalars._fields) + len(("stream", "error code")) <= int(most["kMaxArguments"])
 
 
 def test_a_launch_takes_all_operands_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
