@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import multiprocessing
 import os
 import platform
 import re
+import resource
 import signal
 import socket
 import stat
@@ -342,6 +344,30 @@ def test_full_disk_leaves_nothing_behind(directory: Path, monkeypatch: pytest.Mo
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         cache.store(KEY, KERNEL)
     assert list(directory.iterdir()) == []
+
+
+def test_a_write_that_fails_halfway_leaves_nothing_behind(directory: Path) -> None:
+    """As on a full disk: the operating system takes a part of the file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(KERNEL) // 2, limits[1]))
+    try:
+        with pytest.warns(RuntimeWarning, match=r"Cannot write compiled kernels to .* \(File too large\)"):
+            cache.store(KEY, KERNEL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_file_system_that_became_read_only_is_no_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux mounts a file system read-only after an error of its disk: nothing can be deleted either."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.warns(RuntimeWarning, match=r"Cannot write .* \(Read-only file system\)"):
+        cache.store(KEY, KERNEL)
 
 
 def test_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,8 @@ def store(key: str, kernel: bytes) -> None:
         _warn_untrusted(target, str(error))
     except OSError as error:
         if temporary is not None:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a file system that is mounted read-only since, after an error
+                temporary.unlink()
         if target not in _unreadable or not isinstance(error, PermissionError):
             _warn_unwritable(f"to {target} ({error.strerror or error})")
     else:
