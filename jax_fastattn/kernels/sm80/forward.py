@@ -33,12 +33,12 @@ from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, cro
 from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bits import Bits
-from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
+from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.plan import Bounds, Limits, Order
+from jax_fastattn.kernels.query_tile_list import QueryTileList
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.config import ForwardConfig
 from jax_fastattn.kernels.sm80.forward_state import ForwardState, Operand, Operands, Place, QueryTile, RowState
@@ -142,15 +142,8 @@ class ForwardKernel:
 
     def _listed(self, work: Work, buffers: ForwardBuffers, scalars: Scalars) -> tuple[Visit, TileBits]:
         """Returns the key tiles that the CTA's queries visit by their list, and its bits."""
-        tiles, planes = self.spec.tiles_of(self.config), Planes.of(scalars)
-        plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
-        query_tiles = copies.count(scalars.query_length, tiles.rows)
-        row = planes.row(plane, work.tile, query_tiles)
-        key_tiles = copies.count(scalars.key_length, tiles.keys)
-        visit = Visit.of_list(GlobalList.of(buffers.key_lists, row, key_tiles), fulls_first=True)
-        arrays = buffers.query_records, buffers.key_ids
-        compared = ComparedRows.of(tiles, arrays, plane, work.tile, (query_tiles, key_tiles))
-        return visit, TileBits.of(tiles, buffers.key_bits, row, key_tiles, compared)
+        listed = QueryTileList.of(self.spec.tiles_of(self.config), work, buffers, scalars)
+        return listed.visit, listed.bits
 
     def _empty_rows(self) -> RowState:
         """Returns the registers of rows that have seen no key."""

@@ -11,8 +11,8 @@ from jax_fastattn.kernels.arguments import BackwardBuffers, Sizes
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.query_tile_list import QueryTileList
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig
-from jax_fastattn.kernels.sm90.backward.listed_tiles import QueryTileList
 from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.visits import Edges, Visit
 

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Lists and bits of the backward kernels: of a tile of keys and its queries, and of a tile of queries and its keys.
-
-docs/kernels/masks.md has their layout.
-"""
+"""Lists and bits of the backward kernels: of a tile of keys and its queries. docs/kernels/masks.md has their layout."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,35 +77,6 @@ class KeyTileList:
         arrays = buffers.key_records, buffers.query_ids
         compared = ComparedRows.of(config, arrays, plane, place.tile, (key_tiles, query_tiles))
         return TileBits.of(config, buffers.query_bits, row, query_tiles, compared)
-
-
-@dataclass(frozen=True)
-class QueryTileList:
-    """What lists say of a tile of queries.
-
-    Attributes:
-        entries: its list.
-        visit: the tiles of keys in it.
-        bits: of these tiles.
-    """
-
-    entries: GlobalList
-    visit: Visit
-    bits: TileBits
-
-    @classmethod
-    def of(cls, config: PrepassConfig, work: Work, buffers: BackwardBuffers, sizes: Sizes) -> "QueryTileList":
-        """Returns that of a tile of the schedule."""
-        planes = Planes.of(sizes)
-        plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
-        query_tiles = copies.count(sizes.query_length, config.rows)
-        row = planes.row(plane, work.tile, query_tiles)
-        key_tiles = copies.count(sizes.key_length, config.keys)
-        entries = GlobalList.of(buffers.key_lists, row, key_tiles)
-        visit = Visit.of_list(entries, fulls_first=True)
-        arrays = buffers.query_records, buffers.key_ids
-        compared = ComparedRows.of(config, arrays, plane, work.tile, (query_tiles, key_tiles))
-        return cls(entries, visit, TileBits.of(config, buffers.key_bits, row, key_tiles, compared))
 
 
 @dataclass(frozen=True)

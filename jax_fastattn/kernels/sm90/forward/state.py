@@ -9,14 +9,14 @@ from cutlass import Int32
 
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
-from jax_fastattn.kernels.device import copies, ptx
+from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.tma import Tma
-from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
+from jax_fastattn.kernels.lists import TileBits
+from jax_fastattn.kernels.query_tile_list import QueryTileList
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
 from jax_fastattn.kernels.sm90.forward.schedule import ForwardSchedule, PersistentPackedTiles
@@ -110,16 +110,8 @@ class Call:
 
     def listed(self, work: Work) -> tuple[Visit, TileBits]:
         """Returns the key tiles that a tile of queries visits by its list, and its bits."""
-        buffers, scalars, planes = self.buffers, self.scalars, Planes.of(self.scalars)
-        tiles = self.spec.tiles_of(self.config)
-        plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
-        query_tiles = copies.count(scalars.query_length, tiles.rows)
-        row = planes.row(plane, work.tile, query_tiles)
-        key_tiles = copies.count(scalars.key_length, tiles.keys)
-        visit = Visit.of_list(GlobalList.of(buffers.key_lists, row, key_tiles), fulls_first=True)
-        arrays = buffers.query_records, buffers.key_ids
-        compared = ComparedRows.of(tiles, arrays, plane, work.tile, (query_tiles, key_tiles))
-        return visit.uniform(), TileBits.of(tiles, buffers.key_bits, row, key_tiles, compared)
+        listed = QueryTileList.of(self.spec.tiles_of(self.config), work, self.buffers, self.scalars)
+        return listed.visit.uniform(), listed.bits
 
     def fetch_tiles(self) -> None:
         """Fetches tiles for the CTA by the tile counter. One lane calls it."""
