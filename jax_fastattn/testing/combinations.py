@@ -305,16 +305,7 @@ def _attention(spec: AttentionSpec, given: dict[str, jax.Array]) -> tuple[jax.Ar
     arguments: dict[str, Any] = {name: x for name, x in given.items() if not name.endswith("segment_ids")}
     if "query_segment_ids" in given:
         arguments["segment_ids"] = given["query_segment_ids"], given["key_value_segment_ids"]
-    return attention(
-        **arguments,
-        scale=spec.scale,
-        is_causal=spec.is_causal,
-        local_window_size=spec.window,
-        implementation=spec.implementation,
-        return_residual=True,
-        logits_soft_cap=spec.logits_soft_cap,
-        deterministic=spec.deterministic,
-    )
+    return attention(**arguments, **draws.static_options(spec), return_residual=True)
 
 
 def check(case: Case) -> None:

@@ -167,6 +167,18 @@ def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Arra
     return _evaluate(spec, named, case.boundaries(), given, operands, dout, dlse)
 
 
+def static_options(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the keyword arguments of public functions that a spec holds."""
+    return {
+        "scale": spec.scale,
+        "is_causal": spec.is_causal,
+        "local_window_size": spec.window,
+        "implementation": spec.implementation,
+        "logits_soft_cap": spec.logits_soft_cap,
+        "deterministic": spec.deterministic,
+    }
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(
     spec: AttentionSpec,
@@ -187,15 +199,10 @@ def _evaluate(
             given.key[0],
             given.value[0],
             *boundaries,
-            scale=spec.scale,
-            is_causal=spec.is_causal,
-            local_window_size=spec.window,
-            implementation=spec.implementation,
+            **static_options(spec),
             return_residual=True,
-            logits_soft_cap=spec.logits_soft_cap,
             sinks=None if given.sinks is None else given.sinks[0],
             query_offset=query_offset,
-            deterministic=spec.deterministic,
         )
         return out[None] if dlse is None else (out[None], lse[None]), lse[None]
 
