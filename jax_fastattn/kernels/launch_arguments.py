@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Says which buffers and scalars of `arguments.py` the launch of a compile key has. Imports no DSL."""
+"""Says which buffers and scalars the launch of a compile key has, of those in `arguments.py`. Imports no DSL."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any, NamedTuple, get_type_hints
 from jax_fastattn.kernels.arguments import (
     BIAS_SCALARS,
     VISIT_SCALARS,
-    AnyBuffers,
     BackwardBuffers,
     Buffer,
     DecodeBuffers,
     ForwardBuffers,
     PortableBackwardBuffers,
-    PrepassBuffers,
 )
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.prepass_arguments import PrepassBuffers
+
+AnyBuffers = ForwardBuffers | DecodeBuffers | BackwardBuffers | PortableBackwardBuffers | PrepassBuffers
 
 
 def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ import jax
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels import tile_lists as layout
-from jax_fastattn.kernels.arguments import PrepassScalars
 from jax_fastattn.kernels.choose import is_one_row, list_sizes, prepass_spec
 from jax_fastattn.kernels.launch_arguments import present_buffers
+from jax_fastattn.kernels.prepass_arguments import PrepassScalars
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 from jax_fastattn.ops.compared import ComparedRows, compared_rows, narrow_ids
 from jax_fastattn.ops.launch import launch_p

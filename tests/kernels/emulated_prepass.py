@@ -13,9 +13,9 @@ import ptx_emulator
 from emulated_launch import arguments, compile_kernel, number, place, text
 
 from jax_fastattn.kernels import tile_lists
-from jax_fastattn.kernels.arguments import PrepassScalars
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
+from jax_fastattn.kernels.prepass_arguments import PrepassScalars
 from jax_fastattn.kernels.tile_lists import Entry, PrepassConfig, TileList
 from jax_fastattn.spec import UNBOUNDED
 

@@ -13,7 +13,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import PrepassBuffers, PrepassScalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
@@ -22,6 +21,7 @@ from jax_fastattn.kernels.prepass.lists import ALL, SOME, ClassWriter, ListWrite
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape
 from jax_fastattn.kernels.prepass.predicate import Extent, Predicate, matrix_nbytes
 from jax_fastattn.kernels.prepass.summary import WARP_NBYTES, Summary
+from jax_fastattn.kernels.prepass_arguments import PrepassBuffers, PrepassScalars
 from jax_fastattn.kernels.tile_lists import DEAD_ROWS, LIVE_WORDS, MAX_LIVE_ROWS, PrepassConfig
 
 # How many CTAs share the tiles of a launch, about: eight on each SM of an H100.
