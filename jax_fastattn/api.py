@@ -205,7 +205,10 @@ def explain(
         function = paged_attention
         options = {"lengths": None} | options | {"page_table": page_table}
     if unknown := [name for name in options if name not in inspect.signature(function).parameters]:
-        raise TypeError(f"explain() got an unexpected keyword argument '{unknown[0]}'; {function.__name__}() has none")
+        remedy = "; pass `page_table` too for `paged_attention`" if unknown == ["lengths"] else ""
+        raise TypeError(
+            f"explain() got an unexpected keyword argument '{unknown[0]}'; {function.__name__}() has none{remedy}"
+        )
     return_residual = options.pop("return_residual", False)
     if page_table is not None:
         problem, note = paged_problem(query=query, key=key, value=value, **options), ""

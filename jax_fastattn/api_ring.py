@@ -269,19 +269,41 @@ def zigzag(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
     """Returns a whole array with its rows in zigzag order: device i of `size` gets the chunks i and 2 * size - 1 - i.
 
     Under a causal mask the devices then have equal work. Pass `positions` to rotary embeddings.
+
+    Args:
+        x: the array of all devices, of any shape and dtype.
+        size: the devices that will split the rows.
+        axis: the axis of the rows, a multiple of 2 * size. Default: 1, that of rows in `[B, T, ...]`.
+
+    Returns:
+        `x` with its rows in another order.
+
+    Raises:
+        ValueError: `size` is not positive, `x` has no such axis, or 2 * size does not divide it.
+        TypeError: `x` is not an array.
     """
-    _check_chunks(x, size, axis)
-    return reorder(x, zigzag_order(size), axis)
+    return reorder(_with_chunks(x, size, axis), zigzag_order(size), axis)
 
 
 def unzigzag(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
-    """Inverts `zigzag`."""
-    _check_chunks(x, size, axis)
-    return reorder(x, list(inverse(size)), axis)
+    """Inverts `zigzag`, whose arguments and errors it has."""
+    return reorder(_with_chunks(x, size, axis), list(inverse(size)), axis)
 
 
 def positions(axis_name: AxisNames, length: int, layout: Layout = "contiguous") -> jax.Array:
-    """Returns where this device's rows stand in the whole sequence, int32 `[length]`, inside `jax.shard_map`."""
+    """Returns where this device's rows stand in the whole sequence, inside `jax.shard_map`.
+
+    Args:
+        axis_name, layout: as for `ring_attention`.
+        length: the rows of this device, an even number in zigzag order.
+
+    Returns:
+        int32 `[length]`: the place of each row.
+
+    Raises:
+        ValueError: there is no such mesh axis or layout, or `length` is odd in zigzag order.
+        TypeError: `axis_name` is not a string, nor several.
+    """
     ring = _ring(axis_name, layout, balance=False)
     validation.check_chunks(layout, length=length)
     starts = chunk_starts(ring, jax.lax.axis_index(ring.axes).astype(jnp.int32), length)
@@ -291,7 +313,13 @@ def positions(axis_name: AxisNames, length: int, layout: Layout = "contiguous") 
 
 def _ring(axis_name: AxisNames, layout: Layout, balance: bool) -> Ring:
     """Returns the devices along a mesh axis of the enclosing `shard_map`."""
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(
+            f"`axis_name` is {axis_name!r}, expected the name of a mesh axis, or several; pass a string or a tuple of "
+            "strings"
+        )
+    axes = tuple(axes)
     if layout not in ("contiguous", "zigzag"):
         raise ValueError(f'`layout` is {layout!r}, expected "contiguous" or "zigzag"')
     try:
@@ -306,10 +334,16 @@ def _ring(axis_name: AxisNames, layout: Layout, balance: bool) -> Ring:
     return Ring(axes, size, layout, balance and layout == "contiguous", mesh=sizes)
 
 
-def _check_chunks(x: jax.Array, size: int, axis: int) -> None:
-    """Raises ValueError unless an axis can be cut into two chunks for each device."""
+def _with_chunks(x: jax.Array, size: int, axis: int) -> jax.Array:
+    """Returns x; raises unless it is an array with an axis that can be cut into two chunks for each device."""
+    x = x if hasattr(x, "shape") else validation.as_array("x", x)
+    if size < 1:
+        raise ValueError(f"`size` is {size}, expected at least 1; pass the devices along the mesh axis")
+    if not -len(x.shape) <= axis < len(x.shape):
+        raise ValueError(f"`x` has shape {x.shape}, expected an axis {axis}; pass the axis of the rows as `axis`")
     if x.shape[axis] % (2 * size):
         raise ValueError(
             f"`x` has shape {x.shape} with {x.shape[axis]} rows, expected a multiple of {2 * size}, twice the devices; "
             "pad the rows and pass `key_value_seq_lengths` and `query_seq_lengths`"
         )
+    return x

@@ -130,7 +130,7 @@ def canonicalize_paged(
     axes.bind("page_table", table, "BM")
     lengths = to_int32(validation.as_integers("lengths", lengths))
     axes.bind("lengths", lengths, "B")
-    axes.set("S", axes["M"] * axes["R"], "page_table")
+    axes.set("S", axes["M"] * axes["R"], "`page_table`")
     lengths = jnp.clip(lengths, 0, axes["S"]).astype(jnp.int32)
     offset = None if query_offset is None else offset_per_batch(query_offset, axes["B"])
     if query_offset is None and _has_positions(static):
@@ -260,7 +260,7 @@ def _check_qkv(query: Any, key: Any, value: Any, *, packed: bool) -> tuple[valid
     for name, x in arrays.items():
         axes.bind(name, x, _letters(name, batched))
     if not batched:
-        axes.set("B", 1, "query")
+        axes.set("B", 1, "`query`")
     validation.check_heads(axes)
     return axes, [add_batch(x, 4) for x in arrays.values()]
 
@@ -270,7 +270,10 @@ def _check_segment_ids(
 ) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
     if ids is None:
         return None, None
-    query_ids, key_ids = ids if isinstance(ids, (tuple, list)) and len(ids) == 2 else (ids, ids)
+    is_pair = isinstance(ids, (tuple, list)) and len(ids) == 2
+    query_ids, key_ids = ids if is_pair else (ids, ids)
+    if not is_pair:
+        validation.check_one_length("segment_ids", axes)
     arrays = []
     for name, x in (("query_segment_ids", query_ids), ("key_value_segment_ids", key_ids)):
         x = validation.as_integers("segment_ids", x)
@@ -322,6 +325,7 @@ def offset_per_batch(query_offset: Any, batch: int) -> jax.Array | None:
     if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
         validation.check_int32("query_offset", int(query_offset))
         return jnp.full((batch,), query_offset, jnp.int32) if query_offset else None
+    validation.check_offset(query_offset)
     offset = to_int32(validation.as_integers("query_offset", query_offset))
     if offset.shape not in ((), (batch,)):
         raise ValueError(f"`query_offset` has shape {offset.shape}, expected an int, or integers of shape ({batch},)")

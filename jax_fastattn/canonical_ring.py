@@ -45,7 +45,7 @@ def canonicalize_ring(
     axes = validation.Axes()
     axes.bind("query", operands.query, "BTNH")
     axes.bind("key", operands.key, "BMKH")
-    axes.set("S", keys * ring.size, "key, on all devices")
+    axes.set("S", keys * ring.size, "`key` on all devices")
     planes = {
         name: canonical.plane(axes, name, x, jnp.ndim(query) == 4) for name, x in (("bias", bias), ("mask", mask))
     }
@@ -78,11 +78,11 @@ def _shared_sequences(axes: validation.Axes, boundaries: Any, rows: int, keys: i
             f"`boundaries` are given for {rows} rows of `query` and {keys} of `key`, expected as many of both; "
             "pass `segment_ids` for cross-attention"
         )
-    ends = canonical.add_batch(canonical.to_int32(validation.as_integers("boundaries", boundaries)), 2)
-    axes.bind("boundaries", ends, "BC")
+    ends = canonical.to_int32(validation.as_integers("boundaries", boundaries))
+    axes.bind("boundaries", ends, "C" if ends.ndim == axes["B"] == 1 else "BC")
     if axes["C"] < 2:
         raise ValueError(f"`boundaries` has {axes['C']} entries, expected one more than there are sequences")
-    return jax.vmap(lambda x: packed.sequences(x, x, (rows, keys)))(ends)
+    return jax.vmap(lambda x: packed.sequences(x, x, (rows, keys)))(canonical.add_batch(ends, 2))
 
 
 def _is_zero(query_offset: Any) -> bool:

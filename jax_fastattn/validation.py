@@ -38,23 +38,23 @@ class Axes:
         return self._sizes[axis][0]
 
     def set(self, axis: str, size: int, source: str) -> None:
-        """Fixes an axis that no array spells out."""
+        """Fixes an axis that no array spells out; errors quote `source`, such as "`key` on all devices"."""
         self._sizes[axis] = (size, source)
 
     def source(self, axis: str) -> str:
-        """Returns the argument that fixed the size of an axis."""
+        """Returns the argument that fixed the size of an axis, in backticks."""
         return self._sizes[axis][1]
 
     def bind(self, name: str, x: Any, axes: str) -> None:
         """Binds the axes of argument `name`, one letter each; raises ValueError where a size disagrees."""
         if x.ndim != len(axes):
-            raise ValueError(f"`{name}` has shape {x.shape}, expected {len(axes)} dimensions ({axes})")
+            raise ValueError(f"`{name}` has shape {x.shape}, expected {_dimensions(len(axes))} ({axes})")
         for axis, size in zip(axes, x.shape, strict=True):
-            known, source = self._sizes.setdefault(axis, (size, name))
+            known, source = self._sizes.setdefault(axis, (size, f"`{name}`"))
             if known != size:
                 raise ValueError(
                     f"`{name}` has shape {x.shape} ({axes}) with {axis} = {size}, "
-                    f"expected {axis} = {known} as in `{source}`"
+                    f"expected {axis} = {known} as in {source}"
                 )
 
     def bind_broadcast(self, name: str, x: Any, axes: str, *, per_kv_head: bool = False) -> None:
@@ -69,7 +69,7 @@ class Axes:
             if axis == "N" and per_kv_head and x.ndim == len(axes) and 1 < self["K"] < self["N"]:
                 expected = {"K": self["K"]} | expected
             if size not in (1, *expected.values()):
-                known = " or ".join(f"{a} = {n} as in `{self._sizes[a][1]}`" for a, n in expected.items())
+                known = " or ".join(f"{a} = {n} as in {self.source(a)}" for a, n in expected.items())
                 raise ValueError(
                     f"`{name}` has shape {x.shape} with {axis} = {size}, expected 1 or {known}; "
                     f"it must broadcast to {axes}{self._index_for_heads(name, x)}"
@@ -81,6 +81,10 @@ class Axes:
             if x.ndim == len(axes) and all(size in (1, self[axis]) for axis, size in zip(axes, x.shape, strict=True)):
                 return f", so pass `{name}[{index}]` if it is [{', '.join(axes)}]"
         return ""
+
+
+def _dimensions(count: int) -> str:
+    return f"{count} dimension{'s' * (count != 1)}"
 
 
 def as_array(name: str, x: Any) -> jax.Array:
@@ -154,14 +158,33 @@ def check_heads(axes: Axes) -> None:
     for axis in "NKHD":
         if not is_known(axes[axis]):
             raise ValueError(
-                f"`{axes.source(axis)}` has the symbolic size {axis} = {axes[axis]}, expected a number; "
+                f"{axes.source(axis)} has the symbolic size {axis} = {axes[axis]}, expected a number; "
                 "export one program for each, since only the batch and lengths may be symbolic"
             )
     num_heads, num_kv_heads = axes["N"], axes["K"]
     if (num_heads and not num_kv_heads) or (num_kv_heads and num_heads % num_kv_heads):
         raise ValueError(
-            f"`{axes.source('K')}` has {num_kv_heads} heads, which does not divide the {num_heads} heads of `query`; "
+            f"{axes.source('K')} has {num_kv_heads} heads, which does not divide the {num_heads} heads of `query`; "
             "grouped-query attention needs a multiple"
+        )
+
+
+def check_one_length(name: str, axes: Axes) -> None:
+    """Raises ValueError if an argument that is one array would serve queries and keys of different lengths."""
+    lengths = axes["T"], axes["S"]
+    if all(map(is_known, lengths)) and lengths[0] != lengths[1]:
+        raise ValueError(
+            f"`{name}` is one array, expected a pair of arrays for T = {lengths[0]} as in {axes.source('T')} and "
+            f"S = {lengths[1]} as in {axes.source('S')}; pass `{name}=(ids of queries, ids of keys)`"
+        )
+
+
+def check_offset(query_offset: Any) -> None:
+    """Raises TypeError if the offset of a call is None or a word."""
+    if query_offset is None or isinstance(query_offset, str):
+        raise TypeError(
+            f"`query_offset` is {query_offset!r}, expected an int or integers; pass the key position of the first "
+            "query, such as 0, or S - T for bottom-right alignment"
         )
 
 
@@ -196,14 +219,15 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static")
     is_scalar = np.isscalar(x) or (hasattr(x, "shape") and x.shape == ())
+    expected = "expected a float; pass a number" + (", or a `jax.Array` of shape ()" if name == "scale" else "")
     if isinstance(x, (bool, np.bool_, str, bytes)) or not is_scalar or np.iscomplexobj(x):
-        raise TypeError(f"`{name}` is {type(x).__name__}, expected a float")
+        raise TypeError(f"`{name}` is {type(x).__name__}, {expected}")
     try:
         value = float(x)  # pyright: ignore[reportArgumentType] (numpy.isscalar narrows to more than numbers)
     except OverflowError:
         value = math.inf
     except (TypeError, ValueError) as error:
-        raise TypeError(f"`{name}` is {type(x).__name__}, expected a float") from error
+        raise TypeError(f"`{name}` is {type(x).__name__}, {expected}") from error
     if not math.isfinite(value) or (positive and value <= 0):
         raise ValueError(f"`{name}` is {value}, expected a finite{' positive' if positive else ''} number")
     if abs(value) > _LARGEST_FLOAT32 or (positive and value < _SMALLEST_FLOAT32):
@@ -227,8 +251,10 @@ def check_int32(name: str, x: int) -> None:
 
 def check_flag(name: str, x: Any) -> bool:
     """Returns `x` as a Python bool; raises TypeError if it is anything else, such as a traced value."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"`{name}` is a traced value, expected a Python bool; mark it static under jit")
     if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"`{name}` is {type(x).__name__}, expected a bool; mark it static under jit")
+        raise TypeError(f"`{name}` is {type(x).__name__}, expected a bool; pass True or False")
     return bool(x)
 
 

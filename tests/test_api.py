@@ -379,6 +379,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"`key_value_seq_lengths` has shape \(3,\) \(B\) with B = 3, expected B = 2 as in `query`",
     ),
+    "lengths-scalar": (
+        {"key_value_seq_lengths": 7},
+        ValueError,
+        r"`key_value_seq_lengths` has shape \(\), expected 1 dimension \(B\)",
+    ),
     "lengths-dtype": (
         {"query_seq_lengths": jnp.zeros(2)},
         TypeError,
@@ -386,6 +391,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "segments-one-array": (
         {"segment_ids": jnp.zeros((2, 5), jnp.int32)},
+        ValueError,
+        r"`segment_ids` is one array, expected a pair .* T = 5 as in `query` and S = 7 as in `key`; pass `segm",
+    ),
+    "segments-of-keys": (
+        {"segment_ids": (jnp.zeros((2, 5), jnp.int32),) * 2},
         ValueError,
         r"`segment_ids` .* with S = 5, expected S = 7 as in `key`",
     ),
@@ -432,6 +442,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"`query_offset` has shape \(3,\), expected an int, or integers of shape \(2,\)",
     ),
     "offset-float": ({"query_offset": 1.5}, TypeError, r"`query_offset` has dtype float32, expected integer"),
+    "offset-none": ({"query_offset": None}, TypeError, r"`query_offset` is None, expected an int .*; pass the key pos"),
+    "offset-word": (
+        {"query_offset": "bottom_right"},
+        TypeError,
+        r"`query_offset` is 'bottom_right', expected an int or integers; pass .* S - T for bottom-right alignment",
+    ),
     "offset-bool": ({"query_offset": True}, TypeError, r"`query_offset` has dtype bool, expected integer"),
     "offset-range": (
         {"query_offset": 2**40},
@@ -460,6 +476,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale-bytes": ({"scale": b"1"}, TypeError, r"`scale` is bytes, expected a float"),
     "scale-bool": ({"scale": np.bool_(True)}, TypeError, r"`scale` is bool_?, expected a float"),
     "cap-key": ({"logits_soft_cap": jax.random.key(0)}, TypeError, r"`logits_soft_cap` is PRNGKeyArray, expected a"),
+    "scale-array": (
+        {"scale": np.ones(2)},
+        TypeError,
+        r"`scale` is ndarray, .*; pass a number, or a `jax.Array` of",
+    ),
+    "cap-string": ({"logits_soft_cap": "1"}, TypeError, r"`logits_soft_cap` is str, expected a float; pass a number$"),
     "scale-string": ({"scale": "1"}, TypeError, r"`scale` is str, expected a float"),
     "scale-shape": ({"scale": jnp.ones(2)}, ValueError, r"`scale` has shape \(2,\), expected .* of shape \(\); vmap"),
     "scale-complex": ({"scale": 1j}, TypeError, r"`scale` is complex, expected a float"),
@@ -468,7 +490,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale-nan": ({"scale": float("nan")}, ValueError, r"`scale` is nan, expected a finite number"),
     "cap-zero": ({"logits_soft_cap": 0.0}, ValueError, r"`logits_soft_cap` is 0.0, expected a finite positive number"),
     "cap-negative": ({"logits_soft_cap": -2}, ValueError, r"`logits_soft_cap` is -2.0, expected a finite positive"),
-    "causal-int": ({"is_causal": 1}, TypeError, r"`is_causal` is int, expected a bool; mark it static under jit"),
+    "causal-int": ({"is_causal": 1}, TypeError, r"`is_causal` is int, expected a bool; pass True or False"),
     "deterministic-string": ({"deterministic": "yes"}, TypeError, r"`deterministic` is str, expected a bool"),
     "residual-none": ({"return_residual": None}, TypeError, r"`return_residual` is NoneType, expected a bool"),
     "window-negative": (
@@ -554,6 +576,12 @@ def test_wrong_argument_of_a_packed_call_says_so(name: str) -> None:
 def test_static_argument_that_is_traced_says_so(name: str) -> None:
     with pytest.raises(TypeError, match=f"`{name}` is "):
         jax.jit(lambda x: attention(Q, K, V, **{name: x}))(1)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "deterministic", "return_residual"])
+def test_flag_that_is_traced_says_so(name: str) -> None:
+    with pytest.raises(TypeError, match=f"`{name}` is a traced value, expected a Python bool; mark it static"):
+        jax.jit(lambda x: attention(Q, K, V, **{name: x}))(True)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])

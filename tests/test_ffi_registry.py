@@ -165,7 +165,7 @@ def test_target_arch_refuses_other_names_with_the_list(devices: list[Any], name:
 
 
 def test_target_arch_of_another_type(devices: list[Any]) -> None:
-    with pytest.raises(TypeError, match="`arch` is a int; pass a string"):
+    with pytest.raises(TypeError, match="`arch` is int, expected a string"):
         ffi.target_arch(90)  # pyright: ignore[reportArgumentType] (the point of the test)
 
 

@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "one table": ({"page_table": jnp.zeros(3, int)}, ValueError, "`page_table` has shape (3,), expected 2 dimensions"),
     "lengths": ({"lengths": jnp.zeros(3, int)}, ValueError, "`lengths` has shape (3,) (B) with B = 3, expected B = 5"),
-    "one length": ({"lengths": 7}, ValueError, "`lengths` has shape (), expected 1 dimensions (B)"),
+    "one length": ({"lengths": 7}, ValueError, "`lengths` has shape (), expected 1 dimension (B)"),
     "a long length": ({"lengths": [2**40] * 5}, ValueError, f"`lengths` is {[2**40] * 5}, expected values that int32"),
     "offsets": ({"query_offset": jnp.zeros(3, int)}, ValueError, "`query_offset` has shape (3,), expected an int"),
     "sinks": ({"sinks": jnp.ones(3)}, ValueError, "`sinks` has shape (3,) (N) with N = 3, expected N = 6 as in"),
@@ -246,5 +246,7 @@ def test_explain_says_that_pages_are_gathered() -> None:
     )
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'; paged_attention"):
         explain(query, *pages, mask=jnp.ones(1, bool), **arguments)
+    with pytest.raises(TypeError, match=r"'lengths'; .*; pass `page_table` too"):
+        explain(query, *pages, lengths=arguments["lengths"])
     with pytest.raises(TypeError, match="`lengths` is NoneType, expected an array"):
         explain(query, *pages, page_table=arguments["page_table"])

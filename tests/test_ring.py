@@ -248,6 +248,57 @@ def test_all_to_all_names_what_does_not_fit(extra: dict[str, Any], message: str)
         rings.split(2, arrays, attend=jax_fastattn.all_to_all_attention)(arrays)
 
 
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"boundaries": jnp.array([0, 20])}, r"`boundaries` has shape \(2,\), expected 2 dimensions \(BC\)"),
+        ({"bias": jnp.ones((10, 7))}, "`bias` .* with S = 7, expected 1 or S = 20 as in `key` on all devices; it must"),
+    ],
+    ids=["boundaries", "bias"],
+)
+def test_a_ring_names_what_does_not_fit(extra: dict[str, Any], message: str) -> None:
+    arrays = {name: x for name, x in rings.draw(20).items() if name != "dout"}
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            jax.shard_map(
+                lambda q, k, v: jax_fastattn.ring_attention(q, k, v, axis_name="seq", **extra),
+                mesh=rings.make_mesh(2),
+                in_specs=P(None, "seq"),
+                out_specs=P(None, "seq"),
+            ),
+            *arrays.values(),
+        )
+
+
+def test_names_of_axes_are_strings() -> None:
+    x = jnp.ones((1, 2, 1, 8))
+    for call in (jax_fastattn.ring_attention, jax_fastattn.all_to_all_attention):
+        with pytest.raises(TypeError, match=r"`axis_name` is 3, expected the name of a mesh axis, .* tuple of strings"):
+            call(x, x, x, axis_name=3)
+
+
+@pytest.mark.parametrize(
+    ("x", "size", "axis", "kind", "message"),
+    [
+        (
+            jnp.ones((2, 10)),
+            4,
+            1,
+            ValueError,
+            r"`x` has shape \(2, 10\) with 10 rows, expected a multiple of 8",
+        ),
+        (jnp.ones(16), 4, 1, ValueError, r"`x` has shape \(16,\), expected an axis 1; pass .* as `axis`"),
+        (jnp.ones((2, 16)), 0, 1, ValueError, "`size` is 0, expected at least 1; pass the devices"),
+        ("rows", 4, 1, TypeError, "`x` is str, expected an array"),
+    ],
+    ids=["rows", "axis", "size", "kind"],
+)
+def test_orders_say_what_does_not_fit(x: Any, size: int, axis: int, kind: type[Exception], message: str) -> None:
+    for order in (jax_fastattn.zigzag, jax_fastattn.unzigzag):
+        with pytest.raises(kind, match=message):
+            order(x, size, axis)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_orders_and_positions(size: int) -> None:
     x = jnp.arange(size * 6)[None]

@@ -71,7 +71,7 @@ def target_arch(arch: str | None) -> contextlib.AbstractContextManager[None]:
         ValueError: `arch` is not an architecture that the kernels run on.
     """
     if arch is not None and not isinstance(arch, str):
-        raise TypeError(f'`arch` is a {type(arch).__name__}; pass a string such as "sm_90a", or None')
+        raise TypeError(f'`arch` is {type(arch).__name__}, expected a string such as "sm_90a", or None')
     if arch is not None and arch not in ARCHITECTURES:
         raise ValueError(
             f'`arch` is "{arch}"; pass one of {", ".join(ARCHITECTURES)}. Calls with implementation="xla" need '
