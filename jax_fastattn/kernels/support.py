@@ -114,9 +114,9 @@ def speed_note(arch: str) -> str:
     )
 
 
-def describe_kernels(problem: Problem, arch: str) -> tuple[str, str]:
+def describe_kernels(problem: Problem, arch: str, *, has_gradient: bool = True) -> tuple[str, str]:
     """Describes the families, and query rows x keys of the tiles, that `problem` runs with on `arch`."""
     kernels = [forward_spec(problem, arch)]
-    if not problem.page:  # pages have no gradient
+    if has_gradient:
         kernels.append(kernel_spec(problem, "backward", arch))
     return ", ".join(f"{x.family} {x.op}" for x in kernels), ", ".join(x.config.tiles for x in kernels)

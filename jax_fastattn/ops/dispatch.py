@@ -131,12 +131,13 @@ def explain(problem: Problem) -> Explanation:
     """Returns what would run `problem` on the GPU that `ffi.target_arch` names, else on the default backend."""
     if not problem.page:
         return _explain(problem)
-    found = _explain(problem if reads_pages(problem) else dataclasses.replace(problem, page=0, pages=0))
+    step = problem if reads_pages(problem) else dataclasses.replace(problem, page=0, pages=0)
+    found = _explain(step, has_gradient=False)
     is_read = found.implementation == "cuda" and reads_pages(problem)
     return with_note(found, READ_PAGES if is_read else GATHERED_PAGES)
 
 
-def _explain(problem: Problem) -> Explanation:
+def _explain(problem: Problem, *, has_gradient: bool = True) -> Explanation:
     if problem.spec.implementation == "xla":
         reasons = [Reason("implementation", '`implementation` is "xla"')]
     elif problem.is_empty:
@@ -152,8 +153,9 @@ def _explain(problem: Problem) -> Explanation:
     arch = ffi.arch()
     gradients = gradient_reasons(problem, problem.spec.present)
     note = f"with the gradient of `bias` the backward pass takes the XLA path: {gradients[0]}" if gradients else ""
-    found = Explanation("cuda", *describe_kernels(problem, arch), _variant(problem, arch), (), "", speed_note(arch))
-    return with_note(found, note)
+    kernels = describe_kernels(problem, arch, has_gradient=has_gradient)
+    variant = _variant(problem, arch, has_gradient=has_gradient)
+    return with_note(Explanation("cuda", *kernels, variant, (), "", speed_note(arch)), note)
 
 
 def with_note(found: Explanation, note: str) -> Explanation:
@@ -192,7 +194,7 @@ def _user_frame() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _variant(problem: Problem, arch: str) -> str:
+def _variant(problem: Problem, arch: str, *, has_gradient: bool) -> str:
     """Describes which kernels run, and how dq is added up."""
     forward = forward_spec(problem, arch)
     if forward.op == "decode":
@@ -200,7 +202,7 @@ def _variant(problem: Problem, arch: str) -> str:
         forward_words = f"forward with keys {'split over all multiprocessors' if splits else 'of whole heads in turn'}"
     else:
         forward_words = f"forward for {'any length' if forward == configured(forward) else 'short lengths'}"
-    if problem.page:
+    if not has_gradient:
         return forward_words
     backward = kernel_spec(problem, "backward", arch)
     if not backward.config.adds_dq:
