@@ -178,6 +178,30 @@ def test_a_length_chooses_among_the_kernels() -> None:
     assert short | long <= warm_specs("sm_90a", *arguments)
 
 
+@pytest.mark.parametrize(
+    ("page", "text", "arguments"),
+    [
+        ("cli", r"compiles (\d+) kernels", ["--model", "llama3-8b", "--arch", "sm_80", "--arch", "sm_90a"]),
+        (
+            "first_step",
+            r"are (\d+) kernels",
+            ["--model", "llama3-8b", "--model", "gemma2-9b", "--arch", "sm_90a"],
+        ),
+    ],
+    ids=["cli", "first_step"],
+)
+def test_pages_have_the_number_of_kernels(page: str, text: str, arguments: list[str]) -> None:
+    options = options_of("warmup", *arguments)
+    found = re.search(text, (Path(__file__).parents[1] / "docs" / f"{page}.md").read_text())
+    assert found is not None and int(found[1]) == sum(len(warm_specs(arch, *arguments)) for arch in options.arch)
+
+
+def test_one_query_is_not_several() -> None:
+    options = options_of("info", *SHAPE)
+    (layer,) = shapes.layers(options).values()
+    assert ", 1 query, 300 keys, " in shapes.describe(shapes.sized(layer, options, shapes.Size(2, 1, 300)))
+
+
 def test_kernels_run_the_named_models_everywhere() -> None:
     cases = [case for layers in MODELS.values() for case in layers]
     assert [unsupported_reasons(case.problem(), arch) for case in cases for arch in ARCHITECTURES if case] == [

@@ -150,7 +150,8 @@ def describe(case: Case) -> str:
     sequences = "" if case.packed is None else f"{len(case.packed[0])} packed sequences, "
     head_dims = f"{case.head_dim}" + (f"/{case.v_head_dim}" if case.v_head_dim else "")
     words = [
-        f"{sequences}batch {case.batch}, {case.query_length} queries, {case.key_length} keys",
+        f"{sequences}batch {case.batch}, {_count(case.query_length, 'query', 'queries')}",
+        _count(case.key_length, "key", "keys"),
         f"heads {case.num_heads}/{case.num_kv_heads}",
         f"head dim {head_dims}",
         case.dtype,
@@ -163,6 +164,10 @@ def describe(case: Case) -> str:
         "gradient of the log-sum-exp" if case.dlse else None,
     ]
     return ", ".join(word for word in words if word)
+
+
+def _count(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
 
 
 def _side(side: int | None) -> str:
