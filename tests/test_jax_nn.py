@@ -341,6 +341,25 @@ def test_float64_mask_under_debug_infs() -> None:
     assert out.dtype == jnp.float64
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+def test_nan_under_debug_nans(transform: Any) -> None:
+    query, key, value = make_arrays(SMALL).values()
+    query = query.at[0, 0, 0, 0].set(jnp.nan)
+    call = transform(lambda x: attention(x, key, value).sum())
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan or inf\) encountered in jax_fastattn"):
+        call(query)
+
+
+def test_row_without_keys_under_debug_infs() -> None:
+    """A log-sum-exp of -inf is a result of an eager call, and of a jitted one only if it is requested."""
+    query, key, value = make_arrays(SMALL).values()
+    mask = jnp.ones((1, 1, 11, 13), bool).at[:, :, 4].set(False)
+    with jax.debug_infs(True):
+        with pytest.raises(FloatingPointError, match="encountered in jax_fastattn"):
+            attention(query, key, value, mask=mask)
+        assert not np.any(jax.jit(attention)(query, key, value, mask=mask)[:, 4])
+
+
 def test_difference_a_query_that_sees_no_key() -> None:
     query, key, value = make_arrays(SMALL).values()
     mask = jnp.ones((1, 1, 11, 13), bool).at[:, :, 4].set(False)

@@ -118,7 +118,14 @@ class Op:
             return self.jitted(tuple(params.items()))(*arrays)
 
     def _jit(self, params: tuple[tuple[str, Any], ...]) -> Callable[..., list[jax.Array]]:
-        return jax.jit(functools.partial(self.bind, **dict(params)))
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            # With `jax_debug_nans` or `jax_debug_infs`, JAX calls this function itself, after it has found such a value
+            # in the results of its program. `bind` would then come back here for ever.
+            if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+                raise FloatingPointError(f"invalid value (nan or inf) encountered in {self.primitive.name}")
+            return self.bind(*arrays, **dict(params))
+
+        return jax.jit(run)
 
     def _partitioned(self, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
         given = dict(params)
