@@ -103,28 +103,34 @@ def attention(
             follow `jax.default_matmul_precision`.
         key: `[B, S, K, H]` or `[S, K, H]`, dtype of `query`.
         value: `[B, S, K, D]` or `[S, K, D]`, dtype of `query`; D may differ from H.
-        bias: floating, broadcastable to `[B, N, T, S]`, or with K heads as `mask`; added to the scaled logits. At or
-            below -2.36e38 it counts as -inf. Differentiable; its gradient has its shape and dtype.
+        bias: any floating dtype, broadcastable to `[B, N, T, S]`, or with K heads as `mask`; added to the scaled
+            logits. At or below -2.36e38 it counts as -inf. Differentiable; its gradient has its shape and dtype.
+            Default: None, no bias.
         mask: bool, broadcastable to `[B, N, T, S]`; True where the query may attend. A mask with K heads,
-            `[b, K, t, s]`, has a row for each key/value head, which the query heads of its group share.
+            `[b, K, t, s]`, has a row for each key/value head, which the query heads of its group share. Default: None,
+            all True.
         scale: factor on `query . key`; default 1 / sqrt(H). A Python or NumPy number is fixed when the call is traced.
             A `jax.Array` of shape `()`, traced or not, is run-time data and differentiable.
-        is_causal: a query sees the keys at its own position and before; see `query_offset`.
-        query_seq_lengths: integers `[B]`; rows from there on are padding and have output 0 and zero gradients.
-        key_value_seq_lengths: integers `[B]`; keys from there on are invisible.
+        is_causal: whether a query sees only the keys at its own position and before; see `query_offset`. Default:
+            False.
+        query_seq_lengths: integers `[B]`; rows from there on are padding and have output 0 and zero gradients. Default:
+            None, no padding.
+        key_value_seq_lengths: integers `[B]`; keys from there on are invisible. Default: None, no padding.
         local_window_size: `(left, right)` keys around the query's position, None for an unlimited side; an int means
             both sides. Default: unlimited.
         implementation: None takes the CUDA kernels where they apply and the XLA path elsewhere; on a GPU, a warning
             then names the reasons. "cuda" raises instead of falling back. "xla" is the portable path. It computes up to
-            4 GiB of logits at once on a GPU, and 8 MiB on a CPU; beyond that, its memory is linear in T and S.
+            4 GiB of logits at once on a GPU, and 8 MiB on a CPU; beyond that, its memory is linear in T and S. Default:
+            None.
         return_residual: whether to return the log-sum-exp too. Default: False.
         logits_soft_cap: `cap * tanh(x / cap)` on the biased logits, before masks (Gemma 2,
             https://arxiv.org/abs/2408.00118). Default: off.
         segment_ids: integers `[B, T]` (with T = S), or a pair `([B, T], [B, S])`; tokens attend inside equal ids.
-        sinks: floating `[N]`, one learned logit per head that joins the softmax denominator, with no value
-            (https://arxiv.org/abs/2309.17453). Differentiable.
+            Default: None.
+        sinks: any floating dtype, `[N]`: one learned logit per head that joins the softmax denominator, with no value
+            (https://arxiv.org/abs/2309.17453). Differentiable. Default: None.
         query_offset: int or integers `[B]`: query i stands at key position i + query_offset for `is_causal` and
-            windows. Default 0 is `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.
+            windows. Default: 0, `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.
         deterministic: whether gradients must be bitwise equal from run to run. Default: False.
 
     Returns:
@@ -135,7 +141,8 @@ def attention(
     Raises:
         ValueError: a shape or value does not fit.
         TypeError: a dtype or kind does not fit.
-        NotImplementedError: `implementation` is "cuda" and no kernel applies; the message lists every reason.
+        NotImplementedError: `implementation` is "cuda" and no kernel applies; the message lists every reason. Or a
+            third derivative with respect to the operands is taken.
     """
     spec, operands = canonical.canonicalize(
         query,
@@ -194,7 +201,7 @@ def explain(
         kernels and what to do instead.
 
     Raises:
-        ValueError, TypeError: the call itself would raise the same error.
+        ValueError, TypeError: the call itself would raise the same error, or `arch` is no architecture.
     """
     options |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
     function, canonicalize = attention, canonical.canonicalize
@@ -279,23 +286,29 @@ def attention_varlen(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention over packed sequences: tokens attend inside their own sequence only.
 
+    It has the layout of `flash_attn_varlen_func` (https://github.com/Dao-AILab/flash-attention). docs/packed.md shows
+    where boundaries come from.
+
+    Sizes: as for `attention`; total_q and total_k rows of all sequences and of padding.
+
     Args:
-        query: `[total_q, N, H]`: the sequences' rows, one after the other.
-        key: `[total_k, K, H]`.
-        value: `[total_k, K, D]`.
+        query: `[total_q, N, H]`: the sequences' rows, one after the other; bfloat16, float16, float32, or float64 under
+            x64.
+        key: `[total_k, K, H]`, dtype of `query`.
+        value: `[total_k, K, D]`, dtype of `query`.
         cu_seqlens_q: integers `[sequences + 1]`, not decreasing. Sequence b holds the rows
             `cu_seqlens_q[b] : cu_seqlens_q[b + 1]` and may be empty. Rows before the first boundary and past the last
             one are padding. A boundary that decreases counts as the largest one before it.
         cu_seqlens_k: integers `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
-        query_offset: int or integers `[sequences]`, within each sequence; default 0, top-left. "bottom_right" makes
-            the last query of each sequence stand at its last key.
+        query_offset: int or integers `[sequences]`, within each sequence. "bottom_right" makes the last query of each
+            sequence stand at its last key. Default: 0, top-left.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
             as for `attention`; positions count from the start of each sequence.
 
     Returns:
-        The output `[total_q, N, D]`; with `return_residual` also the log-sum-exp `[total_q, N]`. Padding rows have
-        output 0 and log-sum-exp -inf. Rows with no visible key have output 0, and as log-sum-exp the sink, or -inf
-        without sinks.
+        The output `[total_q, N, D]` in the dtype of `query`; with `return_residual` also the log-sum-exp
+        `[total_q, N]` in float32 (float64 for float64 input). Padding rows have output 0 and log-sum-exp -inf. Rows
+        with no visible key have output 0, and as log-sum-exp the sink, or -inf without sinks.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for `attention`.

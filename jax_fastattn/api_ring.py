@@ -95,29 +95,31 @@ def ring_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention of a sequence whose rows are split over the devices of a mesh axis, inside `jax.shard_map`.
 
-    Each device keeps its queries. Keys and values visit it, one device's at a time, while it computes. Outputs and
-    gradients are those of `attention` on whole arrays, and memory is linear in the rows of one device.
+    Each device keeps its queries. Keys and values visit it, one device's at a time, while it computes, as in Ring
+    Attention (https://arxiv.org/abs/2310.01889). Outputs and gradients are those of `attention` on whole arrays, and
+    memory is linear in the rows of one device. docs/long_sequences.md says when to use it.
 
     Sizes: n devices along the axis; L and M rows of queries and keys on each; other letters as for `attention`.
     Lengths, boundaries, offsets, and the columns of `bias` and `mask` count from the start of the whole sequence, and
     are the same on all devices of the axis.
 
     Args:
-        query, key, value: this device's rows, `[B, L, N, H]`, `[B, M, K, H]` and `[B, M, K, D]`.
+        query, key, value: this device's rows, `[B, L, N, H]`, `[B, M, K, H]` and `[B, M, K, D]`, or all three without
+            B; dtypes as for `attention`.
         bias, mask: broadcastable to `[B, N, L, n M]`: this device's rows, in the order of its queries, and all columns,
-            in the order of the whole sequence.
-        axis_name: the mesh axis, or several of them, major first.
-        layout: the order of rows over the devices. "contiguous": device i has part i of n. "zigzag": it has the chunks
-            i and 2 n - 1 - i of 2 n chunks, see `zigzag`.
+            in the order of the whole sequence. Default: None.
+        axis_name: the name of the mesh axis, or several names, major first.
+        layout: the order of rows over the devices. "contiguous", the default: device i has part i of n. "zigzag": it
+            has the chunks i and 2 n - 1 - i of 2 n chunks, see `zigzag`.
         balance: whether contiguous rows are exchanged into zigzag order and back inside, where this balances the work
             of devices: L is even, L = M, the call is causal with no window, no offset and no `boundaries`, and neither
             `bias` nor `mask` has rows. Default: True.
         boundaries: integers `[B, C]`, not decreasing: packed sequences, each a run of rows of the whole sequence, as
             `cu_seqlens_q` and `cu_seqlens_k` of `attention_varlen`. Sequences may cross devices. Rows outside of all
-            are padding. Cannot be combined with lengths, ids, offsets, bias or mask.
-        segment_ids: integers `[B, L]` (with L = M), or a pair `([B, L], [B, M])`, of this device's rows.
-        query_seq_lengths, key_value_seq_lengths: integers `[B]`.
-        query_offset: int or integers `[B]`. With an offset that is not 0 every device visits all others.
+            are padding. It needs L = M, and excludes lengths, ids, offsets, bias and mask. Default: None.
+        segment_ids: integers `[B, L]` (with L = M), or a pair `([B, L], [B, M])`, of this device's rows. Default: None.
+        query_seq_lengths, key_value_seq_lengths: integers `[B]`. Default: None.
+        query_offset: int or integers `[B]`. With an offset that is not 0 every device visits all others. Default: 0.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic: as
             for `attention`. With a window, only the devices whose keys some query sees are visited.
 
@@ -125,7 +127,8 @@ def ring_attention(
         This device's rows of the output `[B, L, N, D]`; with `return_residual` also of the log-sum-exp `[B, L, N]`.
 
     Raises:
-        ValueError, TypeError: as for `attention`; and if a shape does not fit the layout.
+        ValueError, TypeError: as for `attention`; and if `axis_name` is no axis of an enclosing `jax.shard_map`, or a
+            shape does not fit the layout.
         NotImplementedError: as for `attention`; and for second derivatives.
     """
     ring = _ring(axis_name, layout, validation.check_flag("balance", balance))
@@ -221,20 +224,20 @@ def all_to_all_attention(
     """Computes what `ring_attention` does for contiguous rows, with heads in place of rows split during the call.
 
     One exchange gives each device whole sequences of its share of the heads, `attention` runs on them, and one exchange
-    returns the rows. Second derivatives work.
+    returns the rows, as in DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509). Second derivatives work.
 
     Args:
         query, key, value: as for `ring_attention`. n divides N. If n does not divide K, K divides n, and key/value
             heads are repeated.
-        axis_name: the mesh axis, or several of them, major first.
+        axis_name: the name of the mesh axis, or several names, major first.
         bias, mask, boundaries, segment_ids, query_seq_lengths, key_value_seq_lengths, query_offset: as for
             `ring_attention`.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, deterministic: as for
             `attention`.
-        sinks: floating `[N]`, those of all heads.
+        sinks: any floating dtype, `[N]`: those of all heads. Default: None.
 
     Returns:
-        As `ring_attention`.
+        This device's rows of the output `[B, L, N, D]`; with `return_residual` also of the log-sum-exp `[B, L, N]`.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for `ring_attention`, except that second derivatives work; and if

@@ -66,6 +66,9 @@ def target_arch(arch: str | None) -> contextlib.AbstractContextManager[None]:
         arch: one of the names in docs/support.md, such as `"sm_80"`, `"sm_90a"` (H100, H200) or `"sm_103a"`; None means
             the local GPUs, inside the block of another name too.
 
+    Returns:
+        The context manager.
+
     Raises:
         TypeError: `arch` is not a string.
         ValueError: `arch` is not an architecture that the kernels run on.
