@@ -10,10 +10,10 @@ then one token at a time. `query_offset` is the number of tokens that a sequence
 cache to the next one, which writes into the same memory, and one compiled program serves all steps of one token.
 Pages hold as many rows as the sequences need, where a dense cache has room for the longest one in each of them; a table
 says where the pages of a sequence lie. Recomputation runs the whole model over all tokens at every step. The time of
-the prompts counts, that of compilation does not. In bfloat16 the three may round differently, so that a token and those
-after it may differ.
+the prompts counts, the time of compilation does not. In bfloat16 the three may round differently, so that a token and
+all after it may differ.
 If a wheel is installed, `python -m jax_fastattn.examples.generate` runs the same file without a clone.
-Needs flax, optax, matplotlib and tqdm, as `train_gpt.py` does.
+It needs flax, optax, matplotlib and tqdm, as `train_gpt.py` does.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ r"""Trains a small byte-level GPT on the sources of Python's standard library, w
     python examples/train_gpt.py --packed --length 1024 --batch 2       # whole documents, packed into rows
 
 If a wheel is installed, `python -m jax_fastattn.examples.train_gpt` runs the same file without a clone.
-Writes `metrics.json`, `loss.png` and `parameters.npz` to the output folder, then prints a sample and a summary.
+It writes `metrics.json`, `loss.png` and `parameters.npz` to the output folder, then prints a sample and a summary.
 `generate.py` continues prompts by these parameters. A seed fixes the initial parameters and the order of the data,
 whatever the implementation and the mesh, so that curves can be compared. With `--packed`, a row holds documents of
-their own lengths (`jax_fastattn.attention_varlen`), and the metrics compare its tokens per second with those of the
+their own lengths (`jax_fastattn.attention_varlen`), and the metrics compare its tokens per second with the rate for the
 same documents padded to the longest one. Padding does not count as tokens.
-Needs flax, optax, matplotlib and tqdm: the extra `examples` of jax_fastattn.
+It needs flax, optax, matplotlib and tqdm: the extra `examples` of jax_fastattn.
 """
 
 from __future__ import annotations

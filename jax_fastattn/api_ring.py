@@ -96,7 +96,7 @@ def ring_attention(
     """Computes attention of a sequence whose rows are split over the devices of a mesh axis, inside `jax.shard_map`.
 
     Each device keeps its queries. Keys and values visit it, one device's at a time, while it computes, as in Ring
-    Attention (https://arxiv.org/abs/2310.01889). Outputs and gradients are those of `attention` on whole arrays, and
+    Attention (https://arxiv.org/abs/2310.01889). Outputs and gradients equal those of `attention` on whole arrays, and
     memory is linear in the rows of one device. docs/long_sequences.md says when to use it.
 
     Sizes: n devices along the axis; L and M rows of queries and keys on each; other letters as for `attention`.
