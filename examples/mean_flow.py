@@ -6,7 +6,7 @@
 
 The model u(z, r, t) predicts the mean velocity between the times r and t of a path from data (0) to noise (1). Its
 target has the total derivative of u along the path, by a jvp through the transformer, and no gradient flows through
-that. A sample takes one step, and the script prints how far samples are from the nearest wave. Needs optax.
+that. A sample takes one step, and the script prints how far samples are from the nearest wave. It needs optax.
 """
 
 import argparse

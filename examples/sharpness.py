@@ -6,7 +6,7 @@
 
 Gradient descent diverges from a minimum if its step size is over 2 / sharpness (arXiv:2103.00065). The script trains a
 small model by gradient descent and prints the loss and that bound. A Hessian-vector product is a jvp of the gradient:
-the Hessian itself is never stored, and memory is that of a few gradients.
+the Hessian itself is never stored, and it takes the memory of a few gradients.
 """
 
 import argparse
