@@ -42,14 +42,14 @@ class Explanation:
 
     Attributes:
         implementation: "cuda" or "xla".
-        kernel: families of the CUDA kernels, such as "sm90 forward, sm80 backward", or "sm90 decode" if there is no
-            gradient; None on the XLA path.
+        kernel: families of the CUDA kernels, such as "sm90 forward, sm90 backward", or "sm90 decode" alone for pages,
+            which have no gradient; None on the XLA path.
         tile: tile sizes of these kernels, in words; None on the XLA path.
         variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
         reasons: every reason why the CUDA kernels are not taken; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
-        note: caveats about the speed of the CUDA kernels on some GPUs, what is done with pages, and what travels if a
-            mesh splits the rows; else empty.
+        note: caveats about the speed of the CUDA kernels on some GPUs, a gradient of `bias` that no kernel computes,
+            what is done with pages, and what travels if a mesh splits the rows; else empty.
     """
 
     implementation: str
