@@ -32,7 +32,7 @@ from run import describe_run
 
 import jax_fastattn
 from jax_fastattn import ffi
-from jax_fastattn.testing.models import CALLS
+from jax_fastattn.testing.models import BIASED, CALLS
 
 ARCH = "sm_90a"
 PAGE = ROOT / "docs" / "first_step.md"
@@ -45,7 +45,7 @@ class Model:
 
     Attributes:
         title: its name in the table.
-        calls: names of its kinds of layers in `testing.models.CALLS`.
+        calls: names of its kinds of layers in `CALLS` and `BIASED` of `testing.models`.
         warmup: options of the command `warmup` for the same layers.
     """
 
@@ -63,6 +63,16 @@ MODELS = {
         "masked Flax encoder (BERT large)",
         ("bert-large-mask-bs",),
         ("--heads", "16", "--head-dim", "64", "--with", "mask", "--batch", "8", "--length", "512"),
+    ),
+    "t5-base": Model(
+        "T5 base encoder",
+        ("t5-base",),
+        ("--heads", "12", "--head-dim", "64", "--bias", "nts/float32", "--batch", "64", "--length", "512"),
+    ),
+    "alphafold": Model(
+        "AlphaFold triangle attention",
+        ("alphafold-triangle",),
+        ("--heads", "8", "--head-dim", "32", "--bias", "nts/float32", "--with", "mask", "--batch", "512", "--length", "256"),
     ),
 }
 
@@ -112,18 +122,16 @@ def _printed(command: list[str], cache: str) -> str:
 
 def lowered(model: Model) -> dict[str, Any]:
     """Returns the seconds to trace and lower a step, those of the process's cores, and how many kernels it compiled."""
-    cases = [CALLS[name] for name in model.calls]
+    cases = [(CALLS | BIASED)[name] for name in model.calls]
     attend = IMPLEMENTATIONS["jax_fastattn"].attend
     shapes = [jax.eval_shape(case.operands, jax.random.key(0)) for case in cases]
+    learnt = [("query", "key", "value", *(["bias"] if x.bias is not None else [])) for x in shapes]
 
     def loss(arrays: Any, others: Any) -> jax.Array:
-        outs = [
-            attend(case, rest._replace(query=q, key=k, value=v))
-            for case, (q, k, v), rest in zip(cases, arrays, others, strict=True)
-        ]
+        outs = [attend(case, rest._replace(**x)) for case, x, rest in zip(cases, arrays, others, strict=True)]
         return jnp.sum(jnp.stack([jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in outs]))
 
-    arrays = [operands[:3] for operands in shapes]
+    arrays = [{name: getattr(x, name) for name in names} for x, names in zip(shapes, learnt, strict=True)]
     begin, begin_cpu = time.perf_counter(), _cpu_seconds()
     with jax_fastattn.target_arch(ARCH):
         jax.jit(jax.grad(loss)).trace(arrays, shapes).lower(lowering_platforms=("cuda",))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from typing import Any, NoReturn
 
 from jax_fastattn.cli.errors import UsageError
@@ -17,7 +18,6 @@ from jax_fastattn.testing.support_table import COVERAGE
 
 # Arguments of `attention` that are arrays or results of their own.
 WITH = (
-    "bias",
     "mask",
     "segment_ids",
     "query_seq_lengths",
@@ -26,9 +26,10 @@ WITH = (
     "sinks",
     "return_residual",
 )
+_DTYPES = ("bfloat16", "float16", "float32")
 # Lengths and offsets are a Python number for each entry.
 _MAX_BATCH = 1 << 16
-_UNPACKED = ("bias", "mask", "segment_ids", "query_seq_lengths", "key_value_seq_lengths")
+_UNPACKED = ("mask", "segment_ids", "query_seq_lengths", "key_value_seq_lengths")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +53,13 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         "--window", type=_window, metavar="LEFT/RIGHT", help="local_window_size, such as 4095/0; `none` is unlimited"
     )
     group.add_argument("--soft-cap", type=_soft_cap, metavar="CAP", help="logits_soft_cap")
-    dtypes = ("bfloat16", "float16", "float32")
     group.add_argument(
-        "--dtype", choices=dtypes, default=dtypes[0], metavar="DTYPE", help=f"one of {', '.join(dtypes)}"
+        "--dtype", choices=_DTYPES, default=_DTYPES[0], metavar="DTYPE", help=f"one of {', '.join(_DTYPES)}"
     )
+    group.add_argument(
+        "--bias", type=_bias, metavar="AXES[/DTYPE]", help="a bias with these axes of bnts, in the dtype of the query"
+        " or in another one, such as nts or bs/float32; others have size 1",
+    )  # fmt: skip
     group.add_argument("--deterministic", action="store_true", help="deterministic=True")
     group.add_argument("--packed", action="store_true", help="attention_varlen: the batch entries are packed")
     group.add_argument(
@@ -87,7 +91,8 @@ def layers(options: argparse.Namespace) -> dict[str, Case]:
         raise UsageError(f"--model sets the whole call; leave out {', '.join(named)}")
     if not options.model and not (options.heads and options.head_dim):
         raise UsageError("pass --heads and --head-dim, such as --heads 32/8 --head-dim 128, or --model")
-    if options.packed and (names := [name for name in options.operands if name in _UNPACKED]):
+    operands = [*(["bias"] if options.bias else []), *options.operands]
+    if options.packed and (names := [name for name in operands if name in ("bias", *_UNPACKED)]):
         raise UsageError(f"attention_varlen, and so --packed, has no {', '.join(names)}; leave out --packed or these")
     found = _models(options.model) if options.model else {"call": _own_shape(options)}
     more = {"dtype": options.dtype, "deterministic": options.deterministic}
@@ -96,7 +101,7 @@ def layers(options: argparse.Namespace) -> dict[str, Case]:
 
 def describes_call(options: argparse.Namespace) -> bool:
     """Returns whether any option describes a call."""
-    names = (*_OWN_SHAPE, "model", "deterministic", "packed", "operands", "batch", "length")
+    names = (*_OWN_SHAPE, "model", "deterministic", "packed", "bias", "operands", "batch", "length")
     return any(getattr(options, name) for name in names) or options.dtype != "bfloat16"
 
 
@@ -121,7 +126,7 @@ def _own_shape(options: argparse.Namespace) -> Case:
 
 
 def sized(layer: Case, options: argparse.Namespace, size: Size) -> Case:
-    """Returns a call of `layers` in one size, with the arguments of `--with`."""
+    """Returns a call of `layers` in one size, with the arguments of `--with` and `--bias`."""
     batch, query_length, key_length = size.batch, size.query_length, size.key_length
     names = options.operands
     changes: dict[str, Any] = {"batch": batch, "query_length": query_length, "key_length": key_length}
@@ -131,7 +136,6 @@ def sized(layer: Case, options: argparse.Namespace, size: Size) -> Case:
         changes |= {"packed": lengths}
     offset = "bottom_right" if options.packed else (key_length - query_length,) * batch
     values: dict[str, dict[str, Any]] = {
-        "bias": {"bias": "bnts", "bias_dtype": layer.dtype},
         "mask": {"mask": "bnts"},
         "segment_ids": {"segments": 3},
         "query_seq_lengths": {"query_seq_lengths": (query_length,) * batch},
@@ -142,6 +146,9 @@ def sized(layer: Case, options: argparse.Namespace, size: Size) -> Case:
     }
     for name in names:
         changes |= values[name]
+    if options.bias:
+        axes, dtype = options.bias
+        changes |= {"bias": axes, "bias_dtype": dtype or layer.dtype}
     return dataclasses.replace(layer, **changes)
 
 
@@ -240,6 +247,14 @@ def _window(text: str) -> tuple[int | None, int | None]:
         _refuse(text, expected)
     left, right = (None if word == "none" else _integers(word, expected, least=0)[0] for word in words)
     return left, right
+
+
+def _bias(text: str) -> tuple[str, str | None]:
+    """Returns the axes of a bias, and its dtype if that is not the query's."""
+    axes, slash, dtype = text.partition("/")
+    if not axes or not re.fullmatch("b?n?t?s?", axes) or (slash and dtype not in _DTYPES):
+        _refuse(text, f"axes of bnts in this order, such as nts, nor these and one of {', '.join(_DTYPES)}: bs/float32")
+    return axes, dtype or None
 
 
 def _soft_cap(text: str) -> float:

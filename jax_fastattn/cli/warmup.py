@@ -32,7 +32,7 @@ from jax_fastattn.ops.cuda import HEAD_DIM_MULTIPLE
 from jax_fastattn.testing.cases import Case, kernel_specs
 
 # Long calls; calls with a config for short lengths, packed ones too; and calls with so many short heads that dq is
-# added in semaphore order. Together with `few_queries` and `biased` they have every key that any size has,
+# added in semaphore order. Together with `few_queries`, `biased` and `compared` they have every key that any size has,
 # which a test shows.
 SIZES = [shapes.Size(batch, length, length) for batch, length in ((1, 8192), (1, SHORT_LENGTH), (264, 512))]
 
@@ -46,11 +46,21 @@ def few_queries(layer: Case) -> Iterator[shapes.Size]:
 
 
 def biased() -> Iterator[shapes.Size]:
-    """Yields sizes of calls with a bias: short ones, and with one query or one key, where the bias is another kind."""
-    yield shapes.Size(1, SHORT_BIAS_LENGTH, SHORT_BIAS_LENGTH)
+    """Yields sizes of calls with a bias: short ones, and with one query or one key, where the bias is another kind.
+
+    A batch that shares a bias computes its gradient in parts if it is short, and one of 264 does at any length.
+    """
+    for batch, length in ((1, SHORT_BIAS_LENGTH), (264, SHORT_BIAS_LENGTH + 128)):
+        yield shapes.Size(batch, length, length)
     for size in SIZES:
         yield dataclasses.replace(size, query_length=1)
         yield dataclasses.replace(size, key_length=1)
+
+
+def compared() -> Iterator[shapes.Size]:
+    """Yields sizes of calls with a mask or segment ids whose bits take too much memory; the mask has few rows or keys."""
+    for query_length, key_length in ((1 << 17, 1 << 17), (1, 1 << 20), (1 << 20, 1)):
+        yield shapes.Size(64, query_length, key_length)
 
 
 def add_parser(commands: Any) -> None:
@@ -85,7 +95,8 @@ def run(options: argparse.Namespace) -> int:
 
 def cases_of(layer: Case, options: argparse.Namespace) -> Iterator[Case]:
     """Yields the calls whose kernels are compiled, with head dims padded as a call pads them."""
-    sizes = [*SIZES, *few_queries(layer), *(biased() if "bias" in options.operands else ())]
+    sizes = [*SIZES, *few_queries(layer), *(biased() if options.bias else ())]
+    sizes += compared() if {"mask", "segment_ids"} & {*options.operands} else ()
     if options.length:
         sizes = [shapes.Size(options.batch or 1, *options.length)]
     elif options.batch:
