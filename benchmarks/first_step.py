@@ -72,7 +72,10 @@ MODELS = {
     "alphafold": Model(
         "AlphaFold triangle attention",
         ("alphafold-triangle",),
-        ("--heads", "8", "--head-dim", "32", "--bias", "nts/float32", "--with", "mask", "--batch", "512", "--length", "256"),
+        (
+            *("--heads", "8", "--head-dim", "32", "--bias", "nts/float32", "--with", "mask"),
+            *("--batch", "512", "--length", "256"),
+        ),
     ),
 }
 

@@ -460,7 +460,7 @@ WRONG = {
     "info --heads 4 --head-dim 8 --soft-cap nan": "`nan` is not a positive number",
     "info --heads 4 --head-dim 8 --batch 99999999": "is over 65536",
     "info --heads 4 --head-dim 8 --with masks": "invalid choice: 'masks'",
-    "info --heads 4 --head-dim 8 --bias tn": "`tn` is not axes of bnts in this order, such as nts, nor these and one of",
+    "info --heads 4 --head-dim 8 --bias tn": "`tn` is not axes of bnts in this order, such as nts, nor these",
     "info --heads 4 --head-dim 8 --bias ts/int8": "`ts/int8` is not axes of bnts in this order",
     "info --heads 4 --head-dim 8 --packed --bias ts": "attention_varlen, and so --packed, has no bias",
     "info --heads 4 --head-dim 8 --packed --with mask": "attention_varlen, and so --packed, has no mask",

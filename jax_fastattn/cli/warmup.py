@@ -58,7 +58,7 @@ def biased() -> Iterator[shapes.Size]:
 
 
 def compared() -> Iterator[shapes.Size]:
-    """Yields sizes of calls with a mask or segment ids whose bits take too much memory; the mask has few rows or keys."""
+    """Yields sizes of calls with ids, or with a mask of few rows or keys, whose bits take too much memory."""
     for query_length, key_length in ((1 << 17, 1 << 17), (1, 1 << 20), (1 << 20, 1)):
         yield shapes.Size(64, query_length, key_length)
 
