@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from test_sharding import JAX_VERSION
 
 from jax_fastattn import ring_attention
+from jax_fastattn.ops.ring.passes import Rows
 
 CAUSAL: dict[str, Any] = {"is_causal": True}
 WINDOW: dict[str, Any] = CAUSAL | {"local_window_size": (9, None)}
@@ -185,3 +186,12 @@ def test_a_fallback_names_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, 
     mapped = jax.shard_map(local, mesh=rings.make_mesh(2), in_specs=P(None, "seq"), out_specs=P(None, "seq"))
     with pytest.warns(UserWarning, match=f"for the call at {re.escape(__file__)}:[0-9]+: the dtype is float32"):
         calls.cuda_text(mapped, *arrays.values())
+
+
+def test_the_tangent_of_rows_that_have_seen_no_key() -> None:
+    """The log-sum-exp of both blocks is -inf: a merge keeps it, and its tangent is finite."""
+    rows = Rows(jnp.zeros((1, 2, 1, 4)), jnp.full((1, 2, 1), -jnp.inf))
+    moved = Rows(jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))
+    merged, tangent = jax.jvp(lambda x, y: x.merge(y, 0), (rows, rows), (moved, moved))
+    assert (merged.lse == -jnp.inf).all() and not merged.out.any()
+    assert not tangent.lse.any() and not tangent.out.any()

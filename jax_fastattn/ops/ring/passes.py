@@ -51,8 +51,10 @@ def put(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
 
 
 def _merged(x: Rows, y: Rows) -> Rows:
-    lse = jnp.logaddexp(x.lse, y.lse)
-    shift = jnp.where(lse == -jnp.inf, 0.0, lse)  # a row that has seen nothing: -inf minus -inf
+    # A row of which neither has seen a key: -inf minus -inf, which is in the tangent of `logaddexp`, too.
+    is_empty = jnp.maximum(x.lse, y.lse) == -jnp.inf
+    shift = jnp.logaddexp(jnp.where(is_empty, 0.0, x.lse), y.lse)
+    lse = jnp.where(is_empty, -jnp.inf, shift)
     weights = (jnp.exp(part.lse - shift)[..., None] for part in (x, y))
     terms = (part.out.astype(lse.dtype) * weight for part, weight in zip((x, y), weights, strict=True))
     return Rows(next(terms) + next(terms), lse)
