@@ -157,3 +157,20 @@ def test_emulated_forward_matches_reference(case):
 
     fields, sizes = EMULATED[case]
     check(configured(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields})), Sizes(**sizes))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+def test_ptxas_checks_what_is_emulated(monkeypatch):
+    """The emulators get PTX for which ptxas has generated no code."""
+    import emulated_launch
+    from cutlass.base_dsl.compiler import CompilerDiagnosticError
+
+    from jax_fastattn.ffi.compiler import KERNELS, _open_runtime
+    from jax_fastattn.kernels.device import ptx
+
+    emit = ptx._asm
+    monkeypatch.setattr(ptx, "_asm", lambda text, *more: emit(text.replace("mma.sync", "mma.sinc"), *more))
+    spec = configured(KernelSpec("forward", "sm_80", "bfloat16", 16, 16))
+    _open_runtime()
+    with pytest.raises(CompilerDiagnosticError, match=r"Unknown modifier '\.sinc'"):
+        emulated_launch.compile_kernel(KERNELS["sm80", "forward"](spec), spec)
