@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item, is_mine in zip(items, mine, strict=True) if not is_mine])
     items[:] = [item for item, is_mine in zip(items, mine, strict=True) if is_mine]
     # Tests that take minutes begin first: at the end processes take over what is left of each other's, test by test.
-    items.sort(key=lambda item: "neither_spill" not in item.name)
+    items.sort(key=lambda item: "serialise" not in item.name)
     found = _cuda_devices()
     # The kernels are compared with XLA as it runs on a GPU.
     jax.config.update("jax_disable_most_optimizations", found == 0)

@@ -13,7 +13,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -450,45 +450,69 @@ def _row_name(features: str, spec: KernelSpec) -> str:
     return "-".join([spec.family, spec.arch, spec.op, dims, features, *(name for name, has in flags.items() if has)])
 
 
+# Compiles what it gets, and prints remarks of ptxas with the resources.
 _SHOW_REMARKS = """
 import dataclasses, pickle, sys
 from resources import inspect_kernel
 
-for spec in pickle.load(sys.stdin.buffer):
-    print("kernel", spec, flush=True)
-    print("resources", [dataclasses.astuple(kernel) for kernel in inspect_kernel(spec)], flush=True)
+while True:
+    for spec in pickle.load(sys.stdin.buffer):
+        print("kernel", spec, flush=True)
+        print("resources", [dataclasses.astuple(kernel) for kernel in inspect_kernel(spec)], flush=True)
+    print("end", flush=True)
 """
 
 
-@pytest.mark.parametrize("features", HOPPER)
-def test_hopper_rows_neither_spill_nor_serialise(features: str) -> None:
+@pytest.fixture(scope="module")
+def compiler_with_remarks() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs `_SHOW_REMARKS`. It is shared, because it starts as long as a kernel or two compile."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}", "PYTHONPATH": path}
+    command = [sys.executable, "-c", _SHOW_REMARKS]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("features", "op"), [(x, op) for x in HOPPER for op in ("forward", "backward") if _hopper_specs(op, x)]
+)
+def test_hopper_rows_neither_spill_nor_serialise(
+    features: str, op: str, compiler_with_remarks: subprocess.Popen[bytes]
+) -> None:
     """ptxas reports products that it had to serialise as C75xx; nothing else shows it but the speed."""
     assert {(dims, False) for dims in DIMS} < set(HOPPER_ROWS)
-    _assert_neither_spills_nor_serialises([x for op in ("forward", "backward") for x in _hopper_specs(op, features)], 0)
+    _assert_neither_spills_nor_serialises(compiler_with_remarks, _hopper_specs(op, features), 0)
 
 
 @pytest.mark.parametrize("features", BIASES)
-def test_hopper_rows_with_a_bias_spill_little_and_do_not_serialise(features: str) -> None:
-    specs = _hopper_specs("forward", features)
-    _assert_neither_spills_nor_serialises(specs, BIAS_LOCAL_BYTES.get(features, 0))
+def test_hopper_rows_with_a_bias_spill_little_and_do_not_serialise(
+    features: str, compiler_with_remarks: subprocess.Popen[bytes]
+) -> None:
+    specs, local_bytes = _hopper_specs("forward", features), BIAS_LOCAL_BYTES.get(features, 0)
+    _assert_neither_spills_nor_serialises(compiler_with_remarks, specs, local_bytes)
 
 
 @pytest.mark.parametrize("features", BIAS_GRADIENTS)
-def test_hopper_rows_with_the_gradient_of_a_bias_spill_little_and_do_not_serialise(features: str) -> None:
-    local_bytes = BIAS_GRADIENT_LOCAL_BYTES.get(features, 0)
-    _assert_neither_spills_nor_serialises(_bias_gradient_specs(features), local_bytes)
+def test_hopper_rows_with_the_gradient_of_a_bias_spill_little_and_do_not_serialise(
+    features: str, compiler_with_remarks: subprocess.Popen[bytes]
+) -> None:
+    specs, local_bytes = _bias_gradient_specs(features), BIAS_GRADIENT_LOCAL_BYTES.get(features, 0)
+    _assert_neither_spills_nor_serialises(compiler_with_remarks, specs, local_bytes)
 
 
-def _assert_neither_spills_nor_serialises(specs: Sequence[KernelSpec], local_bytes: int) -> None:
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}", "PYTHONPATH": path}
-    run = subprocess.run(
-        [sys.executable, "-c", _SHOW_REMARKS], input=pickle.dumps(specs), env=environment, capture_output=True
-    )
-    stdout = run.stdout.decode()
-    printed = stdout + run.stderr.decode()
-    assert run.returncode == 0, printed[-3000:]
-    found = re.findall(r"^resources (.*)$", stdout, re.MULTILINE)
+def _assert_neither_spills_nor_serialises(
+    process: subprocess.Popen[bytes], specs: Sequence[KernelSpec], local_bytes: int
+) -> None:
+    assert process.stdin is not None and process.stdout is not None
+    pickle.dump(specs, process.stdin)
+    process.stdin.flush()
+    printed = ""
+    while (line := process.stdout.readline().decode()) not in ("end\n", ""):
+        printed += line
+    assert line, printed[-3000:]  # else the process has ended
+    found = re.findall(r"^resources (.*)$", printed, re.MULTILINE)
     for spec, kernels in zip(specs, found, strict=True):
         _assert_fits(spec, [KernelResources(*kernel) for kernel in ast.literal_eval(kernels)], local_bytes)
     remarks = {line for line in printed.splitlines() if re.search(r"C75\d\d|^kernel", line)}
