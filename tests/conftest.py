@@ -20,8 +20,8 @@ os.environ.setdefault(
     + (" --xla_cpu_use_fusion_emitters=false" if jaxlib_version < (0, 11) else ""),
 )
 
-# A process of pytest keeps a core busy. Threads of NumPy's products would take another one: a seventh of the time of
-# emulated calls went there.
+# A process of pytest keeps a core busy. Threads of NumPy's products would take another one, a tenth of the time of
+# emulated forward passes.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
