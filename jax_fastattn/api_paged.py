@@ -88,7 +88,7 @@ def paged_attention(
 
     On a GPU a kernel reads the pages where they lie if there are at most 64 rows (T * N / K) and both head dims are
     multiples of 8. Any other call, and the XLA path, first gathers the pages into dense keys and values, which takes
-    the time and the memory of a copy of `B * M * R` rows. There is no derivative. Pages are those of PagedAttention
+    the time and the memory of a copy of `B * M * R` rows. There is no derivative. The layout is from PagedAttention
     (https://arxiv.org/abs/2309.06180). docs/semantics.md has the whole contract.
 
     Sizes: as for `attention`; P pages, R rows of a page (a multiple of 16), M entries of the table per batch entry.

@@ -96,8 +96,8 @@ def ring_attention(
     """Computes attention of a sequence whose rows are split over the devices of a mesh axis, inside `jax.shard_map`.
 
     Each device keeps its queries. Keys and values visit it, one device's at a time, while it computes, as in Ring
-    Attention (https://arxiv.org/abs/2310.01889). Outputs and gradients equal those of `attention` on whole arrays, and
-    memory is linear in the rows of one device. docs/long_sequences.md says when to use it.
+    Attention (https://arxiv.org/abs/2310.01889). Outputs and gradients equal what `attention` gives for whole arrays,
+    and memory is linear in the rows of one device. docs/long_sequences.md says when to use it.
 
     Sizes: n devices along the axis; L and M rows of queries and keys on each; other letters as for `attention`.
     Lengths, boundaries, offsets, and the columns of `bias` and `mask` count from the start of the whole sequence, and
@@ -234,7 +234,7 @@ def all_to_all_attention(
             `ring_attention`.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, deterministic: as for
             `attention`.
-        sinks: any floating dtype, `[N]`: those of all heads. Default: None.
+        sinks: any floating dtype, `[N]`, of all heads. Default: None.
 
     Returns:
         This device's rows of the output `[B, L, N, D]`; with `return_residual` also of the log-sum-exp `[B, L, N]`.
@@ -276,7 +276,7 @@ def zigzag(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
     Args:
         x: the array of all devices, of any shape and dtype.
         size: the devices that will split the rows.
-        axis: the axis of the rows, a multiple of 2 * size. Default: 1, that of rows in `[B, T, ...]`.
+        axis: the axis of the rows, a multiple of 2 * size. Default: 1, as in `[B, T, ...]`.
 
     Returns:
         `x` with its rows in another order.

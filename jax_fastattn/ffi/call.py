@@ -127,7 +127,7 @@ def _updates_are_fused() -> bool:
 
 
 def _behind_barrier(results: Sequence[Any]) -> Sequence[Any]:
-    """Hides from XLA that values are those of a launch, until it has fused what it fuses."""
+    """Hides from XLA that a launch computes these values, until it has fused what it fuses."""
     from jax.extend.mlir.dialects import stablehlo  # its package loads Pallas
 
     return stablehlo.OptimizationBarrierOp(list(results)).results
