@@ -37,8 +37,6 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # One of each structure; instrumented kernels are a hundred times slower.
 CASES = (
-    "gqa4-window300.0-sinks_n-dlse-offset1096.0.-2.-40.64.500.1200.1390.1401-d128v128-bf16-b9-q4-kv1100",
-    "gqa4-causal-cap5-offset-16.-15.47.48.49.113.684.-13.1084-d128v128-bf16-b9-q16-kv1100",
     "mha-d64-bf16-q193-kv257",
     "mha-causal-d64-f16-q2113-kv2305",
     "gqa2-sinks_n-d72-bf16-q257-kv127",
@@ -90,6 +88,21 @@ CASES = (
     "mha-causal-packed1200.-900.500.1e+09.-2e+09.1e+09-and200.1000.0.-300.1097.-400-first-7.3-d128v128-bf16-b1-q1600-kv1600",
 )
 
+# Cases of few queries, and the rows of the pages that a second call of each reads, if it can.
+FEW = {
+    "lengths": 16,
+    "ratio 7, causal": 64,
+    "window, sinks": 256,
+    "64 rows, cap": 16,
+    "query lengths": None,
+    "d64": 48,
+    "d256": 64,
+    "128 rows": None,
+    "whole units": 16,
+    "mask of heads and pairs": None,
+    "ids, window": None,
+}
+
 # Random boundaries that decrease, are negative or huge, five of each kind; with a CTA for each tile, and with two
 # backward kernels.
 WILD_SEED = 34
@@ -133,7 +146,7 @@ def main() -> None:
         "arch": options.arch,
         "suite": [],
         "sanitizer": {},
-        "sanitizer_cases": options.tool_cases or [*CASES, f"wild draws of seed {WILD_SEED}"],
+        "sanitizer_cases": options.tool_cases or [*CASES, *FEW, f"wild draws of seed {WILD_SEED}"],
     }
 
     def write() -> None:
@@ -169,7 +182,8 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
         cases += draws.wild_draws(seed, test_gpu.WILD_DRAWS, test_gpu.WILD_KINDS, **test_gpu.CHOICES)
         cases += test_gpu.combined_draws(seed)
     specs: dict[KernelSpec, None] = dict.fromkeys(kernel_specs(cases, arch))
-    sanitized = kernel_specs([case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES], arch)
+    few = [FEW_QUERIES[name] for name in FEW]
+    sanitized = kernel_specs([*few, *(case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES)], arch)
     specs |= {dataclasses.replace(spec, dlse=spec.op == "backward"): None for spec in sanitized}
     if arch == "sm_90a":  # its portable kernels have tests too
         portable = kernel_specs([*HIDDEN_ROWS.values(), *FEW_QUERIES.values()], "sm_80")
@@ -267,14 +281,17 @@ def sanitize(
 def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None = None) -> None:
     """Forward and backward of the cases, on poisoned operands with scores that outgrow those of earlier tiles.
 
-    Every `parts`-th case runs, from `part` on, of those that have one of the words.
+    Cases of few queries read pages as well. Every `parts`-th case runs, from `part` on, of those that have one of the
+    words.
     """
     import jax
 
+    from jax_fastattn import paged_attention
     from jax_fastattn.ops import vjp
     from jax_fastattn.testing import compare, draws
     from jax_fastattn.testing.borrow import borrow
-    from jax_fastattn.testing.cases import BIASES, GPU_CASES, with_kernels
+    from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES, with_kernels
+    from jax_fastattn.testing.pages import paged_arguments
     from jax_fastattn.testing.poison import poison
 
     if arch is not None:
@@ -284,9 +301,10 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
         return vjp.attend(spec, operands, True)
 
     evaluate = jax.jit(lambda spec, *arrays: compare.evaluate(attention, spec, *arrays), static_argnums=0)
+    pages = {FEW_QUERIES[name]: page for name, page in FEW.items()}
     cases = [case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES]
     wild = wild_draws()
-    chosen = [case for case in [*cases, *wild] if words is None or any(word in str(case) for word in words)]
+    chosen = [case for case in [*pages, *cases, *wild] if words is None or any(word in str(case) for word in words)]
     for case in chosen[part::parts]:
         begun = time.monotonic()
         # The gradient of a bias that no kernel computes takes the XLA path.
@@ -298,6 +316,8 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
             jax.block_until_ready(draws.evaluate(case, spec, operands, *cotangents))
         else:
             jax.block_until_ready(evaluate(spec, operands, *cotangents))
+        if page := pages.get(case):
+            jax.block_until_ready(paged_attention(**paged_arguments(case, operands, page)))
         print(f"ran {str(case)[:100]} in {time.monotonic() - begun:.0f} s", flush=True)
 
 

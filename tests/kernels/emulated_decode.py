@@ -19,6 +19,7 @@ from jax_fastattn.ffi.compiler import KERNELS
 from jax_fastattn.kernels.arguments import Scalars
 from jax_fastattn.kernels.decode_config import decode_scratch
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.testing.pages import in_pages
 
 
 @functools.cache
@@ -36,32 +37,6 @@ def run_launches(spec: KernelSpec, buffers: Any, memory: Memory, scalars: Scalar
             ptx = text(launch, texts(spec))
             grid, shared_bytes = number(launch.grid), launch.shared_bytes
             warp_emulator.launch(ptx, arguments(launch), memory, grid, shared_bytes, finds_races=True)
-
-
-def in_pages(arrays: dict[str, np.ndarray], page: int) -> dict[str, np.ndarray]:
-    """Returns the same keys and values in pages at random places, and their table.
-
-    Equal pages are one page. Free pages hold NaN. Entries past a length are out of range, and so are the ids of the
-    first and of the last page, which are clamped.
-    """
-    random = np.random.default_rng(3)
-    batch, keys = arrays["key"].shape[:2]
-    assert keys % page == 0
-    entries = keys // page
-    counts = -(-np.clip(arrays["key_value_seq_lengths"][:batch], 0, keys) // page)
-    tiles = {name: arrays[name].reshape(batch, entries, page, *arrays[name].shape[2:]) for name in ("key", "value")}
-    used = [(b, j) for b in range(batch) for j in range(counts[b])]
-    contents = {at: tiles["key"][at].tobytes() + tiles["value"][at].tobytes() for at in used}
-    pages = len(set(contents.values())) + 3
-    ids = dict(zip(dict.fromkeys(contents.values()), random.permutation(pages), strict=False))
-    table = random.choice([-5, 1 << 30, -(1 << 31), pages], (batch, entries)).astype(np.int32)
-    found = {name: np.full((pages, *x.shape[2:]), np.nan, x.dtype) for name, x in tiles.items()}
-    for at in used:
-        index = ids[contents[at]]
-        table[at] = {0: -7, pages - 1: pages + 9}.get(index, index)
-        for name, x in found.items():
-            x[index] = tiles[name][at]
-    return found | {"page_table": table}
 
 
 def check(
@@ -91,7 +66,8 @@ def check(
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
     dtype = arrays["query"].dtype
     if spec.page:
-        arrays |= in_pages(arrays, spec.page)
+        pages = in_pages(arrays["key"], arrays["value"], arrays["key_value_seq_lengths"], spec.page)
+        arrays |= dict(zip(("key", "value", "page_table"), pages, strict=True))
     arrays |= {"out": np.full(out.shape, np.nan, dtype), "lse": np.full(lse.shape, np.nan, np.float32)}
     for name, shape in decode_scratch(spec, multiprocessors, sizes.queries * spec.group).items():
         arrays[name] = np.full(shape, np.nan, np.float32)
