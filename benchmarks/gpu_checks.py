@@ -15,6 +15,7 @@ from there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -35,6 +36,8 @@ from run import describe_run
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "synccheck")
+# The exit status of pytest after a signal, and how long it may take to end: what XLA compiles is compiled first.
+INTERRUPTED, GRACE_SECONDS = 2, 30.0
 # One of each structure; instrumented kernels are a hundred times slower.
 CASES = (
     "mha-d64-bf16-q193-kv257",
@@ -120,6 +123,9 @@ def main() -> None:
         "--processes", type=int, default=4, help="that share the GPU, of which 10 fit 80 GiB (default: 4)"
     )
     parser.add_argument("--gpus", type=int, default=1, help="over which the suite's processes are spread (default: 1)")
+    parser.add_argument(
+        "--suite-seconds", type=float, help="after which a run of the suite is stopped (default: never)"
+    )
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--tool-seconds", type=float, help="after which a tool is stopped (default: never)")
     parser.add_argument("--tool-processes", type=int, default=1, help="that share a tool's cases (default: 1)")
@@ -154,7 +160,8 @@ def main() -> None:
 
     # Written as it grows: whoever stops a run keeps what has ended.
     for run in range(options.suite_runs):
-        record["suite"].append(run_suite(environment, options.processes, options.gpus, options.seed + run, arch))
+        suite = run_suite(environment, options.processes, options.gpus, options.seed + run, arch, options.suite_seconds)
+        record["suite"].append(suite)
         write()
     # One after the other: beside the other two racecheck has once reported what it had not reported alone.
     for tool in options.tools:
@@ -201,10 +208,13 @@ def wild_draws() -> list[Any]:
     return draws.wild_draws(WILD_SEED, 5 * kinds, kinds, **WILD)
 
 
-def run_suite(environment: dict[str, str], processes: int, gpus: int, seed: int, arch: list[str]) -> dict[str, Any]:
+def run_suite(
+    environment: dict[str, str], processes: int, gpus: int, seed: int, arch: list[str], seconds: float | None
+) -> dict[str, Any]:
     """Counts of one run of `pytest -m gpu` by some processes at a time, each with a part of the tests; and its seconds.
 
-    Processes share a GPU: what should not depend on load is tested under load.
+    Processes share a GPU: what should not depend on load is tested under load. After `seconds` they are interrupted,
+    and count the tests that have ended.
     """
     cores = sorted(os.sched_getaffinity(0))
     if processes > len(cores):
@@ -220,19 +230,38 @@ def run_suite(environment: dict[str, str], processes: int, gpus: int, seed: int,
                 arguments = ["taskset", "-c", mine, *command]
                 seen = environment | ({"CUDA_VISIBLE_DEVICES": str(part % gpus)} if gpus > 1 else {})
                 running.append(subprocess.Popen(arguments, cwd=ROOT, env=seen, stdout=output, stderr=output))
-        ended = [
-            (process.wait(), report, report.with_suffix(".log"))
-            for process, report in zip(running, reports, strict=True)
+        codes = _exits(running, seconds)
+        ended = [(code, report, report.with_suffix(".log")) for code, report in zip(codes, reports, strict=True)]
+        crashed = [
+            log.read_text()[-1000:]
+            for code, report, log in ended
+            if code not in (0, 1, INTERRUPTED) or not report.exists()
         ]
-        crashed = [log.read_text()[-1000:] for code, report, log in ended if code not in (0, 1) or not report.exists()]
-        seconds = round(time.monotonic() - started)
+        taken = round(time.monotonic() - started)
         suites = [ElementTree.parse(report).getroot()[0] for report in reports if report.exists()]
     names = ("tests", "failures", "errors", "skipped")
     counts = {name: sum(int(suite.attrib[name]) for suite in suites) for name in names}
     problems = [(case, case.find(kind)) for suite in suites for case in suite for kind in ("failure", "error")]
     failed = {case.attrib["name"]: found.attrib["message"][:500] for case, found in problems if found is not None}
-    run = {"crashed": crashed, "seconds": seconds, "processes": processes, "gpus": gpus, "seed": seed}
-    return counts | run | {"failed": failed}
+    run = {"crashed": crashed, "interrupted": codes.count(INTERRUPTED), "seconds": taken}
+    return counts | run | {"processes": processes, "gpus": gpus, "seed": seed, "failed": failed}
+
+
+def _exits(processes: list[subprocess.Popen[bytes]], seconds: float | None) -> list[int]:
+    """Waits for processes of pytest; after `seconds` it interrupts them, so that they write reports. Exit statuses."""
+    started = time.monotonic()
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(None if seconds is None else max(0.0, started + seconds - time.monotonic()))
+    late = [process for process in processes if process.poll() is None]
+    for process in late:
+        process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    for process in late:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, begun + GRACE_SECONDS - time.monotonic()))
+        process.kill()  # does nothing to one that has ended
+    return [process.wait() for process in processes]
 
 
 def sanitize(
