@@ -88,9 +88,9 @@ def test_gradients_have_the_errors_of_jax_nn(tuning: Tuning) -> None:
         ours_and_theirs = found[:1] + found[2:5], accuracy.program(accuracy.BASELINE, case)(*arrays, dout)
         errors = [accuracy.errors([np.asarray(x, np.float64) for x in results], exact) for results in ours_and_theirs]
         for name in accuracy.RESULT_NAMES:
-            # With outliers the baseline's dq is 2.4 times as accurate on an Intel Xeon with AMX as on other CPUs.
-            limit = 5 if draw.has_outliers and name == "dq" else 2
-            assert errors[0][name]["rms"] < limit * errors[1][name]["rms"], (name, draw.spread)
+            # With outliers the baseline's dq has 0.0023 on an Intel Xeon with AMX, and more on other CPUs.
+            least = 0.005 if draw.has_outliers and name == "dq" else 0.0
+            assert errors[0][name]["rms"] < 2 * max(errors[1][name]["rms"], least), (name, draw.spread)
 
 
 def test_wrong_results_stand_out(monkeypatch: pytest.MonkeyPatch) -> None:
