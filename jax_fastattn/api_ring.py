@@ -96,7 +96,8 @@ def ring_attention(
     """Computes attention of a sequence whose rows are split over the devices of a mesh axis, inside `jax.shard_map`.
 
     Each device keeps its queries. Keys and values visit it, one device's at a time, while it computes, as in Ring
-    Attention (https://arxiv.org/abs/2310.01889). Outputs and gradients equal what `attention` gives for whole arrays,
+    Attention (https://arxiv.org/abs/2310.01889). If causality leaves devices without work, they help others, see
+    `balance`; queries then travel, too. Outputs and gradients equal what `attention` gives for whole arrays,
     and memory is linear in the rows of one device. docs/long_sequences.md says when to use it.
 
     Sizes: n devices along the axis; L and M rows of queries and keys on each; other letters as for `attention`.
@@ -111,9 +112,9 @@ def ring_attention(
         axis_name: the name of the mesh axis, or several names, major first.
         layout: the order of rows over the devices. "contiguous", the default: device i has part i of n. "zigzag": it
             has the chunks i and 2 n - 1 - i of 2 n chunks, see `zigzag`.
-        balance: whether contiguous rows are exchanged into zigzag order and back inside, where this balances the work
-            of devices: L is even, L = M, the call is causal with no window, no offset and no `boundaries`, and neither
-            `bias` nor `mask` has rows. Default: True.
+        balance: whether devices of contiguous rows that have no work in a step compute queries of others, where this
+            balances the work: L is even, L = M, the call is causal with no window, no offset and no `boundaries`, and
+            neither `bias` nor `mask` has rows. Default: True.
         boundaries: integers `[B, C]`, not decreasing: packed sequences, each a run of rows of the whole sequence, as
             `cu_seqlens_q` and `cu_seqlens_k` of `attention_varlen`. Sequences may cross devices. Rows outside of all
             are padding. It needs L = M, and excludes lengths, ids, offsets, bias and mask. Default: None.

@@ -112,17 +112,38 @@ def test_log_sum_exp_and_its_gradient(mask: str) -> None:
     rings.check(2, rings.draw(20), layouts=["zigzag"], dlse=dlse, return_residual=True, **MASKS[mask])
 
 
+# Rows of a device: 10, of which 5 are in the step of two devices for one block.
+HELPED: dict[str, tuple[int, dict[str, Any]]] = {
+    "segments": (2, OPERANDS["segments"]),
+    "sinks": (3, OPERANDS["sinks"]),
+    "no-keys": (4, {"key_value_seq_lengths": jnp.array([0, 23])}),
+    "query-lengths": (3, {"query_seq_lengths": jnp.array([8, 29]), "key_value_seq_lengths": jnp.array([14, 25])}),
+    "column-mask": (2, OPERANDS["mask-of-columns"]),
+    "bias-of-columns": (3, {"bias": jax.random.normal(jax.random.key(1), (2, 4, 1, 30))}),
+    "bias-per-key-head": (4, {"bias": jax.random.normal(jax.random.key(1), (1, 2, 1, 40)), "scale": jnp.float32(0.7)}),
+}
+
+
 @pytest.mark.numbers
-@pytest.mark.parametrize("name", ["causal", "segments", "sinks", "column-mask", "odd", "window"])
-def test_contiguous_rows_are_balanced_inside(name: str) -> None:
-    extra = {
-        "segments": OPERANDS["segments"],
-        "sinks": OPERANDS["sinks"],
-        "column-mask": OPERANDS["mask-of-columns"],
-    }.get(name, {})
-    arrays = rings.draw(18 if name == "odd" else 20) | extra
-    options = MASKS["window"] if name == "window" else CAUSAL
-    rings.check(2, arrays, layouts=["contiguous"], balance=True, **options)
+@pytest.mark.parametrize("name", HELPED)
+def test_helpers_have_every_operand(name: str) -> None:
+    size, extra = HELPED[name]
+    rings.check(size, rings.draw(size * 10) | extra, layouts=["contiguous"], balance=True, **CAUSAL)
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_helpers_of_any_number(size: int) -> None:
+    """All of it together: log-sum-exp with a cotangent, a soft cap, head dims that differ, in one order of sums."""
+    arrays = rings.draw(size * 6, heads=(6, 3), head_dims=(8, 4)) | {"sinks": jnp.linspace(-1.0, 1.0, 6)}
+    options = CAUSAL | {"logits_soft_cap": 3.0, "return_residual": True, "deterministic": True}
+    dlse = jax.random.normal(jax.random.key(3), (2, size * 6, 6))
+    rings.check(size, arrays, layouts=["contiguous"], dlse=dlse, balance=True, **options)
+
+
+@pytest.mark.parametrize(("rows", "mask"), [(9, "causal"), (10, "window")], ids=["odd", "window"])
+def test_contiguous_rows_that_are_not_balanced(rows: int, mask: str) -> None:
+    rings.check(2, rings.draw(2 * rows), layouts=["contiguous"], balance=True, **MASKS[mask])
 
 
 def test_rows_that_devices_do_not_divide() -> None:
@@ -169,7 +190,10 @@ def test_bfloat16_is_as_exact_as_one_device() -> None:
         assert error(x, z) < 1.5 * error(y, z)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("lengths", "zigzag"), ("packed", "zigzag"), ("sinks", "contiguous")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("lengths", "zigzag"), ("lengths", "contiguous"), ("packed", "zigzag"), ("sinks", "contiguous")],
+)
 def test_what_is_invisible_may_be_nan(name: str, layout: str) -> None:
     arrays, sinks = rings.draw(20, batch=1), None
     if name == "packed":

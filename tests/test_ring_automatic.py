@@ -60,8 +60,8 @@ def check(arrays: calls.Arrays, mesh: Mesh, specs: dict[str, P] = SPLIT, **optio
     return found
 
 
-# Of two devices, each step sends one array forward and two backward, and each exchange one half of the rows.
-BALANCED = [PERMUTE] * (1 + 2 + 2 + 3)
+# Each step sends one array forward and two backward. If devices help each other, results travel forward, too.
+BALANCED = [PERMUTE] * (2 + 2)
 STEPS = [PERMUTE] * 3
 
 
@@ -145,8 +145,8 @@ def test_whole_queries_gather_the_keys() -> None:
 IDS = jnp.arange(64).reshape(2, 32) // 9
 # Rows that 4 devices do not divide, the arrays that they are cut from, and the permutes of the call.
 UNEVEN: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], int]] = {
-    "causal": (29, 29, {}, CAUSAL, 3 + 6 + 2 * 5),  # 8 rows on each device: balanced
-    "segments": (29, 29, {"query_ids": IDS + 1, "key_ids": jnp.where(IDS == 1, 0, IDS + 1)}, CAUSAL, 3 + 6 + 2 * 5),
+    "causal": (29, 29, {}, CAUSAL, 4 + 4),  # 8 rows on each device: balanced, in two steps
+    "segments": (29, 29, {"query_ids": IDS + 1, "key_ids": jnp.where(IDS == 1, 0, IDS + 1)}, CAUSAL, 4 + 4),
     "packed": (19, 19, {"boundaries": ENDS}, CAUSAL | {"local_window_size": (12, None)}, 3 + 6),
     "everything": (23, 14, rings.draw_every_operand(), {"local_window_size": (11, 6), "logits_soft_cap": 3.0}, 3 + 6),
 }
@@ -230,7 +230,7 @@ def test_explain_says_what_travels() -> None:
     mesh = make_mesh(1, 4)
     rows = NamedSharding(mesh, P("data", "seq"))
     query, key = (jax.ShapeDtypeStruct((2, 40, heads, 8), jnp.float32, sharding=rows) for heads in (4, 2))
-    for options, order in (({}, "in 4 steps;"), (CAUSAL, "in 4 steps, balanced by an exchange into zigzag order;")):
+    for options, order in (({}, "in 4 steps;"), (CAUSAL, "in 3 steps, in which devices without work help others;")):
         note = jax_fastattn.explain(query, key, key, **options).note
         assert "the rows are split over 4 devices of mesh axis seq: ring attention " + order in note
         arrays = rings.draw(40)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from test_sharding import JAX_VERSION
 
 from jax_fastattn import ring_attention
-from jax_fastattn.ops.ring.passes import Rows
+from jax_fastattn.ops.ring.merge import Rows, merge
 
 CAUSAL: dict[str, Any] = {"is_causal": True}
 WINDOW: dict[str, Any] = CAUSAL | {"local_window_size": (9, None)}
@@ -38,7 +38,14 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # 4 devices with 10 rows each of 2 batch entries; a row of the 2 key/value heads of 8 has 128 bytes, key and value.
 KEYS = 2 * 10 * 2 * 16 * 4
+QUERIES, LSE = 2 * 10 * 4 * 8 * 4, 2 * 10 * 4 * 4  # outputs are as large as queries
 SENT: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
+    # Queries or keys go there, and results go home; the second step has half of the queries.
+    "helped": (
+        CAUSAL,
+        [max(QUERIES, KEYS), QUERIES + LSE, max(QUERIES // 2, KEYS), (QUERIES + LSE) // 2],
+        [3 * QUERIES + LSE, max(QUERIES, KEYS), (3 * QUERIES + LSE) // 2, max(QUERIES // 2, KEYS)],
+    ),
     # Step 3 meets all 10 rows, and so do the others.
     "causal": (CAUSAL | {"balance": False}, [KEYS] * 3, [KEYS] * 6),
     "zigzag": (CAUSAL | {"layout": "zigzag"}, [KEYS] * 3, [KEYS] * 6),
@@ -49,13 +56,13 @@ SENT: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
 
 @pytest.mark.parametrize("name", SENT)
 def test_what_a_step_sends(name: str) -> None:
-    """One permute a step, of key and value together; backward one more, of their gradients."""
+    """One permute a step, of key and value together; backward, or if devices help, one more for results."""
     options, forward, backward = SENT[name]
     arrays = rings.draw(40)
     function = rings.split(4, arrays, **options)
     given = {x: array for x, array in arrays.items() if x != "dout"}
     text = jax.jit(function).lower(given).as_text()
-    assert rings.permutes(text) == forward
+    assert sorted(rings.permutes(text)) == sorted(forward)
     both = jax.jit(with_gradients(function)).lower(arrays).as_text()
     assert sorted(rings.permutes(both)) == sorted(forward + backward)
     assert not any(x in both for x in ("all_gather", "all_to_all"))
@@ -71,11 +78,15 @@ def temporary_bytes(size: int, **options: Any) -> int:
 
 
 @pytest.mark.skipif(JAX_VERSION < (0, 9), reason="XLA of jax 0.8 keeps the keys of all steps on a CPU")
-@pytest.mark.parametrize("balance", [False, True])
-def test_memory_is_linear_in_the_rows_of_a_device(balance: bool) -> None:
-    """Twice the devices and twice the sequence need no more memory on each."""
+@pytest.mark.parametrize(("balance", "most"), [(False, 1.1), (True, 1.4)])
+def test_memory_is_linear_in_the_rows_of_a_device(balance: bool, most: float) -> None:
+    """Twice the devices and twice the sequence need no more memory on each.
+
+    If devices help, only from six on are operands of a whole step on their way while results of another one are. From
+    nine to twelve devices the memory is the same, and 1.45 times that of four.
+    """
     four, eight = (temporary_bytes(size, balance=balance, **CAUSAL) for size in (4, 8))
-    assert eight < 1.1 * four
+    assert eight < most * four
 
 
 def test_remat_by_names_in_a_scan_over_layers() -> None:
@@ -192,6 +203,6 @@ def test_the_tangent_of_rows_that_have_seen_no_key() -> None:
     """The log-sum-exp of both blocks is -inf: a merge keeps it, and its tangent is finite."""
     rows = Rows(jnp.zeros((1, 2, 1, 4)), jnp.full((1, 2, 1), -jnp.inf))
     moved = Rows(jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))
-    merged, tangent = jax.jvp(lambda x, y: x.merge(y, 0), (rows, rows), (moved, moved))
+    merged, tangent = jax.jvp(merge, (rows, rows), (moved, moved))
     assert (merged.lse == -jnp.inf).all() and not merged.out.any()
     assert not tangent.lse.any() and not tangent.out.any()

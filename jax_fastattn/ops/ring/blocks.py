@@ -23,9 +23,10 @@ class Place(NamedTuple):
     """Where the queries and the keys of a step are.
 
     Attributes:
-        device, source: indices of the device that computes and of the one that has the keys.
+        device, source: indices of the devices that have the queries and the keys.
         rows, keys: how many of each a device has.
         first_key: of the keys of `source`, the first one that was fetched.
+        first_query: of the queries of `device`, the first one that the operands have.
     """
 
     device: jax.Array
@@ -33,6 +34,7 @@ class Place(NamedTuple):
     rows: int
     keys: int
     first_key: int
+    first_query: jax.Array | int = 0
 
 
 def block_call(
@@ -112,7 +114,7 @@ class _Chunks(NamedTuple):
         )
         rows, count = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
         if ring.layout == "contiguous":
-            queries, keys = [queries[0] + block.queries.start], [keys[0] + place.first_key]
+            queries, keys = [queries[0] + block.queries.start + place.first_query], [keys[0] + place.first_key]
         return cls(queries, keys, rows // len(queries), count // len(keys), block.queries.kind == "fold")
 
     def join(self, parts: list[jax.Array]) -> jax.Array:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fastattn.ops.abstract import statistics_dtype
-from jax_fastattn.ops.ring import plan
+from jax_fastattn.ops.ring import helping, plan
 from jax_fastattn.ops.ring.blocks import Place, block_call
 from jax_fastattn.ops.ring.padding import hide
-from jax_fastattn.ops.ring.passes import EXCHANGED, TRAVELERS
+from jax_fastattn.ops.ring.passes import TRAVELERS
 from jax_fastattn.ops.sharding import Split, axes_along, own_letters, rows_whole
-from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands, Problem, Ring
+from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands, Problem
 
 
 def call(spec: AttentionSpec, operands: Operands, split_of: tuple[Any, Any]) -> tuple[Problem, str]:
@@ -40,10 +40,6 @@ class Sent(NamedTuple):
 
     permutes: int
     bytes: int
-
-    def with_exchanges(self, count: int, halves: int, size: int) -> Sent:
-        """Returns these and exchanges of arrays of `size` bytes in all, of which so many halves are sent."""
-        return Sent(self.permutes + count * halves, self.bytes + size * halves // 2)
 
     def __str__(self) -> str:
         size, unit = (self.bytes, "bytes") if self.bytes < 2**20 else (round(self.bytes / 2**20, 1), "MiB")
@@ -91,15 +87,20 @@ def local_call(spec: AttentionSpec, operands: Operands, split: Split) -> tuple[A
 
 def block_problem(spec: AttentionSpec, operands: Operands) -> Problem:
     """Returns the problem of the last call of a device's steps. `operands` are abstract."""
-    balanced = _balanced(spec, operands)
-    step = plan.steps(balanced, operands)[-1]
+    assert spec.ring is not None
+    rows, keys = operands.query.shape[1], operands.key.shape[1]
+    if helping.balances(spec, operands):
+        block, fetched = helping.steps(spec.ring, rows)[-1].block, (0, keys)
+    else:
+        step = plan.steps(spec, operands)[-1]
+        block, fetched = step.blocks[-1], step.fetched
     found: list[Problem] = []
 
     def trace(operands: Operands, device: jax.Array) -> None:
-        size = step.fetched[1] - step.fetched[0]
+        size = fetched[1] - fetched[0]
         parts = {name: getattr(operands, name)[:, :size] for name in TRAVELERS if getattr(operands, name) is not None}
-        place = Place(device, device, operands.query.shape[1], operands.key.shape[1], step.fetched[0])
-        found.append(Problem.of(*block_call(balanced, operands._replace(**parts), step.blocks[-1], place)))
+        place = Place(device, device, rows, keys, fetched[0])
+        found.append(Problem.of(*block_call(spec, operands._replace(**parts), block, place)))
 
     jax.eval_shape(trace, operands, jax.ShapeDtypeStruct((), jnp.int32))
     return found[0]
@@ -107,22 +108,31 @@ def block_problem(spec: AttentionSpec, operands: Operands) -> Problem:
 
 def sent(spec: AttentionSpec, operands: Operands) -> tuple[Sent, Sent]:
     """Returns what a device sends in the forward pass, and in the backward pass of query, key and value."""
-    later = plan.steps(_balanced(spec, operands), operands)[1:]
-    ranges = [step.fetched[1] - step.fetched[0] for step in later]
     keys, rows = _bytes(operands.key, operands.value), operands.key.shape[1]
+    if helping.balances(spec, operands):
+        return _sent_with_help(spec, operands, keys)
+    later = plan.steps(spec, operands)[1:]
+    ranges = [step.fetched[1] - step.fetched[0] for step in later]
     of_keys, of_ids = keys // rows, _bytes(operands.key_value_segment_ids) // rows
     forward = Sent(len(later), sum(ranges) * (of_keys + of_ids))
-    backward = Sent(2 * len(later), sum(ranges) * (2 * of_keys + of_ids))
-    if plan.balances(spec, operands):
-        given = _bytes(*(getattr(operands, name) for name in EXCHANGED))
-        query, v_dim = operands.query, operands.value.shape[3]
-        out = math.prod(query.shape[:3]) * v_dim * query.dtype.itemsize
-        lse = math.prod(query.shape[:3]) * statistics_dtype(query.dtype).itemsize
-        assert spec.ring is not None
-        halves = 1 if spec.ring.size == 2 else 2  # of two devices, each keeps one half
-        forward = forward.with_exchanges(2, halves, given + out + lse)
-        backward = backward.with_exchanges(3, halves, given + 2 * out + lse + _bytes(query) + keys)
-    return forward, backward
+    return forward, Sent(2 * len(later), sum(ranges) * (2 * of_keys + of_ids))
+
+
+def _sent_with_help(spec: AttentionSpec, operands: Operands, keys: int) -> tuple[Sent, Sent]:
+    """Returns what the device sends that helps in each step: as many bytes as the larger of queries and keys have."""
+    assert spec.ring is not None
+    steps = helping.steps(spec.ring, operands.query.shape[1])
+    size, dtype = math.prod(operands.query.shape[:3]), operands.query.dtype
+    query, ids, key_ids = (
+        _bytes(x) for x in (operands.query, operands.query_segment_ids, operands.key_value_segment_ids)
+    )
+    out, lse = size * operands.value.shape[3] * dtype.itemsize, size * statistics_dtype(dtype).itemsize
+    forward = backward = 0
+    for step in steps:
+        parts = 2 if step.is_shared else 1
+        forward += max((query + ids) // parts, keys + key_ids) + (out + lse) // parts
+        backward += max((query + 2 * out + lse + ids) // parts, keys + key_ids) + max(query // parts, keys)
+    return Sent(2 * len(steps), forward), Sent(2 * len(steps), backward)
 
 
 def words(spec: AttentionSpec, operands: Operands) -> str:
@@ -134,21 +144,15 @@ def words(spec: AttentionSpec, operands: Operands) -> str:
         where += ", with padding at the end of {} queries and {} keys".format(*ring.lengths)
     if ring.whole_keys:
         return f"{where}, and the keys are whole: nothing is sent forward, and gradients of keys and values are summed"
-    count = len(plan.steps(_balanced(spec, operands), operands))
+    helps = helping.balances(spec, operands)
+    count = ring.size // 2 + 1 if helps else len(plan.steps(spec, operands))
     steps = f"{count} step{'s' * (count != 1)}"
     forward, backward = sent(spec, operands)
-    order = ", balanced by an exchange into zigzag order" if plan.balances(spec, operands) else ""
+    balance = ", in which devices without work help others" if helps else ""
     return (
-        f"{where}: ring attention in {steps}{order}; a device sends at most {forward} forward, and {backward} "
+        f"{where}: ring attention in {steps}{balance}; a device sends at most {forward} forward, and {backward} "
         "backward; kernels are those of the last step"
     )
-
-
-def _balanced(spec: AttentionSpec, operands: Operands) -> AttentionSpec:
-    assert isinstance(spec.ring, Ring)
-    if not plan.balances(spec, operands):
-        return spec
-    return dataclasses.replace(spec, ring=dataclasses.replace(spec.ring, layout="zigzag", balance=False))
 
 
 def _bytes(*arrays: Any) -> int:

@@ -20,10 +20,12 @@ from jax_fastattn.blocks import reduce_to
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.backward import gradient_op
 from jax_fastattn.ops.linear import Names
-from jax_fastattn.ops.ring import plan
+from jax_fastattn.ops.ring import helped, plan
 from jax_fastattn.ops.ring.blocks import block_call
-from jax_fastattn.ops.ring.layout import from_zigzag, to_zigzag
-from jax_fastattn.ops.ring.passes import Call, put
+from jax_fastattn.ops.ring.helping import balances
+from jax_fastattn.ops.ring.merge import add_columns, add_rows, put
+from jax_fastattn.ops.ring.padding import hide
+from jax_fastattn.ops.ring.passes import Call
 from jax_fastattn.ops.ring.permute import permute
 from jax_fastattn.ops.ring.plan import Block, Step, View
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
@@ -41,17 +43,14 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array],
         rows: output, log-sum-exp, cotangent of the output and, if it is not zero, that of the log-sum-exp.
         wanted: as for `ops.backward.gradient`.
     """
-    assert spec.ring is not None
-    call = Call.of(spec, operands)
-    is_exchanged = call.is_exchanged(spec.ring)
-    rows = to_zigzag(spec.ring, list(rows)) if is_exchanged else list(rows)
-    found = {}
+    spec, operands = hide(spec, operands)
+    rows, found, others = list(rows), {}, tuple(name for name in wanted if name != "sinks")
     if operands.sinks is not None:
-        dsinks, rows[1] = _sinks(operands.sinks, rows)
-        found["sinks"] = dsinks
-    found |= _Backward(call, rows, tuple(name for name in wanted if name != "sinks")).run()
-    if is_exchanged:
-        found |= dict(zip(QKV, from_zigzag(spec.ring, [found[name] for name in QKV]), strict=True))
+        found["sinks"], rows[1] = _sinks(operands.sinks, rows)
+    if balances(spec, operands):
+        found |= helped.gradient(spec, operands, rows, others)
+    else:
+        found |= _Backward(Call.of(spec, operands), rows, others).run()
     return {name: found[name] for name in wanted}
 
 
@@ -155,7 +154,7 @@ class _Backward:
             return sums
         found, first = self.pending
         self.pending = None
-        return sums | {name: _add_rows(sums[name], x, first) for name, x in found.items()}
+        return sums | {name: add_rows(sums[name], x, first) for name, x in found.items()}
 
     def _block(self, step: Step, block: Block, keys: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         operands, restore = self.call.operands._replace(**keys), block.queries.restore
@@ -179,24 +178,11 @@ class _Backward:
         added: dict[str, Any] = {}
         for name, x in found.items():
             if name == "query":
-                added[name] = _add_rows(sums[name], x, block.queries.start - self.first)
+                added[name] = add_rows(sums[name], x, block.queries.start - self.first)
             elif name in QKV:
-                added[name] = _add_rows(sums[name], x, block.keys.start)
+                added[name] = add_rows(sums[name], x, block.keys.start)
             elif name == "bias":
-                added[name] = self._add_plane(sums[name], x, step, block)
+                added[name] = add_columns(sums[name], x, block.queries.start, self.call.first_column(step, block))
             else:
                 added[name] = sums[name] + reduce_to(sums[name].shape, x)
         return sums | added
-
-    def _add_plane(self, sums: jax.Array, x: jax.Array, step: Step, block: Block) -> jax.Array:
-        """Adds the gradient of a part of a bias `[b, n, t, s]`, at its rows and columns."""
-        column = self.call.first_column(step, block) if sums.shape[3] > 1 else 0
-        start = (0, 0, block.queries.start if sums.shape[2] > 1 else 0, column)
-        part = jax.lax.dynamic_slice(sums, start, x.shape)
-        return jax.lax.dynamic_update_slice(sums, part + x, start)
-
-
-def _add_rows(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
-    """Adds rows, on axis 1, to a range of x in the dtype of x."""
-    part = part.astype(x.dtype)
-    return x + part if part.shape == x.shape else put(x, x[:, start : start + part.shape[1]] + part, start)

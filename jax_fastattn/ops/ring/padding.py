@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.ops.ring import plan
+from jax_fastattn.ops.ring.helping import balances
 from jax_fastattn.spec import AttentionSpec, Operands
 
 
@@ -38,9 +38,9 @@ def _shorter(operands: Operands, lengths: jax.Array | None, most: int) -> jax.Ar
 def _is_hidden(spec: AttentionSpec, operands: Operands) -> bool:
     """Returns whether no query sees padding, and padding sees only what some query sees, which may not be NaN.
 
-    Causality alone hides it, and a call that balances stays one of few blocks without lengths of queries. An id of
-    padding is 0, which may be the id of keys that no query sees.
+    Causality alone hides it in a call that balances, whose kernels then need no lengths. An id of padding is 0, which
+    may be the id of keys that no query sees.
     """
     assert spec.ring is not None and spec.ring.lengths is not None
     rows, keys = spec.ring.lengths
-    return rows == keys and operands.query_segment_ids is None and plan.balances(spec, operands)
+    return rows == keys and operands.query_segment_ids is None and balances(spec, operands)

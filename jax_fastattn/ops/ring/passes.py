@@ -1,67 +1,31 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of a ring, and its tangent.
-
-The results of blocks are merged in float32: with the log-sum-exp of both, `lse`, a block's output counts
-`exp(lse_block - lse)`. Each block's output was rounded by its kernel, and the sum is rounded once more.
-"""
+"""The forward pass of a ring, and its tangent."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_fastattn.ops.abstract import statistics_dtype
-from jax_fastattn.ops.forward import forward_p
-from jax_fastattn.ops.ring import plan
+from jax_fastattn.ops.ring import helped, plan
 from jax_fastattn.ops.ring.blocks import Place, block_call, first_column
-from jax_fastattn.ops.ring.layout import from_zigzag, to_zigzag
+from jax_fastattn.ops.ring.helping import balances
+from jax_fastattn.ops.ring.merge import Rows, attend, put
 from jax_fastattn.ops.ring.padding import hide
 from jax_fastattn.ops.ring.permute import permute
 from jax_fastattn.ops.ring.plan import Block, Step
-from jax_fastattn.ops.tangents import tangent_op
-from jax_fastattn.spec import AttentionSpec, Operands, Ring
+from jax_fastattn.spec import AttentionSpec, Operands
 
 # Operands with an axis of rows or of keys.
 TRAVELERS = ("key", "value", "key_value_segment_ids")
-EXCHANGED = ("query", "key", "value", "query_segment_ids", "key_value_segment_ids")
-
-
-class Rows(NamedTuple):
-    """Output and log-sum-exp of a range of queries."""
-
-    out: jax.Array
-    lse: jax.Array
-
-    def merge(self, block: Rows, first: int) -> Rows:
-        """Merges the results of a block, whose queries start at `first` of these."""
-        stop = first + block.lse.shape[1]
-        merged = _merged(Rows(*(x[:, first:stop] for x in self)), block)
-        return Rows(*(put(x, y, first) for x, y in zip(self, merged, strict=True)))
-
-
-def put(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
-    """Returns x with a range of its rows, on axis 1, replaced."""
-    return part if part.shape == x.shape else jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
-
-
-def _merged(x: Rows, y: Rows) -> Rows:
-    # A row of which neither has seen a key: -inf minus -inf, which is in the tangent of `logaddexp`, too.
-    is_empty = jnp.maximum(x.lse, y.lse) == -jnp.inf
-    shift = jnp.logaddexp(jnp.where(is_empty, 0.0, x.lse), y.lse)
-    lse = jnp.where(is_empty, -jnp.inf, shift)
-    weights = (jnp.exp(part.lse - shift)[..., None] for part in (x, y))
-    terms = (part.out.astype(lse.dtype) * weight for part, weight in zip((x, y), weights, strict=True))
-    return Rows(next(terms) + next(terms), lse)
 
 
 class Call(NamedTuple):
-    """A call of which the rows of all devices are in the order in which its steps take them."""
+    """A call whose devices compute all of their own queries."""
 
     spec: AttentionSpec
     operands: Operands
@@ -69,19 +33,8 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> Call:
-        """Returns the call, with its padding hidden, and its rows exchanged into zigzag order if it balances."""
-        spec, operands = hide(spec, operands)
-        assert spec.ring is not None
-        if plan.balances(spec, operands):
-            names = [name for name in EXCHANGED if getattr(operands, name) is not None]
-            exchanged = to_zigzag(spec.ring, [getattr(operands, name) for name in names])
-            operands = operands._replace(**dict(zip(names, exchanged, strict=True)))
-            spec = dataclasses.replace(spec, ring=dataclasses.replace(spec.ring, layout="zigzag", balance=False))
+        """Returns a call whose padding is hidden."""
         return cls(spec, operands, plan.steps(spec, operands))
-
-    def is_exchanged(self, ring: Ring) -> bool:
-        """Returns whether the rows of a call with that ring were exchanged."""
-        return self.spec.ring != ring
 
     def place(self, step: Step) -> Place:
         """Returns where a step takes place."""
@@ -111,10 +64,8 @@ class Call(NamedTuple):
 
 def forward(spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
     """Returns output `[B, T, N, D]` and log-sum-exp `[B, T, N]` of a device's queries."""
-    assert spec.ring is not None
-    call = Call.of(spec, operands)
-    results = list(_forward(call))
-    return from_zigzag(spec.ring, results) if call.is_exchanged(spec.ring) else results
+    spec, operands = hide(spec, operands)
+    return helped.forward(spec, operands) if balances(spec, operands) else list(_forward(Call.of(spec, operands)))
 
 
 def _forward(call: Call) -> Rows:
@@ -145,19 +96,7 @@ def _block(call: Call, step: Step, block: Block, keys: Mapping[str, jax.Array]) 
     operands = call.operands._replace(**keys)
     is_first = step.shift == 0 and block.is_diagonal
     spec, operands = block_call(call.spec, operands, block, call.place(step), with_sinks=is_first)
-    return Rows(*(block.queries.restore(x) for x in _attend(spec, *operands.arrays())))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(spec: AttentionSpec, *arrays: jax.Array) -> list[jax.Array]:
-    return forward_p.bind(*arrays, spec=spec, mapped=(False,) * len(arrays))
-
-
-@_attend.defjvp
-def _attend_jvp(spec: AttentionSpec, arrays: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    results = _attend(spec, *arrays)
-    moved = {name: x for name, x in zip(spec.present, tangents, strict=True) if x.dtype != jax.dtypes.float0}
-    return results, tangent_op.share.bind(*arrays, *results, *moved.values(), spec=spec, moved=tuple(moved))
+    return Rows(*(block.queries.restore(x) for x in attend(spec, *operands.arrays())))
 
 
 def tangent(spec: AttentionSpec, operands: Operands, moved: Mapping[str, jax.Array]) -> list[jax.Array]:

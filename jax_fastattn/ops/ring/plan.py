@@ -122,26 +122,6 @@ def is_prunable(spec: AttentionSpec) -> bool:
     return "query_offset" not in spec.present and ("sequences" not in spec.present or ring.shared_boundaries)
 
 
-def balances(spec: AttentionSpec, operands: Operands) -> bool:
-    """Returns whether a call exchanges its contiguous rows into zigzag order: only causality hides keys.
-
-    Packed rows stay as they are: most documents lie on one device, and zigzag order would cut them.
-    """
-    ring, rows = spec.ring, operands.query.shape[1]
-    assert ring is not None
-    has_rows = any(x is not None and x.shape[2] > 1 for x in (operands.bias, operands.mask))
-    is_causal = spec.bounds == (None, 0) and not {"query_offset", "sequences"} & {*spec.present}
-    return (
-        ring.balance
-        and ring.size > 1
-        and not ring.whole_keys
-        and is_causal
-        and not has_rows
-        and rows == operands.key.shape[1]
-        and rows % 2 == 0
-    )
-
-
 @dataclass(frozen=True)
 class _Planner:
     """Makes the steps of one call.
