@@ -161,8 +161,8 @@ class AttentionSpec:
         ring: how T and S are split over devices; None if a device has all of them. The operands of a call with a ring
             are one device's share, except that lengths, offsets, sequences and the columns of bias and mask count from
             the start of the whole sequence.
-        is_part: whether rows have more logits than those of this call, and output and log-sum-exp are of all of them: a
-            block of a ring in a backward pass.
+        is_part: whether the call is a block of a ring, so that rows may have more logits than its own. Its backward
+            pass takes output and log-sum-exp of all of them.
     """
 
     scale: float

@@ -18,7 +18,7 @@ from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.launch_arguments import absent_scalars, buffers_type, launch_buffers, present_buffers
 from jax_fastattn.ops import cuda
-from jax_fastattn.ops.launch import launch_scalars
+from jax_fastattn.ops.launch import launch_scalars, persistent_blocks
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 ROLES = ("operand", "result", "scratch")
@@ -156,6 +156,27 @@ def test_a_launch_takes_all_operands_that_are_given(monkeypatch: pytest.MonkeyPa
             cuda._launch(kernel, problem, wrong._asdict(), shapes)
     with pytest.raises(AssertionError):
         cuda._launch(kernel, problem, operands._asdict(), shapes | {"dq": x.shape})
+
+
+def test_persistent_blocks_are_more_than_sms_where_each_would_take_long() -> None:
+    """A collective may hold SMs, and a CTA without an SM begins when another one ends."""
+
+    def problem(length: int, present: tuple[str, ...] = (), **spec: Any) -> Problem:
+        given = AttentionSpec(0.1, present=present, **{"is_part": True, **spec})
+        return Problem(given, "bfloat16", 1, length, length, 32, 8, 128, 128)
+
+    causal = {"is_causal": True, "window": (None, 0)}
+    long = [persistent_blocks(problem(length, **causal), 132) for length in (2048, 4096, 8192, 16384)]
+    assert long == [132, 256, 1024, 4096]
+    # Without causality there are twice as many pairs.
+    assert persistent_blocks(problem(8192), 132) == 2048
+    # Nothing runs next to a call that is no block of a ring.
+    assert persistent_blocks(problem(16384, is_part=False), 132) == 132
+    # A grid is an int32.
+    assert persistent_blocks(problem(1 << 22), 132) == 1 << 20
+    for present in ("mask", "query_segment_ids", "sequences"):
+        assert persistent_blocks(problem(16384, (present,)), 132) == 132
+    assert persistent_blocks(problem(16384, window=(4096, 0)), 132) == 132
 
 
 def test_a_range_of_keys_that_a_mask_leaves_begins_at_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:

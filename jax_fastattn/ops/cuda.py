@@ -23,7 +23,7 @@ from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.split import heads_side_by_side
 from jax_fastattn.ops.bias import bias_operands, with_usable_scale
 from jax_fastattn.ops.bias_gradient import RowBias, bias_gradient, is_of_rows_alone, result_shapes, with_parts
-from jax_fastattn.ops.launch import launch_p, launch_scalars
+from jax_fastattn.ops.launch import launch_p, launch_scalars, persistent_blocks
 from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
 from jax_fastattn.ops.row_bits import RowBits, row_bits
@@ -308,6 +308,8 @@ def _scalars(
     multiprocessors, side_heads = ffi.multiprocessors(), None
     if kernel.op == "decode":
         side_heads = heads_side_by_side(problem.num_kv_heads, multiprocessors)
+    elif kernel.op == "forward":
+        multiprocessors = persistent_blocks(problem, multiprocessors)
     visit = () if lists is None else (lists.planes,)
     scalars = launch_scalars(problem, multiprocessors, *visit, side_heads=side_heads, bias_parts=bias_parts)
     # The range of keys begins at the offset.

@@ -36,6 +36,33 @@ def _lower(ctx, *operands, kernel, ints, floats, results):  # type: ignore[no-un
 mlir.register_lowering(launch_p, _lower, platform="cuda", inline=False)
 
 
+# Pairs of a query and a key that a CTA of a forward launch takes next to collectives, at head dim 128: some 0.1 ms.
+_PAIRS_OF_CTA = 1 << 20
+
+# Far more than there are tiles, and far less than an int32 holds.
+_MOST_BLOCKS = 1 << 20
+
+
+def persistent_blocks(problem: Problem, multiprocessors: int) -> int:
+    """Returns up to how many CTAs a forward launch has where they are persistent: one for each SM, or more.
+
+    A collective runs next to the block of a ring, and holds some SMs. CTAs that find no SM begin when others end, so
+    none may take long. Other launches have one CTA for each SM, which is a little faster. So have those under a left
+    window bound, of packed sequences and by lists, whose rows see fewer keys than there are.
+
+    Args:
+        problem: what is computed.
+        multiprocessors: of the GPU.
+    """
+    left, right = problem.spec.bounds
+    sees_fewer = {"mask", "query_segment_ids", "sequences"} & {*problem.spec.present}
+    if not problem.spec.is_part or left is not None or sees_fewer:
+        return multiprocessors
+    pairs = problem.batch * problem.num_heads * problem.query_length * problem.key_length
+    pairs = pairs * max(problem.head_dim, problem.v_head_dim) // 128 // (1 if right is None else 2)
+    return max(multiprocessors, min(pairs // _PAIRS_OF_CTA, _MOST_BLOCKS))
+
+
 def launch_scalars(
     problem: Problem,
     multiprocessors: int,
@@ -47,7 +74,7 @@ def launch_scalars(
 
     Args:
         problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
-        multiprocessors: how many the GPU has.
+        multiprocessors: how many the GPU has; of a forward launch `persistent_blocks`.
         visit: those of lists, see `lists.Planes`.
         side_heads, bias_parts: see `Scalars`.
     """

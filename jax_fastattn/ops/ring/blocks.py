@@ -80,7 +80,8 @@ def _block_spec(spec: AttentionSpec, block: Block, place: Place, operands: Opera
     left, right = (None if x is not None and is_near and x >= longest else x for x in block.bounds)
     is_causal = right == 0
     window = left, None if is_causal else right
-    return dataclasses.replace(spec, is_causal=is_causal, window=window, present=operands.present(), ring=None)
+    present = operands.present()
+    return dataclasses.replace(spec, is_causal=is_causal, window=window, present=present, ring=None, is_part=True)
 
 
 def first_column(ring: Ring, block: Block, place: Place) -> jax.Array:

@@ -13,7 +13,6 @@ XLA overlaps one permute with a kernel. From six devices on, a kernel in the mid
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any, final
 
 import jax
@@ -162,7 +161,7 @@ class _Backward(_Pass):
         found = gradient_op.share.bind(
             *operands.arrays(),
             *saved,
-            spec=dataclasses.replace(spec, is_part=True),
+            spec=spec,
             with_dlse="dlse" in rows.queries,
             wanted=self.wanted,
         )
