@@ -123,7 +123,7 @@ class Ring:
         size: the number of devices along them.
         layout: which rows a device has. "contiguous": device i has the i-th of `size` parts. "zigzag": it has the
             chunks i and 2 * size - 1 - i of 2 * size chunks.
-        balance: whether contiguous rows of a causal call are exchanged into zigzag order and back.
+        balance: whether devices with contiguous rows of a causal call help each other, see `ops/ring/helping.py`.
         shared_boundaries: whether packed queries and keys have the same boundaries and no offsets, so that a window
             hides keys of distant devices.
         mesh: names and sizes of all axes of the mesh.
