@@ -174,6 +174,15 @@ def test_a_mask_has_a_prepass_for_each_size_of_tiles() -> None:
     assert {spec.config for spec in specs if spec.op == "prepass"} == read and len(read) == 3
 
 
+def test_a_mask_of_padding_is_warm() -> None:
+    arguments = ["--heads", "6/2", "--head-dim", "64", "--with", "mask"]
+    options = options_of("warmup", *arguments)
+    (layer,) = shapes.layers(options).values()
+    case = dataclasses.replace(shapes.sized(layer, options, shapes.Size(2, 512, 512)), mask="bs")
+    found = kernel_specs([case], "sm_90a")
+    assert any(spec.alike for spec in found) and {*found} <= warm_specs("sm_90a", *arguments)
+
+
 def test_a_length_chooses_among_the_kernels() -> None:
     arguments = ["--heads", "32/8", "--head-dim", "128", "--causal"]
     short, long = (warm_specs("sm_90a", *arguments, "--length", length) for length in ("512", "8192"))

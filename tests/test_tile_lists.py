@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,6 +186,26 @@ def test_rows_are_compared_where_bits_would_take_too_much_memory(arch: str) -> N
     assert _compared(arch, 64 * k, (1, 1, 1, 64 * k)) == [False, True]
     # A mask that is given whole is larger than its bits.
     assert _compared(arch, 64 * k, (1, 1, 64 * k, 64 * k)) == [False, False]
+
+
+def test_live_keys_say_everything_if_all_queries_see_the_same_keys() -> None:
+    def alike(mask: tuple[int, ...], op: Any = "backward", arch: str = "sm_90a", dims: int = 64, **more: Any) -> bool:
+        present = (*QKV, "mask", *more.pop("present", ()))
+        spec = AttentionSpec(present=present, scale=1.0, **more)
+        problem = Problem(spec, "bfloat16", 3, 200, 300, 4, 2, dims, dims, mask_shape=mask)
+        return kernel_spec(problem, op, arch).alike
+
+    assert alike((3, 1, 1, 300)) and alike((1, 2, 1, 300)) and alike((3, 1, 1, 1), dims=128)
+    assert alike((3, 1, 1, 300), present=("key_value_seq_lengths",))
+    # Query heads of a group share a list, and a query may see other keys than another one.
+    assert not alike((1, 4, 1, 300)) and not alike((3, 1, 200, 300))
+    assert not alike((3, 1, 1, 300), is_causal=True, window=(None, 0))
+    for name in ("query_seq_lengths", "query_offset"):
+        assert not alike((3, 1, 1, 300), present=(name,))
+    assert not alike((3, 1, 1, 300), present=("query_segment_ids", "key_value_segment_ids"))
+    # Other kernels read bits.
+    assert not alike((3, 1, 1, 300), dims=192) and not alike((3, 1, 1, 300), arch="sm_80")
+    assert not alike((3, 1, 1, 300), op="forward")
 
 
 def test_the_limit_is_that_of_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:

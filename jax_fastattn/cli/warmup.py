@@ -104,7 +104,11 @@ def cases_of(layer: Case, options: argparse.Namespace) -> Iterator[Case]:
     for size in sizes:
         case = shapes.sized(layer, options, size)
         v_head_dim = case.v_head_dim and _padded(case.v_head_dim)
-        yield dataclasses.replace(case, head_dim=_padded(case.head_dim), v_head_dim=v_head_dim)
+        case = dataclasses.replace(case, head_dim=_padded(case.head_dim), v_head_dim=v_head_dim)
+        yield case
+        if case.mask is not None:
+            # A mask of padding, under which all queries see the same keys.
+            yield dataclasses.replace(case, mask="bs")
 
 
 def _padded(head_dim: int) -> int:

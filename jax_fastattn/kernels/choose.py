@@ -129,11 +129,27 @@ def is_listed(problem: Problem) -> bool:
 
 
 def is_one_row(problem: Problem, config: PrepassConfig) -> bool:
-    """Returns whether no query differs from another, so that all tiles of queries have the first one's list."""
+    """Returns whether all tiles of queries have the first one's list."""
+    return not config.transposed and _are_queries_alike(problem)
+
+
+def _are_queries_alike(problem: Problem) -> bool:
+    """Returns whether all queries see the same keys by a mask."""
     spec, mask = problem.spec, problem.mask_shape
     differ = _PER_ENTRY - {"key_value_seq_lengths"}
     alike = spec.bounds == (None, None) and differ.isdisjoint(spec.present)
-    return not config.transposed and alike and mask is not None and mask[2] == 1
+    return alike and mask is not None and mask[2] == 1
+
+
+def _reads_live_keys(problem: Problem, kernel: KernelSpec) -> bool:
+    """Returns whether live keys say everything of a backward pass, see `KernelSpec.alike`.
+
+    Kernels of dq alone have tiles of queries, whose lists have no live keys. Heads of a group share a list.
+    """
+    in_lists = kernel.family == "sm90" and kernel.listed and kernel.config.adds_dq
+    mask = problem.mask_shape
+    shared = mask is None or mask[1] in (1, problem.num_kv_heads)
+    return in_lists and shared and _are_queries_alike(problem)
 
 
 def list_sizes(problem: Problem, config: PrepassConfig) -> Sizes:
@@ -297,6 +313,8 @@ def kernel_spec(
     key = configured(key, short=short, rows=problem.query_length * problem.group)
     if op == "decode" and _takes_whole_units(problem, key):
         return replace(key, config=replace(key.config, splits=False))
+    if op == "backward":
+        key = replace(key, alike=_reads_live_keys(problem, key))
     key = replace(key, compared=_compares(problem, key))
     if op != "backward" or not key.config.adds_dq:
         return key

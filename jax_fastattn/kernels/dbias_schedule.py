@@ -111,11 +111,14 @@ class DbiasSchedule:
         """Returns what the queries of a batch entry may see."""
         return Sequence.of_entry(self.spec, head.batch, buffers, sizes).bounds()
 
-    def look(self, tile: DbiasTile, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> tuple[Int32, Int32]:
-        """Returns the kind of a tile in the scores of a head, see `HIDDEN`, and `ItemList.place`; 0 without lists.
+    def look(self, tile: DbiasTile, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> tuple[Int32, ...]:
+        """Returns the kind of a tile in the scores of a head, see `HIDDEN`, and what tells hidden pairs.
 
-        They may be others in each lane.
+        That is `ItemList.place`, or if live keys say everything their bits in words of 32; 0 without lists. They may be
+        others in each lane.
         """
+        if self.spec.alike:
+            return self._live_keys(tile, head, buffers, sizes)
         if self.spec.listed:
             items = ItemList.of(self.spec, tile, head, buffers, sizes)
             return items.kind(), items.place
@@ -127,6 +130,17 @@ class DbiasSchedule:
             # Rows of padding count as full there; here they would add to the sum.
             full = Boolean(full & (first + ROWS <= cutlass.max(bounds.query_end, 0)))
         return ptx.where(visible, ptx.where(full, Int32(FULL), Int32(EDGE)), Int32(HIDDEN)), Int32(0)
+
+    def _live_keys(self, tile: DbiasTile, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> tuple[Int32, ...]:
+        """Returns the kind of a tile and its live keys, from the list of its tile of keys in the main kernel."""
+        main, kv_heads = self.spec.config.main, sizes.num_heads // self.spec.group
+        assert main.keys == KEYS
+        plane = Planes.of(sizes).query_lists(head.batch, head.head // self.spec.group, kv_heads)
+        row = plane * copies.count(sizes.key_length, KEYS) + tile.column
+        found = GlobalList.of(buffers.query_lists, row, copies.count(sizes.query_length, main.queries))
+        edges, fulls, dead, _ = ptx.load_global_chunk(found.address)
+        kind = ptx.where(dead != 0, Int32(EDGE), Int32(FULL))
+        return ptx.where(edges + fulls == 0, Int32(HIDDEN), kind), *found.live_rows()
 
 
 @dataclass(frozen=True)

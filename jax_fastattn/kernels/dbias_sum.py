@@ -13,7 +13,7 @@ from jax_fastattn.kernels.arguments import Scalars, Sizes
 from jax_fastattn.kernels.dbias_schedule import Buffers, DbiasSchedule, DbiasTile, ItemList
 from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS, key_list_tiles
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.features.bits import Bits
+from jax_fastattn.kernels.features.bits import Bits, LiveColumns
 from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
@@ -46,13 +46,13 @@ class Hidden(NamedTuple):
     Attributes:
         kind: see `dbias_schedule.HIDDEN`.
         head: its batch entry and query head.
-        place: see `ItemList.place`.
+        told: returns what tells hidden pairs, see `DbiasSchedule.look`.
         lse2: the log-sum-exps of the lane's rows, infinite where a query sees nothing.
     """
 
     kind: Int32
     head: Head
-    place: Callable[[], Int32]
+    told: Callable[[], list[Int32]]
     lse2: list[Float32]
 
 
@@ -109,6 +109,8 @@ class DbiasSum:
 
     def edge(self, score: Score, tile: DbiasTile, lane: Lane, hidden: Hidden) -> Edge:
         """Returns what is hidden in a tile."""
+        if self.spec.alike:
+            return score.edges([LiveColumns([word >> lane.column for word in hidden.told()])] * self.lane_rows)
         if self.spec.listed:
             return score.edges(self._bits(tile, lane, hidden))
         bounds = self.schedule.bounds(hidden.head, self.buffers, self.sizes)
@@ -124,7 +126,7 @@ class DbiasSum:
 
     def _bits(self, tile: DbiasTile, lane: Lane, hidden: Hidden) -> list:
         """Returns which scores of each of the lane's rows count, by lists."""
-        items = ItemList(key_list_tiles(self.spec), tile, self.buffers, self.sizes, hidden.place())
+        items = ItemList(key_list_tiles(self.spec), tile, self.buffers, self.sizes, *hidden.told())
         rows = []
         for block in range(self.lane_rows // 2):
             words = items.words(hidden.kind, lane.fragment + block if block else lane.fragment, lane.thread & 31)

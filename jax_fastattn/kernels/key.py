@@ -43,6 +43,8 @@ class KernelSpec:
         listed: whether tiles are visited by lists, which stand for the whole predicate. The key then has no window, no
             offset, and no lengths except for those of queries in the forward pass.
         compared: whether edge tiles of lists compare rows, see `features/compared.py`; else they have bits.
+        alike: of lists in a backward pass, whether all queries see the same keys, such as those that are no padding.
+            Which keys are live then says everything, and nothing else is read of edge tiles.
         row_bits: of decoding kernels, whether bits say which keys each row sees, see `ops/row_bits.py`. They stand
             for the whole predicate; offset and lengths of keys are then the range of keys that are read.
         page: of decoding kernels, rows of a page, a multiple of 16; 0 if keys and values are not in pages.
@@ -79,6 +81,7 @@ class KernelSpec:
     ordered: bool = False
     listed: bool = False
     compared: bool = False
+    alike: bool = False
     row_bits: bool = False
     page: int = 0
     mask: bool = False
@@ -101,14 +104,19 @@ class KernelSpec:
         return self.query_offset and not self.packed
 
     @property
+    def reads_edges(self) -> bool:
+        """Whether edge tiles of lists have bits, or compare rows."""
+        return self.listed and not self.alike
+
+    @property
     def lists_keys(self) -> bool:
         """Whether a backward pass with lists has those of tiles of queries, for a kernel of dq alone, or of dbias."""
-        return self.listed and (not self.config.adds_dq or self.classifies_keys)
+        return self.reads_edges and (not self.config.adds_dq or self.classifies_keys)
 
     @property
     def classifies_keys(self) -> bool:
         """Whether it has the classes of their tiles, for the kernel that computes dbias alone."""
-        return self.listed and self.dmatrix_bias
+        return self.reads_edges and self.dmatrix_bias
 
     @property
     def compares_keys(self) -> bool:

@@ -178,6 +178,7 @@ class Visit:
         edges: what masked tiles may hold.
         masks_high: whether a loop visits masked tiles after the full ones.
         entries: the list that positions are places of; None for a range. Tests have one without a device.
+        first_entry: of a list that has all tiles, whose entries differ by the tile alone; None for any other list.
     """
 
     begin: Int
@@ -187,6 +188,7 @@ class Visit:
     edges: Edges
     masks_high: bool
     entries: Any = None
+    first_entry: Any = None
 
     @classmethod
     def of_range(cls, tiles: TileRange, edges: Edges, *, masks_high: bool | None = None) -> Visit:
@@ -230,6 +232,8 @@ class Visit:
 
         A role that has to know several things, or knows the position early, keeps it.
         """
+        if self.first_entry is not None:
+            return self.first_entry + position
         return position if self.entries is None else self.entries.load(position)
 
     def tile_of(self, entry: Int) -> Int:
@@ -238,7 +242,7 @@ class Visit:
 
     def tile(self, position: Int) -> Int:
         """Returns the index of the tile at a position."""
-        return self.tile_of(self.entry(position))
+        return position if self.first_entry is not None else self.tile_of(self.entry(position))
 
     def is_edge(self, position: Int) -> Any:
         """Returns whether the tile at a position needs a mask."""
@@ -317,7 +321,7 @@ class Visit:
         """Tells the compiler that all lanes run through loops around wgmma equally often."""
         ends = (self.begin, self.end, self.full_begin, self.full_end)
         uniform = [cute.arch.make_warp_uniform(Int32(end)) for end in ends]
-        return Visit(*uniform, self.edges, self.masks_high, self.entries)
+        return Visit(*uniform, self.edges, self.masks_high, self.entries, self.first_entry)
 
 
 def mask_past_end(tiles: TileRange, has_some: Any, *, low: bool) -> TileRange:

@@ -850,6 +850,8 @@ MASKED = [
         _IDS | {"is_causal": True},
         _IDS | {"ids": "negative", "query_seq_lengths": (193, 65), "dlse": True},
         _IDS | {"is_causal": True, "query_length": 2113, "key_length": 2113},
+        {"mask": "ks", "logits_soft_cap": 5.0, "sinks": "n", "dlse": True},
+        {"mask": "bs", "mask_density": 0.01, "query_length": 2113, "key_length": 2113},
     ),
     *_vary(_on(_MHA, head_dim=64, deterministic=True, **_SPARSE), {}, *_LONG[1:2]),
     *_vary(_on(_MHA, head_dim=192, v_head_dim=128, mask="bts"), {}, _SPARSE, _IDS | {"is_causal": True}),
@@ -874,6 +876,14 @@ BIASES = {
     "float16 next to bfloat16": _on(_GQA, bias="ts", bias_dtype="float16", logits_soft_cap=2.0, sinks="n", dlse=True),
     "pairs and a mask": _on(_GQA, bias="nts", bias_dtype="bfloat16", mask="bts", mask_density=0.05),
     "pairs and ids, d128": _on(_MHA, head_dim=128, bias="ts", bias_dtype="bfloat16", segments=4, is_causal=True),
+    "pairs and padding": _on(_MHA, bias="nts", bias_dtype="bfloat16", mask="bs", mask_density=0.02, dlse=True),
+    "pairs and padding, d32": _on(
+        _GQA, head_dim=32, batch=40, bias="nts", bias_dtype="bfloat16", mask="bks", mask_density=0.3
+    ),
+    "two terms and padding, d128": _on(
+        _GQA, head_dim=128, bias="bnts", mask="ks", key_value_seq_lengths=(257, 100), logits_soft_cap=5.0, sinks="n"
+    ),
+    "keys and padding, d96": _on(_MHA, head_dim=96, bias="bs", bias_dtype="bfloat16", mask="ns", mask_density=0.1),
     "pairs and a mask, d160": _on(_MHA, head_dim=160, bias="nts", mask="bs"),
     "few finite pairs": _on(_MHA, bias="nts", bias_dtype="bfloat16", bias_density=0.02),
     "few finite pairs, d128": _on(_MHA, head_dim=128, bias="bnts", bias_density=0.02, dlse=True),

@@ -47,6 +47,7 @@ class Case:
         cap: whether logits pass through a soft cap.
         sinks: whether there are sinks, whose gradient is asked for; a cotangent of log-sum-exps comes with it.
         one_row: whether all tiles of queries share a list of keys.
+        alike: whether live keys say everything, since all queries see the same ones.
         bias: shape of a bias `[b, n, t, s]` of pairs or of keys, whose gradient is asked for.
     """
 
@@ -58,6 +59,7 @@ class Case:
     cap: bool = False
     sinks: bool = False
     one_row: bool = False
+    alike: bool = False
     bias: tuple[int, int, int, int] | None = None
 
     @property
@@ -92,6 +94,7 @@ class Case:
                 group=self.predicate.group,
                 family="sm90",
                 listed=True,
+                alike=self.alike,
                 ordered=self.ordered,
                 logits_soft_cap=self.cap,
                 dlse=self.sinks,
@@ -166,7 +169,7 @@ def draw(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     arrays["dout"][~seen.any(3).swapaxes(1, 2)] = np.nan
     if case.sinks:  # the log-sum-exp of a row that sees nothing is its sink, and has a cotangent
         arrays["dlse"][np.arange(predicate.queries) >= _lengths(case)[:, None]] = np.nan
-    lists = emulated_prepass.run(predicate, spec.config.main.prepass, operands)
+    lists = emulated_prepass.run(predicate, spec.tiles_of(spec.config.main), operands)
     arrays |= {"query_lists": lists["lists"], "query_bits": lists["bits"], "key_tile_counts": lists["counts"]}
     if spec.lists_keys:
         lists = emulated_prepass.run(predicate, key_list_tiles(spec), operands, one_row=case.one_row)

@@ -23,6 +23,9 @@ SPARSE = Predicate(mask=(2, 1, 300, 333), queries=300, keys=333, group=2, blocks
 PER_HEAD = Predicate(mask=(2, 4, 200, 333), queries=200, keys=333, query_heads=4, group=2, blocks=33, density=0.2)
 PER_KV_HEAD = Predicate(mask=(2, 2, 200, 333), queries=200, keys=333, query_heads=4, group=2, blocks=33, density=0.2)
 PADDING = Predicate(mask=(2, 1, 1, 333), queries=200, keys=333, blocks=90, density=0.7)
+PADDING_OF_HEADS = Predicate(
+    mask=(2, 2, 1, 333), queries=200, keys=333, query_heads=4, group=2, key_lengths=(333, 150), blocks=40, density=0.5
+)
 IDS = Predicate(segments=4, queries=300, keys=320, right=0)
 DOCUMENTS = Predicate(
     batch=1, query_heads=6, group=3, queries=340, keys=340, segments=1, document=150, right=0, left=200
@@ -45,7 +48,9 @@ FUSED = {
     "d64-nothing": Case(NOTHING, 64),
     "d64-everything": Case(EVERYTHING, 64),
     "d96-per-head": Case(PER_HEAD, 96, dtype="float16"),
-    "d64v128-padding": Case(PADDING, 64, 128),
+    "d64v128-padding": Case(PADDING, 64, 128, alike=True),
+    "d128-padding-of-heads-sinks-cap": Case(PADDING_OF_HEADS, 128, sinks=True, cap=True, alike=True),
+    "d64-nothing-alike": Case(dataclasses.replace(NOTHING, mask=(2, 1, 1, 201)), 64, alike=True),
     "d128-sparse": Case(SPARSE, 128),
     "d128-ids-causal": Case(IDS, 128),
     "d128-documents-groups": Case(DOCUMENTS, 128),
@@ -64,6 +69,7 @@ ORDERED = (
     "d128-sparse",
     "d64-window",
     "d64-nothing",
+    "d64v128-padding",
     "d128-documents-groups",
     "d64-documents-groups-sinks",
 )

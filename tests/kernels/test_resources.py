@@ -51,10 +51,12 @@ FEATURES = {
     "sinks": SINKS,
     "listed": {"listed": True},
     "compared": {"listed": True, "compared": True},
+    "alike": {"listed": True, "alike": True},
     "bias": {"bias": "matrix", "bias_dtype": "bfloat16"},
     "bias-causal": {**CAUSAL, "bias": "matrix", "bias_dtype": "bfloat16"},
     "bias-float32": {"bias": "matrix", "bias_dtype": "float32"},
     "bias-listed": {"listed": True, "bias": "matrix", "bias_dtype": "bfloat16"},
+    "bias-alike": {"listed": True, "alike": True, "bias": "matrix", "bias_dtype": "bfloat16"},
     "key-bias": {"bias": "keys"},
     "row-bias": {"bias": "rows"},
 }
@@ -248,9 +250,9 @@ HOPPER_ROWS = [
 # Those of packed sequences: forward a CTA for each tile, and persistent CTAs; backward one kernel, and two.
 PACKED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Features of those rows, all of which have to do without local memory.
-HOPPER = ("full", "causal", "soft-cap", "groups", "listed", "compared")
+HOPPER = ("full", "causal", "soft-cap", "groups", "listed", "compared", "alike")
 # Head dims of features of which one row of each kernel is enough: other kernels do the same with all rows.
-ONE_OF_EACH_KERNEL = {"compared": DIMS[:3]}
+ONE_OF_EACH_KERNEL = {"compared": DIMS[:3], "alike": ((64, 64), (128, 128))}
 ONE_OF_EACH_KERNEL |= dict.fromkeys(("soft-cap", "listed", "bias-causal", "bias-float32", "bias-listed"), DIMS)
 # The same of forward rows with a bias.
 BIASES = ("bias", "bias-causal", "bias-float32", "bias-listed", "key-bias", "row-bias")
@@ -261,11 +263,12 @@ BIAS_GRADIENTS = {
     "bias-causal": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
     "bias-float32": ((64, 64), (128, 128), (256, 256)),
     "bias-listed": ((64, 64), (128, 128), (192, 128)),
+    "bias-alike": ((64, 64), (96, 96), (128, 128)),
     "key-bias": ((64, 64), (128, 128), (192, 128), (256, 256)),
 }
-# Local memory of those: with lists in the kernel of dk, dv and dq at head dim 128, and 8 bytes in that of dbias; with
-# two terms in that of dbias at head dim 128, and 16 bytes in that of dq at 256.
-BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 32, "bias-float32": 32}
+# Local memory of those: with lists in the kernel of dk, dv and dq at head dim 128, and up to 16 bytes in that of dbias;
+# with two terms in that of dbias at head dim 128, and 16 bytes in that of dq at 256.
+BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 32, "bias-alike": 16, "bias-float32": 32}
 # Portable rows with a bias, and how much local memory a kernel of each may have: most have that of dk, dv and dq at
 # head dim 64, the forward kernels of 32 rows a warp, and that of dbias over lists.
 PORTABLE_BIASES = {
@@ -285,6 +288,8 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
     if features == "groups":
         return _interleaved_specs() if op == "backward" else []
     specs = []
+    if features == "alike" and op == "forward":
+        return []
     for dims, short in HOPPER_ROWS:
         if features in ONE_OF_EACH_KERNEL and (short or dims not in ONE_OF_EACH_KERNEL[features]):
             continue

@@ -12,6 +12,11 @@ from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.features.places import ScoreTile
 
 
+def _bit(i: int) -> Int32:
+    """Returns a word of which one bit is set."""
+    return Int32((1 << i) - (1 << 32 if i == 31 else 0))  # bit 31 alone is a negative number
+
+
 class Bits(NamedTuple):
     """Which scores of a lane's part of a tile count.
 
@@ -28,10 +33,8 @@ class Bits(NamedTuple):
             row: which of the lane's accumulator rows, see `mma.accumulator_row`.
             column: of the score, counted from the lane's first one.
         """
-        bit = 16 * (row % 2) + 2 * (column // 8 % 8) + column % 2
-        # Bit 31 alone is a negative number.
-        mask = Int32((1 << bit) - (1 << 32 if bit == 31 else 0))
-        return Boolean((self.words[row // 2][column // 64] & mask) != 0)
+        bit = _bit(16 * (row % 2) + 2 * (column // 8 % 8) + column % 2)
+        return Boolean((self.words[row // 2][column // 64] & bit) != 0)
 
     def hide(self, acc: Accumulator, tile: ScoreTile, hidden: Float32) -> None:
         """Puts `hidden` where a score does not count, in place."""
@@ -42,6 +45,35 @@ class Bits(NamedTuple):
     def rows(self) -> "list[BitRow]":
         """Returns what each of the lane's accumulator rows sees."""
         return [BitRow(self, i) for i in range(2 * len(self.words))]
+
+
+class LiveRow(NamedTuple):
+    """An accumulator row that sees all columns or none.
+
+    Attributes:
+        is_live: whether it sees them.
+    """
+
+    is_live: Boolean
+
+    def select(self, x: Float32, at: int) -> Float32:
+        """Returns x if the row is live, else 0."""
+        del at
+        return ptx.where(self.is_live, x, Float32(0.0))
+
+
+class LiveColumns(NamedTuple):
+    """What every accumulator row sees: columns that are live.
+
+    Attributes:
+        words: their bits, 32 columns each, counted from the lane's first column.
+    """
+
+    words: Sequence[Int32]
+
+    def select(self, x: Float32, at: int) -> Float32:
+        """Returns x where column `at`, counted from the lane's first one, is live, else 0."""
+        return ptx.where(Boolean((self.words[at // 32] & _bit(at % 32)) != 0), x, Float32(0.0))
 
 
 class BitRow(NamedTuple):

@@ -248,7 +248,7 @@ class DbiasCta:
                 self._weigh(weights, self.score.start(head), scores, lse2)
 
         def edge() -> Edge:
-            hidden = Hidden(item.kind, head, lambda: item.place, self._statistics(item)[0])
+            hidden = Hidden(item.kind, head, lambda: [item.place], self._statistics(item)[0])
             return self.sum.edge(self.score, self.tile, _read_lane(), hidden)
 
         def add(edge: Edge | None) -> None:

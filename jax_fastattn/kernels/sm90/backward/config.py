@@ -118,7 +118,7 @@ class BackwardConfig:
         return Registers(244 - self.dq_registers // 2 if self.adds_dq else 240, 24, self.dq_registers)
 
 
-# Name of the region of bits, a stage of which comes with a stage of Q where tiles are visited by lists.
+# Name of the region of bits, a stage of which comes with a stage of Q where edge tiles of lists have some.
 BITS = "bits"
 
 # Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
@@ -150,7 +150,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """Returns the layout of a compile key."""
         rows = stages.stage_rows(stages.loading(spec), config.queries, config.keys, config.stages)
-        if spec.listed:
+        if spec.reads_edges:
             rows = (*rows, Region(BITS, spec.tiles_of(config).tile_nbytes, config.stages))
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), rows)
 

@@ -121,16 +121,16 @@ class DbiasLoader:
                 bias_phase[0] = bias_phase[0] ^ 1
                 bias_here[0] = Int32(1)
 
-            def load(item: Int32, kind: Int32, place: Int32) -> None:
+            def load(item: Int32, kind: Int32, told: list[Int32]) -> None:
                 head = tile.head(item)
                 cutlass.if_generate(bias_here[0] == 0, load_bias)
                 nbytes = 2 * self.shared.memory.stats_nbytes
-                items.put((kind, *head, place), nbytes, self._stats_copy(tile, head))
+                items.put((kind, *head, *told), nbytes, self._stats_copy(tile, head))
                 self._load_operands(ring, tile, head)
 
-            def visit(first: Int32, looks: tuple[Int32, Int32], i: Int32) -> None:
-                kind, place = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, i)) for x in looks)
-                cutlass.if_generate(kind != HIDDEN, lambda: load(first + i, kind, place))
+            def visit(first: Int32, looks: tuple[Int32, ...], i: Int32) -> None:
+                kind, *told = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, i)) for x in looks)
+                cutlass.if_generate(kind != HIDDEN, lambda: load(first + i, kind, told))
 
             def visit_some(i: Int32) -> None:
                 # A lane looks at an item for the others.
@@ -143,7 +143,7 @@ class DbiasLoader:
 
         self.schedule.each(self.sizes, load_tile)
 
-    def _look(self, tile: DbiasTile, item: Int32) -> tuple[Int32, Int32]:
+    def _look(self, tile: DbiasTile, item: Int32) -> tuple[Int32, ...]:
         """Returns what is known of a tile in an item, or in the last one, see `DbiasSchedule.look`."""
         head = tile.head(Int32(cutlass.min(item, tile.end - 1)))
         return self.schedule.look(tile, head, self.buffers, self.sizes)

@@ -16,6 +16,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, TwoConsumers, padded_head_dim
+from jax_fastattn.kernels.tile_lists import LIVE_WORDS
 
 # Items whose statistics may be on their way.
 _ITEMS = 2
@@ -48,9 +49,11 @@ class DbiasMemory(OperandMemory[DbiasConfig]):
 
     Attributes:
         stats_row_nbytes: bytes of a statistic of a row.
+        told: words that tell hidden pairs of an item, see `dbias_schedule.DbiasSchedule.look`.
     """
 
     stats_row_nbytes: int = 4
+    told: int = 1
 
     @classmethod
     def of(cls, spec: KernelSpec) -> DbiasMemory:
@@ -58,7 +61,8 @@ class DbiasMemory(OperandMemory[DbiasConfig]):
         columns = (chunk_columns(spec.head_dim, spec.v_head_dim),) * 2
         nbytes = stats_row_nbytes(spec.config.adds_dq)
         bias = stages.stage_rows(stages.loading(spec), ROWS, KEYS, 1)
-        memories = (cls(DbiasConfig(count), *columns, bias, nbytes) for count in range(8, 0, -1))
+        told = LIVE_WORDS if spec.alike else 1
+        memories = (cls(DbiasConfig(count), *columns, bias, nbytes, told) for count in range(8, 0, -1))
         return next(memory for memory in memories if memory.fits)
 
     @property
@@ -88,7 +92,7 @@ class DbiasMemory(OperandMemory[DbiasConfig]):
         return (
             Region("ring", (ROWS + KEYS) // WARPGROUP_ROWS * self.unit, count, TILE_ALIGNMENT),
             Region("stats", self.stats_nbytes, 2 * _ITEMS),
-            Region("item", 16, _ITEMS),
+            Region("item", 12 + 4 * self.told, _ITEMS),
             Barriers("ring_full", count, arrive_count=1),
             Barriers("ring_empty", count, arrive_count=warps),
             Barriers("item_full", _ITEMS, arrive_count=1),

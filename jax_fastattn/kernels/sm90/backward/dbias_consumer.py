@@ -171,7 +171,7 @@ class DbiasConsumer:
         warpgroup.wait_group(0)
         for stage in dscores:
             self.ring.consumer_release(stage)
-        hidden = Hidden(item.kind, head, lambda: self.items.place(item.stage), lse2)
+        hidden = Hidden(item.kind, head, lambda: self.items.told(item.stage), lse2)
         cutlass.if_generate(
             item.kind == FULL,
             lambda: self._add(tile, deltas, None),

@@ -124,9 +124,11 @@ class Items:
         address = self._address(stage)
         return Head(*(cute.arch.make_warp_uniform(ptx.load_shared(address + 4 * i)) for i in (1, 2)))
 
-    def place(self, stage: Int32) -> Int32:
-        """Returns the place of an item, see `dbias_schedule.ItemList`."""
-        return cute.arch.make_warp_uniform(ptx.load_shared(self._address(stage) + 12))
+    def told(self, stage: Int32) -> list[Int32]:
+        """Returns what tells hidden pairs of an item, see `dbias_schedule.DbiasSchedule.look`."""
+        first = self._address(stage) + 12
+        words = [ptx.load_shared(first + 4 * i) for i in range(self.shared.memory.told)]
+        return [cute.arch.make_warp_uniform(word) for word in words]
 
     def last(self) -> Int32:
         """Returns the stage of the item that was got last."""

@@ -157,12 +157,12 @@ class DkdvDqConsumer:
         head, at = head.load(self.shared, index, stage), self.mask.tile(head.work, index)
         score, slopes = products.compute_scores(head.score, stage, at)
         edge = self._edge(head, index, stage, edges)
-        if edges is not None and self.spec.listed:
+        if edges is not None and self.spec.reads_edges:
             # After the exponentials this branch would keep ptxas from issuing dP between them.
             wgmma.wait(self.shared.dout_full + stage, phase)
             self.rows.zero_dead_queries(stage)
         weights = products.probabilities(score, slopes, at, edge)
-        if edges is None or not self.spec.listed:
+        if edges is None or not self.spec.reads_edges:
             wgmma.wait(self.shared.dout_full + stage, phase)
         if edges is not None and not self.spec.listed:
             self.rows.zero_queries(head.work, index, stage)

@@ -99,6 +99,11 @@ class KeyTile:
         """Returns the scores of a tile of queries of a query head of the group."""
         return LoadedTile(self.score_head(member), tile * config.queries, self.row, config.queries, config.keys)
 
+    def head_bits(self, member: Int32) -> TileBits:
+        """Returns the bits of the tiles of a list that a query head of the group has."""
+        assert self.listed is not None
+        return self.listed.head_bits(self.first_head + member)
+
     def score_head(self, member: Int32) -> Head:
         """Returns which scores a query head of the group has."""
         return Head(self.queries.batch, self.first_head + member)
@@ -137,8 +142,7 @@ class QueryHead:
 
     def bits(self) -> TileBits:
         """Returns the bits of its tiles of a list."""
-        assert self.work.listed is not None
-        return self.work.listed.head_bits(self.work.first_head + self.member)
+        return self.work.head_bits(self.member)
 
     def load(self, shared: BackwardShared, index: Int32, stage: Int32) -> "QueryHead":
         """Returns the head with what features have loaded for the tile of queries at a position, with a stage of Q."""
@@ -348,7 +352,7 @@ class KeySchedule:
         listed = None
         if spec.listed:
             own = KeyTilePlace(sequence.queries.batch, head_index % kv_heads, kv_heads, tile)
-            listed = KeyTileList.of(spec.tiles_of(config), call.buffers, sizes, own)
+            listed = KeyTileList.of(spec, call.buffers, sizes, own)
         visit = self._visit(row, bounds) if listed is None else listed.visit
         return KeyTile(
             tile=tile,

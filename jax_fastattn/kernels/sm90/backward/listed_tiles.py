@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists and bits of the backward kernels: of a tile of keys and its queries. docs/kernels/masks.md has their layout."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -56,8 +56,9 @@ class KeyTileList:
     sizes: Sizes
 
     @classmethod
-    def of(cls, config: PrepassConfig, buffers: BackwardBuffers, sizes: Sizes, place: KeyTilePlace) -> "KeyTileList":
+    def of(cls, spec: KernelSpec, buffers: BackwardBuffers, sizes: Sizes, place: KeyTilePlace) -> "KeyTileList":
         """Returns that of a tile of keys."""
+        config = spec.tiles_of(spec.config.main)
         batch, kv_head, kv_heads, tile = place
         plane = Planes.of(sizes).query_lists(batch, kv_head, kv_heads)
         row = plane * copies.count(sizes.key_length, config.keys) + tile
@@ -65,6 +66,8 @@ class KeyTileList:
         edges, fulls, has_dead_keys, last_edges = entries.counts()
         last = last_edges if config.splits_edges else None
         visit = Visit.listed(entries, edges, fulls, fulls_first=False, last_edges=last)
+        if spec.alike:
+            visit = replace(visit, first_entry=entries.load(Int32(0)))
         return cls(config, place, entries, visit, has_dead_keys, buffers, sizes)
 
     def head_bits(self, head: Int32) -> TileBits:

@@ -84,7 +84,7 @@ class Producer:
                     )
 
             query_nbytes = table["query"].pitch + 2 * memory.stats_nbytes + loaded_nbytes
-            bits = None if work.listed is None else work.listed.head_bits(head)
+            bits = None if BITS not in table else work.head_bits(member)
 
             def load(i: Int32) -> None:
                 position = whole.position(i)

@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, cute
 from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.features.bits import Bits
+from jax_fastattn.kernels.features.bits import Bits, LiveRow
 from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
@@ -71,7 +71,7 @@ class QueryMask:
         return ScoreTile(work.row + self.row, tile, queries, self.column, n_blocks=queries // 8, transposed=True)
 
     def listed_edge(self, head: QueryHead, index: Int32, stage: Int32, *, first: bool = False) -> Edge:
-        """Returns what the bits of a tile of a list hide.
+        """Returns what the bits of a tile of a list hide, or which keys are dead if these say everything.
 
         Args:
             head: the query head.
@@ -79,6 +79,9 @@ class QueryMask:
             stage: of Q, with which the bits came.
             first: whether the tile, the first one of the visit, may be full. It has no bits then.
         """
+        if self.spec.alike:
+            assert head.work.listed is not None
+            return head.score.edges([LiveRow(x) for x in head.work.listed.entries.are_live(read_lane(self.config).row)])
         # Read anew: see `edge`.
         thread, bits = ptx.thread_index(), self.shared.bits(self.spec, stage)
         fragment, lane = thread // 32 % (self.config.keys // 16), thread % 32
