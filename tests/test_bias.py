@@ -106,6 +106,13 @@ def everything(spec: AttentionSpec, operands: Operands, directions: dict[str, An
     return {"results": results, "tangents": tangents, "gradients": gradients, "products": products}
 
 
+@functools.cache
+def compiled(spec: AttentionSpec, blocks: str) -> Any:
+    """Returns `everything` of a call. Tests whose arrays differ in their values alone share a program."""
+    del blocks  # part of the cache key
+    return calls.quick_jit(functools.partial(everything, spec))
+
+
 SPELLED = {
     "inf": -np.inf,
     "min": least("float32"),
@@ -126,9 +133,7 @@ def test_mask_that_a_bias_spells(blocks: str, value: str, sinks: str | None) -> 
     directions = {name: getattr(case.operands(jax.random.key(5)), name) for name in ("query", "key", "value", "bias")}
     poisoned = directions | {"bias": jnp.where(mask, directions["bias"], jnp.nan)}
     first, second = (
-        calls.quick_jit(functools.partial(everything, dataclasses.replace(case.spec(), present=x.present())))(
-            x, moved, cotangents
-        )
+        compiled(dataclasses.replace(case.spec(), present=x.present()), blocks)(x, moved, cotangents)
         for x, moved in ((masked, directions), (spelled, poisoned))
     )
     assert np.isneginf(first["results"][1]).any() == (sinks is None)
@@ -179,7 +184,7 @@ def test_bias_that_no_visible_pair_reads(blocks: str, name: str, axes: str) -> N
     assert hidden.any() or set(axes) <= set("bn")
     poisoned, *bad = poison(spec, operands, *cotangents)
     bad_moved, *_ = poison(spec, operands._replace(**moved), *cotangents)
-    run = calls.quick_jit(functools.partial(everything, spec))
+    run = compiled(spec, blocks)
     clean = run(operands, moved, cotangents)
     found = run(poisoned, {name: getattr(bad_moved, name) for name in names}, bad)
     calls.assert_same(found, clean, tolerance=0.0)
