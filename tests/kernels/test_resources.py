@@ -254,6 +254,8 @@ HOPPER = ("full", "causal", "soft-cap", "groups", "listed", "compared", "alike")
 # Head dims of features of which one row of each kernel is enough: other kernels do the same with all rows.
 ONE_OF_EACH_KERNEL = {"compared": DIMS[:3], "alike": ((64, 64), (128, 128))}
 ONE_OF_EACH_KERNEL |= dict.fromkeys(("soft-cap", "listed", "bias-causal", "bias-float32", "bias-listed"), DIMS)
+# Kernels load less of a bias of keys or of rows than of one of pairs, which has all rows.
+ONE_OF_EACH_KERNEL |= dict.fromkeys(("key-bias", "row-bias"), DIMS)
 # The same of forward rows with a bias.
 BIASES = ("bias", "bias-causal", "bias-float32", "bias-listed", "key-bias", "row-bias")
 # Local memory of those with a bias of pairs, by features: values that live across the loops of head dims up to 64.
@@ -302,7 +304,8 @@ def _hopper_specs(op: str, features: str) -> list[KernelSpec]:
             if is_packed:
                 specs.append(dataclasses.replace(spec, packed=True))
         elif not short:
-            specs += _variants(spec)
+            # Kernels with a causal mask have the code of those without one, in semaphore order too.
+            specs += [spec] if features == "full" else _variants(spec)
             if is_packed:
                 specs += _variants(dataclasses.replace(spec, packed=True))
     return specs
