@@ -158,7 +158,12 @@ def test_backward(name: str) -> None:
     emulated_hopper.check_backward(_spec("backward", *kernel), sizes)
 
 
-@pytest.mark.parametrize("name", [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).config.adds_dq])
+# Cases that in semaphore order reach the code of `d8-causal`, `d64-everything` and `d128-everything`.
+SAME_IN_ORDER = ("d64-causal-negative-scale", "d64-soft-cap", "d128-two-heads-of-odd-lengths")
+ADD_DQ = [name for name, row in BACKWARD.items() if _spec("backward", *row[:4]).config.adds_dq]
+
+
+@pytest.mark.parametrize("name", [name for name in ADD_DQ if name not in SAME_IN_ORDER])
 def test_ordered_backward(name: str) -> None:
     """CTAs add to tiles of dq in one order."""
     *kernel, sizes = BACKWARD[name]
