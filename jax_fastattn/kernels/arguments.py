@@ -255,7 +255,8 @@ class Scalars(NamedTuple):
             key lacks the bound.
         window_right: the same to the right.
         sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
-        multiprocessors: of the GPU; decides about speed alone.
+        multiprocessors: of the GPU, or how many CTAs a forward launch counts on, see `ops.launch.persistent_blocks`;
+            decides about speed alone.
         visit_batch, visit_head, visit_kv_head, visit_tile: see `lists.Planes`, and of a decoding launch
             `features.row_planes.RowPlanes`; None, which is no parameter, if the compile key has neither.
         side_heads: how many key/value heads a decoding launch reads side by side, see `split.py`; None, which is no
