@@ -403,6 +403,7 @@ CHANGES = {
     "packed": True,
     "listed": True,
     "compared": True,
+    "alike": True,
     "row_bits": True,
     "page": 16,
     "mask": True,

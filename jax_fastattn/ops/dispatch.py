@@ -181,7 +181,8 @@ def _site_key(problem: Problem) -> object:
 
 def _site_key_of_blocks(problem: Problem) -> object:
     """Returns a key that a call shares with the blocks of its ring, whose masks and operands differ."""
-    spec = dataclasses.replace(problem.spec, is_causal=False, window=(None, None), present=(), ring=None)
+    call = dataclasses.replace(problem.spec, ring=None, is_part=False)
+    spec = dataclasses.replace(call, is_causal=False, window=(None, None), present=())
     return _site_key(dataclasses.replace(problem, spec=spec))
 
 
