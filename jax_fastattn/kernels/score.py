@@ -22,7 +22,7 @@ from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.device.tma import TmaOperand
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.bits import BitRow, Bits
+from jax_fastattn.kernels.features.bits import BitRow, Bits, LiveColumns, LiveRow
 from jax_fastattn.kernels.features.bounds import Visibility, hide
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.global_bias import GlobalBias
@@ -43,15 +43,18 @@ from jax_fastattn.kernels.plan import BoundsKind, Limits, LiveRange
 _TINY_SCALE = 2.0**-120
 
 
+EdgeRows = Sequence[Visibility] | Sequence[BitRow] | Sequence[LiveRow] | Sequence[LiveColumns]
+
+
 class Edge(NamedTuple):
     """What is hidden in an edge tile.
 
     Attributes:
-        rows: what each of the lane's accumulator rows sees by its limits, or by bits.
+        rows: what each of the lane's accumulator rows sees: by its limits, by bits, or by what is live.
         rules: features that hide scores.
     """
 
-    rows: Sequence[Visibility] | Sequence[BitRow]
+    rows: EdgeRows
     rules: tuple[Feature, ...]
 
     def select(self, x: Float32, at: Element) -> Float32:
@@ -301,8 +304,8 @@ class Score:
         less = logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2)
         return ptx.exp2(less), logit.slope if logit.slopes else None
 
-    def edges(self, rows: Sequence[Visibility] | Sequence[BitRow]) -> Edge:
-        """Returns what is hidden in an edge tile, given what rows see by their limits, or by bits."""
+    def edges(self, rows: EdgeRows) -> Edge:
+        """Returns what is hidden in an edge tile, given what its rows see."""
         return Edge(rows, self.rules)
 
 

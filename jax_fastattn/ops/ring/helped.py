@@ -29,7 +29,7 @@ from jax_fastattn.ops.ring.permute import permute_during
 from jax_fastattn.ops.ring.plan import Block
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
 
-# What a backward pass takes of queries, in the order in which the op binds it.
+# Arrays of queries that a backward pass takes, in the order in which the op binds them.
 _ROWS = ("out", "lse", "dout", "dlse")
 
 
@@ -43,8 +43,8 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: list[jax.Array], wan
 
     Args:
         spec, operands: the call.
-        rows: output, log-sum-exp, cotangent of the output and, if it is not zero, that of the log-sum-exp.
-        wanted: names of operands, those of query, key and value among them.
+        rows: output, log-sum-exp, cotangent of the output and, if it is not zero, cotangent of the log-sum-exp.
+        wanted: names of operands, "query", "key" and "value" among them.
     """
     travelers = Travelers.of(operands, dict(zip(_ROWS, rows, strict=False)))
     return _Backward(spec, operands, travelers, wanted).run()
@@ -95,7 +95,7 @@ class _Pass(abc.ABC):
         return self.compute(block, Place(device, device, self.rows, self.rows, 0), self.own)
 
     def _wait(self, last: Any) -> Any:
-        """Returns the results of the last kernel. What follows comes after them.
+        """Returns the results of the last kernel. XLA computes after them all that uses what this returns.
 
         Otherwise XLA may fetch the operands of all steps at once, or run the closing before the last step.
         """
@@ -116,7 +116,7 @@ class _Pass(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, opened: Any, closed: Any) -> Any:
-        """Returns the results of all blocks, given those of opening and closing."""
+        """Returns the results of all blocks, given the results of opening and closing."""
 
 
 @final
@@ -154,7 +154,7 @@ class _Backward(_Pass):
         self.sums = {name: jnp.zeros(getattr(operands, name).shape, self.dtype) for name in others}
 
     def compute(self, block: Block, place: Place, rows: Travelers) -> Arrays:
-        """Returns the gradients of query, key and value. Those of other operands are added."""
+        """Returns the gradients of query, key and value, and adds the gradients of other operands to `sums`."""
         saved = [block.queries.take(rows.queries[name]) for name in _ROWS if name in rows.queries]
         queries = {name: x for name, x in rows.queries.items() if name not in _ROWS}
         spec, operands = block_call(self.spec, self.operands._replace(**queries, **rows.keys), block, place)

@@ -82,7 +82,7 @@ class Travelers(NamedTuple):
 
     @classmethod
     def of(cls, operands: Operands, rows: Arrays | None = None) -> Travelers:
-        """Returns those of the operands that a device has, and further arrays of its queries."""
+        """Returns the travelers among the operands of a device, and further arrays of its queries."""
         queries, keys = (
             {name: x for name in names if (x := getattr(operands, name)) is not None} for names in (OF_QUERIES, OF_KEYS)
         )
@@ -121,7 +121,7 @@ class HelpStep:
 
     @property
     def home(self) -> list[tuple[int, int]]:
-        """Pairs of devices that send results and receive them. Those that help come first."""
+        """Pairs of devices that send results and receive them. Devices that help come first."""
         return [(target, source) for source, target in self.there[-self.shift :] + self.there[: -self.shift]]
 
     def helps(self) -> jax.Array:
