@@ -77,6 +77,10 @@ CASES = (
     "mha-mask_bnts-density0.05-deterministic-d64-bf16-q193-kv257",
     "mha-mask_bnts-density0.05-d192v128-bf16-q193-kv257",
     "gqa2-mask_bnts-density0.05-d160-bf16-q193-kv257",
+    # Masks of padding, which say the same of all queries.
+    "gqa2-cap5-mask_ks-sinks_n-dlse-d128-bf16-q193-kv257",
+    "mha-bias_nts-of_bf16-mask_bs-density0.02-dlse-d64-bf16-q193-kv257",
+    "gqa2-bias_nts-of_bf16-mask_bks-density0.3-d32-bf16-b40-q193-kv257",
     # Biases of each kind, with their gradients.
     "mha-bias_nts-of_bf16-dlse-d64-bf16-q193-kv257",
     "gqa2-window150.60-bias_bts-of_bf16-offset300.-40-d128-bf16-q193-kv257",
