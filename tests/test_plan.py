@@ -14,6 +14,7 @@ import pytest
 
 from jax_fastattn.kernels.plan import (
     Bounds,
+    BoundsKind,
     Limits,
     LiveRange,
     TileRange,
@@ -27,6 +28,7 @@ LENGTHS = range(6)
 BOUNDS = (0, 1, 2, 4, UNBOUNDED)
 OFFSETS = (-UNBOUNDED, -7, -5, -3, -2, -1, 0, 1, 2, 3, 5, 7, UNBOUNDED)
 TILES = (1, 2, 3, 4)
+WINDOW = BoundsKind(left=True, right=True)
 
 
 def visible_bits(query_end: int, key_end: int, offset: int, left: int, right: int) -> list[int]:
@@ -73,7 +75,7 @@ def check_limits(found: Limits, line: int, length: int) -> None:
 @pytest.mark.parametrize("query_end", LENGTHS)
 def test_tiles_match_brute_force(query_end: int) -> None:
     for key_end, offset, left, right in itertools.product(LENGTHS, OFFSETS, BOUNDS, BOUNDS):
-        bounds = Bounds(query_end, key_end, offset, left, right)
+        bounds = Bounds(query_end, key_end, offset, left, right, WINDOW)
         rows = visible_bits(query_end, key_end, offset, left, right)
         columns = transpose(rows, key_end)
         check_live(bounds.live_keys(), columns)
@@ -88,6 +90,14 @@ def test_tiles_match_brute_force(query_end: int) -> None:
                 check(bounds.key_tiles(start, size, tile), rows[start : start + size], key_end, tile)
             for start in range(0, key_end + size, size):
                 check(bounds.query_tiles(start, size, tile), columns[start : start + size], query_end, tile)
+
+
+def test_tiles_without_a_window_match_brute_force() -> None:
+    for query_end, key_end, size, tile in itertools.product(LENGTHS, LENGTHS, TILES, TILES):
+        bounds = Bounds(query_end, key_end, 0, UNBOUNDED, UNBOUNDED, BoundsKind())
+        rows = [(1 << key_end) - 1] * query_end
+        for start in range(0, query_end + size, size):
+            check(bounds.key_tiles(start, size, tile), rows[start : start + size], key_end, tile)
 
 
 class Int32(int):
@@ -115,7 +125,7 @@ def test_no_sum_leaves_int32(tiles, limits) -> None:
     lengths = (0, 1, 1000, UNBOUNDED)
     widths, offsets = (0, 1000, UNBOUNDED), (-UNBOUNDED, -1000, 0, 1000, UNBOUNDED)
     for query_end, key_end, offset, left, right in itertools.product(lengths, lengths, offsets, widths, widths):
-        bounds = Bounds(query_end, key_end, offset, left, right).map(Int32)
+        bounds = Bounds(query_end, key_end, offset, left, right, WINDOW).map(Int32)
         bounds.live_keys(), bounds.live_queries()
         for start in (0, 128, UNBOUNDED - 128):
             tiles(bounds, Int32(start), 128, 64)

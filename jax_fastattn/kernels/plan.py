@@ -105,6 +105,11 @@ class BoundsKind:
     listed: bool = False
 
     @property
+    def has_window(self) -> bool:
+        """Whether the window has a bound; else each query sees all keys, padding apart."""
+        return self.left or self.right
+
+    @property
     def hides_first_keys(self) -> bool:
         """Whether there may be keys before those that some query sees."""
         return self.left and self.offset
@@ -171,6 +176,11 @@ class Bounds:
         A tile is full when every key of it is visible to every row of the tile below `query_end`; rows from there on
         are padding whose results the kernel discards.
         """
+        if not self.kind.has_window:
+            # Short calls feel the instructions of the general case.
+            begin, full_end = row * 0, self.key_end // tile
+            end = (self.key_end + tile - 1) // tile * _clamp(self.query_end - row, 0, 1)
+            return self._classified(TileRange(begin, end, begin, min(full_end, end)))
         last_row = max(min(row + rows, self.query_end) - 1, row)
         first = _clamp(row + self.offset - self.left, 0, self.key_end)
         last = _clamp(last_row + self.offset + self.right + 1, first, self.key_end)

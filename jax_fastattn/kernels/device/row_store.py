@@ -24,10 +24,12 @@ class ResultRow(NamedTuple):
     live: Boolean
     factor: Float32 | None = None
 
-    def value(self, x: Float32) -> Float32:
-        """Returns what an element of the row is stored as."""
+    def pair(self, x: Float32, y: Float32, dtype: str) -> Int32:
+        """Returns what two elements of the row are stored as, in 16 bits; `dtype` as PTX names it."""
+        if self.factor is not None:
+            x, y = x * self.factor, y * self.factor
         # A select, not a product: an element of a row without a result can be NaN.
-        return ptx.where(self.live, x if self.factor is None else x * self.factor, Float32(0.0))
+        return ptx.where(self.live, ptx.pack(x, y, dtype=dtype), Int32(0))
 
 
 def strided(first: Int64, stride: Int64) -> Callable[[Int32], Int64]:
@@ -91,4 +93,5 @@ class RowStore:
 
     def _pair(self, acc: Accumulator, block: int, i: int, result: ResultRow) -> Int32:
         """Returns the lane's two elements of a block of 8 columns, in row i of its two."""
-        return ptx.pack(*[result.value(acc[4 * block + 2 * i + e]) for e in range(2)], dtype=self.mma_dtype)
+        first = 4 * block + 2 * i
+        return result.pair(acc[first], acc[first + 1], self.mma_dtype)

@@ -383,8 +383,8 @@ class ForwardKernel:
         for i, result in enumerate(results):
             for n in range(self.out_blocks):
                 index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2
-                pair = [result.value(state.rows.out[index + e]) for e in range(2)]
-                ptx.store_shared(lane_address + shape.offset(8 * i, 8 * n), ptx.pack(*pair, dtype=self.mma_dtype))
+                pair = result.pair(state.rows.out[index], state.rows.out[index + 1], self.mma_dtype)
+                ptx.store_shared(lane_address + shape.offset(8 * i, 8 * n), pair)
         cute.arch.sync_warp()
         stride = Int64(scalars.num_heads) * (2 * self.spec.v_head_dim)
         first = at.row + warp_row

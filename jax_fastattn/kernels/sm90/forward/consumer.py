@@ -305,7 +305,10 @@ class ForwardConsumer:
         warpgroup.wait_group(0)
         self.ring.consumer_release(stage)
         loaded = self.features.consumer_wait(edge.rows, own.tile, own.visit.tile(index))
-        self.softmax.first_tile(own.visit.tile(index), loaded.rows)
+        # With a right bound the first tile is on the diagonal, and lists begin with their edge tiles.
+        always = own.tile.bounds.kind.right or self.call.spec.listed
+        is_edge = None if always else Boolean(own.visit.is_edge(index))
+        self.softmax.first_tile(own.visit.tile(index), loaded.rows, is_edge)
         self.features.consumer_release(loaded)
         self._zero_dead_values(own, index, edge)
         if own.tile.bounds.kind.hides_last_keys:

@@ -86,14 +86,15 @@ class OnlineSoftmax:
         self.maxima.fill(softmax.NEVER)
         self.sums.fill(0.0)
 
-    def first_tile(self, index: Int32, rows: ScoreRows) -> None:
-        """Turns the scores of the first key tile, which counts as masked, into P. There is no output to rescale.
+    def first_tile(self, index: Int32, rows: ScoreRows, is_edge: Boolean | None) -> None:
+        """Turns the scores of the first key tile into P, by the usual softmax. There is no output to rescale.
 
         Args:
             index: of the key tile.
             rows: what becomes of the scores of the lane's two rows.
+            is_edge: whether the tile needs a mask; None if it counts as masked in any case.
         """
-        self._hide(index, rows)
+        self._hide(index, rows, is_edge)
         self._raise_maxima()
         self.products.round_probabilities()
 
@@ -184,10 +185,18 @@ class OnlineSoftmax:
         """Returns where the lane's scores of a key tile lie."""
         return ScoreTile(rows.first, index, self.call.config.keys, self.lane.column, self._blocks[1])
 
-    def _hide(self, index: Int32, rows: ScoreRows) -> None:
+    def _hide(self, index: Int32, rows: ScoreRows, is_edge: Boolean | None = None) -> None:
         """Turns the scores of a key tile into logits, and hides those that do not count."""
-        tile = self._tile(index, rows)
-        rows.score.edge(self.products.scores, tile, rows.seen, check_low=rows.check_low)
+        tile, scores = self._tile(index, rows), self.products.scores
+        rows.score.full(scores, tile)
+
+        def hide() -> None:
+            rows.score.hide(scores, tile, rows.seen, Float32(softmax.NEVER), check_low=rows.check_low)
+
+        if is_edge is None:
+            hide()
+        else:
+            cutlass.if_generate(is_edge, hide)
 
     def _raise_maxima(self) -> Boolean:
         """Turns scores into probabilities relative to the running maxima, which it raises first, in place.
