@@ -69,7 +69,8 @@ class FinishedRow(NamedTuple):
         """
         spec, buffers, result = self.line.spec, self.line.buffers, self.end.result()
         dtype = ptx.MMA_DTYPE[spec.dtype]
-        pairs = [ptx.from_bits(result.pair(values[i], values[i + 1], dtype)) for i in (0, 2)]
+        values = [result.value(x) for x in values]
+        pairs = [ptx.from_bits(ptx.pack(values[i], values[i + 1], dtype=dtype)) for i in (0, 2)]
         ptx.store_global_pair(buffers.out.toint() + (self.place * spec.v_head_dim + chunk * 4) * 2, *pairs)
         address = buffers.lse.toint() + self.place * 4
         cutlass.if_generate(chunk == 0, lambda: ptx.store_global(address, self.end.lse))

@@ -12,6 +12,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.key import KernelSpec
 
 
@@ -71,7 +72,7 @@ class KeySums:
             for offset in (1, 2):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
             if live is not None:
-                total = ptx.where(live[i], total, Float32(0.0))
+                total = ResultRow(live[i]).value(total)
             if factor is not None:
                 total = total * factor
             key = keys.first + 8 * i

@@ -259,7 +259,7 @@ ONE_OF_EACH_KERNEL |= dict.fromkeys(("key-bias", "row-bias"), DIMS)
 # The same of forward rows with a bias.
 BIASES = ("bias", "bias-causal", "bias-float32", "bias-listed", "key-bias", "row-bias")
 # Local memory of those with a bias of pairs, by features: values that live across the loops of head dims up to 64.
-BIAS_LOCAL_BYTES = {"bias": 16, "bias-listed": 32}
+BIAS_LOCAL_BYTES = {"bias-listed": 32}
 # Backward rows with a bias and its gradient: features, and head dims of those that add some code.
 BIAS_GRADIENTS = {
     "bias-causal": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),

@@ -24,12 +24,17 @@ class ResultRow(NamedTuple):
     live: Boolean
     factor: Float32 | None = None
 
-    def pair(self, x: Float32, y: Float32, dtype: str) -> Int32:
-        """Returns what two elements of the row are stored as, in 16 bits; `dtype` as PTX names it."""
-        if self.factor is not None:
-            x, y = x * self.factor, y * self.factor
+    def value(self, x: Float32) -> Float32:
+        """Returns what an element of the row is stored as."""
         # A select, not a product: an element of a row without a result can be NaN.
-        return ptx.where(self.live, ptx.pack(x, y, dtype=dtype), Int32(0))
+        return ptx.where(self.live, self._scaled(x), Float32(0.0))
+
+    def pair(self, x: Float32, y: Float32, dtype: str) -> Int32:
+        """Returns what two elements of the row are stored as in 16 bits; `dtype` as PTX names it."""
+        return ptx.where(self.live, ptx.pack(self._scaled(x), self._scaled(y), dtype=dtype), Int32(0))
+
+    def _scaled(self, x: Float32) -> Float32:
+        return x if self.factor is None else x * self.factor
 
 
 def strided(first: Int64, stride: Int64) -> Callable[[Int32], Int64]:

@@ -262,7 +262,7 @@ class ForwardConsumer:
             own.ahead[1 + i] = word
 
     def _first_edge(self, own: _OwnTile, index: Int32) -> _Edge:
-        """Does the same for the first tile, which counts as masked, and has no bits if it is full."""
+        """Does the same for the first tile. A full one of a list counts as masked, with bits that are all 1."""
         bits = own.tile.bits
         if bits is None:
             return _Edge(own.rows, True)
