@@ -54,13 +54,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=34, help="of random calls (default: %(default)s)")
     parser.addoption("--part", default="0/1", help="I/N: part I of N of the tests, cases undivided")
     parser.addoption("--sample", type=int, default=1, help="of functions marked `numbers`, one in so many cases")
+    parser.addoption("--sample-kernels", type=int, default=1, help="the same of functions in tests/kernels marked `slow`")
+    parser.addoption("--turn", type=int, default=0, help="which cases a sample has: others for each number below N")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    sample = config.getoption("--sample")
+    numbers, kernels = (config.getoption(name) for name in ("--sample", "--sample-kernels"))
     return [
         f"random calls: --seed {config.getoption('--seed')}",
-        f"of each function marked numbers: {'every case' if sample == 1 else f'one case in {sample}'}",
+        f"of each function marked numbers: {'every case' if numbers == 1 else f'one case in {numbers}'}",
+        f"of each slow function of kernels: {'every case' if kernels == 1 else f'one case in {kernels}'}",
     ]
 
 
@@ -74,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part, parts = map(int, config.getoption("--part").split("/"))
     mine = [zlib.crc32(_together(item).encode()) % parts == part for item in items]
-    mine = [mine and sampled for mine, sampled in zip(mine, _sampled(items, config.getoption("--sample")), strict=True)]
+    mine = [mine and sampled for mine, sampled in zip(mine, _sampled(items, config), strict=True)]
     config.hook.pytest_deselected(items=[item for item, is_mine in zip(items, mine, strict=True) if not is_mine])
     items[:] = [item for item, is_mine in zip(items, mine, strict=True) if is_mine]
     # Tests that take minutes begin first: at the end processes take over what is left of each other's, test by test.
@@ -99,15 +102,24 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         jax.clear_caches()
 
 
-def _sampled(items: list[pytest.Item], one_in: int) -> list[bool]:
-    """Whether each item is in the sample: of a function marked `numbers` one in so many cases, else all."""
-    cases: collections.Counter[str] = collections.Counter()
+def _sampled(items: list[pytest.Item], config: pytest.Config) -> list[bool]:
+    """Whether each item is in the sample. A function has at least one case in it."""
+    functions = [item.nodeid.partition("[")[0] for item in items]
+    counts, cases = collections.Counter(functions), collections.Counter[str]()
     found = []
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        found.append("numbers" not in item.keywords or cases[function] % one_in == 0)
+    for item, function in zip(items, functions, strict=True):
+        one_in = min(_one_in(item, config), counts[function])
+        found.append((cases[function] + config.getoption("--turn")) % one_in == 0)
         cases[function] += 1
     return found
+
+
+def _one_in(item: pytest.Item, config: pytest.Config) -> int:
+    """Of how many cases of the item's function one is in the sample."""
+    if "numbers" in item.keywords:
+        return config.getoption("--sample")
+    is_of_kernels = "slow" in item.keywords and item.path.parent.name == "kernels"
+    return config.getoption("--sample-kernels") if is_of_kernels else 1
 
 
 def _together(item: pytest.Item) -> str:

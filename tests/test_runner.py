@@ -80,7 +80,7 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
     assert programs == others == [["-rs", "tests/test_gpu_programs.py"]]
     assert options(newest, "-n") == options(oldest, "-n") == [str(CORES)]
     # The newest environment leaves nothing out; the oldest what no version of JAX can change, and cases of numbers.
-    assert not {"--ignore", "--deselect", "--sample", "-k", "-m"} & set(newest)
+    assert not {"--ignore", "--deselect", "--sample", "--sample-kernels", "-k", "-m"} & set(newest)
     assert not {"--deselect", "-k", "-m"} & set(oldest)
     assert options(oldest, "--sample") == ["6"]
     left_out = options(oldest, "--ignore")
@@ -90,18 +90,42 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
         assert all(file.exists() for file in files), path
 
 
-def test_a_sample_has_a_case_of_each_function() -> None:
-    def collected(*arguments: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_reference.py", *arguments]
-        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        return [line for line in printed.splitlines() if "::" in line]
+def test_ci_leaves_out_cases_of_kernels_alone(tmp_path: Path) -> None:
+    _, every, _ = run(tmp_path, "all")
+    (tmp_path / "calls").unlink()
+    status, calls, _ = run(tmp_path, "ci")
+    assert status == 0
+    (newest, *_), (same, *_) = calls.pop("newest/pytest"), every.pop("newest/pytest")
+    assert newest[: len(same)] == same
+    assert newest[len(same) :] in [["--sample-kernels", "4", "--turn", str(turn)] for turn in range(4)]
+    assert calls == every
 
-    every, sample = collected(), collected("--sample", "4")
+
+def collected(*arguments: str) -> list[str]:
+    """Returns the tests that pytest would run."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [line for line in printed.splitlines() if "::" in line]
+
+
+def functions(tests: list[str]) -> collections.Counter[str]:
+    return collections.Counter(test.partition("[")[0] for test in tests)
+
+
+def test_a_sample_has_a_case_of_each_function() -> None:
+    every, sample = collected("tests/test_reference.py"), collected("tests/test_reference.py", "--sample", "4")
     assert set(sample) < set(every)
-    functions = collections.Counter(line.partition("[")[0] for line in every)
-    assert collections.Counter(line.partition("[")[0] for line in sample) == {
-        function: -(-cases // 4) for function, cases in functions.items()
-    }
+    assert functions(sample) == {function: -(-cases // 4) for function, cases in functions(every).items()}
+
+
+def test_each_case_of_a_kernel_has_its_turn() -> None:
+    pytest.importorskip("cutlass")
+    files = ["tests/kernels/test_sm90_emulated.py", "tests/kernels/test_resources.py", "tests/kernels/test_regions.py"]
+    every = collected(*files)
+    turns = [collected(*files, "--sample-kernels", "4", "--turn", str(turn)) for turn in range(4)]
+    assert set(every) == set().union(*turns)
+    assert all(functions(turn).keys() == functions(every).keys() for turn in turns)
+    assert max(map(len, turns)) < 0.5 * len(every)
 
 
 def test_without_arguments_it_runs_what_a_change_needs(tmp_path: Path) -> None:
@@ -164,5 +188,7 @@ def test_every_part_is_documented() -> None:
     assert len(parts) == 6
     for part in parts:
         assert part == "change" or re.search(rf"\b{part}\b", documented), part
-    for page in ("README.md", "CONTRIBUTING.md", ".ci/run"):
-        assert "sh tests/run all" in (ROOT / page).read_text(), page
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text()
+        assert all(f"sh tests/run {part}" in text for part in ("all", "ci")), page
+    assert (ROOT / ".ci" / "run").read_text().endswith("exec sh tests/run ci\n")

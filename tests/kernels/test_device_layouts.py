@@ -149,6 +149,7 @@ EMULATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl to compile")
 @pytest.mark.parametrize("case", EMULATED)
 def test_emulated_forward_matches_reference(case):

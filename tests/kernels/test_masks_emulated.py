@@ -9,6 +9,8 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_masks
 from emulated_prepass import Predicate
 
+pytestmark = pytest.mark.slow
+
 # Blocks of 64 make full and empty tiles, low densities keys that nobody sees.
 CASES = {
     "d64-random": (Predicate(mask=(2, 1, 133, 201), group=2), 64),

@@ -11,6 +11,8 @@ from emulated_prepass import Predicate
 
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 
+pytestmark = pytest.mark.slow
+
 # One kind of each: tiles of one and of several words, keys that fill no word, more rows than live words.
 TILES = (
     PrepassConfig(64, 64),
