@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=34, help="of random calls (default: %(default)s)")
     parser.addoption("--part", default="0/1", help="I/N: part I of N of the tests, cases undivided")
     parser.addoption("--sample", type=int, default=1, help="of functions marked `numbers`, one in so many cases")
-    parser.addoption("--sample-kernels", type=int, default=1, help="the same of functions in tests/kernels marked `slow`")
+    parser.addoption("--sample-kernels", type=int, default=1, help="the same of slow functions in tests/kernels")
     parser.addoption("--turn", type=int, default=0, help="which cases a sample has: others for each number below N")
 
 
