@@ -100,14 +100,15 @@ def test_gpus_that_ran_nothing_are_named() -> None:
             assert shown[gpu].startswith("no:") == (known.ran == "nothing"), gpu
 
 
-def test_the_table_is_short_and_has_what_is_slow() -> None:
+def test_the_table_is_short_and_no_peer_is_faster_in_it() -> None:
     table = README.partition("<!-- benchmarks: begin -->")[2].partition("<!-- benchmarks: end -->")[0]
     rows = [
         line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ") and "| case" not in line
     ]
     assert len(rows) == 12
-    slower = {case.split()[0] for case, ours, *_ in rows if any("**" not in figure for figure in ours.split(" / "))}
-    assert slower == {"bias-t5-base"}
+    slower = [case for case, ours, *_ in rows if any("**" not in figure for figure in ours.split(" / "))]
+    assert not slower
+    assert "In these twelve cases no peer is faster" in README
 
 
 def test_the_wheel_and_the_citation_have_the_version() -> None:
