@@ -323,7 +323,7 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
     from jax_fastattn.ops import vjp
     from jax_fastattn.testing import compare, draws
     from jax_fastattn.testing.borrow import borrow
-    from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES, with_kernels
+    from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES
     from jax_fastattn.testing.pages import paged_arguments
     from jax_fastattn.testing.poison import poison
 
@@ -340,9 +340,7 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
     chosen = [case for case in [*pages, *cases, *wild] if words is None or any(word in str(case) for word in words)]
     for case in chosen[part::parts]:
         begun = time.monotonic()
-        # The gradient of a bias that no kernel computes takes the XLA path.
-        has_kernels = with_kernels(case) == case
-        spec = dataclasses.replace(case.spec(), implementation="cuda" if has_kernels else None)
+        spec = dataclasses.replace(case.spec(), implementation="cuda")
         operands, *cotangents = poison(spec, case.operands(jax.random.key(0)), *case.cotangents(jax.random.key(1)))
         operands = operands._replace(query=operands.query * 30)
         if case in wild:

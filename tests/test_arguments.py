@@ -90,7 +90,9 @@ def test_a_bias_has_the_buffer_of_its_kind() -> None:
     assert found("backward", **matrix, dbias=True, splits_dbias=True) == {"bias": "float16", "dbias": "float32"}
     assert found("backward", bias="keys", dbias=True) == {"key_bias": "float32", "dkey_bias": "float32"}
     assert found("backward", bias="rows", dbias=True) == {}
-    assert found("backward", bias="rows", logits_soft_cap=True) == {"row_bias": "float32"}
+    rows = {"bias": "rows", "logits_soft_cap": True}
+    assert found("backward", **rows) == {"row_bias": "float32"}
+    assert found("backward", **rows, dbias=True) == {"row_bias": "float32", "dbias": "float32"}
 
 
 def test_integers_come_before_floats() -> None:

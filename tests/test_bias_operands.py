@@ -23,7 +23,7 @@ from jax_fastattn.ops.bias import MIN_SCALE, bias_operands, with_usable_scale
 from jax_fastattn.ops.launch import launch_scalars
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 from jax_fastattn.testing import combinations
-from jax_fastattn.testing.cases import Case, kernel_specs, with_kernels
+from jax_fastattn.testing.cases import Case, kernel_specs
 
 B, T, S, N, K, H = 2, 5, 11, 6, 3, 64
 SHAPES = list(itertools.product((1, B), (1, K, N), (1, T), (1, S)))
@@ -176,7 +176,7 @@ def test_keys_of_cases_are_those_of_calls(
     compile_kernel = call._compile
     monkeypatch.setattr(call, "_compile", lambda spec: asked.append(spec) or compile_kernel(spec))
     spec, operands, *cotangents = combinations.inputs(case)
-    evaluate = functools.partial(combinations.evaluate, with_kernels(case), spec)
+    evaluate = functools.partial(combinations.evaluate, case, spec)
     jax.jit(evaluate).trace(operands, *cotangents).lower(lowering_platforms=("cuda",))
     assert set(asked) == set(kernel_specs([case], arch))
 

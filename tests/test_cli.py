@@ -34,7 +34,7 @@ from jax_fastattn.kernels.choose import prepass_configs
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.spec import QKV
-from jax_fastattn.testing.cases import Case, kernel_specs, with_kernels
+from jax_fastattn.testing.cases import Case, kernel_specs
 from jax_fastattn.testing.models import MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -134,7 +134,7 @@ def test_keys_are_those_of_a_call(
         operands = case.operands(jax.random.key(0))
 
         def gradients(operands: Any, case: Case = case) -> Any:
-            names = (*QKV, "sinks") if with_kernels(case).constant_bias else (*QKV, "sinks", "bias")
+            names = (*QKV, "sinks") if case.constant_bias else (*QKV, "sinks", "bias")
             wanted = {name: getattr(operands, name) for name in names}
             wanted = {name: x for name, x in wanted.items() if x is not None}
             out, pullback = jax.vjp(lambda wanted: bench._ours(case, operands._replace(**wanted)), wanted)

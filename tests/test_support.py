@@ -26,11 +26,10 @@ from jax_fastattn.kernels.support import (
     MAX_HEAD_DIM,
     MAX_LISTED_LENGTH,
     describe_kernels,
-    gradient_reasons,
     speed_note,
     unsupported_reasons,
 )
-from jax_fastattn.spec import QKV, UNBOUNDED
+from jax_fastattn.spec import UNBOUNDED
 from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, MASKED, Case, kernel_specs
 from jax_fastattn.testing.combinations import BIASES
@@ -85,23 +84,6 @@ def test_all_kernels_take_biases(arch: str) -> None:
             for change in ({}, *({name: x} for name, x in others.items())):
                 case = dataclasses.replace(BASE, bias=axes, bias_dtype=dtype, **change)
                 assert unsupported_reasons(case.problem(), arch) == []
-
-
-def test_gradients_that_no_kernel_computes() -> None:
-    """The only one is that of a bias of rows under a soft cap."""
-
-    def texts(wanted: tuple[str, ...] = (*QKV, "bias"), **change: Any) -> list[str]:
-        problem = dataclasses.replace(BASE, **change).problem()
-        return [reason.text for reason in gradient_reasons(problem, wanted)]
-
-    assert texts() == texts(bias="t") == texts(bias="bn") == []
-    assert texts(QKV, bias="ts") == texts(QKV, bias="s") == texts(QKV, bias="t", logits_soft_cap=2.0) == []
-    for axes in ("t", "bn", ""):
-        (text,) = texts(bias=axes, logits_soft_cap=2.0)
-        assert text.endswith("of size 1 along the keys if there is a soft cap")
-    for axes in ("ts", "bs", "bkts"):
-        for cap in (None, 2.0):
-            assert texts(bias=axes, logits_soft_cap=cap) == []
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

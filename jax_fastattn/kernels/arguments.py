@@ -136,7 +136,8 @@ class BackwardBuffers(NamedTuple):
         dk: `[B, S, K, H]`.
         dv: `[B, S, K, D]`.
         dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
-        dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`.
+        dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`. Of a bias of rows
+            `[parts, planes, terms, T]` with a term for each `ROW_TERM_KEYS` keys.
         dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias of keys. Portable: `[B, N column_warps, S]`.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
         dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
@@ -178,7 +179,7 @@ class BackwardBuffers(NamedTuple):
     dk: Annotated[Any, Buffer("result")]
     dv: Annotated[Any, Buffer("result")]
     dsinks_terms: Annotated[Any, Buffer("result", "float32", needs="dsinks")]
-    dbias: Annotated[Any, Buffer("result", needs="dmatrix_bias", dtype_of="dbias_dtype")]
+    dbias: Annotated[Any, Buffer("result", needs="sums_dbias", dtype_of="dbias_dtype")]
     dkey_bias: Annotated[Any, Buffer("result", "float32", needs="dkey_bias")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
     dq_accum: Annotated[Any, Buffer("scratch", "float32", needs="config.adds_dq")]
@@ -232,7 +233,7 @@ class PortableBackwardBuffers(NamedTuple):
     dk: Annotated[Any, Buffer("result")]
     dv: Annotated[Any, Buffer("result")]
     dsinks_terms: Annotated[Any, Buffer("result", "float32", needs="dsinks")]
-    dbias: Annotated[Any, Buffer("result", needs="dmatrix_bias", dtype_of="dbias_dtype")]
+    dbias: Annotated[Any, Buffer("result", needs="sums_dbias", dtype_of="dbias_dtype")]
     dkey_bias: Annotated[Any, Buffer("result", "float32", needs="dkey_bias")]
     stats: Annotated[Any, Buffer("scratch", "float32")]
     dq_accum: Annotated[Any, Buffer("scratch", "float32")]
@@ -266,7 +267,7 @@ class Scalars(NamedTuple):
             without a bias.
         bias_pitch: of a matrix, its columns; of other kinds, elements from one plane to the next. Queries past the end
             of a plane of rows share its last element.
-        bias_parts: how many parts the gradient of a matrix has; None, which is no parameter, if that is not computed.
+        bias_parts: how many parts `dbias` has; None, which is no parameter, if no kernel writes it.
         scale: factor on q . k, of any sign.
         logits_soft_cap: the cap; 0, and not read, if the compile key has none.
     """

@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of dS that a warp of `dbias.py` of either family keeps in registers: what it adds, and the result."""
+"""The sum of dS that a warp of `dbias.py` of either family keeps in registers: what it adds, and the result.
+
+For the gradient of a matrix that is an element for each score. For a bias of rows it is a term for each `ROW_TERM_KEYS`
+keys of a row, and XLA adds up the terms.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +15,8 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import Scalars, Sizes
 from jax_fastattn.kernels.dbias_schedule import Buffers, DbiasSchedule, DbiasTile, ItemList
-from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS, key_list_tiles
-from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.dbias_tiles import KEYS, ROW_TERM_KEYS, ROWS, key_list_tiles
+from jax_fastattn.kernels.device import copies, ptx, softmax
 from jax_fastattn.kernels.features.bits import Bits, LiveColumns
 from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
@@ -64,21 +68,33 @@ class DbiasSum:
         spec: the compile key.
         schedule: the tiles of the CTA.
         buffers, sizes: of the launch.
-        total: the accumulator.
-        n_blocks: blocks of 8 columns that it has.
+        lane_rows: how many accumulator rows a lane has.
+        n_blocks: blocks of 8 columns of its scores.
+        total: the sum.
     """
 
     spec: KernelSpec
     schedule: DbiasSchedule
     buffers: Buffers
     sizes: Scalars | Sizes
-    total: cute.Tensor
+    lane_rows: int
     n_blocks: int
+    total: cute.Tensor
+
+    @classmethod
+    def start(
+        cls, schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
+    ) -> "DbiasSum":
+        """Returns a sum of 0."""
+        columns = n_blocks * 8 // ROW_TERM_KEYS if schedule.spec.drow_bias else 2 * n_blocks
+        total = cute.make_rmem_tensor((lane_rows * columns,), Float32)
+        total.fill(0.0)
+        return cls(schedule.spec, schedule, *launch, lane_rows, n_blocks, total)
 
     @property
-    def lane_rows(self) -> int:
-        """How many accumulator rows a lane has."""
-        return cute.size(self.total) // (2 * self.n_blocks)
+    def count(self) -> int:
+        """How many scores a lane has."""
+        return self.lane_rows * 2 * self.n_blocks
 
     def scores(self, tile: DbiasTile, lane: Lane) -> ScoreTile:
         """Returns where the lane's scores lie."""
@@ -99,13 +115,14 @@ class DbiasSum:
             change: dP - delta of an element.
             edge: what is hidden.
         """
-        for i in range(cute.size(self.total)):
+        for i in range(self.count):
             at = scores.at(i)
             difference = change(i, at)
+            place = self._term(at.i, at.column) if self.spec.drow_bias else i
             if edge is None:
-                self.total[i] = ptx.fma(weight(i), difference, self.total[i])
+                self.total[place] = ptx.fma(weight(i), difference, self.total[place])
             else:
-                self.total[i] = self.total[i] + edge.select(weight(i) * difference, at)
+                self.total[place] = self.total[place] + edge.select(weight(i) * difference, at)
 
     def edge(self, score: Score, tile: DbiasTile, lane: Lane, hidden: Hidden) -> Edge:
         """Returns what is hidden in a tile."""
@@ -144,15 +161,38 @@ class DbiasSum:
         """Stores the sum."""
         for i in range(self.lane_rows):
             row = tile.row * ROWS + lane.row + 8 * i
+            exists = Boolean(row < self.sizes.query_length)
+            if self.spec.drow_bias:
+                self._store_terms(tile, lane, row, i, exists)
+                continue
             first = (Int64(tile.target) * self.sizes.query_length + row) * self.sizes.bias_pitch
             store = self._store_wide if self.spec.dbias_dtype == "float32" else self._store_rounded
-            store(tile, lane, first, i, Boolean(row < self.sizes.query_length))
+            store(tile, lane, first, i, exists)
 
     def _pair(self, i: int, block: int) -> list[Float32]:
         """Returns two neighbors of one of the lane's rows."""
         m, half = divmod(i, 2)
         total: Any = self.total
         return [total[4 * (m * self.n_blocks + block) + 2 * half + e] for e in range(2)]
+
+    def _term(self, i: int, column: int) -> int:
+        """Returns the index of the term of a bias of rows that has a column of one of the lane's rows."""
+        return i * (self.n_blocks * 8 // ROW_TERM_KEYS) + column // ROW_TERM_KEYS
+
+    def _store_terms(self, tile: DbiasTile, lane: Lane, row: Int32, i: int, exists: Boolean) -> None:
+        """Stores the terms of a row of the lane: one lane of the quad stores their sums over the quad."""
+        sizes, first = self.sizes, (tile.column * KEYS + lane.warp_column) // ROW_TERM_KEYS
+        count = copies.count(sizes.key_length, ROW_TERM_KEYS)
+        for column in range(0, self.n_blocks * 8, ROW_TERM_KEYS):
+            total, term = softmax.quad_sum(self.total[self._term(i, column)]), first + column // ROW_TERM_KEYS
+            place = (Int64(tile.target) * count + term) * sizes.query_length + row
+            address = self.buffers.dbias.toint() + place * 4
+            stores = Boolean(exists & Boolean(Boolean(term < count) & Boolean((lane.thread & 3) == 0)))
+
+            def store(address: Int64 = address, total: Float32 = total) -> None:
+                ptx.store_global(address, total)
+
+            cutlass.if_generate(stores, store)
 
     def _store_wide(self, tile: DbiasTile, lane: Lane, first: Int64, i: int, exists: Boolean) -> None:
         """Stores a row of the lane in float32."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tiles of the gradient of a bias of pairs, and its parts: the same in both families of kernels.
+"""The tiles of the gradient of a bias, and its parts: the same in both families of kernels.
 
 Pure Python, no import of the DSL.
 """
@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 
-# Queries and keys of a tile of the bias.
+# Queries and keys of a tile of scores, which is one of the bias if that is a matrix.
 ROWS, KEYS = 128, 128
+
+# Of how many keys a number is written for each query, to be added up to the gradient of a bias of rows.
+ROW_TERM_KEYS = 64
 
 # Bytes that parts of a gradient may take.
 _PARTS_NBYTES = 128 << 20

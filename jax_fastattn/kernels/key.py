@@ -116,7 +116,7 @@ class KernelSpec:
     @property
     def classifies_keys(self) -> bool:
         """Whether it has the classes of their tiles, for the kernel that computes dbias alone."""
-        return self.reads_edges and self.dmatrix_bias
+        return self.reads_edges and self.sums_dbias
 
     @property
     def compares_keys(self) -> bool:
@@ -178,13 +178,23 @@ class KernelSpec:
         return self.dbias and self.matrix_bias
 
     @property
+    def drow_bias(self) -> bool:
+        """Whether that of a bias of queries is."""
+        return self.dbias and self.row_bias
+
+    @property
+    def sums_dbias(self) -> bool:
+        """Whether a kernel of its own computes the gradient of the bias."""
+        return self.dmatrix_bias or self.drow_bias
+
+    @property
     def dkey_bias(self) -> bool:
         """Whether the gradient of a bias of keys is computed."""
         return self.dbias and self.bias == "keys"
 
     @property
     def dbias_dtype(self) -> str:
-        """The dtype of the gradient of a matrix: float32 where it is added up or rounded later."""
+        """The dtype of what that kernel writes: float32 where it is added up or rounded later."""
         return "float32" if self.splits_dbias or self.bias_dtype is None else self.bias_dtype
 
     @property

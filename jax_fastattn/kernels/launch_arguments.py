@@ -30,7 +30,7 @@ def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
     visit = () if spec.listed or spec.row_bits else VISIT_SCALARS
     side = () if spec.op == "decode" else ("side_heads",)
     pages = () if spec.page else ("pages",)
-    bias = (() if spec.bias else BIAS_SCALARS) + (() if spec.dmatrix_bias else ("bias_parts",))
+    bias = (() if spec.bias else BIAS_SCALARS) + (() if spec.sums_dbias else ("bias_parts",))
     return visit + side + pages + bias
 
 

@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED
-from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import forward_spec, is_listed, kernel_spec
 from jax_fastattn.kernels.tile_lists import MAX_TILES
 from jax_fastattn.spec import UNBOUNDED, Problem, is_known
@@ -21,7 +19,7 @@ MAX_HEAD_DIM = 256
 # fmt: off
 Kind = Literal[
     "implementation", "empty", "platform", "installation", "derivative",
-    "architecture", "dtype", "head_dim", "symbolic", "length", "gradient",
+    "architecture", "dtype", "head_dim", "symbolic", "length",
 ]
 # fmt: on
 
@@ -48,9 +46,6 @@ _REMEDIES: dict[Kind, str] = {
     "dtype": "cast query, key and value to bfloat16",
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
 }
-
-# Instead of a gradient that no kernel computes.
-_UNTRAINED = "if nothing trains it, pass `jax.lax.stop_gradient(bias)`"
 
 # Up to which length lists have numbers for all tiles, of 32 rows at least.
 MAX_LISTED_LENGTH = 32 * MAX_TILES
@@ -86,22 +81,6 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         ),
     ]
     return [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
-
-
-def gradient_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
-    """Returns every reason why no CUDA kernel computes wanted gradients of a call whose forward pass kernels run.
-
-    Args:
-        problem: the call.
-        wanted: the operands whose gradients are asked for.
-    """
-    if problem.bias_shape is None or "bias" not in wanted:
-        return []
-    of_rows = bias_kind(problem.bias_shape) == "rows"
-    if not of_rows or problem.spec.logits_soft_cap is None:
-        return []
-    text = "no kernel computes the gradient of a `bias` of size 1 along the keys if there is a soft cap"
-    return [Reason("gradient", text, _UNTRAINED)]
 
 
 def speed_note(arch: str) -> str:

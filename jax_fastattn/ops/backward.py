@@ -68,7 +68,7 @@ def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> list[j
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, **params: Any) -> Any:
     problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
-    if not dispatch.takes_cuda(problem, params["wanted"]):
+    if not dispatch.takes_cuda(problem):
         return _lower_portable(ACCELERATOR, ctx, *values, spec=spec, **params)
     return abstract.lower_on_one_device(lambda *arrays: _gradients(cuda.backward, arrays, spec, **params), ctx, *values)
 

@@ -5,7 +5,7 @@
 A bias of rows changes no weight of a key if there is no soft cap. So the kernels of the backward pass do not read it:
 it is taken off the log-sum-exps. Its gradient is the sum of dS over the keys, which is the cotangent of the row's
 log-sum-exp, less what the sink takes of it. With a soft cap, which gives each key a slope, kernels read the bias, and
-none computes its gradient.
+one of them writes what each 64 keys add to its gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_fastattn.blocks import reduce_to
 from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_pitch
 from jax_fastattn.kernels.choose import kernel_spec
-from jax_fastattn.kernels.dbias_tiles import dbias_parts
+from jax_fastattn.kernels.dbias_tiles import ROW_TERM_KEYS, dbias_parts
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import HIDDEN_BIAS, Operands, Problem
 
@@ -62,21 +62,25 @@ def result_shapes(kernel: KernelSpec, problem: Problem, multiprocessors: int) ->
     if kernel.dkey_bias:
         warps = kernel.config.column_warps if kernel.family == "sm80" else 1
         return {"dkey_bias": (problem.batch, problem.num_heads * warps, problem.key_length)}
-    if not kernel.dmatrix_bias or shape is None:
+    if not kernel.sums_dbias or shape is None:
         return {}
-    planes, pitch = shape[0] * shape[1], bias_pitch(shape, problem.key_length)
-    sharing = problem.batch * problem.num_heads // planes
-    parts = dbias_parts((planes, problem.query_length, problem.key_length), sharing, multiprocessors)
-    return {"dbias": (parts, planes, problem.query_length, pitch)}
+    planes, queries, keys = shape[0] * shape[1], problem.query_length, problem.key_length
+    parts = dbias_parts((planes, queries, keys), problem.batch * problem.num_heads // planes, multiprocessors)
+    if kernel.drow_bias:
+        return {"dbias": (parts, planes, -(-keys // ROW_TERM_KEYS), queries)}
+    return {"dbias": (parts, planes, queries, bias_pitch(shape, keys))}
 
 
 def bias_gradient(shape: tuple[int, ...], found: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the gradient of a bias `[b, n, t, s]` of keys or pairs in float32, from what a launch has written."""
-    if "dbias" in found:
-        parts = found["dbias"].astype(jnp.float32)
-        total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
-        return total[..., : shape[3]].reshape(shape)
-    return _reduced(found["dkey_bias"][:, :, None], shape)
+    """Returns the gradient of a bias `[b, n, t, s]` in float32, from what a launch has written."""
+    if "dkey_bias" in found:
+        return _reduced(found["dkey_bias"][:, :, None], shape)
+    parts = found["dbias"].astype(jnp.float32)
+    if shape[3] == 1:
+        rows = jnp.sum(parts, axis=(0, 2))
+        return reduce_to(shape, rows.reshape(*shape[:2], -1, 1))
+    total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
+    return total[..., : shape[3]].reshape(shape)
 
 
 class RowBias:

@@ -8,14 +8,13 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import jax
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
-from jax_fastattn.kernels.support import Reason, describe_kernels, gradient_reasons, speed_note, unsupported_reasons
+from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 # Why tangents and second derivatives take the XLA path, whatever the call is.
@@ -48,8 +47,8 @@ class Explanation:
         variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
         reasons: every reason why the CUDA kernels are not taken; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
-        note: caveats about the speed of the CUDA kernels on some GPUs, a gradient of `bias` that no kernel computes,
-            what is done with pages, and what travels if a mesh splits the rows; else empty.
+        note: caveats about the speed of the CUDA kernels on some GPUs, what is done with pages, and what travels if a
+            mesh splits the rows; else empty.
     """
 
     implementation: str
@@ -85,12 +84,8 @@ def cuda_reasons(problem: Problem) -> list[Reason]:
     return found
 
 
-def takes_cuda(problem: Problem, wanted: Collection[str] = ()) -> bool:
+def takes_cuda(problem: Problem) -> bool:
     """Returns whether a call that is lowered for CUDA runs the kernels.
-
-    Args:
-        problem: the call.
-        wanted: of its backward pass, the operands whose gradients are asked for.
 
     Raises:
         NotImplementedError: `implementation` is "cuda" and no kernel can run the call; the message lists every reason.
@@ -99,8 +94,6 @@ def takes_cuda(problem: Problem, wanted: Collection[str] = ()) -> bool:
     if implementation == "xla" or problem.is_empty:
         return False
     reasons = cuda_reasons(problem)
-    if not reasons:
-        reasons = gradient_reasons(problem, wanted)
     if reasons and implementation == "cuda":
         raise _refusal(reasons)
     if reasons:
@@ -151,11 +144,9 @@ def _explain(problem: Problem, *, has_gradient: bool = True) -> Explanation:
         texts = tuple(reason.text for reason in reasons)
         return Explanation("xla", None, None, None, texts, "; ".join(map(str, reasons)))
     arch = ffi.arch()
-    gradients = gradient_reasons(problem, problem.spec.present)
-    note = f"with the gradient of `bias` the backward pass takes the XLA path: {gradients[0]}" if gradients else ""
     kernels = describe_kernels(problem, arch, has_gradient=has_gradient)
     variant = _variant(problem, arch, has_gradient=has_gradient)
-    return with_note(Explanation("cuda", *kernels, variant, (), "", speed_note(arch)), note)
+    return Explanation("cuda", *kernels, variant, (), "", speed_note(arch))
 
 
 def with_note(found: Explanation, note: str) -> Explanation:

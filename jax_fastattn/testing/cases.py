@@ -22,7 +22,6 @@ from jax_fastattn import packed
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.support import gradient_reasons
 from jax_fastattn.ops.bias_gradient import backward_spec
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, Problem
@@ -348,12 +347,6 @@ def _int32(x: Any) -> jax.Array | None:
     return None if x is None else jnp.asarray(x, jnp.int32)
 
 
-def with_kernels(case: Case) -> Case:
-    """Returns a case without the gradient of its bias if no kernel computes it."""
-    is_missing = gradient_reasons(case.problem(), ("bias",))
-    return dataclasses.replace(case, constant_bias=True) if is_missing else case
-
-
 def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     """Returns the distinct kernels that the cases need, forward and backward with prepasses, each to be compiled.
 
@@ -363,7 +356,7 @@ def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     for case in cases:
         problem = case.problem()
         forward, asked = forward_spec(problem, arch), {"dlse": case.dlse, "dsinks": case.sinks is not None}
-        dbias = case.bias is not None and not with_kernels(case).constant_bias
+        dbias = case.bias is not None and not case.constant_bias
         backward = backward_spec(problem, arch, **asked, dbias=dbias, multiprocessors=H100_MULTIPROCESSORS)
         configs = (*prepass_configs(forward), *prepass_configs(backward))
         prepasses = (prepass_spec(problem.spec, config, arch) for config in configs)

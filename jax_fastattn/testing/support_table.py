@@ -12,13 +12,11 @@ import itertools
 from typing import Any
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, shared_memory_limit
-from jax_fastattn.kernels.support import MAX_HEAD_DIM, gradient_reasons, unsupported_reasons
+from jax_fastattn.kernels.support import MAX_HEAD_DIM, unsupported_reasons
 from jax_fastattn.spec import Problem
 from jax_fastattn.testing.cases import Case
 
 _BASE = Case(dtype="bfloat16", group=2)
-_GRADIENT = "gradient of a `bias`"
-_CAPPED_GRADIENT = "the same with `logits_soft_cap`, if `bias` is of size 1 along the keys"
 
 # What a row says, and a problem that has it.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -42,14 +40,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`sinks`": {"sinks": "n"},
     "`return_residual` with its gradient": {"dlse": True},
     "`bias` of any shape": {"bias": "bnts"},
-    _GRADIENT: {"bias": "bnts"},
-    _CAPPED_GRADIENT: {"bias": "bt", "logits_soft_cap": 30.0},
+    "gradient of a `bias`": {"bias": "bnts"},
     "`mask`": {"mask": "bnts"},
     "`segment_ids`": {"segments": 3},
     "`attention_varlen`": {"batch": 1, "packed": ((100, 93), (200, 57))},
 }
-# Calls that ask for the gradient of the bias.
-_BIAS_GRADIENTS = (_GRADIENT, _CAPPED_GRADIENT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +141,7 @@ def support_table() -> str:
     rows = [["", *ARCHITECTURES], ["---", *(":-:" for _ in ARCHITECTURES)]]
     found: dict[str, None] = {}
     for name, problem in problems().items():
-        wanted = ("bias",) if name in _BIAS_GRADIENTS else ()
-        reasons = [unsupported_reasons(problem, arch) + gradient_reasons(problem, wanted) for arch in ARCHITECTURES]
+        reasons = [unsupported_reasons(problem, arch) for arch in ARCHITECTURES]
         rows.append([name, *("no" if reason else "yes" for reason in reasons)])
         found |= dict.fromkeys(reason.text for reason in itertools.chain(*reasons))
     listed = "\n".join(f"- {reason}" for reason in found)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jax_fastattn.kernels.arguments import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
+from jax_fastattn.kernels.dbias_tiles import ROW_TERM_KEYS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.bias import bias_operands
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -258,10 +259,12 @@ def dsinks_buffer(spec: KernelSpec, sizes: Sizes) -> dict[str, np.ndarray]:
 def dbias_buffers(spec: KernelSpec, sizes: Sizes) -> dict[str, np.ndarray]:
     """Returns buffers of NaN for what kernels write of the gradient of a bias, by name."""
     found = {}
-    if spec.dmatrix_bias:
+    if spec.sums_dbias:
         assert sizes.bias is not None
-        planes, pitch = sizes.bias[0] * sizes.bias[1], bias_pitch(sizes.bias, sizes.keys)
-        shape = sizes.bias_parts, planes, sizes.queries, pitch
+        plane = sizes.queries, bias_pitch(sizes.bias, sizes.keys)
+        if spec.drow_bias:
+            plane = -(-sizes.keys // ROW_TERM_KEYS), sizes.queries
+        shape = sizes.bias_parts, sizes.bias[0] * sizes.bias[1], *plane
         found["dbias"] = np.full(shape, np.nan, DTYPES[spec.dbias_dtype])
     if spec.dkey_bias:
         warps = spec.config.column_warps if spec.family == "sm80" else 1
@@ -291,6 +294,9 @@ def compare_dbias(
     batch, heads, queries, keys = wanted.shape
     if spec.dmatrix_bias:
         got = found["dbias"].sum(0)[..., :keys].reshape(wanted.shape)
+    elif spec.drow_bias:
+        got = found["dbias"].sum((0, 2)).reshape(batch, heads, -1, 1)
+        got = got.sum(2, keepdims=True) if queries == 1 else got
     else:
         members = found["dkey_bias"].shape[1] // heads
         got = found["dkey_bias"].reshape(sizes.batch // batch, batch, heads, members, queries, keys)

@@ -86,6 +86,6 @@ def check(spec: KernelSpec, sizes: Sizes | None = None, schedule: str = "second"
     run.run("Preprocess")
     run.run("DkdvDq", schedule=schedule)
     run.run("Convert")
-    if spec.dmatrix_bias:
+    if spec.sums_dbias:
         run.run("Dbias", schedule=schedule)
     run.compare()

@@ -69,7 +69,7 @@ def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
         multiprocessors=MULTIPROCESSORS,
         **dict.fromkeys((*VISIT_SCALARS, "side_heads", "pages")),
         **bias_scalars(spec, sizes),
-        bias_parts=sizes.bias_parts if spec.dmatrix_bias else None,
+        bias_parts=sizes.bias_parts if spec.sums_dbias else None,
         scale=sizes.scale,
         logits_soft_cap=sizes.cap,
     )

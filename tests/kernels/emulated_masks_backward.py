@@ -194,7 +194,7 @@ def run(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     stride = predicate.query_heads if case.sinks else 0
     scalars = emulated_masks.scalars(predicate, one_row=case.one_row)
     scalars = scalars._replace(logits_soft_cap=CAP, sinks_stride=stride, **bias_scalars(spec, case.sizes))
-    scalars = scalars._replace(bias_parts=1 if spec.dmatrix_bias else None)
+    scalars = scalars._replace(bias_parts=1 if spec.sums_dbias else None)
     texts = backward_texts(spec)
     for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
         start(launch, texts, memory)

@@ -33,6 +33,7 @@ Dtype = Literal["bfloat16", "float16"]
 MATRIX = {"bias": "matrix", "bias_dtype": "bfloat16", "dbias": True}
 GROUPS = {**MATRIX, "group": 2}
 KEYS = {"bias": "keys", "dbias": True}
+ROWS = {"bias": "rows", "dbias": True, "logits_soft_cap": True}
 
 # By name: head dims, dtype, features, sizes. Compiling takes most of the time, and cases of the same features share it.
 CASES: dict[str, tuple[int, int, Dtype, dict[str, Any], Sizes]] = {
@@ -109,6 +110,20 @@ CASES: dict[str, tuple[int, int, Dtype, dict[str, Any], Sizes]] = {
     ),
     "keys-cap": (64, 64, "bfloat16", {**ALL, **KEYS, "logits_soft_cap": True}, Sizes(bias=(3, 1, 1, 201))),
     "keys-d192v128": (192, 128, "bfloat16", {**ALL, **KEYS}, Sizes(bias=(1, 1, 1, 201))),
+    "rows-everything": (
+        64,
+        64,
+        "float16",
+        {**ALL, **ROWS, "group": 2, "dlse": True},
+        Sizes(bias=(3, 2, 133, 1)),
+    ),
+    "rows-d192v128": (
+        192,
+        128,
+        "bfloat16",
+        {**CAUSAL, **ROWS},
+        Sizes(3, 133, 140, 1, right=0, bias=(1, 1, 133, 1), bias_parts=2),
+    ),
 }
 
 
@@ -170,6 +185,7 @@ LAUNCHED = {
     "d64-holes": ["prologue", "background", "DkdvDqKernel", "DbiasKernel"],
     "d192v128-causal": ["prologue", "DqKernel", "DkdvKernel", "DbiasKernel"],
     "keys-everything": ["prologue", "background", "DkdvDqKernel"],
+    "rows-everything": ["prologue", "background", "DkdvDqKernel", "DbiasKernel"],
 }
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 B, T, S, N, K = 2, 70, 141, 4, 2
 SIZES = {"b": B, "n": N, "t": T, "s": S}
-# Of a bias of rows two will do: backward kernels do not read it.
+# Of a bias of rows two will do: without a soft cap backward kernels do not read it.
 SHAPES = [*(axes + "s" for axes in ("", "b", "n", "bn", "t", "bt", "nt", "bnt")), "", "bnt"]
 
 # The axes of a bias that are not broadcast, and other arguments.
@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "t-sinks-dlse": {"bias": "t", "sinks": True, "dlse": True, "query_seq_lengths": (70, 40)},
     "bn-dlse": {"bias": "bn", "dlse": True},
+    "nt-cap-mask": {"bias": "nt", "logits_soft_cap": 2.0, "mask": (B, 1, 1, S)},
+    "-cap-sinks": {"bias": "", "logits_soft_cap": 2.0, "sinks": True, "dlse": True},
     "nts-float32": {"bias": "nts", "bias_dtype": "float32", "is_causal": True},
     "bnts-d40v256": {"bias": "bnts", "head_dim": 40, "v_head_dim": 256},
 }
@@ -63,10 +65,11 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_ops.emulate(monkeypatch)
 
 
-def test_portable_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["nts-mask", "nt-cap-mask"])
+def test_portable_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No query differs from another by the mask: lists of tiles of queries are one row, those of keys are not."""
     emulated_ops.emulate(monkeypatch, "sm_80")
-    emulated_ops.compare_with_reference(*draw(CASES["nts-mask"]))
+    emulated_ops.compare_with_reference(*draw(CASES[name]))
 
 
 @pytest.mark.parametrize("axes", SHAPES)
@@ -135,12 +138,14 @@ def test_rows_that_see_no_key_of_a_call_with_sinks(step: float, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("axes", "written"), [("nts", {"dbias"}), ("bs", {"dkey_bias"}), ("bt", set())], ids=["matrix", "keys", "rows"]
+    ("axes", "cap", "written"),
+    [("nts", None, {"dbias"}), ("bs", None, {"dkey_bias"}), ("bt", None, set()), ("bt", 2.0, {"dbias"})],
+    ids=["matrix", "keys", "rows", "capped rows"],
 )
 def test_a_launch_computes_the_gradient_if_it_is_wanted(
-    axes: str, written: set[str], monkeypatch: pytest.MonkeyPatch
+    axes: str, cap: float | None, written: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, operands, _ = draw({"bias": axes})
+    spec, operands, _ = draw({"bias": axes, "logits_soft_cap": cap})
     launched: list[tuple[KernelSpec, int]] = []
 
     def bind(*_: jax.Array, kernel: KernelSpec, results: Any, **__: Any) -> list[jax.Array]:

@@ -29,7 +29,7 @@ from jax_fastattn.ops import cuda, vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 from jax_fastattn.testing import combinations, compare, draw_sizes, draws, models
-from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, Case, kernel_specs, with_kernels
+from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
 from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.gpu
@@ -132,7 +132,7 @@ def _results(case: Case, family: str | None = None) -> compare.Results:
 
 
 def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
-    return jax.tree.map(np.asarray, combinations.expected(with_kernels(case), *_inputs(case)))
+    return jax.tree.map(np.asarray, combinations.expected(case, *_inputs(case)))
 
 
 def _portable_kernel(problem: Problem, op: Any, arch: str, **options: bool) -> KernelSpec:
@@ -218,7 +218,7 @@ def _public_results(case: Case) -> compare.Results:
     """Runs the public function on the operands of a case, poisoned."""
     spec, operands, *cotangents = _inputs(case)
     poisoned = poison(spec, operands, *cotangents, turn=case.draw or 0)
-    return jax.tree.map(np.asarray, combinations.evaluate(with_kernels(case), spec, *poisoned))
+    return jax.tree.map(np.asarray, combinations.evaluate(case, spec, *poisoned))
 
 
 def test_random_packed_calls(case: Case, expectations: dict[Case, Future[Any]]) -> None:

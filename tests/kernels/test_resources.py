@@ -59,6 +59,7 @@ FEATURES = {
     "bias-alike": {"listed": True, "alike": True, "bias": "matrix", "bias_dtype": "bfloat16"},
     "key-bias": {"bias": "keys"},
     "row-bias": {"bias": "rows"},
+    "capped-row-bias": {**CAUSAL, "bias": "rows", "logits_soft_cap": True},
 }
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
@@ -116,7 +117,7 @@ def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict
 
 def _launches(spec: KernelSpec) -> int:
     """Returns how many kernels there are. The gradient of a bias of pairs has its own."""
-    more = int(spec.dmatrix_bias)
+    more = int(spec.sums_dbias)
     if spec.op == "decode":
         return 1 + int(spec.config.splits)
     return {"forward": 1 + int(spec.has_tile_counter), "backward": 3 + more}[spec.op]
@@ -267,10 +268,12 @@ BIAS_GRADIENTS = {
     "bias-listed": ((64, 64), (128, 128), (192, 128)),
     "bias-alike": ((64, 64), (96, 96), (128, 128)),
     "key-bias": ((64, 64), (128, 128), (192, 128), (256, 256)),
+    "capped-row-bias": ((64, 64), (128, 128), (192, 128)),
 }
 # Local memory of those: with lists in the kernel of dk, dv and dq at head dim 128, and up to 16 bytes in that of dbias;
-# with two terms in that of dbias at head dim 128, and 16 bytes in that of dq at 256.
-BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 32, "bias-alike": 16, "bias-float32": 32}
+# with two terms in that of dbias at head dim 128, and 16 bytes in that of dq at 256; with rows under a soft cap in that
+# of dk, dv and dq at head dim 128.
+BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 32, "bias-alike": 16, "bias-float32": 32, "capped-row-bias": 128}
 # Portable rows with a bias, and how much local memory a kernel of each may have: most have that of dk, dv and dq at
 # head dim 64, the forward kernels of 32 rows a warp, and that of dbias over lists.
 PORTABLE_BIASES = {
@@ -283,6 +286,7 @@ PORTABLE_BIASES = {
     ("sm_80", "backward", "bias-listed", (128, 128)): 48,
     ("sm_80", "backward", "key-bias", (64, 64)): 88,
     ("sm_86", "backward", "key-bias", (256, 256)): 0,
+    ("sm_80", "backward", "capped-row-bias", (128, 128)): 72,
 }
 
 

@@ -29,9 +29,10 @@ def key(name: str, arch: str, **changes: Any) -> tuple[KernelSpec, Sizes]:
     return configured(KernelSpec("backward", arch, dtype, head_dim, v_head_dim, **(features | changes))), sizes
 
 
-@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32", None])
 @pytest.mark.parametrize("arch", ARCHITECTURES + BORROWED)
-def test_every_head_dim_has_a_variant(arch: str, bias_dtype: str) -> None:
+def test_every_head_dim_has_a_variant(arch: str, bias_dtype: str | None) -> None:
+    """For a matrix in some dtype, and for rows under a soft cap."""
     for head_dim in range(8, 257, 8):
         found = chunks(head_dim, 64)
         assert [chunk.first for chunk in found] == [i * found[0].tile.padded_columns for i in range(len(found))]
@@ -39,6 +40,8 @@ def test_every_head_dim_has_a_variant(arch: str, bias_dtype: str) -> None:
         assert len({chunk.tile.pitch for chunk in found}) == 1
         for v_head_dim in (8, head_dim, 256):
             features: dict[str, Any] = {"bias": "matrix", "bias_dtype": bias_dtype, "dbias": True}
+            if bias_dtype is None:
+                features = {"bias": "rows", "dbias": True, "logits_soft_cap": True}
             memory = DbiasMemory.of(KernelSpec("backward", arch, "bfloat16", head_dim, v_head_dim, **features))
             assert memory.nbytes <= shared_memory_limit(arch)
             # Copies run at most one item ahead.
@@ -57,7 +60,9 @@ def test_a_bias_that_does_not_fit_stays_in_global_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "arch"), [("d96-causal", "sm_86"), ("d128-one-stage", "sm_86")])
+@pytest.mark.parametrize(
+    ("name", "arch"), [("d96-causal", "sm_86"), ("d128-one-stage", "sm_86"), ("rows-everything", "sm_80")]
+)
 def test_gradients(name: str, arch: str) -> None:
     emulated_dkdv_dq.check(*key(name, arch))
 

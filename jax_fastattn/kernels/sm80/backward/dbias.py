@@ -11,6 +11,9 @@ The bias of the tile is copied once, if shared memory has room for it. Q and K, 
 some columns at a time, so that any head dim fits. Items whose tile is hidden are left out. There are no atomics and no
 sums in memory: the same bits in every run.
 
+Of a bias of rows, which kernels differentiate under a soft cap alone, a CTA sums over the keys of its tile, too. XLA
+adds up the tiles.
+
 Nothing that is hidden is zeroed: whatever it holds reaches its own pairs only, which are selected away. Reads the
 statistics that `preprocess.py` writes.
 """
@@ -51,7 +54,7 @@ _BLOCKS = WARP_ROWS // 16, WARP_COLUMNS // 8
 
 
 class DbiasKernel:
-    """Writes dbias, or float32 parts of it. One CTA for each tile of each part.
+    """Writes dbias, or float32 parts or terms of it. One CTA for each tile of each part.
 
     Args:
         spec: the compile key.
@@ -117,9 +120,7 @@ class DbiasCta:
     ) -> "DbiasCta":
         """Returns the CTA with its registers."""
         shared, lane = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint(), _read_lane()
-        total = cute.make_rmem_tensor((_BLOCKS[0] * _BLOCKS[1] * 4,), Float32)
         stage = cute.make_rmem_tensor((1,), Int32)
-        total.fill(0.0)
         stage.fill(0)
         bias = None
         if memory.config.copies_bias:
@@ -136,7 +137,7 @@ class DbiasCta:
             # With lists three times as many registers would spill.
             score=replace(score, joins_lse=not spec.listed),
             items=VisibleItems.of(schedule, tile, *launch),
-            sum=DbiasSum(spec, schedule, *launch, total, _BLOCKS[1]),
+            sum=DbiasSum.start(schedule, launch, 2 * _BLOCKS[0], _BLOCKS[1]),
             stage=stage,
         )
 
@@ -240,7 +241,7 @@ class DbiasCta:
         """Adds the dS of an item."""
         head, scores = Head(item.batch, item.head), self.sum.scores(self.tile, _read_lane())
         lse2, deltas = self._statistics(item)
-        weights, change = mma.zeros(*_BLOCKS), [-deltas[scores.at(i).i] for i in range(cute.size(self.sum.total))]
+        weights, change = mma.zeros(*_BLOCKS), [-deltas[scores.at(i).i] for i in range(self.sum.count)]
         for which in range(len(self._chunks)):
             of_query = which < len(self.memory.query_chunks)
             self._multiply(item, following, which, weights if of_query else change)

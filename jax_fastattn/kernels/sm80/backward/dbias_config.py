@@ -81,7 +81,7 @@ class DbiasMemory:
     def of(cls, spec: KernelSpec) -> DbiasMemory:
         """Returns the layout for a compile key: the first one that fits."""
         limit = shared_memory_limit(spec.arch)
-        memories = (cls._with(spec, config) for config in _candidates())
+        memories = (cls._with(spec, config) for config in _candidates(copies_bias=spec.matrix_bias))
         return next(memory for memory in memories if memory.nbytes <= limit)
 
     @classmethod
@@ -109,9 +109,9 @@ class DbiasMemory:
         return self.table.nbytes
 
 
-def _candidates() -> Iterator[DbiasConfig]:
+def _candidates(*, copies_bias: bool) -> Iterator[DbiasConfig]:
     """Yields the variants, best first. Without a place for the bias, two stages of 64 columns fit any GPU."""
     for columns in (64, 32):
         for stages in range(_STAGES, 1, -1):
-            yield DbiasConfig(columns, stages, copies_bias=True)
+            yield DbiasConfig(columns, stages, copies_bias)
     yield DbiasConfig(64, 2, copies_bias=False)

@@ -33,7 +33,7 @@ class BackwardKernel:
         self.preprocess = PreprocessKernel(spec)
         self.dkdv_dq = DkdvDqKernel(spec)
         self.convert = ConvertKernel(spec)
-        if spec.dmatrix_bias:
+        if spec.sums_dbias:
             self.dbias = DbiasKernel(spec)
 
     @cute.jit
@@ -49,7 +49,7 @@ class BackwardKernel:
             self.dkdv_dq.launch(buffers, scalars, order),
             self.convert.launch(buffers, scalars, query_tiles),
         ]
-        return [*launches, self.dbias.launch(buffers, scalars)] if self.spec.dmatrix_bias else launches
+        return [*launches, self.dbias.launch(buffers, scalars)] if self.spec.sums_dbias else launches
 
     def order(self, scalars: Scalars) -> HeadOrder:
         """Returns the order in which CTAs take key tiles."""

@@ -11,6 +11,9 @@ The bias of the tile is loaded once. Q and K, and then dO and V, pass through on
 any head dim fits. Items whose tile is hidden are left out. There are no atomics and no sums in memory: the same bits in
 every run. CTAs walk through tiles, and the loads for the next tile run while this one is stored.
 
+Of a bias of rows, which kernels differentiate under a soft cap alone, a CTA sums over the keys of its tile, too. XLA
+adds up the tiles.
+
 Rows that see nothing need no zeros: whatever they hold reaches their own pairs only, which are selected away. Reads the
 statistics that are described in `gradient.py`.
 """
@@ -41,7 +44,7 @@ from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 
 
 class DbiasKernel:
-    """Writes dbias, or float32 parts of it.
+    """Writes dbias, or float32 parts or terms of it.
 
     Args:
         spec: the compile key.

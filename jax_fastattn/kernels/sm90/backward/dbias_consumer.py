@@ -110,7 +110,6 @@ class DbiasConsumer:
     ) -> "DbiasConsumer":
         """Returns the role with its registers."""
         products = DbiasProducts.start(shared)
-        total = wgmma.accumulator(products.mma, (WARPGROUP_ROWS, KEYS))
         # Elsewhere registers would spill.
         joins_lse = spec.bias_terms == 1 and not spec.listed and spec.head_dim <= 128
         return cls(
@@ -125,7 +124,7 @@ class DbiasConsumer:
             items=shared.items(),
             bias_phase=wgmma.Uniform(Int32(0)),
             products=products,
-            sum=DbiasSum(spec, schedule, *launch, total, KEYS // 8),
+            sum=DbiasSum.start(schedule, launch, lane_rows=2, n_blocks=KEYS // 8),
         )
 
     def run(self) -> None:

@@ -52,8 +52,8 @@ class DbiasShared:
 
     @property
     def bias(self) -> Int32:
-        """Address of the bias of a tile."""
-        return self.regions.stage(stages.NAME, Int32(0))
+        """Address of the bias of a tile; 0 if it is one of rows, for which nothing is loaded."""
+        return self.regions.stage(stages.NAME, Int32(0)) if self.memory.feature_rows else Int32(0)
 
     def ring(self) -> wgmma.Ring:
         """Returns one side's position in the ring."""

@@ -50,7 +50,7 @@ class BackwardKernel:
         self.preprocess = PreprocessKernel(spec)
         if not config.adds_dq:
             self.dq = DqKernel(spec)
-        if spec.dmatrix_bias:
+        if spec.sums_dbias:
             self.dbias = DbiasKernel(spec)
 
     @cute.jit
@@ -69,4 +69,4 @@ class BackwardKernel:
         if orders.queries is not None:
             launches.append(self.dq.launch(buffers, scalars, orders.queries))
         launches.append(self.main.launch(buffers, scalars, orders.keys))
-        return [*launches, self.dbias.launch(buffers, scalars)] if self.spec.dmatrix_bias else launches
+        return [*launches, self.dbias.launch(buffers, scalars)] if self.spec.sums_dbias else launches
