@@ -53,17 +53,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
     parser.addoption("--seed", type=int, default=34, help="of random calls (default: %(default)s)")
     parser.addoption("--part", default="0/1", help="I/N: part I of N of the tests, cases undivided")
-    parser.addoption("--sample", type=int, default=1, help="of functions marked `numbers`, one in so many cases")
-    parser.addoption("--sample-kernels", type=int, default=1, help="the same of slow functions in tests/kernels")
+    parser.addoption("--sample", type=int, default=1, help="of functions marked slow or numbers, one in so many cases")
     parser.addoption("--turn", type=int, default=0, help="which cases a sample has: others for each number below N")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    numbers, kernels = (config.getoption(name) for name in ("--sample", "--sample-kernels"))
+    sample, turn = config.getoption("--sample"), config.getoption("--turn")
     return [
         f"random calls: --seed {config.getoption('--seed')}",
-        f"of each function marked numbers: {'every case' if numbers == 1 else f'one case in {numbers}'}",
-        f"of each slow function of kernels: {'every case' if kernels == 1 else f'one case in {kernels}'}",
+        f"of each slow function: {'every case' if sample == 1 else f'one case in {sample}, --turn {turn}'}",
     ]
 
 
@@ -116,10 +114,7 @@ def _sampled(items: list[pytest.Item], config: pytest.Config) -> list[bool]:
 
 def _one_in(item: pytest.Item, config: pytest.Config) -> int:
     """Of how many cases of the item's function one is in the sample."""
-    if "numbers" in item.keywords:
-        return config.getoption("--sample")
-    is_of_kernels = "slow" in item.keywords and item.path.parent.name == "kernels"
-    return config.getoption("--sample-kernels") if is_of_kernels else 1
+    return config.getoption("--sample") if {"numbers", "slow"} & {*item.keywords} else 1
 
 
 def _together(item: pytest.Item) -> str:

@@ -62,6 +62,7 @@ MEANINGS = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", MEANINGS)
 def test_argument_means_what_the_reference_means(name: str) -> None:
     results = calls.check(dataclasses.replace(SMALL, dlse=True, **MEANINGS[name]))
@@ -84,6 +85,7 @@ def test_float64_is_computed_in_float64() -> None:
 BROADCASTS = ["".join(axes) for n in range(5) for axes in itertools.combinations("bnts", n)]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("axes", BROADCASTS, ids=lambda axes: axes or "1")
 def test_mask_and_bias_broadcast_along(axes: str) -> None:
     case = dataclasses.replace(SMALL, bias=axes, mask=axes)
@@ -239,6 +241,7 @@ PACKED = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_is_one_call_for_each_sequence(name: str) -> None:
     lengths_q, lengths_k, options = PACKED[name]

@@ -120,6 +120,7 @@ SPELLED = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("value", SPELLED)
 @pytest.mark.parametrize("sinks", [None, "n"], ids=["no-sinks", "sinks"])
 def test_mask_that_a_bias_spells(blocks: str, value: str, sinks: str | None) -> None:
@@ -171,6 +172,7 @@ UNREAD = [
 ]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(("blocks", "name", "axes"), UNREAD, indirect=["blocks"])
 def test_bias_that_no_visible_pair_reads(blocks: str, name: str, axes: str) -> None:
     """NaN and infinities there, and in tangents, reach nothing; the gradients there are 0."""
@@ -192,6 +194,7 @@ def test_bias_that_no_visible_pair_reads(blocks: str, name: str, axes: str) -> N
         assert not np.asarray(found[order]["bias"])[hidden].any()
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bias_dtype", FLOATS)
 def test_every_dtype_beside_every_dtype(dtype: str, bias_dtype: str) -> None:
@@ -229,6 +232,7 @@ def test_gradient_of_a_bias_of_16_bits_is_summed_in_float32(blocks: str) -> None
     np.testing.assert_allclose(found.astype(np.float32), exact, rtol=0.02)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("axes", ["", "s", "nts", "bnts"], ids=lambda axes: axes or "1")
 def test_vmap_of_a_shared_bias_sums_its_gradient(blocks: str, axes: str) -> None:
     case = dataclasses.replace(SIZES, bias=axes)

@@ -89,6 +89,7 @@ MESHES = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", MESHES)
 def test_bias_per_key_value_head_is_split_as_the_keys_are(name: str) -> None:
     """Devices that share a key/value head, or entries that share the bias, add up their shares of its gradient."""

@@ -70,6 +70,7 @@ def loss(arrays: calls.Arrays, **options: Any) -> jax.Array:
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(jnp.where(jnp.isfinite(lse), lse, 0.0)))
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("name", "letters"), [(name, "BTS") for name in CASES] + [("everything", letter) for letter in "BTS"]
 )
@@ -84,6 +85,7 @@ def test_one_export_runs_at_every_symbolic_size(name: str, letters: str) -> None
         calls.assert_same(calls.quick_jit(exported.call)(arrays), calls.quick_jit(run)(arrays))
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("letters", ["B", "T", "S"])
 def test_known_lengths_are_cut_where_another_size_is_symbolic(letters: str) -> None:
     cases = [at(calls.EVERYTHING, SIZES[0] | {a: sizes[a] for a in letters}) for sizes in SIZES]

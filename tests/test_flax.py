@@ -124,6 +124,7 @@ CASES = [
 ]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("family", ["linen", "nnx"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_module_equals_its_default(family: str, case: Case) -> None:

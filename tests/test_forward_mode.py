@@ -223,6 +223,7 @@ def test_every_operand(mode: str, case: str) -> None:
     calls.assert_same(found, expected, 1e-4)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", calls.DIFFERENTIABLE)
 def test_one_operand_alone(name: str) -> None:
     """Only its tangent is bound, in the gradient and in the second derivative too."""

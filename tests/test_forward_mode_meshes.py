@@ -68,6 +68,7 @@ def test_explicit_axes(mode: str) -> None:
     calls.assert_same(jax.device_get(found), expected_of(mode), 5e-5)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("mode", "jitted", "check_vma", "axes"),
     [

@@ -69,6 +69,7 @@ def test_gradient_of_one_array_alone(name: str) -> None:
     calls.assert_same(found, expected)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_gradients_have_the_dtype_and_shape_of_their_array(dtype: str, transform: Any) -> None:

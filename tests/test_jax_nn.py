@@ -133,6 +133,7 @@ def everything(function: Any, arrays: calls.Arrays, options: dict[str, Any], dou
     return run(arrays, wanted)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", CASES)
 def test_same_results_and_gradients(name: str) -> None:
     change, options = CASES[name]
@@ -182,6 +183,7 @@ MASKS = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masks_of_jax_against_a_softmax_that_is_written_out(name: str, dtype: str) -> None:
@@ -226,6 +228,7 @@ def _call(function: Any, options: dict[str, Any], arrays: calls.Arrays) -> jax.A
     return function(**arrays, **options)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["", "vmap"])
 def test_gradient_of_a_bias_with_one_array_as_query_key_and_value(batch: int, is_mapped: bool) -> None:
@@ -242,6 +245,7 @@ def test_gradient_of_a_bias_with_one_array_as_query_key_and_value(batch: int, is
     calls.assert_same(jax.jit(gradients, static_argnums=0)(as_jax_nn), gradients(theirs), tolerance=3e-2)
 
 
+@pytest.mark.numbers
 @pytest.mark.skipif(not HAS_RESIDUAL, reason="this jax.nn has no return_residual")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("unbatched", [False, True], ids=["", "unbatched"])
@@ -311,6 +315,7 @@ def test_unbatched() -> None:
     calls.assert_same(found, expected)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("in_axes", [(0, 0, 0, None, None), (0, 0, 0, 0, None), (0, None, None, None, 0)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_vmap(in_axes: tuple[Any, ...], dtype: str) -> None:

@@ -85,6 +85,7 @@ CALLS += [(name, *VARIANTS[0]) for name in ("scale-power-of-two", "scale-array",
 CALLS += [(name, *VARIANTS[i % 4]) for i, name in enumerate(CASES) if name not in {name for name, *_ in CALLS}]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("name", "dtype", "tuning"), CALLS, ids=lambda x: x if isinstance(x, str) else "whole" if x is CPU else "chunks"
 )

@@ -70,6 +70,7 @@ def test_wrong_head_count_of_a_mask_raises(name: str) -> None:
         attention(query, key, value, mask=mask)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("mask", "mapped"),
     [
@@ -121,6 +122,7 @@ MESHES = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", MESHES)
 def test_mask_per_key_value_head_is_split_as_the_keys_are(name: str) -> None:
     num_kv_heads, group, mesh_shape = MESHES[name]

@@ -52,6 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", OPTIONS)
 def test_is_the_reference(name: str) -> None:
     found = paged_attention(**draw(), **OPTIONS[name], return_residual=True)
@@ -59,6 +60,7 @@ def test_is_the_reference(name: str) -> None:
     calls.assert_same(paged_attention(**draw(), **OPTIONS[name]), found[0])
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(("page", "queries"), [(16, 1), (48, 5), (64, 1), (256, 2)])
 def test_pages_of_other_sizes(page: int, queries: int) -> None:
     arguments = draw(page, queries, lengths=jnp.array([0, 3 * page, 2 * page + 1, page, 1]))

@@ -72,6 +72,7 @@ def test_single_chunk(case: Case, key: jax.Array) -> None:
     check(case, key)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     "case",
     [
@@ -188,6 +189,7 @@ def test_few_queries_get_no_copy_of_values(tuning: Tuning, key: jax.Array) -> No
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("change", "most"),
     [

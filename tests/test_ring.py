@@ -190,6 +190,7 @@ def test_bfloat16_is_as_exact_as_one_device() -> None:
         assert error(x, z) < 1.5 * error(y, z)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("lengths", "zigzag"), ("lengths", "contiguous"), ("packed", "zigzag"), ("sinks", "contiguous")],
@@ -246,6 +247,7 @@ def test_all_to_all_with_every_operand() -> None:
     calls.assert_same(jax.device_get(found), jax.device_get(expected))
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("attend", ["ring_attention", "all_to_all_attention"])
 @pytest.mark.parametrize("shape", [(1, 1, 4, 4), (2, 4, 4, 4), (2, 1, 1, 4)], ids=["rows", "rows-of-heads", "columns"])
 def test_one_row_on_each_device(attend: str, shape: tuple[int, ...]) -> None:

@@ -152,6 +152,7 @@ UNEVEN: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", UNEVEN)
 def test_rows_that_devices_do_not_divide(name: str) -> None:
     """A program may cut split rows to a length that leaves padding, in which XLA leaves what was there: NaN."""

@@ -80,7 +80,7 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
     assert programs == others == [["-rs", "tests/test_gpu_programs.py"]]
     assert options(newest, "-n") == options(oldest, "-n") == [str(CORES)]
     # The newest environment leaves nothing out; the oldest what no version of JAX can change, and cases of numbers.
-    assert not {"--ignore", "--deselect", "--sample", "--sample-kernels", "-k", "-m"} & set(newest)
+    assert not {"--ignore", "--deselect", "--sample", "-k", "-m"} & set(newest)
     assert not {"--deselect", "-k", "-m"} & set(oldest)
     assert options(oldest, "--sample") == ["6"]
     left_out = options(oldest, "--ignore")
@@ -90,14 +90,18 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
         assert all(file.exists() for file in files), path
 
 
-def test_ci_leaves_out_cases_of_kernels_alone(tmp_path: Path) -> None:
+def test_ci_leaves_out_cases_alone(tmp_path: Path) -> None:
     _, every, _ = run(tmp_path, "all")
     (tmp_path / "calls").unlink()
     status, calls, _ = run(tmp_path, "ci")
     assert status == 0
-    (newest, *_), (same, *_) = calls.pop("newest/pytest"), every.pop("newest/pytest")
-    assert newest[: len(same)] == same
-    assert newest[len(same) :] in [["--sample-kernels", "4", "--turn", str(turn)] for turn in range(4)]
+    (newest, *_), (every_newest, *_) = calls.pop("newest/pytest"), every.pop("newest/pytest")
+    assert newest[: len(every_newest)] == every_newest
+    sample = newest[len(every_newest) :]
+    assert sample in [["--sample", "6", "--turn", str(turn)] for turn in range(6)]
+    (oldest, *_), (every_oldest, *_) = calls.pop("oldest/pytest"), every.pop("oldest/pytest")
+    assert [x for x in oldest if x not in sample] == [x for x in every_oldest if x not in sample]
+    assert oldest[oldest.index("--sample") :][:4] == sample
     assert calls == every
 
 
@@ -122,7 +126,7 @@ def test_each_case_of_a_kernel_has_its_turn() -> None:
     pytest.importorskip("cutlass")
     files = ["tests/kernels/test_sm90_emulated.py", "tests/kernels/test_resources.py", "tests/kernels/test_regions.py"]
     every = collected(*files)
-    turns = [collected(*files, "--sample-kernels", "4", "--turn", str(turn)) for turn in range(4)]
+    turns = [collected(*files, "--sample", "4", "--turn", str(turn)) for turn in range(4)]
     assert set(every) == set().union(*turns)
     assert all(functions(turn).keys() == functions(every).keys() for turn in turns)
     assert max(map(len, turns)) < 0.5 * len(every)

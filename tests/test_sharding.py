@@ -158,6 +158,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_other_operands_are_split_alike(partitioner: str, name: str) -> None:
     del partitioner
@@ -173,6 +174,7 @@ def test_other_operands_are_split_alike(partitioner: str, name: str) -> None:
 UNEVEN = {"three-on-four": (3, 4, 4), "three-on-two": (3, 2, 2), "no-group": (4, 1, 4)}
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", UNEVEN)
 def test_heads_that_do_not_divide_are_right(partitioner: str, name: str) -> None:
     del partitioner
@@ -188,6 +190,7 @@ def flops(compiled: Any) -> float:
     return compiled.cost_analysis()["flops"]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 def test_query_heads_split_further_than_key_heads(partitioner: str, num_kv_heads: int) -> None:
     """Each of 8 devices has one query head: the only communication adds up dk and dv."""
@@ -350,6 +353,7 @@ def test_vmap_splits_too() -> None:
     calls.assert_same(jax.device_get(split), jax.device_get(run(arrays)))
 
 
+@pytest.mark.numbers
 @pytest.mark.skipif(JAX_VERSION < (0, 9), reason="jax 0.8 itself fails on custom_partitioning under AxisType.Explicit")
 @pytest.mark.parametrize("name", ["plain", "all-operands", "bias-without-batch", "scale", "heads-split-further"])
 def test_explicit_axes(name: str) -> None:
@@ -410,6 +414,7 @@ CONSTRAINTS = {
 }
 
 
+@pytest.mark.numbers
 @kinds
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_constraints_within_jit_split_too(partitioner: str, kind: AxisType, name: str) -> None:
@@ -445,6 +450,7 @@ EXPLICIT_VMAPS = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.skipif(JAX_VERSION < (0, 9), reason="jax 0.8 fails on custom_partitioning under Explicit")
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", EXPLICIT_VMAPS)

@@ -108,6 +108,7 @@ def check(spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any) -> None
         calls.assert_same(calls.quick_jit(functools.partial(ours, tuning, spec))(*arguments), expected, 1e-9)
 
 
+@pytest.mark.numbers
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_second_derivatives_in_float64(case: calls.Case) -> None:
@@ -126,6 +127,7 @@ def test_packed_sequences() -> None:
     check(spec, operands, dout[:1], None if dlse is None else dlse[:1])
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("which", ["query", "key", "scale", "bias", "key-sinks"])
 def test_moving_all_logits_of_a_row_alike_in_bfloat16(which: str) -> None:
     """dout is 0 without sinks. In chunks it is what `dlse out` leaves of a sum, and `out` is rounded."""

@@ -94,6 +94,7 @@ def check_against_a_loop(case: calls.Case, mapped: tuple[str, ...]) -> None:
     calls.assert_same(grad_of_vmap, summed, tolerance=5e-5)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("subset", SUBSETS)
 def test_vmap_over(subset: str) -> None:
     check_against_a_loop(calls.EVERYTHING, SUBSETS[subset])
@@ -102,6 +103,7 @@ def test_vmap_over(subset: str) -> None:
 BROADCAST = dataclasses.replace(calls.EVERYTHING, bias="ns", mask="t")
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     "subset", ["query", "query-bias-mask-sinks", "bias", "mask", "sinks", "scale", "key-bias-sinks", "all"]
 )

@@ -65,6 +65,7 @@ def nested(function: Any, inner: tuple[str, ...], outer: tuple[str, ...], arrays
     return jax.vmap(jax.vmap(function, in_axes=axes[0]), in_axes=axes[1])
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", AXES)
 def test_gradients(name: str) -> None:
     """Those of each example, and those of the sum."""

@@ -77,6 +77,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 BACKWARD = ("bnts-dead-keys", "b11s", "ts-lengths", "ids-causal-mask", "d192v128", "bkts-sinks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in BACKWARD])
 def test_forward(name: str) -> None:
     spec, operands = draw(CASES[name])
@@ -90,6 +91,7 @@ def test_forward(name: str) -> None:
     np.testing.assert_allclose(np.asarray(out.astype(jnp.float32)), expected, atol=error, rtol=2**-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKWARD)
 def test_forward_and_backward(name: str) -> None:
     emulated_ops.compare_with_reference(*draw(CASES[name]))

@@ -61,6 +61,7 @@ def gradients(arrays: dict[str, jax.Array], dout: jax.Array, **options: Any) -> 
     return [out, *pullback(dout)]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", CASES)
@@ -104,6 +105,7 @@ LONG = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
 @pytest.mark.parametrize("name", LONG)
 def test_rows_are_split(name: str, implementation: str) -> None:
