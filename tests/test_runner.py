@@ -124,12 +124,12 @@ def test_a_sample_has_a_case_of_each_function() -> None:
 
 def test_each_case_of_a_kernel_has_its_turn() -> None:
     pytest.importorskip("cutlass")
-    files = ["tests/kernels/test_sm90_emulated.py", "tests/kernels/test_resources.py", "tests/kernels/test_regions.py"]
+    files = ["tests/kernels/test_sm90_emulated.py", "tests/kernels/test_regions.py"]
     every = collected(*files)
-    turns = [collected(*files, "--sample", "4", "--turn", str(turn)) for turn in range(4)]
+    turns = [collected(*files, "--sample", "2", "--turn", str(turn)) for turn in range(2)]
     assert set(every) == set().union(*turns)
     assert all(functions(turn).keys() == functions(every).keys() for turn in turns)
-    assert max(map(len, turns)) < 0.5 * len(every)
+    assert max(map(len, turns)) < 0.75 * len(every)
 
 
 def test_without_arguments_it_runs_what_a_change_needs(tmp_path: Path) -> None:
