@@ -379,9 +379,11 @@ def test_portable_kernels_with_lists_spill_no_more_than_with_a_causal_mask(spec:
     _assert_fits(spec, inspect_kernel(spec), allowed)
 
 
-def test_portable_kernels_with_a_bias_spill_little() -> None:
-    for spec, local_bytes in _portable_bias_specs().items():
-        _assert_fits(spec, inspect_kernel(spec), local_bytes)
+@pytest.mark.parametrize(
+    ("spec", "local_bytes"), _portable_bias_specs().items(), ids=["-".join(map(str, x)) for x in PORTABLE_BIASES]
+)
+def test_portable_kernels_with_a_bias_spill_little(spec: KernelSpec, local_bytes: int) -> None:
+    _assert_fits(spec, inspect_kernel(spec), local_bytes)
 
 
 # Architecture, head dims and rows of decoding kernels, and how many bytes of local memory they may have. At head dim
