@@ -179,7 +179,7 @@ class KernelSpec:
 
     @property
     def drow_bias(self) -> bool:
-        """Whether that of a bias of queries is."""
+        """Whether the gradient of a bias of queries is computed by kernels."""
         return self.dbias and self.row_bias
 
     @property
