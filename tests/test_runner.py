@@ -79,7 +79,7 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
     (newest, *programs), (oldest, *others) = calls["newest/pytest"], calls["oldest/pytest"]
     assert programs == others == [["-rs", "tests/test_gpu_programs.py"]]
     assert options(newest, "-n") == options(oldest, "-n") == [str(CORES)]
-    # The newest environment leaves nothing out; the oldest what no version of JAX can change, and cases of numbers.
+    # The newest environment leaves nothing out; the oldest what no version of JAX can change, and cases of slow tests.
     assert not {"--ignore", "--deselect", "--sample", "-k", "-m"} & set(newest)
     assert not {"--deselect", "-k", "-m"} & set(oldest)
     assert options(oldest, "--sample") == ["6"]
