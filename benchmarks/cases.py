@@ -74,6 +74,8 @@ def _biases() -> dict[str, Case]:
         **{f"bias-d{dim}": _case(2048, 16, dim, bias="nts") for dim in (64, 128)},
         **{f"bias-keys-d{dim}": _case(2048, 16, dim, bias="bs") for dim in (64, 128)},
         "bias-rows-d64": _case(2048, 16, 64, bias="nt"),
+        # Only under a soft cap weights depend on such a bias.
+        **{f"bias-rows-cap-d{dim}": _case(2048, 16, dim, bias="nt", logits_soft_cap=50.0) for dim in (64, 128)},
         "bias-whole-d64": _case(2048, 16, 64, bias="bnts"),
         "bias-one-d64": _case(2048, 16, 64, bias="ts"),
         "bias-causal-d64": _case(2048, 16, 64, bias="nts", is_causal=True),
