@@ -137,7 +137,7 @@ class BackwardBuffers(NamedTuple):
         dv: `[B, S, K, D]`.
         dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
         dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`. Of a bias of rows
-            `[parts, planes, terms, T]` with a term for each `ROW_TERM_KEYS` keys.
+            `[parts, B, N, column warps, ROW_SUMS, T]`, see `dbias_sum.RowSums`.
         dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias of keys. Portable: `[B, N column_warps, S]`.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
         dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.

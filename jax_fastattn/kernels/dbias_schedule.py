@@ -1,13 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles of a bias a CTA of `dbias.py` works on, and which pairs of a batch entry and a head read each.
+"""Which tiles of a gradient a CTA of `dbias.py` works on, and which tiles of scores it sums over for each.
 
-Such a pair is an item. A CTA sums over the items of a tile in their order: batch entries fastest, then heads. Few tiles
-are split in parts, each with some of the items, for want of work for all SMs; XLA sums the parts. Both families
-have such a kernel.
+A tile of scores that adds to a tile of the gradient is an item. Those of a tile of a matrix are the pairs of a batch
+entry and a head that read it: batch entries fastest, then heads. Those of a tile of queries of a bias of rows are its
+tiles of keys. A CTA sums over items in their order. Few tiles are split in parts, each with some of the items, for want
+of work for all SMs; XLA sums the parts. Both families have such a kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,8 +36,26 @@ HIDDEN, EDGE, FULL, DEAD_ROWS = 0b0000, 0b0101, 0b1111, 0b10000
 LAST = -1
 
 
-class DbiasTile(NamedTuple):
-    """A tile of the bias, and some of its items.
+class DbiasItem(NamedTuple):
+    """A tile of scores.
+
+    Attributes:
+        head: its batch entry and query head.
+        row: its index among the tiles of queries.
+        column: its index among the tiles of keys.
+    """
+
+    head: Head
+    row: Int32
+    column: Int32
+
+    def scores(self) -> LoadedTile:
+        """Returns the tile as features load it."""
+        return LoadedTile(self.head, self.row * ROWS, self.column * KEYS, ROWS, KEYS)
+
+
+class MatrixTile(NamedTuple):
+    """A tile of a bias of pairs, and some of its items.
 
     Attributes:
         row: its index among the tiles of queries.
@@ -57,7 +76,7 @@ class DbiasTile(NamedTuple):
     end: Int32
 
     @classmethod
-    def of(cls, index: Int32, sizes: Scalars | Sizes) -> "DbiasTile":
+    def of(cls, index: Int32, sizes: Scalars | Sizes) -> "MatrixTile":
         """Returns the tile that has an index in the order: along the keys, the queries, the planes, the parts."""
         columns, rows = copies.count(sizes.key_length, KEYS), copies.count(sizes.query_length, ROWS)
         column, index = index % columns, index // columns
@@ -66,19 +85,91 @@ class DbiasTile(NamedTuple):
         shared = sizes.bias_batch == 0
         heads = ptx.where(shared, sizes.bias_planes, sizes.bias_batch)
         entries, members = ptx.where(shared, sizes.batch, Int32(1)), sizes.num_heads // heads
-        items = entries * members
-        each = copies.count(items, sizes.bias_parts)
         first = Head(plane // heads, plane % heads * members)
-        begin = Int32(cutlass.min(part * each, items))
-        return cls(row, column, target, first, entries, begin, Int32(cutlass.min(begin + each, items)))
+        return cls(row, column, target, first, entries, *_part(entries * members, part, sizes))
 
-    def head(self, item: Int32) -> Head:
-        """Returns the batch entry and the query head of an item."""
-        return Head(self.first.batch + item % self.entries, self.first.head + item // self.entries)
+    @staticmethod
+    def count(sizes: Scalars | Sizes) -> Int32:
+        """Returns how many tiles all planes have."""
+        tiles = copies.count(sizes.query_length, ROWS) * copies.count(sizes.key_length, KEYS)
+        return tiles * sizes.bias_planes
 
-    def scores(self, head: Head) -> LoadedTile:
-        """Returns the scores of an item."""
-        return LoadedTile(head, self.row * ROWS, self.column * KEYS, ROWS, KEYS)
+    def item(self, index: Int32) -> DbiasItem:
+        """Returns an item."""
+        head = Head(self.first.batch + index % self.entries, self.first.head + index // self.entries)
+        return DbiasItem(head, self.row, self.column)
+
+    def any_item(self) -> DbiasItem:
+        """Returns an item whose bias is loaded for all of them."""
+        return DbiasItem(self.first, self.row, self.column)
+
+    @staticmethod
+    def names(item: DbiasItem) -> list[Int32]:
+        """Returns the words that tell an item from the others."""
+        return [*item.head]
+
+    def named(self, names: Iterable[Int32]) -> DbiasItem:
+        """Returns the item that has these words."""
+        return DbiasItem(Head(*names), self.row, self.column)
+
+
+class RowsTile(NamedTuple):
+    """A tile of queries of a head, whose bias is one of rows, and some of its items.
+
+    Attributes:
+        row: its index among the tiles of queries.
+        target: its batch entry and head, and its part, as one index.
+        head: the batch entry and the head.
+        begin: the first item.
+        end: after the last one.
+    """
+
+    row: Int32
+    target: Int32
+    head: Head
+    begin: Int32
+    end: Int32
+
+    @classmethod
+    def of(cls, index: Int32, sizes: Scalars | Sizes) -> "RowsTile":
+        """Returns the tile that has an index in the order: along the queries, the heads, the batch, the parts."""
+        rows, heads = copies.count(sizes.query_length, ROWS), sizes.num_heads
+        row, target = index % rows, index // rows
+        head = Head(target // heads % sizes.batch, target % heads)
+        part = target // heads // sizes.batch
+        return cls(row, target, head, *_part(copies.count(sizes.key_length, KEYS), part, sizes))
+
+    @staticmethod
+    def count(sizes: Scalars | Sizes) -> Int32:
+        """Returns how many tiles all heads have."""
+        return copies.count(sizes.query_length, ROWS) * sizes.num_heads * sizes.batch
+
+    def item(self, index: Int32) -> DbiasItem:
+        """Returns an item."""
+        return DbiasItem(self.head, self.row, index)
+
+    def any_item(self) -> DbiasItem:
+        """Returns an item, though a bias of rows is not loaded for a tile."""
+        return self.item(Int32(0))
+
+    @staticmethod
+    def names(item: DbiasItem) -> list[Int32]:
+        """Returns the words that tell an item from the others."""
+        return [item.column]
+
+    def named(self, names: Iterable[Int32]) -> DbiasItem:
+        """Returns the item that has these words."""
+        return self.item(*names)
+
+
+def _part(items: Int32, part: Int32, sizes: Scalars | Sizes) -> list[Int32]:
+    """Returns the first item of a part, and that after its last one."""
+    each = copies.count(items, sizes.bias_parts)
+    begin = Int32(cutlass.min(part * each, items))
+    return [begin, Int32(cutlass.min(begin + each, items))]
+
+
+DbiasTile = MatrixTile | RowsTile
 
 
 @dataclass(frozen=True)
@@ -93,8 +184,16 @@ class DbiasSchedule:
 
     def count(self, sizes: Scalars | Sizes) -> Int32:
         """Returns how many tiles all parts have."""
-        tiles = copies.count(sizes.query_length, ROWS) * copies.count(sizes.key_length, KEYS)
-        return tiles * sizes.bias_planes * sizes.bias_parts
+        return self._kind.count(sizes) * sizes.bias_parts
+
+    @property
+    def _kind(self) -> type[DbiasTile]:
+        """The class of the tiles."""
+        return RowsTile if self.spec.drow_bias else MatrixTile
+
+    def tile(self, index: Int32, sizes: Scalars | Sizes) -> DbiasTile:
+        """Returns the tile that has an index."""
+        return self._kind.of(index, sizes)
 
     def blocks(self, scalars: Scalars) -> Int32:
         """Returns how many CTAs a launch has."""
@@ -104,25 +203,25 @@ class DbiasSchedule:
         """Calls `visit` for the tiles of a CTA."""
         first, count = cute.arch.block_idx()[0], self.count(sizes)
         with while_generate([first], lambda index: Boolean(index < count)) as (index,):
-            visit(DbiasTile.of(index, sizes))
+            visit(self.tile(index, sizes))
             yield_out([index + cute.arch.grid_dim()[0]])
 
     def bounds(self, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> Bounds:
         """Returns what the queries of a batch entry may see."""
         return Sequence.of_entry(self.spec, head.batch, buffers, sizes).bounds()
 
-    def look(self, tile: DbiasTile, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> tuple[Int32, ...]:
-        """Returns the kind of a tile in the scores of a head, see `HIDDEN`, and what tells hidden pairs.
+    def look(self, item: DbiasItem, buffers: Buffers, sizes: Scalars | Sizes) -> tuple[Int32, ...]:
+        """Returns the kind of an item, see `HIDDEN`, and what tells hidden pairs.
 
         That is `ItemList.place`, or if live keys say everything their bits in words of 32; 0 without lists. They may be
         others in each lane.
         """
         if self.spec.alike:
-            return self._live_keys(tile, head, buffers, sizes)
+            return self._live_keys(item, buffers, sizes)
         if self.spec.listed:
-            items = ItemList.of(self.spec, tile, head, buffers, sizes)
+            items = ItemList.of(self.spec, item, buffers, sizes)
             return items.kind(), items.place
-        bounds, first, column = self.bounds(head, buffers, sizes), tile.row * ROWS, tile.column
+        bounds, first, column = self.bounds(item.head, buffers, sizes), item.row * ROWS, item.column
         seen = bounds.key_tiles(first, ROWS, KEYS)
         visible = Boolean((column >= seen.begin) & (column < seen.end))
         full = Boolean((column >= seen.full_begin) & (column < seen.full_end))
@@ -131,12 +230,12 @@ class DbiasSchedule:
             full = Boolean(full & (first + ROWS <= cutlass.max(bounds.query_end, 0)))
         return ptx.where(visible, ptx.where(full, Int32(FULL), Int32(EDGE)), Int32(HIDDEN)), Int32(0)
 
-    def _live_keys(self, tile: DbiasTile, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> tuple[Int32, ...]:
-        """Returns the kind of a tile and its live keys, from the list of its tile of keys in the main kernel."""
+    def _live_keys(self, item: DbiasItem, buffers: Buffers, sizes: Scalars | Sizes) -> tuple[Int32, ...]:
+        """Returns the kind of an item and its live keys, from the list of its tile of keys in the main kernel."""
         main, kv_heads = self.spec.config.main, sizes.num_heads // self.spec.group
         assert main.keys == KEYS
-        plane = Planes.of(sizes).query_lists(head.batch, head.head // self.spec.group, kv_heads)
-        row = plane * copies.count(sizes.key_length, KEYS) + tile.column
+        plane = Planes.of(sizes).query_lists(item.head.batch, item.head.head // self.spec.group, kv_heads)
+        row = plane * copies.count(sizes.key_length, KEYS) + item.column
         found = GlobalList.of(buffers.query_lists, row, copies.count(sizes.query_length, main.queries))
         edges, fulls, dead, _ = ptx.load_global_chunk(found.address)
         kind = ptx.where(dead != 0, Int32(EDGE), Int32(FULL))
@@ -145,30 +244,30 @@ class DbiasSchedule:
 
 @dataclass(frozen=True)
 class ItemList:
-    """What lists of keys say of a tile and an item. A tile has one or two tiles of the lists, side by side.
+    """What lists of keys say of an item, which has one or two tiles of the lists, side by side.
 
     Attributes:
         config: tiles of the lists.
-        tile: the tile.
+        item: the item.
         buffers, sizes: of the launch.
         place: index of the list, or of its plane if edge tiles compare rows: what `words` needs.
         row: index of the list; None if only `words` is asked for.
     """
 
     config: PrepassConfig
-    tile: DbiasTile
+    item: DbiasItem
     buffers: Buffers
     sizes: Scalars | Sizes
     place: Int32
     row: Int32 | None = None
 
     @classmethod
-    def of(cls, spec: KernelSpec, tile: DbiasTile, head: Head, buffers: Buffers, sizes: Scalars | Sizes) -> "ItemList":
-        """Returns that of an item, given its head."""
-        planes = Planes.of(sizes)
-        plane = planes.bits(head.batch, head.head, head.head // spec.group)
-        row = planes.row(plane, tile.row, copies.count(sizes.query_length, ROWS))
-        return cls(key_list_tiles(spec), tile, buffers, sizes, plane if spec.compared else row, row)
+    def of(cls, spec: KernelSpec, item: DbiasItem, buffers: Buffers, sizes: Scalars | Sizes) -> "ItemList":
+        """Returns that of an item."""
+        planes, (batch, head) = Planes.of(sizes), item.head
+        plane = planes.bits(batch, head, head // spec.group)
+        row = planes.row(plane, item.row, copies.count(sizes.query_length, ROWS))
+        return cls(key_list_tiles(spec), item, buffers, sizes, plane if spec.compared else row, row)
 
     @property
     def parts(self) -> int:
@@ -188,7 +287,7 @@ class ItemList:
         classes = self.buffers.key_classes.toint() + Int64(self.row) * self.key_tiles * 4
         kind = Int32(HIDDEN)
         for part in range(self.parts):
-            index, last = self.tile.column * self.parts + part, self.key_tiles - 1
+            index, last = self.item.column * self.parts + part, self.key_tiles - 1
             word = ptx.load_global_int(classes + Int64(cutlass.min(index, last)) * 4)
             # Of tiles where nothing is visible, some say that everything is.
             visible = Boolean(Boolean(index <= last) & Boolean((word & SOME) != 0))
@@ -201,7 +300,7 @@ class ItemList:
         """Loads or makes the bits of a lane for 16 rows, a word for each 64 keys; of a half without an edge none."""
         bits, words = self._bits(), []
         for part in range(self.parts):
-            tile = Int32(cutlass.min(self.tile.column * self.parts + part, self.key_tiles - 1))
+            tile = Int32(cutlass.min(self.item.column * self.parts + part, self.key_tiles - 1))
             words += bits.fragment(tile, fragment, lane)
         found = []
         for half, word in enumerate(words):
@@ -216,5 +315,5 @@ class ItemList:
         if config.bits:
             return TileBits.of(config, buffers.key_bits, self.place, key_tiles)
         tiles = copies.count(self.sizes.query_length, ROWS), key_tiles
-        compared = ComparedRows.of(config, (buffers.query_records, buffers.key_ids), self.place, self.tile.row, tiles)
+        compared = ComparedRows.of(config, (buffers.query_records, buffers.key_ids), self.place, self.item.row, tiles)
         return TileBits.of(config, buffers.key_bits, Int32(0), key_tiles, compared)

@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of dS that a warp of `dbias.py` of either family keeps in registers: what it adds, and the result.
+"""The sums that a warp of `dbias.py` of either family keeps in registers: what it adds, and the result.
 
-For the gradient of a matrix that is an element for each score. For a bias of rows it is a term for each `ROW_TERM_KEYS`
-keys of a row, and XLA adds up the terms.
+The gradient of a matrix is a sum of dS for each score, that of a bias of rows comes from three sums for each row.
 """
 
 from collections.abc import Callable
@@ -14,12 +13,12 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import Scalars, Sizes
-from jax_fastattn.kernels.dbias_schedule import Buffers, DbiasSchedule, DbiasTile, ItemList
-from jax_fastattn.kernels.dbias_tiles import KEYS, ROW_TERM_KEYS, ROWS, key_list_tiles
-from jax_fastattn.kernels.device import copies, ptx, softmax
+from jax_fastattn.kernels.dbias_schedule import Buffers, DbiasItem, DbiasSchedule, DbiasTile, ItemList
+from jax_fastattn.kernels.dbias_tiles import KEYS, ROW_SUMS, ROWS, key_list_tiles
+from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.features.bits import Bits, LiveColumns
 from jax_fastattn.kernels.features.bounds import Visibility
-from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
+from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.plan import Limits
 from jax_fastattn.kernels.score import Edge, Score
@@ -45,24 +44,22 @@ class Lane(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What is known of an item whose tile may have hidden pairs.
+    """What is known of an item that may have hidden pairs.
 
     Attributes:
         kind: see `dbias_schedule.HIDDEN`.
-        head: its batch entry and query head.
         told: returns what tells hidden pairs, see `DbiasSchedule.look`.
         lse2: the log-sum-exps of the lane's rows, infinite where a query sees nothing.
     """
 
     kind: Int32
-    head: Head
     told: Callable[[], list[Int32]]
     lse2: list[Float32]
 
 
 @dataclass(frozen=True, eq=False)
 class DbiasSum:
-    """The sum of a warp.
+    """The sums of a warp.
 
     Attributes:
         spec: the compile key.
@@ -70,7 +67,7 @@ class DbiasSum:
         buffers, sizes: of the launch.
         lane_rows: how many accumulator rows a lane has.
         n_blocks: blocks of 8 columns of its scores.
-        total: the sum.
+        total: the sums.
     """
 
     spec: KernelSpec
@@ -81,57 +78,23 @@ class DbiasSum:
     n_blocks: int
     total: cute.Tensor
 
-    @classmethod
-    def start(
-        cls, schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
-    ) -> "DbiasSum":
-        """Returns a sum of 0."""
-        columns = n_blocks * 8 // ROW_TERM_KEYS if schedule.spec.drow_bias else 2 * n_blocks
-        total = cute.make_rmem_tensor((lane_rows * columns,), Float32)
-        total.fill(0.0)
-        return cls(schedule.spec, schedule, *launch, lane_rows, n_blocks, total)
-
     @property
     def count(self) -> int:
         """How many scores a lane has."""
         return self.lane_rows * 2 * self.n_blocks
 
-    def scores(self, tile: DbiasTile, lane: Lane) -> ScoreTile:
+    def scores(self, item: DbiasItem, lane: Lane) -> ScoreTile:
         """Returns where the lane's scores lie."""
-        return ScoreTile(tile.row * ROWS + lane.row, tile.column, KEYS, lane.column, self.n_blocks)
+        return ScoreTile(item.row * ROWS + lane.row, item.column, KEYS, lane.column, self.n_blocks)
 
-    def add(
-        self,
-        scores: ScoreTile,
-        weight: Callable[[int], Float32],
-        change: Callable[[int, Element], Float32],
-        edge: Edge | None,
-    ) -> None:
-        """Adds dS, 0 where a query does not see the key: what is there may be no number.
-
-        Args:
-            scores: where the lane's scores lie.
-            weight: the weight of an element, see `score.py`.
-            change: dP - delta of an element.
-            edge: what is hidden.
-        """
-        for i in range(self.count):
-            at = scores.at(i)
-            difference = change(i, at)
-            place = self._term(at.i, at.column) if self.spec.drow_bias else i
-            if edge is None:
-                self.total[place] = ptx.fma(weight(i), difference, self.total[place])
-            else:
-                self.total[place] = self.total[place] + edge.select(weight(i) * difference, at)
-
-    def edge(self, score: Score, tile: DbiasTile, lane: Lane, hidden: Hidden) -> Edge:
-        """Returns what is hidden in a tile."""
+    def edge(self, score: Score, item: DbiasItem, lane: Lane, hidden: Hidden) -> Edge:
+        """Returns what is hidden in an item."""
         if self.spec.alike:
             return score.edges([LiveColumns([word >> lane.column for word in hidden.told()])] * self.lane_rows)
         if self.spec.listed:
-            return score.edges(self._bits(tile, lane, hidden))
-        bounds = self.schedule.bounds(hidden.head, self.buffers, self.sizes)
-        first, column = tile.row * ROWS + lane.row, tile.column * KEYS + lane.column
+            return score.edges(self._bits(item, lane, hidden))
+        bounds = self.schedule.bounds(item.head, self.buffers, self.sizes)
+        first, column = item.row * ROWS + lane.row, item.column * KEYS + lane.column
         rows = []
         for i in range(self.lane_rows):
             row = first + 8 * i
@@ -141,9 +104,9 @@ class DbiasSum:
             rows.append(Visibility.of(limits, column, bounds.kind.left))
         return score.edges(rows)
 
-    def _bits(self, tile: DbiasTile, lane: Lane, hidden: Hidden) -> list:
+    def _bits(self, item: DbiasItem, lane: Lane, hidden: Hidden) -> list:
         """Returns which scores of each of the lane's rows count, by lists."""
-        items = ItemList(key_list_tiles(self.spec), tile, self.buffers, self.sizes, *hidden.told())
+        items = ItemList(key_list_tiles(self.spec), item, self.buffers, self.sizes, *hidden.told())
         rows = []
         for block in range(self.lane_rows // 2):
             words = items.words(hidden.kind, lane.fragment + block if block else lane.fragment, lane.thread & 31)
@@ -155,16 +118,60 @@ class DbiasSum:
             rows += [Bits([words]).rows()[i] for i, words in enumerate(found)]
         return rows
 
-    # The result.
+    def _add(self, place: int, x: Float32, y: Float32, at: Element, edge: Edge | None) -> None:
+        """Adds a product to a sum, 0 where an element is hidden: what is there may be no number."""
+        if edge is None:
+            self.total[place] = ptx.fma(x, y, self.total[place])
+        else:
+            self.total[place] = self.total[place] + edge.select(x * y, at)
+
+    def _row(self, tile: DbiasTile, lane: Lane, i: int) -> tuple[Int32, Boolean]:
+        """Returns one of the lane's rows, and whether it exists."""
+        row = tile.row * ROWS + lane.row + 8 * i
+        return row, Boolean(row < self.sizes.query_length)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixSum(DbiasSum):
+    """The sum of dS = P (dP - delta) for each score of a tile of a matrix."""
+
+    # Whether delta is taken off dP before it is added.
+    centered = True
+
+    @classmethod
+    def start(
+        cls, schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
+    ) -> "MatrixSum":
+        """Returns a sum of 0."""
+        total = _zeros(lane_rows * 2 * n_blocks)
+        return cls(schedule.spec, schedule, *launch, lane_rows, n_blocks, total)
+
+    def keep(self, i: int, probability: Float32) -> None:
+        """Takes P of an element, of which it needs the weight alone."""
+
+    def add(
+        self,
+        scores: ScoreTile,
+        weight: Callable[[int], Float32],
+        change: Callable[[int, Element], Float32],
+        edge: Edge | None,
+    ) -> None:
+        """Adds an item.
+
+        Args:
+            scores: where the lane's scores lie.
+            weight: the weight of an element, see `score.py`.
+            change: dP - delta of an element.
+            edge: what is hidden.
+        """
+        for i in range(self.count):
+            at = scores.at(i)
+            self._add(i, weight(i), change(i, at), at, edge)
 
     def store(self, tile: DbiasTile, lane: Lane) -> None:
         """Stores the sum."""
         for i in range(self.lane_rows):
-            row = tile.row * ROWS + lane.row + 8 * i
-            exists = Boolean(row < self.sizes.query_length)
-            if self.spec.drow_bias:
-                self._store_terms(tile, lane, row, i, exists)
-                continue
+            row, exists = self._row(tile, lane, i)
             first = (Int64(tile.target) * self.sizes.query_length + row) * self.sizes.bias_pitch
             store = self._store_wide if self.spec.dbias_dtype == "float32" else self._store_rounded
             store(tile, lane, first, i, exists)
@@ -174,25 +181,6 @@ class DbiasSum:
         m, half = divmod(i, 2)
         total: Any = self.total
         return [total[4 * (m * self.n_blocks + block) + 2 * half + e] for e in range(2)]
-
-    def _term(self, i: int, column: int) -> int:
-        """Returns the index of the term of a bias of rows that has a column of one of the lane's rows."""
-        return i * (self.n_blocks * 8 // ROW_TERM_KEYS) + column // ROW_TERM_KEYS
-
-    def _store_terms(self, tile: DbiasTile, lane: Lane, row: Int32, i: int, exists: Boolean) -> None:
-        """Stores the terms of a row of the lane: one lane of the quad stores their sums over the quad."""
-        sizes, first = self.sizes, (tile.column * KEYS + lane.warp_column) // ROW_TERM_KEYS
-        count = copies.count(sizes.key_length, ROW_TERM_KEYS)
-        for column in range(0, self.n_blocks * 8, ROW_TERM_KEYS):
-            total, term = softmax.quad_sum(self.total[self._term(i, column)]), first + column // ROW_TERM_KEYS
-            place = (Int64(tile.target) * count + term) * sizes.query_length + row
-            address = self.buffers.dbias.toint() + place * 4
-            stores = Boolean(exists & Boolean(Boolean(term < count) & Boolean((lane.thread & 3) == 0)))
-
-            def store(address: Int64 = address, total: Float32 = total) -> None:
-                ptx.store_global(address, total)
-
-            cutlass.if_generate(stores, store)
 
     def _store_wide(self, tile: DbiasTile, lane: Lane, first: Int64, i: int, exists: Boolean) -> None:
         """Stores a row of the lane in float32."""
@@ -221,3 +209,86 @@ class DbiasSum:
                 ptx.store_global_chunk(address, chunk)
 
             cutlass.if_generate(Boolean(exists & (column < self.sizes.bias_pitch)), store)
+
+
+@dataclass(frozen=True, eq=False)
+class RowSums(DbiasSum):
+    """Three sums over the keys of each query: of P' dP, of P' and of P dP, where P' is the weight.
+
+    The gradient of a bias of rows is
+
+        sum_j P'_j (dP_j - delta) = sum_j P'_j dP_j - (sum_j P'_j) delta
+
+    where delta is the third sum less dlse. The delta that other kernels read is that of a rounded output: far below the
+    soft cap, where P' is nearly P, its error is larger than the gradient. XLA computes the right side, see
+    `ops/bias_gradient.py`.
+
+    Attributes:
+        probabilities: P of each score.
+    """
+
+    probabilities: cute.Tensor
+
+    centered = False
+
+    @classmethod
+    def start(
+        cls, schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
+    ) -> "RowSums":
+        """Returns sums of 0."""
+        total, probabilities = (_zeros(lane_rows * count) for count in (ROW_SUMS, 2 * n_blocks))
+        return cls(schedule.spec, schedule, *launch, lane_rows, n_blocks, total, probabilities)
+
+    def keep(self, i: int, probability: Float32) -> None:
+        """Takes P of an element."""
+        self.probabilities[i] = probability
+
+    def add(
+        self,
+        scores: ScoreTile,
+        weight: Callable[[int], Float32],
+        change: Callable[[int, Element], Float32],
+        edge: Edge | None,
+    ) -> None:
+        """Adds an item.
+
+        Args:
+            scores, weight, edge: see `MatrixSum.add`.
+            change: dP of an element.
+        """
+        for i in range(self.count):
+            at = scores.at(i)
+            first, dprobability = ROW_SUMS * at.i, change(i, at)
+            self._add(first, weight(i), dprobability, at, edge)
+            self._add(first + 1, weight(i), Float32(1.0), at, edge)
+            self._add(first + 2, self.probabilities[i], dprobability, at, edge)
+
+    def store(self, tile: DbiasTile, lane: Lane) -> None:
+        """Stores the sums of the warp's columns: one lane of the quad stores those over the quad."""
+        columns = 8 * self.n_blocks
+        warp = Int64(tile.target) * (KEYS // columns) + lane.warp_column // columns
+        for i in range(self.lane_rows):
+            row, exists = self._row(tile, lane, i)
+            sums = [softmax.quad_sum(self.total[ROW_SUMS * i + which]) for which in range(ROW_SUMS)]
+            first = self.buffers.dbias.toint() + (warp * ROW_SUMS * self.sizes.query_length + row) * 4
+
+            def store(first: Int64 = first, sums: list[Float32] = sums) -> None:
+                for which, total in enumerate(sums):
+                    ptx.store_global(first + Int64(self.sizes.query_length) * (4 * which), total)
+
+            cutlass.if_generate(Boolean(exists & Boolean((lane.thread & 3) == 0)), store)
+
+
+def _zeros(count: int) -> cute.Tensor:
+    """Returns so many registers, cleared."""
+    found = cute.make_rmem_tensor((count,), Float32)
+    found.fill(0.0)
+    return found
+
+
+def start_sum(
+    schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
+) -> MatrixSum | RowSums:
+    """Returns the sums of a warp, 0, see `DbiasSum`."""
+    kind = RowSums if schedule.spec.drow_bias else MatrixSum
+    return kind.start(schedule, launch, lane_rows, n_blocks)

@@ -15,8 +15,11 @@ from jax_fastattn.kernels.tile_lists import PrepassConfig
 # Queries and keys of a tile of scores, which is one of the bias if that is a matrix.
 ROWS, KEYS = 128, 128
 
-# Of how many keys a number is written for each query, to be added up to the gradient of a bias of rows.
-ROW_TERM_KEYS = 64
+# Sums over the keys of a query that make the gradient of a bias of rows, see `dbias_sum.RowSums`.
+ROW_SUMS = 3
+
+# Warps side by side along the keys of a tile, by family.
+COLUMN_WARPS = {"sm90": 1, "sm80": 2}
 
 # Bytes that parts of a gradient may take.
 _PARTS_NBYTES = 128 << 20

@@ -5,7 +5,7 @@
 A bias of rows changes no weight of a key if there is no soft cap. So the kernels of the backward pass do not read it:
 it is taken off the log-sum-exps. Its gradient is the sum of dS over the keys, which is the cotangent of the row's
 log-sum-exp, less what the sink takes of it. With a soft cap, which gives each key a slope, kernels read the bias, and
-one of them writes what each 64 keys add to its gradient.
+one of them writes three sums for each row that make its gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_fastattn.blocks import reduce_to
 from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_pitch
 from jax_fastattn.kernels.choose import kernel_spec
-from jax_fastattn.kernels.dbias_tiles import ROW_TERM_KEYS, dbias_parts
+from jax_fastattn.kernels.dbias_tiles import COLUMN_WARPS, KEYS, ROW_SUMS, dbias_parts
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import HIDDEN_BIAS, Operands, Problem
 
@@ -64,23 +64,41 @@ def result_shapes(kernel: KernelSpec, problem: Problem, multiprocessors: int) ->
         return {"dkey_bias": (problem.batch, problem.num_heads * warps, problem.key_length)}
     if not kernel.sums_dbias or shape is None:
         return {}
-    planes, queries, keys = shape[0] * shape[1], problem.query_length, problem.key_length
-    parts = dbias_parts((planes, queries, keys), problem.batch * problem.num_heads // planes, multiprocessors)
+    queries, keys, heads = problem.query_length, problem.key_length, problem.batch * problem.num_heads
     if kernel.drow_bias:
-        return {"dbias": (parts, planes, -(-keys // ROW_TERM_KEYS), queries)}
+        parts = dbias_parts((heads, queries, 1), -(-keys // KEYS), multiprocessors)
+        rows = problem.batch, problem.num_heads, COLUMN_WARPS[kernel.family], ROW_SUMS, queries
+        return {"dbias": (parts, *rows)}
+    planes = shape[0] * shape[1]
+    parts = dbias_parts((planes, queries, keys), heads // planes, multiprocessors)
     return {"dbias": (parts, planes, queries, bias_pitch(shape, keys))}
 
 
-def bias_gradient(shape: tuple[int, ...], found: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the gradient of a bias `[b, n, t, s]` in float32, from what a launch has written."""
+def bias_gradient(shape: tuple[int, ...], found: Mapping[str, jax.Array], dlse: jax.Array | None) -> jax.Array:
+    """Returns the gradient of a bias `[b, n, t, s]` in float32, from what a launch has written.
+
+    Args:
+        shape: of the bias.
+        found: what was written.
+        dlse: the cotangent of the log-sum-exps `[B, T, N]`, or None for 0.
+    """
     if "dkey_bias" in found:
         return _reduced(found["dkey_bias"][:, :, None], shape)
-    parts = found["dbias"].astype(jnp.float32)
     if shape[3] == 1:
-        rows = jnp.sum(parts, axis=(0, 2))
-        return reduce_to(shape, rows.reshape(*shape[:2], -1, 1))
+        return _reduced(_row_gradient(found["dbias"], dlse)[..., None], shape)
+    parts = found["dbias"].astype(jnp.float32)
     total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
     return total[..., : shape[3]].reshape(shape)
+
+
+def _row_gradient(sums: jax.Array, dlse: jax.Array | None) -> jax.Array:
+    """Returns what each row adds to the gradient of a bias of rows, `[B, N, T]`, from `dbias_sum.RowSums`.
+
+    Rows without weights add 0: they see nothing, and their dlse may be no number.
+    """
+    changes, weights, product = jnp.moveaxis(jnp.sum(sums, axis=(0, 3)), 2, 0)
+    delta = product if dlse is None else product - dlse.swapaxes(1, 2)
+    return jnp.where(weights == 0, changes, changes - weights * delta)
 
 
 class RowBias:

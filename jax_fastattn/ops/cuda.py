@@ -155,7 +155,7 @@ def backward(
         query=_scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
-        bias=bias_gradient(problem.bias_shape, found) if gradient and problem.bias_shape else None,
+        bias=bias_gradient(problem.bias_shape, found, dlse) if gradient and problem.bias_shape else None,
         sinks=None if sinks is None else sinks_gradient(sinks, found["dsinks_terms"], operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )

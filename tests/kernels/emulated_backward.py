@@ -15,9 +15,10 @@ import numpy as np
 
 from jax_fastattn.kernels.arguments import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
-from jax_fastattn.kernels.dbias_tiles import ROW_TERM_KEYS
+from jax_fastattn.kernels.dbias_tiles import COLUMN_WARPS, ROW_SUMS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.bias import bias_operands
+from jax_fastattn.ops.bias_gradient import bias_gradient
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import visible_rows
 
@@ -261,11 +262,10 @@ def dbias_buffers(spec: KernelSpec, sizes: Sizes) -> dict[str, np.ndarray]:
     found = {}
     if spec.sums_dbias:
         assert sizes.bias is not None
-        plane = sizes.queries, bias_pitch(sizes.bias, sizes.keys)
+        shape: tuple[int, ...] = sizes.bias[0] * sizes.bias[1], sizes.queries, bias_pitch(sizes.bias, sizes.keys)
         if spec.drow_bias:
-            plane = -(-sizes.keys // ROW_TERM_KEYS), sizes.queries
-        shape = sizes.bias_parts, sizes.bias[0] * sizes.bias[1], *plane
-        found["dbias"] = np.full(shape, np.nan, DTYPES[spec.dbias_dtype])
+            shape = sizes.batch, sizes.kv_heads * spec.group, COLUMN_WARPS[spec.family], ROW_SUMS, sizes.queries
+        found["dbias"] = np.full((sizes.bias_parts, *shape), np.nan, DTYPES[spec.dbias_dtype])
     if spec.dkey_bias:
         warps = spec.config.column_warps if spec.family == "sm80" else 1
         shape = sizes.batch, sizes.kv_heads * spec.group * warps, sizes.keys
@@ -277,6 +277,7 @@ def compare_dbias(
     spec: KernelSpec,
     sizes: Sizes,
     found: dict[str, np.ndarray],
+    arrays: dict[str, np.ndarray],
     wanted: np.ndarray,
     pairs: np.ndarray,
     tolerance: float,
@@ -287,6 +288,7 @@ def compare_dbias(
         spec: the compile key.
         sizes: of the call.
         found: what kernels have written.
+        arrays: the operands.
         wanted: the gradient, `[b, n, t, s]`.
         pairs: the visible ones, `[B, 1 or N, T, S]`.
         tolerance: relative to the largest number.
@@ -295,8 +297,8 @@ def compare_dbias(
     if spec.dmatrix_bias:
         got = found["dbias"].sum(0)[..., :keys].reshape(wanted.shape)
     elif spec.drow_bias:
-        got = found["dbias"].sum((0, 2)).reshape(batch, heads, -1, 1)
-        got = got.sum(2, keepdims=True) if queries == 1 else got
+        dlse = jnp.asarray(arrays["dlse"]) if spec.dlse else None
+        got = np.asarray(bias_gradient(wanted.shape, {"dbias": jnp.asarray(found["dbias"], jnp.float32)}, dlse))
     else:
         members = found["dkey_bias"].shape[1] // heads
         got = found["dkey_bias"].reshape(sizes.batch // batch, batch, heads, members, queries, keys)

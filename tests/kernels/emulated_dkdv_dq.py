@@ -72,7 +72,7 @@ class Run:
         if self.spec.dbias:
             found = {name: self.read(name).astype(np.float64) for name in dbias_buffers(self.spec, self.sizes)}
             pairs = visibility(self.spec, self.sizes)[2][:, None]
-            compare_dbias(self.spec, self.sizes, found, self.wanted["dbias"], pairs, tolerance)
+            compare_dbias(self.spec, self.sizes, found, self.arrays, self.wanted["dbias"], pairs, tolerance)
         stats, lse, delta = self.read("stats").swapaxes(1, 2), self.wanted["lse"], self.wanted["delta"]
         factor, (sees, _, _) = log2_probability_factor(self.spec, self.kernel.config), visibility(self.spec, self.sizes)
         lse_scaled = np.where(np.isneginf(lse) | ~sees[..., None], np.inf, lse * math.log2(math.e) - factor)

@@ -110,7 +110,8 @@ def check_backward(spec: KernelSpec, sizes: Sizes | None = None) -> tuple[np.nda
         largest = np.abs(wanted[name]).max()
         np.testing.assert_allclose(found[name], wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)
     if spec.dbias:
-        compare_dbias(spec, sizes, found, wanted["dbias"], visibility(spec, sizes)[2][:, None], tolerance)
+        pairs = visibility(spec, sizes)[2][:, None]
+        compare_dbias(spec, sizes, found, arrays, wanted["dbias"], pairs, tolerance)
     if spec.dsinks:
         compare_dsinks_terms(found["dsinks_terms"], wanted["dsinks_terms"], tolerance)
     return found["dq"], wanted["dq"]

@@ -215,7 +215,7 @@ def check(case: Case) -> dict[str, np.ndarray]:
         assert not found[name][dead].any(), f"{name} of rows that are hidden from everybody"
     if case.bias:
         wide = {name: x.astype(np.float64) for name, x in found.items()}
-        compare_dbias(case.spec, case.sizes, wide, wanted["dbias"], case.seen, tolerance)
+        compare_dbias(case.spec, case.sizes, wide, arrays, wanted["dbias"], case.seen, tolerance)
     if case.sinks:
         compare_dsinks_terms(found["dsinks_terms"], wanted["dsinks_terms"], tolerance)
     return found

@@ -43,6 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     "t-sinks-dlse": {"bias": "t", "sinks": True, "dlse": True, "query_seq_lengths": (70, 40)},
     "bn-dlse": {"bias": "bn", "dlse": True},
     "nt-cap-mask": {"bias": "nt", "logits_soft_cap": 2.0, "mask": (B, 1, 1, S)},
+    # Far below the cap the gradient is smaller than the rounding of the output.
+    "nt-cap50-dlse": {"bias": "nt", "logits_soft_cap": 50.0, "dlse": True},
+    "bt-cap50-sinks": {"bias": "bt", "logits_soft_cap": 50.0, "sinks": True},
     "-cap-sinks": {"bias": "", "logits_soft_cap": 2.0, "sinks": True, "dlse": True},
     "nts-float32": {"bias": "nts", "bias_dtype": "float32", "is_causal": True},
     "bnts-d40v256": {"bias": "bnts", "head_dim": 40, "v_head_dim": 256},
@@ -65,7 +68,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_ops.emulate(monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["nts-mask", "nt-cap-mask"])
+@pytest.mark.parametrize("name", ["nts-mask", "nt-cap-mask", "nt-cap50-dlse"])
 def test_portable_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No query differs from another by the mask: lists of tiles of queries are one row, those of keys are not."""
     emulated_ops.emulate(monkeypatch, "sm_80")

@@ -11,8 +11,8 @@ The bias of the tile is copied once, if shared memory has room for it. Q and K, 
 some columns at a time, so that any head dim fits. Items whose tile is hidden are left out. There are no atomics and no
 sums in memory: the same bits in every run.
 
-Of a bias of rows, which kernels differentiate under a soft cap alone, a CTA sums over the keys of its tile, too. XLA
-adds up the tiles.
+Of a bias of rows, which kernels differentiate under a soft cap alone, a tile is 128 queries of a head, and its items
+are the tiles of their keys. A row has three sums (`dbias_sum.RowSums`).
 
 Nothing that is hidden is zeroed: whatever it holds reaches its own pairs only, which are selected away. Reads the
 statistics that `preprocess.py` writes.
@@ -25,8 +25,8 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
-from jax_fastattn.kernels.dbias_schedule import FULL, HIDDEN, DbiasSchedule, DbiasTile
-from jax_fastattn.kernels.dbias_sum import DbiasSum, Hidden, Lane
+from jax_fastattn.kernels.dbias_schedule import FULL, HIDDEN, DbiasItem, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.dbias_sum import Hidden, Lane, MatrixSum, RowSums, start_sum
 from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.launch import Launch
@@ -34,7 +34,7 @@ from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, accumulator_lan
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.copied_bias import CopiedBias
-from jax_fastattn.kernels.features.places import Head, ScoreTile
+from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
@@ -54,7 +54,7 @@ _BLOCKS = WARP_ROWS // 16, WARP_COLUMNS // 8
 
 
 class DbiasKernel:
-    """Writes dbias, or float32 parts or terms of it. One CTA for each tile of each part.
+    """Writes dbias, or float32 parts or sums of it. One CTA for each tile of each part.
 
     Args:
         spec: the compile key.
@@ -78,7 +78,7 @@ class DbiasKernel:
 
     @cute.kernel
     def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
-        tile = DbiasTile.of(cute.arch.block_idx()[0], scalars)
+        tile = self.schedule.tile(cute.arch.block_idx()[0], scalars)
         DbiasCta.start(self.spec, self.memory, self.schedule, (buffers, scalars), tile).run()
 
 
@@ -94,7 +94,7 @@ class DbiasCta:
         shared: address of shared memory.
         score: from products to probabilities.
         items: the items that see something.
-        sum: the sum.
+        sum: what is added up.
         stage: that of the next chunk to be read, `[1]`.
     """
 
@@ -106,7 +106,7 @@ class DbiasCta:
     shared: Int32
     score: Score
     items: VisibleItems
-    sum: DbiasSum
+    sum: MatrixSum | RowSums
     stage: cute.Tensor
 
     @classmethod
@@ -137,7 +137,7 @@ class DbiasCta:
             # With lists three times as many registers would spill.
             score=replace(score, joins_lse=not spec.listed),
             items=VisibleItems.of(schedule, tile, *launch),
-            sum=DbiasSum.start(schedule, launch, 2 * _BLOCKS[0], _BLOCKS[1]),
+            sum=start_sum(schedule, launch, 2 * _BLOCKS[0], _BLOCKS[1]),
             stage=stage,
         )
 
@@ -145,10 +145,10 @@ class DbiasCta:
         """Computes the tile, and stores it: zeros if no item sees anything."""
         first = self.items.next()
         cutlass.if_generate(first.kind != HIDDEN, lambda: self._begin(first))
-        with while_generate([*first], lambda batch, head, kind, place: Boolean(kind != HIDDEN)) as item:
+        with while_generate(first.values(), lambda *values: Boolean(Item.of(*values).kind != HIDDEN)) as values:
             following = self.items.next()
-            self._item(Item(*item), following)
-            yield_out([*following])
+            self._item(Item.of(*values), following)
+            yield_out(following.values())
         cute.arch.cp_async_wait_group(0)
         self._scale()
         self.sum.store(self.tile, _read_lane())
@@ -183,14 +183,15 @@ class DbiasCta:
     def _copy_bias(self, term: int) -> None:
         """Starts the copies of a term of the bias, zeros past the end."""
         tile, scalars, shape = self.tile, self.scalars, self.memory.bias
-        plane = Planes(scalars, self.spec.group).of_head(tile.first) + scalars.bias_planes * term
+        place = tile.any_item()
+        plane = Planes(scalars, self.spec.group).of_head(place.head) + scalars.bias_planes * term
         source = self.buffers.bias.toint() + Int64(plane) * scalars.query_length * (scalars.bias_pitch * 2)
         target = self.shared + self.memory.table.offset("bias") + term * shape.nbytes
         copy_shape = CopyShape(shape, THREADS)
         row, chunk = copy_shape.thread_chunk(_read_lane().thread)
         for first_row, first_chunk, _, _ in copy_shape.passes():
             at, column = row + first_row, (chunk + first_chunk) * CHUNK
-            query, key = tile.row * ROWS + at, tile.column * KEYS + column
+            query, key = place.row * ROWS + at, place.column * KEYS + column
             exists = Boolean(Boolean(query < scalars.query_length) & Boolean(key < scalars.bias_pitch))
             address = source + (Int64(query) * scalars.bias_pitch + key) * 2
             size = ptx.where(exists, Int32(16), Int32(0))
@@ -198,15 +199,15 @@ class DbiasCta:
 
     def _copy(self, item: Item, which: int, stage: Int32) -> None:
         """Starts the copies of a chunk of an item, zeros for rows past the end."""
-        buffers, scalars, spec, tile = self.buffers, self.scalars, self.spec, self.tile
+        buffers, scalars, spec = self.buffers, self.scalars, self.spec
         # Read anew: addresses of one chunk would wait in registers for the next one.
-        head = Head(ptx.move(item.batch), ptx.move(item.head))
+        head, row, column = self.tile.named([ptx.move(name) for name in item.names])
         sequence, chunk = Sequence.of_entry(spec, head.batch, buffers, scalars), self._chunks[which]
         of_query = which < len(self.memory.query_chunks)
         head_dim = spec.head_dim if of_query else spec.v_head_dim
         sides = (
-            (buffers.query if of_query else buffers.dout, sequence.queries, tile.row * ROWS, 1),
-            (buffers.key if of_query else buffers.value, sequence.keys, tile.column * KEYS, spec.group),
+            (buffers.query if of_query else buffers.dout, sequence.queries, row * ROWS, 1),
+            (buffers.key if of_query else buffers.value, sequence.keys, column * KEYS, spec.group),
         )
         for side, (operand, span, first, group) in enumerate(sides):
             heads = scalars.num_heads // group
@@ -239,30 +240,32 @@ class DbiasCta:
 
     def _item(self, item: Item, following: Item) -> None:
         """Adds the dS of an item."""
-        head, scores = Head(item.batch, item.head), self.sum.scores(self.tile, _read_lane())
-        lse2, deltas = self._statistics(item)
-        weights, change = mma.zeros(*_BLOCKS), [-deltas[scores.at(i).i] for i in range(self.sum.count)]
+        place = self.tile.named(item.names)
+        scores, (lse2, deltas) = self.sum.scores(place, _read_lane()), self._statistics(place)
+        weights, change = mma.zeros(*_BLOCKS), mma.zeros(*_BLOCKS)
+        if self.sum.centered:
+            change = [-deltas[scores.at(i).i] for i in range(self.sum.count)]
         for which in range(len(self._chunks)):
             of_query = which < len(self.memory.query_chunks)
             self._multiply(item, following, which, weights if of_query else change)
             if which + 1 == len(self.memory.query_chunks):
-                self._weigh(weights, self.score.start(head), scores, lse2)
+                self._weigh(weights, self.score.start(place.head), scores, lse2)
 
         def edge() -> Edge:
-            hidden = Hidden(item.kind, head, lambda: [item.place], self._statistics(item)[0])
-            return self.sum.edge(self.score, self.tile, _read_lane(), hidden)
+            hidden = Hidden(item.kind, lambda: [item.place], self._statistics(place)[0])
+            return self.sum.edge(self.score, place, _read_lane(), hidden)
 
         def add(edge: Edge | None) -> None:
             self.sum.add(scores, lambda i: weights[i], lambda i, at: change[i], edge)
 
         cutlass.if_generate(item.kind == FULL, lambda: add(None), lambda: add(edge()))
 
-    def _statistics(self, item: Item) -> tuple[list[Float32], list[Float32]]:
+    def _statistics(self, place: DbiasItem) -> tuple[list[Float32], list[Float32]]:
         """Returns the log-sum-exps in base 2 and delta of the lane's rows; past the end those of the last query."""
-        scalars = self.scalars
-        queries = Sequence.of_entry(self.spec, item.batch, self.buffers, scalars).queries
-        source = self.buffers.stats.toint() + queries.head_row(scalars.num_heads, item.head) * 8
-        first = self.tile.row * ROWS + _read_lane().row
+        scalars, (batch, head) = self.scalars, place.head
+        queries = Sequence.of_entry(self.spec, batch, self.buffers, scalars).queries
+        source = self.buffers.stats.toint() + queries.head_row(scalars.num_heads, head) * 8
+        first = place.row * ROWS + _read_lane().row
         rows = [Int32(cutlass.min(first + 8 * i, scalars.query_length - 1)) for i in range(self.sum.lane_rows)]
         pairs = [[ptx.from_bits(x) for x in ptx.load_constant_pair(source + Int64(row) * 8)] for row in rows]
         return [lse2 for lse2, _ in pairs], [delta for _, delta in pairs]
@@ -282,13 +285,13 @@ class DbiasCta:
         mma.gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b, ptx.MMA_DTYPE[self.spec.dtype])
         self.stage[0] = ptx.where(stage + 1 == self.memory.config.stages, Int32(0), stage + 1)
 
-    @staticmethod
-    def _weigh(weights: mma.Accumulator, score: Score, scores: ScoreTile, lse2: list[Float32]) -> None:
+    def _weigh(self, weights: mma.Accumulator, score: Score, scores: ScoreTile, lse2: list[Float32]) -> None:
         """Turns S into weights in place, see `score.py`."""
         score = score.read(scores)
         for i in range(len(weights)):
             at = scores.at(i)
-            _, weights[i] = score.gradient(weights[i], lse2[at.i], at)
+            probability, weights[i] = score.gradient(weights[i], lse2[at.i], at)
+            self.sum.keep(i, probability)
 
 
 def _read_lane() -> Lane:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jax_fastattn.kernels import dbias_tiles
 from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
 from jax_fastattn.kernels.device.layout import SharedTile, padded
@@ -18,7 +19,7 @@ from jax_fastattn.kernels.device.regions import Region, Row, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
 
 # Warps side by side along the queries, and along the keys.
-ROW_WARPS, COLUMN_WARPS = 4, 2
+ROW_WARPS, COLUMN_WARPS = 4, dbias_tiles.COLUMN_WARPS["sm80"]
 THREADS = 32 * ROW_WARPS * COLUMN_WARPS
 
 # Rows and columns of a warp, whose sum, S and dP take 64 registers of a lane each.

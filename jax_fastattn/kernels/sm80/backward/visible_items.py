@@ -21,15 +21,23 @@ class Item(NamedTuple):
     """An item.
 
     Attributes:
-        batch, head: its batch entry and query head.
-        kind: of the tile, see `dbias_schedule.HIDDEN`, which says that none is left.
+        names: tell it from the others of its tile, see `dbias_schedule.DbiasTile`.
+        kind: see `dbias_schedule.HIDDEN`, which says that none is left.
         place: see `ItemList.place`.
     """
 
-    batch: Int32
-    head: Int32
+    names: tuple[Int32, ...]
     kind: Int32
     place: Int32
+
+    @classmethod
+    def of(cls, *values: Int32) -> "Item":
+        """Returns the item of such values as `values` returns."""
+        return cls(values[:-2], *values[-2:])
+
+    def values(self) -> list[Int32]:
+        """Returns what a loop carries."""
+        return [*self.names, self.kind, self.place]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +82,8 @@ class VisibleItems:
         lane = cute.arch.popc((bits & -bits) - 1)
         self.left[1] = bits & (bits - 1)
         kind, place = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(self.looks[i], lane & 31)) for i in range(2))
-        return Item(*self.tile.head(first + lane), ptx.where(bits == 0, Int32(HIDDEN), kind), place)
+        names = self.tile.names(self.tile.item(first + lane))
+        return Item(tuple(names), ptx.where(bits == 0, Int32(HIDDEN), kind), place)
 
     def _left(self) -> list[Int32]:
         """Returns the first item that lanes have looked at, and the bits."""
@@ -82,10 +91,10 @@ class VisibleItems:
 
     def _look(self, first: Int32) -> list[Int32]:
         """Looks at so many items from one on; returns what `_left` does then."""
-        item = first + (ptx.thread_index() & 31)
-        head = self.tile.head(Int32(cutlass.min(item, self.tile.end - 1)))
-        kind, place = self.schedule.look(self.tile, head, self.buffers, self.scalars)
+        index = first + (ptx.thread_index() & 31)
+        item = self.tile.item(Int32(cutlass.min(index, self.tile.end - 1)))
+        kind, place = self.schedule.look(item, self.buffers, self.scalars)
         self.looks[0], self.looks[1] = kind, place
-        bits = cute.arch.vote_ballot_sync(Boolean(Boolean(item < self.tile.end) & Boolean(kind != HIDDEN)))
+        bits = cute.arch.vote_ballot_sync(Boolean(Boolean(index < self.tile.end) & Boolean(kind != HIDDEN)))
         self.left[0], self.left[1] = first, cute.arch.make_warp_uniform(bits)
         return self._left()

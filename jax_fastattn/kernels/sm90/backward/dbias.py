@@ -3,7 +3,7 @@
 """The gradient of a bias `[b, n, T, S]` on Hopper: a CTA owns a tile of it, and sums over what broadcasts.
 
 Two consumer warpgroups of 64 queries each keep a float32 sum of dS in registers (`dbias_consumer.py`); one warp loads.
-For each item, a pair of a batch entry and a query head that reads the tile:
+For each item, which is a pair of a batch entry and a query head that reads the tile:
 
     S = Q K^T    dP = dO V^T    sum += P (dP - delta)
 
@@ -11,8 +11,8 @@ The bias of the tile is loaded once. Q and K, and then dO and V, pass through on
 any head dim fits. Items whose tile is hidden are left out. There are no atomics and no sums in memory: the same bits in
 every run. CTAs walk through tiles, and the loads for the next tile run while this one is stored.
 
-Of a bias of rows, which kernels differentiate under a soft cap alone, a CTA sums over the keys of its tile, too. XLA
-adds up the tiles.
+Of a bias of rows, which kernels differentiate under a soft cap alone, a tile is 128 queries of a head, and its items
+are the tiles of their keys. A row has three sums (`dbias_sum.RowSums`).
 
 Rows that see nothing need no zeros: whatever they hold reaches their own pairs only, which are selected away. Reads the
 statistics that are described in `gradient.py`.
@@ -25,14 +25,13 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
-from jax_fastattn.kernels.dbias_schedule import HIDDEN, LAST, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.dbias_schedule import HIDDEN, LAST, DbiasItem, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
@@ -44,7 +43,7 @@ from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 
 
 class DbiasKernel:
-    """Writes dbias, or float32 parts or terms of it.
+    """Writes dbias, or float32 parts or sums of it.
 
     Args:
         spec: the compile key.
@@ -124,12 +123,12 @@ class DbiasLoader:
                 bias_phase[0] = bias_phase[0] ^ 1
                 bias_here[0] = Int32(1)
 
-            def load(item: Int32, kind: Int32, told: list[Int32]) -> None:
-                head = tile.head(item)
+            def load(index: Int32, kind: Int32, told: list[Int32]) -> None:
+                item = tile.item(index)
                 cutlass.if_generate(bias_here[0] == 0, load_bias)
                 nbytes = 2 * self.shared.memory.stats_nbytes
-                items.put((kind, *head, *told), nbytes, self._stats_copy(tile, head))
-                self._load_operands(ring, tile, head)
+                items.put((kind, *tile.names(item), *told), nbytes, self._stats_copy(item))
+                self._load_operands(ring, item)
 
             def visit(first: Int32, looks: tuple[Int32, ...], i: Int32) -> None:
                 kind, *told = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, i)) for x in looks)
@@ -146,26 +145,27 @@ class DbiasLoader:
 
         self.schedule.each(self.sizes, load_tile)
 
-    def _look(self, tile: DbiasTile, item: Int32) -> tuple[Int32, ...]:
-        """Returns what is known of a tile in an item, or in the last one, see `DbiasSchedule.look`."""
-        head = tile.head(Int32(cutlass.min(item, tile.end - 1)))
-        return self.schedule.look(tile, head, self.buffers, self.sizes)
+    def _look(self, tile: DbiasTile, index: Int32) -> tuple[Int32, ...]:
+        """Returns what is known of an item, or of the last one, see `DbiasSchedule.look`."""
+        item = tile.item(Int32(cutlass.min(index, tile.end - 1)))
+        return self.schedule.look(item, self.buffers, self.sizes)
 
     def _load_bias(self, tile: DbiasTile, phase: Int32) -> None:
         """Loads the bias of a tile."""
         full = self.shared.barrier("bias_full")
         wgmma.wait(self.shared.barrier("bias_empty"), phase)
         wgmma.expect(full, stages.loaded_nbytes(self.score.features, ROWS, KEYS))
-        self.score.copy(tile.scores(tile.first), self.shared.bias, full)
+        self.score.copy(tile.any_item().scores(), self.shared.bias, full)
 
-    def _stats_copy(self, tile: DbiasTile, head: Head) -> Callable[[Int32, cute.Pointer], None]:
+    def _stats_copy(self, item: DbiasItem) -> Callable[[Int32, cute.Pointer], None]:
         """Returns a function that starts the copies of an item's statistics."""
-        queries, memory = Sequence.of_entry(self.spec, head.batch, self.buffers, self.sizes).queries, self.shared.memory
-        first = queries.padded_row(queries.head(self.sizes.num_heads, head.head), ROW_ALIGNMENT)
+        sequence, memory = Sequence.of_entry(self.spec, item.head.batch, self.buffers, self.sizes), self.shared.memory
+        queries = sequence.queries
+        first = queries.padded_row(queries.head(self.sizes.num_heads, item.head.head), ROW_ALIGNMENT)
         rows = queries.padded_rows(ROW_ALIGNMENT)
 
         def copy(stage: Int32, barrier: cute.Pointer) -> None:
-            source = self.buffers.stats.toint() + (2 * first + tile.row * ROWS) * memory.stats_row_nbytes
+            source = self.buffers.stats.toint() + (2 * first + item.row * ROWS) * memory.stats_row_nbytes
             with cute.arch.elect_one():
                 for which in range(2):
                     start = source + Int64(rows) * (which * memory.stats_row_nbytes)
@@ -173,22 +173,22 @@ class DbiasLoader:
 
         return copy
 
-    def _load_operands(self, ring: wgmma.Ring, tile: DbiasTile, head: Head) -> None:
+    def _load_operands(self, ring: wgmma.Ring, item: DbiasItem) -> None:
         """Loads Q and K, then dO and V, some columns at a time."""
         shared, spec, memory, tma = self.shared, self.spec, self.shared.memory, self.tma
-        sequence = Sequence.of_entry(spec, head.batch, self.buffers, self.sizes)
-        kv_head = head.head // spec.group
+        sequence = Sequence.of_entry(spec, item.head.batch, self.buffers, self.sizes)
+        kv_head = item.head.head // spec.group
         for rows, keys, in_rows, in_keys, columns, head_dim in (
             (tma.query, tma.key, shared.query, shared.key, memory.head_dim, spec.head_dim),
             (tma.dout, tma.value, shared.dout, shared.value, memory.v_head_dim, spec.v_head_dim),
         ):
-            copy_rows = rows.copy_matrix(in_rows, sequence.queries.tma_rows(rows.coordinates, head.head))
+            copy_rows = rows.copy_matrix(in_rows, sequence.queries.tma_rows(rows.coordinates, item.head.head))
             copy_keys = keys.copy_matrix(in_keys, sequence.keys.tma_rows(keys.coordinates, kv_head))
 
             def copy(chunk: int, stage: Int32, barrier: cute.Pointer, both=(copy_rows, copy_keys)) -> None:  # type: ignore[no-untyped-def]
                 for group in range(2):
-                    both[0](2 * tile.row + group, chunk, 4 * stage + group, barrier)
-                both[1](tile.column, chunk, stage, barrier)
+                    both[0](2 * item.row + group, chunk, 4 * stage + group, barrier)
+                both[1](item.column, chunk, stage, barrier)
 
             for chunk in range(padded_head_dim(head_dim) // columns):
                 ring.producer_load(copy, chunk, (ROWS + KEYS) * columns * 2)

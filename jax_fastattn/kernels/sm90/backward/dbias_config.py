@@ -49,10 +49,12 @@ class DbiasMemory(OperandMemory[DbiasConfig]):
 
     Attributes:
         stats_row_nbytes: bytes of a statistic of a row.
-        told: words that tell hidden pairs of an item, see `dbias_schedule.DbiasSchedule.look`.
+        names: words that tell an item from the others of its tile, see `dbias_schedule.DbiasTile`.
+        told: words that tell its hidden pairs, see `dbias_schedule.DbiasSchedule.look`.
     """
 
     stats_row_nbytes: int = 4
+    names: int = 2
     told: int = 1
 
     @classmethod
@@ -61,8 +63,8 @@ class DbiasMemory(OperandMemory[DbiasConfig]):
         columns = (chunk_columns(spec.head_dim, spec.v_head_dim),) * 2
         nbytes = stats_row_nbytes(spec.config.adds_dq)
         bias = stages.stage_rows(stages.loading(spec), ROWS, KEYS, 1)
-        told = LIVE_WORDS if spec.alike else 1
-        memories = (cls(DbiasConfig(count), *columns, bias, nbytes, told) for count in range(8, 0, -1))
+        words = 1 if spec.drow_bias else 2, LIVE_WORDS if spec.alike else 1
+        memories = (cls(DbiasConfig(count), *columns, bias, nbytes, *words) for count in range(8, 0, -1))
         return next(memory for memory in memories if memory.fits)
 
     @property
@@ -92,7 +94,7 @@ class DbiasMemory(OperandMemory[DbiasConfig]):
         return (
             Region("ring", (ROWS + KEYS) // WARPGROUP_ROWS * self.unit, count, TILE_ALIGNMENT),
             Region("stats", self.stats_nbytes, 2 * _ITEMS),
-            Region("item", 12 + 4 * self.told, _ITEMS),
+            Region("item", 4 * (1 + self.names + self.told), _ITEMS),
             Barriers("ring_full", count, arrive_count=1),
             Barriers("ring_empty", count, arrive_count=warps),
             Barriers("item_full", _ITEMS, arrive_count=1),

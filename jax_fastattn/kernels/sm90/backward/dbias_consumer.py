@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer warpgroup of `dbias.py`: the sum of dS of 64 queries and a tile of keys.
+"""A consumer warpgroup of `dbias.py`: the sums of 64 queries and a tile of keys.
 
 The warpgroups never wait for each other: the exponentials of one run concurrently with the products of the other.
 """
@@ -13,12 +13,12 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.arguments import BackwardBuffers, Sizes
-from jax_fastattn.kernels.dbias_schedule import FULL, DbiasSchedule, DbiasTile
-from jax_fastattn.kernels.dbias_sum import DbiasSum, Hidden, Lane
+from jax_fastattn.kernels.dbias_schedule import FULL, DbiasItem, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.dbias_sum import Hidden, Lane, MatrixSum, RowSums, start_sum
 from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.features.places import Head
+from jax_fastattn.kernels.features.places import Element
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.dbias_shared import DbiasShared, Item, Items
@@ -82,7 +82,7 @@ class DbiasConsumer:
         items: its position among the items.
         bias_phase: of the barrier of the bias.
         products: S and dP.
-        sum: the sum.
+        sum: what is added up.
     """
 
     spec: KernelSpec
@@ -96,7 +96,7 @@ class DbiasConsumer:
     items: Items
     bias_phase: wgmma.Uniform
     products: DbiasProducts
-    sum: DbiasSum
+    sum: MatrixSum | RowSums
 
     @classmethod
     def start(
@@ -124,7 +124,7 @@ class DbiasConsumer:
             items=shared.items(),
             bias_phase=wgmma.Uniform(Int32(0)),
             products=products,
-            sum=DbiasSum.start(schedule, launch, lane_rows=2, n_blocks=KEYS // 8),
+            sum=start_sum(schedule, launch, lane_rows=2, n_blocks=KEYS // 8),
         )
 
     def run(self) -> None:
@@ -164,17 +164,17 @@ class DbiasConsumer:
         for stage in scores:
             self.ring.consumer_release(stage)
         dscores += [self._multiply(products.dscore, products.dout, products.value, i) for i in range(started, v_chunks)]
-        head = self.items.head(item.stage)
-        lse2 = self._weights(tile, head, item.stage)
-        deltas = [self._statistic(item.stage, 1, i) for i in range(2)]
+        place = tile.named(self.items.names(item.stage))
+        lse2 = self._weights(place, item.stage)
+        deltas = [self._statistic(item.stage, 1, i) for i in range(2)] if self.sum.centered else None
         warpgroup.wait_group(0)
         for stage in dscores:
             self.ring.consumer_release(stage)
-        hidden = Hidden(item.kind, head, lambda: self.items.told(item.stage), lse2)
+        hidden = Hidden(item.kind, lambda: self.items.told(item.stage), lse2)
         cutlass.if_generate(
             item.kind == FULL,
-            lambda: self._add(tile, deltas, None),
-            lambda: self._add(tile, deltas, self.sum.edge(self.score, tile, _read_lane(), hidden)),
+            lambda: self._add(place, deltas, None),
+            lambda: self._add(place, deltas, self.sum.edge(self.score, place, _read_lane(), hidden)),
         )
         self.items.release(item.stage)
 
@@ -185,24 +185,24 @@ class DbiasConsumer:
         wgmma.gemm(self.products.mma, acc, *factors, accumulate=chunk > 0)
         return stage
 
-    def _add(self, tile: DbiasTile, deltas: list[Float32], edge: Edge | None) -> None:
-        """Adds dS."""
-        products, scores = self.products, self.sum.scores(tile, _read_lane())
-        self.sum.add(
-            scores,
-            lambda i: products.score[i],
-            lambda i, at: products.dscore[i] - deltas[at.i],
-            edge,
-        )
+    def _add(self, place: DbiasItem, deltas: list[Float32] | None, edge: Edge | None) -> None:
+        """Adds an item."""
+        products, scores = self.products, self.sum.scores(place, _read_lane())
 
-    def _weights(self, tile: DbiasTile, head: Head, stage: Int32) -> list[Float32]:
+        def change(i: int, at: Element) -> Float32:
+            return Float32(products.dscore[i]) if deltas is None else products.dscore[i] - deltas[at.i]
+
+        self.sum.add(scores, lambda i: products.score[i], change, edge)
+
+    def _weights(self, place: DbiasItem, stage: Int32) -> list[Float32]:
         """Turns S into weights, see `score.py`; returns the log-sum-exps of the lane's rows."""
-        weights, scores = self.products.score, self.sum.scores(tile, _read_lane())
+        weights, scores = self.products.score, self.sum.scores(place, _read_lane())
         lse2 = [self._statistic(stage, 0, i) for i in range(2)]
-        score = self.score.start(head).load(tile.scores(head), self.shared.bias).read(scores)
+        score = self.score.start(place.head).load(place.scores(), self.shared.bias).read(scores)
         for i in range(cute.size(weights)):
             at = scores.at(i)
-            _, weights[i] = score.gradient(weights[i], lse2[at.i], at)
+            probability, weights[i] = score.gradient(weights[i], lse2[at.i], at)
+            self.sum.keep(i, probability)
         return lse2
 
     def _statistic(self, stage: Int32, which: int, i: int) -> Float32:

@@ -12,7 +12,6 @@ from jax_fastattn.kernels.dbias_tiles import KEYS
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
@@ -72,7 +71,7 @@ class Item(NamedTuple):
     """An item, or the end of those of a tile.
 
     Attributes:
-        stage: where its statistics and its head are.
+        stage: where its statistics and its names are.
         kind: of the tile, see `dbias_schedule.HIDDEN`.
     """
 
@@ -100,7 +99,7 @@ class Items:
         nbytes: int = 0,
         copy: Callable[[Int32, cute.Pointer], None] | None = None,
     ) -> None:
-        """Names an item by its kind, head and place, and starts the copies of its statistics, in one warp."""
+        """Names an item by its kind and other words, and starts the copies of its statistics, in one warp."""
         stage, phase = self.at[0], self.at[1] ^ 1
         wgmma.advance(self.at, self.stages)
         full = self.shared.barrier("item_full") + stage
@@ -119,15 +118,17 @@ class Items:
         wgmma.wait(self.shared.barrier("item_full") + stage, phase)
         return Item(stage, cute.arch.make_warp_uniform(ptx.load_shared(self._address(stage))))
 
-    def head(self, stage: Int32) -> Head:
-        """Returns the batch entry and the query head of an item."""
-        address = self._address(stage)
-        return Head(*(cute.arch.make_warp_uniform(ptx.load_shared(address + 4 * i)) for i in (1, 2)))
+    def names(self, stage: Int32) -> list[Int32]:
+        """Returns the words that tell an item from the others of its tile, see `dbias_schedule.DbiasTile`."""
+        return self._words(stage, 1, self.shared.memory.names)
 
     def told(self, stage: Int32) -> list[Int32]:
         """Returns what tells hidden pairs of an item, see `dbias_schedule.DbiasSchedule.look`."""
-        first = self._address(stage) + 12
-        words = [ptx.load_shared(first + 4 * i) for i in range(self.shared.memory.told)]
+        return self._words(stage, 1 + self.shared.memory.names, self.shared.memory.told)
+
+    def _words(self, stage: Int32, first: int, count: int) -> list[Int32]:
+        """Returns words of an item."""
+        words = [ptx.load_shared(self._address(stage) + 4 * (first + i)) for i in range(count)]
         return [cute.arch.make_warp_uniform(word) for word in words]
 
     def last(self) -> Int32:
