@@ -89,7 +89,7 @@ class MatrixTile(NamedTuple):
         return cls(row, column, target, first, entries, *_part(entries * members, part, sizes))
 
     @staticmethod
-    def count(sizes: Scalars | Sizes) -> Int32:
+    def total(sizes: Scalars | Sizes) -> Int32:
         """Returns how many tiles all planes have."""
         tiles = copies.count(sizes.query_length, ROWS) * copies.count(sizes.key_length, KEYS)
         return tiles * sizes.bias_planes
@@ -140,7 +140,7 @@ class RowsTile(NamedTuple):
         return cls(row, target, head, *_part(copies.count(sizes.key_length, KEYS), part, sizes))
 
     @staticmethod
-    def count(sizes: Scalars | Sizes) -> Int32:
+    def total(sizes: Scalars | Sizes) -> Int32:
         """Returns how many tiles all heads have."""
         return copies.count(sizes.query_length, ROWS) * sizes.num_heads * sizes.batch
 
@@ -184,7 +184,7 @@ class DbiasSchedule:
 
     def count(self, sizes: Scalars | Sizes) -> Int32:
         """Returns how many tiles all parts have."""
-        return self._kind.count(sizes) * sizes.bias_parts
+        return self._kind.total(sizes) * sizes.bias_parts
 
     @property
     def _kind(self) -> type[DbiasTile]:

@@ -13,7 +13,14 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments import Scalars, Sizes
-from jax_fastattn.kernels.dbias_schedule import Buffers, DbiasItem, DbiasSchedule, DbiasTile, ItemList
+from jax_fastattn.kernels.dbias_schedule import (
+    Buffers,
+    DbiasItem,
+    DbiasSchedule,
+    DbiasTile,
+    ItemList,
+    MatrixTile,
+)
 from jax_fastattn.kernels.dbias_tiles import KEYS, ROW_SUMS, ROWS, key_list_tiles
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.features.bits import Bits, LiveColumns
@@ -170,6 +177,7 @@ class MatrixSum(DbiasSum):
 
     def store(self, tile: DbiasTile, lane: Lane) -> None:
         """Stores the sum."""
+        assert isinstance(tile, MatrixTile)
         for i in range(self.lane_rows):
             row, exists = self._row(tile, lane, i)
             first = (Int64(tile.target) * self.sizes.query_length + row) * self.sizes.bias_pitch
@@ -182,7 +190,7 @@ class MatrixSum(DbiasSum):
         total: Any = self.total
         return [total[4 * (m * self.n_blocks + block) + 2 * half + e] for e in range(2)]
 
-    def _store_wide(self, tile: DbiasTile, lane: Lane, first: Int64, i: int, exists: Boolean) -> None:
+    def _store_wide(self, tile: MatrixTile, lane: Lane, first: Int64, i: int, exists: Boolean) -> None:
         """Stores a row of the lane in float32."""
         for block in range(self.n_blocks):
             column = tile.column * KEYS + 8 * block + lane.column
@@ -194,7 +202,7 @@ class MatrixSum(DbiasSum):
 
             cutlass.if_generate(Boolean(exists & (column < self.sizes.bias_pitch)), store)
 
-    def _store_rounded(self, tile: DbiasTile, lane: Lane, first: Int64, i: int, exists: Boolean) -> None:
+    def _store_rounded(self, tile: MatrixTile, lane: Lane, first: Int64, i: int, exists: Boolean) -> None:
         """Stores a row of the lane in 16 bits: 16 bytes a lane, 64 neighboring bytes of a row the quad."""
         quad_lane = lane.thread & 3
         for block in range(0, self.n_blocks, 4):

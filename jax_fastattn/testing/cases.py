@@ -889,6 +889,8 @@ BIASES = {
     "keys of one query": _on(_GQA, query_length=1, key_length=1000, head_dim=128, bias="bns", scale=-0.2),
     "rows": _on(_MHA, bias="bt", bias_density=0.7, sinks="n", dlse=True),
     "rows under a cap": _on(_GQA, head_dim=128, bias="nt", logits_soft_cap=2.0, is_causal=True, sinks="n"),
+    # The gradient is smaller than the rounding of the output.
+    "rows far below a cap": _on(_GQA, bias="bt", logits_soft_cap=50.0, dlse=True),
     "one row, d40": _on(_MHA, head_dim=40, v_head_dim=72, bias="n", scale=-0.2, sinks="n"),
     "one number": _on(_MHA, bias="", sinks="n", dlse=True),
 }

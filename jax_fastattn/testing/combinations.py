@@ -109,7 +109,7 @@ def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
 
     combinations, dtypes = some(allowed()), some(sizes.dtypes)
     head_dims, value_head_dims, windows = some(sizes.head_dims), some(sizes.value_head_dims), some(sizes.windows)
-    caps, masks, groups = some([5.0, 1.5]), some(_MASKS), some([2, 3, 4])
+    caps, masks, groups = some([5.0, 1.5, 50.0]), some(_MASKS), some([2, 3, 4])
     sides, offsets = some(["both", "queries", "keys"]), some(["given", "bottom_right"])
     biases, constant_biases = some(_BIASES), some([False, False, True])
     bias_dtypes = some(["float32", "float32", "bfloat16", "float16"])
