@@ -91,6 +91,7 @@ CASES = (
     "mha-causal-bias_bs-of_bf16-d64-bf16-q193-kv257",
     "gqa2-bias_ks-finite0.2-mask_bts-d192-bf16-q193-kv257",
     "gqa2-causal-cap2-bias_nt-sinks_n-d128-bf16-q193-kv257",
+    "gqa2-cap50-bias_bt-dlse-d64-bf16-q193-kv257",
     # Packed sequences, whose boundaries decrease and leave the rows.
     "mha-causal-packed1200.-900.500.1e+09.-2e+09.1e+09-and200.1000.0.-300.1097.-400-first-7.3-d128v128-bf16-b1-q1600-kv1600",
 )
