@@ -175,6 +175,10 @@ class Score:
         features = [x.hold(key, live) if x.defines("hold") else x for x in self.features]
         return replace(self, features=tuple(features))
 
+    def hold_queries(self, query: Int32) -> "Score":
+        """Returns the composition with what features read for a lane's two queries, see `Feature.hold_queries`."""
+        return replace(self, features=_each(self.features, "hold_queries", query))
+
     # What features load for a tile, see `features/stages.py`.
 
     def copy(self, tile: LoadedTile, address: Int32, barrier: cute.Pointer) -> None:

@@ -256,9 +256,9 @@ HOPPER = ("full", "causal", "soft-cap", "groups", "listed", "compared", "alike")
 ONE_OF_EACH_KERNEL = {"compared": DIMS[:3], "alike": ((64, 64), (128, 128))}
 ONE_OF_EACH_KERNEL |= dict.fromkeys(("soft-cap", "listed", "bias-causal", "bias-float32", "bias-listed"), DIMS)
 # Kernels load less of a bias of keys or of rows than of one of pairs, which has all rows.
-ONE_OF_EACH_KERNEL |= dict.fromkeys(("key-bias", "row-bias"), DIMS)
+ONE_OF_EACH_KERNEL |= dict.fromkeys(("key-bias", "row-bias", "capped-row-bias"), DIMS)
 # The same of forward rows with a bias.
-BIASES = ("bias", "bias-causal", "bias-float32", "bias-listed", "key-bias", "row-bias")
+BIASES = ("bias", "bias-causal", "bias-float32", "bias-listed", "key-bias", "row-bias", "capped-row-bias")
 # Local memory of those with a bias of pairs, by features: values that live across the loops of head dims up to 64.
 BIAS_LOCAL_BYTES = {"bias-listed": 32}
 # Backward rows with a bias and its gradient: features, and head dims of those that add some code.

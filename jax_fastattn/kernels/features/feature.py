@@ -63,6 +63,14 @@ class Feature:
         """
         raise NotImplementedError
 
+    def hold_queries(self, query: Int32) -> "Feature":
+        """Returns the feature with what it reads once for a lane's two queries, where these are rows.
+
+        Args:
+            query: the first one; the other one is 8 further.
+        """
+        raise NotImplementedError
+
     def stage_nbytes(self, queries: int, keys: int) -> int:
         """Returns how many bytes it loads for each tile of scores `[queries, keys]`, a multiple of 16."""
         raise NotImplementedError

@@ -117,11 +117,13 @@ class Logit(NamedTuple):
         factor: it is folded into what comes next; None for 1.
         slopes: of the steps so far, whose product is the derivative of the logit with respect to the scaled product
             q . k. They are computed where they are used.
+        addends: a number, a factor on it and a term, which add up to `value`; None if it is no such sum.
     """
 
     value: Float32
     factor: Float32 | None
     slopes: tuple[Callable[[], Float32], ...] = ()
+    addends: tuple[Float32, Float32 | None, Float32] | None = None
 
     def then(self, value: Float32, factor: Float32 | None, slope: Callable[[], Float32]) -> "Logit":
         """Returns what a feature makes of it, given the derivative of its own step."""
@@ -134,4 +136,11 @@ class Logit(NamedTuple):
     def plus(self, term: Float32) -> "Logit":
         """Returns the logit plus a term in base 2."""
         value = self.value + term if self.factor is None else ptx.fma(self.value, self.factor, term)
-        return Logit(value, None, self.slopes)
+        return Logit(value, None, self.slopes, (self.value, self.factor, term))
+
+    def times(self, number: Float32) -> Float32:
+        """Returns the value times a number, which the terms of a sum may have before: one FFMA for each score."""
+        if self.addends is None:
+            return self.value * number
+        value, factor, term = self.addends
+        return ptx.fma(value, number if factor is None else factor * number, term * number)

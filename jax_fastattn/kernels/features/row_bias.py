@@ -54,22 +54,28 @@ class RowBias(Feature):
         operand: see `ForwardBuffers.row_bias`.
         planes: of the bias.
         plane: of the head; None before `start`.
+        kept: the numbers of the lane's two accumulator rows since `hold_queries`; None without it.
         loaded: numbers by the query that they belong to, since `read`.
     """
 
     operand: cute.Pointer
     planes: Planes
     plane: Any = None
+    kept: Any = None
     loaded: Any = None
 
     def start(self, head: Head) -> "RowBias":
         """Returns the feature with the plane of a query head."""
         return replace(self, plane=self.planes.vector(self.operand, head))
 
+    def hold_queries(self, query: Int32) -> "RowBias":
+        """Returns the feature with the numbers of a lane's two queries in registers."""
+        return replace(self, kept=[self.plane.load(query + 8 * i) for i in range(2)])
+
     def read(self, tile: ScoreTile) -> "RowBias":
         """Returns the feature for one pass over the scores of a tile."""
         del tile
-        return replace(self, loaded={})
+        return replace(self, loaded=dict(enumerate(self.kept or ())))
 
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the logit with the number of its query."""

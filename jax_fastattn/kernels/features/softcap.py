@@ -39,19 +39,19 @@ class SoftCap(Feature):
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the capped logit."""
         del at
-        capped = (_tanh if self.exact else _rough_tanh)(x.value, self.inner)
+        capped = (_tanh if self.exact else _rough_tanh)(x, self.inner)
         return x.then(capped, self.factor, lambda: ptx.fma(-capped, capped, Float32(1.0)))
 
 
-def _tanh(score: Float32, inner: Float32) -> Float32:
-    """Returns tanh(score * inner / (2 log2(e))) as 1 - 2 / (2^(inner * score) + 1): absolute error 2e-7, two MUFU."""
-    return ptx.fma(Float32(-2.0), ptx.reciprocal(ptx.exp2(score * inner) + Float32(1.0)), Float32(1.0))
+def _tanh(x: Logit, inner: Float32) -> Float32:
+    """Returns tanh(x * inner / (2 log2(e))) as 1 - 2 / (2^(inner * x) + 1): absolute error 2e-7, two MUFU."""
+    return ptx.fma(Float32(-2.0), ptx.reciprocal(ptx.exp2(x.times(inner)) + Float32(1.0)), Float32(1.0))
 
 
-def _rough_tanh(score: Float32, inner: Float32) -> Float32:
+def _rough_tanh(x: Logit, inner: Float32) -> Float32:
     """Does what `_tanh` does, by one MUFU: relative error 2^-11, so that of P at a logit of 8 is 2^-8, as of bfloat16.
 
     1 - tanh^2 has an absolute error of 2^-10. Not for sinks: their gradient, a sum over all rows, would show that the
     error is not even.
     """
-    return ptx.tanh(score * (inner * (0.5 * LN_2)))
+    return ptx.tanh(x.times(inner * (0.5 * LN_2)))

@@ -214,8 +214,10 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
             return (ForwardConfig(2, 128, 7, ping_pong=True, persistent=True, q_in_regs=6, pv_wait_after_exp=True),)
         return (ForwardConfig(3, 96, 8, ping_pong=True, persistent=True),)
     if columns <= 128:
-        # A cap takes registers, above all next to other features, and a bias of keys too.
+        # A cap takes registers, above all next to a bias of rows, and a bias of keys too.
         q_in_regs, late = 8 if spec.is_affine and not spec.key_bias_parts else 6, not spec.key_bias_parts
+        if spec.row_bias and not spec.is_affine:
+            q_in_regs = 5
         return (ForwardConfig(2, 128, 6, ping_pong=True, persistent=True, q_in_regs=q_in_regs, pv_wait_after_exp=late),)
     if columns <= 192:
         return (ForwardConfig(2, 80, 5, ping_pong=True, persistent=True, q_in_regs=8, pv_wait_after_exp=True),)

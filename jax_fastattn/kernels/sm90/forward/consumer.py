@@ -138,7 +138,7 @@ class ForwardConsumer:
             visit = visit.own(tile.bounds, own_row, WARPGROUP_ROWS, self.call.config.keys)
         first_row = tile.row + self.lane.row
         limits = [] if spec.listed else [tile.bounds.key_limits(first_row + 8 * i) for i in range(2)]
-        rows = ScoreRows(score, first_row, limits, tile.visit.edges.low)
+        rows = ScoreRows(score.hold_queries(first_row), first_row, limits, tile.visit.edges.low)
         self.products.out.fill(0.0)
         self.softmax.clear()
         wgmma.wait(self.shared.query_full + group, self.query_phase[0])
