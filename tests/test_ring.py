@@ -112,6 +112,18 @@ def test_log_sum_exp_and_its_gradient(mask: str) -> None:
     rings.check(2, rings.draw(20), layouts=["zigzag"], dlse=dlse, return_residual=True, **MASKS[mask])
 
 
+ROW_BIASES = [((2, 4, 20, 1), None, "zigzag"), ((1, 2, 20, 1), 3.0, "contiguous"), ((2, 1, 1, 1), None, "contiguous")]
+
+
+@pytest.mark.parametrize(("shape", "cap", "layout"), ROW_BIASES)
+def test_a_bias_of_size_1_along_the_keys(shape: tuple[int, ...], cap: float | None, layout: str) -> None:
+    """No block knows its gradient: it is that of the log-sum-exp, less what the sink takes, if there is no cap."""
+    arrays = rings.draw(20) | OPERANDS["sinks"] | OPERANDS["key-lengths"]
+    arrays |= {"bias": jax.random.normal(jax.random.key(1), shape)}
+    options: dict[str, Any] = {"logits_soft_cap": cap, "return_residual": True, **CAUSAL}
+    rings.check(2, arrays, layouts=[layout], dlse=jax.random.normal(jax.random.key(3), (2, 20, 4)), **options)
+
+
 # Rows of a device: 10, of which 5 are in the step of two devices for one block.
 HELPED: dict[str, tuple[int, dict[str, Any]]] = {
     "segments": (2, OPERANDS["segments"]),

@@ -173,7 +173,7 @@ def test_every_block_runs_a_kernel(
     assert "jax_fastattn_launch" in text  # the XLA path would warn, which is an error here
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 256, 256), (1, 1, 1, 256)], ids=["pairs", "keys"])
+@pytest.mark.parametrize("shape", [(1, 4, 256, 256), (1, 1, 1, 256), (1, 4, 256, 1)], ids=["pairs", "keys", "rows"])
 def test_every_block_with_a_bias_runs_a_kernel(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

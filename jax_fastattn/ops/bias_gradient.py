@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,30 +75,37 @@ def result_shapes(kernel: KernelSpec, problem: Problem, multiprocessors: int) ->
     return {"dbias": (parts, planes, queries, bias_pitch(shape, keys))}
 
 
-def bias_gradient(shape: tuple[int, ...], found: Mapping[str, jax.Array], dlse: jax.Array | None) -> jax.Array:
+def bias_gradient(
+    shape: tuple[int, ...],
+    found: Mapping[str, jax.Array],
+    dlse: jax.Array | None,
+    products: jax.Array | None = None,
+) -> jax.Array:
     """Returns the gradient of a bias `[b, n, t, s]` in float32, from what a launch has written.
 
     Args:
         shape: of the bias.
         found: what was written.
         dlse: the cotangent of the log-sum-exps `[B, T, N]`, or None for 0.
+        products: the sums of output times cotangent `[B, T, N]`, if the launch has a part of the keys of its rows.
     """
     if "dkey_bias" in found:
         return _reduced(found["dkey_bias"][:, :, None], shape)
     if shape[3] == 1:
-        return _reduced(_row_gradient(found["dbias"], dlse)[..., None], shape)
+        return _reduced(_row_gradient(found["dbias"], dlse, products)[..., None], shape)
     parts = found["dbias"].astype(jnp.float32)
     total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
     return total[..., : shape[3]].reshape(shape)
 
 
-def _row_gradient(sums: jax.Array, dlse: jax.Array | None) -> jax.Array:
+def _row_gradient(sums: jax.Array, dlse: jax.Array | None, products: jax.Array | None) -> jax.Array:
     """Returns what each row adds to the gradient of a bias of rows, `[B, N, T]`, from `dbias_sum.RowSums`.
 
     Rows without weights add 0: they see nothing, and their dlse may be no number.
     """
-    changes, weights, product = jnp.moveaxis(jnp.sum(sums, axis=(0, 3)), 2, 0)
-    delta = product if dlse is None else product - dlse.swapaxes(1, 2)
+    changes, weights, own = jnp.moveaxis(jnp.sum(sums, axis=(0, 3)), 2, 0)
+    delta = own if products is None else products.swapaxes(1, 2)
+    delta = delta if dlse is None else delta - dlse.swapaxes(1, 2)
     return jnp.where(weights == 0, changes, changes - weights * delta)
 
 
@@ -114,7 +122,7 @@ class RowBias:
         bias, sinks = operands.bias, operands.sinks
         assert bias is not None
         self._shape, self._lse, self._sinks = bias.shape, lse, sinks
-        rows = bias[..., 0].astype(jnp.float32).swapaxes(1, 2)
+        rows = bias[..., 0].astype(lse.dtype).swapaxes(1, 2)
         self._rows = rows if rows.shape[2] == 1 else jnp.repeat(rows, lse.shape[2] // rows.shape[2], axis=2)
         self._is_dead = _sees_nothing(sinks, out, lse) | (self._rows <= HIDDEN_BIAS)
 
@@ -127,24 +135,30 @@ class RowBias:
         """Returns what each row adds to the gradient of its sink, `[B, N, T]`; None without sinks."""
         if self._sinks is None:
             return None
-        product = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=3)
-        delta = jnp.where(self._is_dead, 0.0, product) - (0.0 if dlse is None else dlse)
-        weight = jnp.exp(self._sinks[:, None] - self._lse)
+        dtype = self._lse.dtype
+        products = jnp.where(self._is_dead, 0.0, row_products(out, dout, dtype))
+        delta = products if dlse is None else products - dlse
+        weight = jnp.exp(self._sinks[:, None].astype(dtype) - self._lse)
         return jnp.where(jnp.isneginf(self._lse), 0.0, -weight * delta).swapaxes(1, 2)
 
     def gradient(self, dlse: jax.Array | None, sink_terms: jax.Array | None) -> jax.Array:
-        """Returns the gradient of the bias in float32."""
-        total = jnp.zeros(self._lse.shape, jnp.float32) if dlse is None else dlse
+        """Returns the gradient of the bias in the dtype of log-sum-exps."""
+        total = jnp.zeros_like(self._lse) if dlse is None else dlse
         if sink_terms is not None:
             total = total - sink_terms.swapaxes(1, 2)
         return _reduced(jnp.where(self._is_dead, 0.0, total).swapaxes(1, 2)[..., None], self._shape)
+
+
+def row_products(out: jax.Array, dout: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the sums of output times cotangent `[B, T, N]` in a dtype."""
+    return jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=3)
 
 
 def _sees_nothing(sinks: jax.Array | None, out: jax.Array, lse: jax.Array) -> jax.Array:
     """Returns which rows see no key, `[B, T, N]`: their log-sum-exp is -inf or their sink, and their output is 0."""
     if sinks is None:
         return jnp.isneginf(lse)
-    sink = sinks[:, None].astype(jnp.float32)
+    sink = sinks[:, None].astype(lse.dtype)
     # Kernels compute it in base 2, so it may lie some roundings above the sink.
     nearby = jnp.maximum(sink * (1 - SINK_ROUNDING), sink * (1 + SINK_ROUNDING))
     return jnp.isneginf(lse) | ((lse <= nearby) & jnp.all(out == 0, axis=3))

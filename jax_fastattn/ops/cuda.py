@@ -22,7 +22,14 @@ from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.split import heads_side_by_side
 from jax_fastattn.ops.bias import bias_operands, with_usable_scale
-from jax_fastattn.ops.bias_gradient import RowBias, bias_gradient, is_of_rows_alone, result_shapes, with_parts
+from jax_fastattn.ops.bias_gradient import (
+    RowBias,
+    bias_gradient,
+    is_of_rows_alone,
+    result_shapes,
+    row_products,
+    with_parts,
+)
 from jax_fastattn.ops.launch import launch_p, launch_scalars, persistent_blocks
 from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
@@ -151,11 +158,12 @@ def backward(
     found = _launch(kernel, problem, arrays | _records(kernel, padded) | residuals, launched | scratch, lists)
     dq, dk, dv = (found[name].reshape(shape) for name, shape in gradients.items())
     dscaled = cut_head_dim(dq, operands.query.shape[3])
+    products = row_products(out, dout, lse.dtype) if spec.is_part and kernel.drow_bias else None
     return Gradients(
         query=_scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
-        bias=bias_gradient(problem.bias_shape, found, dlse) if gradient and problem.bias_shape else None,
+        bias=bias_gradient(problem.bias_shape, found, dlse, products) if gradient and problem.bias_shape else None,
         sinks=None if sinks is None else sinks_gradient(sinks, found["dsinks_terms"], operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
@@ -170,6 +178,8 @@ def _without_rows(
     kept: Sequence[TileLists],
 ) -> Gradients:
     """Returns the gradients of a call with a bias of rows that no kernel reads, see `bias_gradient.py`."""
+    # A part of the keys says nothing of this gradient: `ring/gradient.py` computes it.
+    assert not spec.is_part or "bias" not in wanted
     (out, lse), (dout, dlse) = results, cotangents
     sinks = operands.sinks if "sinks" in wanted else None
     rows = RowBias(operands, out, lse)

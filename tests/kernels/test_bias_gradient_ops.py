@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,24 @@ def test_every_shape(axes: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str) -> None:
     emulated_ops.compare_with_reference(*draw(CASES[name]))
+
+
+@pytest.mark.parametrize("name", ["nt-cap50-dlse", "-cap-sinks"])
+def test_parts_of_the_keys_add_up(name: str) -> None:
+    """As blocks of a ring, which have no sinks: the delta of a row is that of all keys."""
+    spec, operands, dlse = draw(CASES[name])
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, operands.value.shape[3])), jnp.bfloat16)
+    out, lse = portable.forward(spec, operands)
+    wanted = portable.backward(spec, operands, out, lse, dout, dlse, ["bias"]).bias
+    assert wanted is not None
+    found = jnp.zeros_like(wanted)
+    for keys in (slice(0, 64), slice(64, S)):
+        part = operands._replace(key=operands.key[:, keys], value=operands.value[:, keys], sinks=None)
+        of_part = replace(spec, is_part=True, present=part.present())
+        share = cuda.backward(of_part, part, out, lse, dout, dlse, ["bias"]).bias
+        assert share is not None
+        found = found + share
+    np.testing.assert_allclose(found, wanted, atol=2**-7 * float(jnp.abs(wanted).max()))
 
 
 @pytest.mark.parametrize(

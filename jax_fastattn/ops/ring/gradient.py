@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax_fastattn.blocks import reduce_to
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.backward import gradient_op
+from jax_fastattn.ops.bias_gradient import RowBias
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.ops.ring import helped, plan
 from jax_fastattn.ops.ring.blocks import block_call
@@ -45,6 +46,8 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array],
     """
     spec, operands = hide(spec, operands)
     rows, found, others = list(rows), {}, tuple(name for name in wanted if name != "sinks")
+    if "bias" in wanted and spec.logits_soft_cap is None and operands.bias is not None and operands.bias.shape[3] == 1:
+        found["bias"], others = _row_bias(operands, rows), tuple(name for name in others if name != "bias")
     if operands.sinks is not None:
         found["sinks"], rows[1] = _sinks(operands.sinks, rows)
     if balances(spec, operands):
@@ -52,6 +55,13 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array],
     else:
         found |= _Backward(Call.of(spec, operands), rows, others).run()
     return {name: found[name] for name in wanted}
+
+
+def _row_bias(operands: Operands, rows: Sequence[jax.Array]) -> jax.Array:
+    """Returns the gradient of a bias of size 1 along the keys, which no block knows: it sums dS over all keys."""
+    out, lse, dout, *dlse = rows
+    bias, given = RowBias(operands, out, lse), dlse[0] if dlse else None
+    return bias.gradient(given, bias.sink_terms(out, dout, given))
 
 
 def _sinks(sinks: jax.Array, rows: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
