@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tiles of a gradient a CTA of `dbias.py` works on, and which tiles of scores it sums over for each.
 
-A tile of scores that adds to a tile of the gradient is an item. Those of a tile of a matrix are the pairs of a batch
-entry and a head that read it: batch entries fastest, then heads. Those of a tile of queries of a bias of rows are its
-tiles of keys. A CTA sums over items in their order. Few tiles are split in parts, each with some of the items, for want
-of work for all SMs; XLA sums the parts. Both families have such a kernel.
+A tile of scores that adds to a tile of the gradient is an item. The items of a tile of a matrix are the pairs of a
+batch entry and a head that read it: batch entries fastest, then heads. The items of a tile of queries of a bias of rows
+are its tiles of keys. A CTA sums over items in their order. Few tiles are split in parts, each with some of the items,
+for want of work for all SMs; XLA sums the parts. Both families have such a kernel.
 """
 
 from collections.abc import Callable, Iterable
@@ -263,7 +263,7 @@ class ItemList:
 
     @classmethod
     def of(cls, spec: KernelSpec, item: DbiasItem, buffers: Buffers, sizes: Scalars | Sizes) -> "ItemList":
-        """Returns that of an item."""
+        """Returns the list of an item."""
         planes, (batch, head) = Planes.of(sizes), item.head
         plane = planes.bits(batch, head, head // spec.group)
         row = planes.row(plane, item.row, copies.count(sizes.query_length, ROWS))

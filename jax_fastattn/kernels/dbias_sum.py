@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sums that a warp of `dbias.py` of either family keeps in registers: what it adds, and the result.
 
-The gradient of a matrix is a sum of dS for each score, that of a bias of rows comes from three sums for each row.
+The gradient of a matrix is a sum of dS for each score. The gradient of a bias of rows comes from three sums for each
+row.
 """
 
 from collections.abc import Callable
@@ -227,7 +228,7 @@ class RowSums(DbiasSum):
 
         sum_j P'_j (dP_j - delta) = sum_j P'_j dP_j - (sum_j P'_j) delta
 
-    where delta is the third sum less dlse. The delta that other kernels read is that of a rounded output: far below the
+    where delta is the third sum less dlse. Other kernels read a delta that comes from a rounded output. Far below the
     soft cap, where P' is nearly P, its error is larger than the gradient. XLA computes the right side, see
     `ops/bias_gradient.py`.
 
