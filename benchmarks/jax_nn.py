@@ -32,9 +32,10 @@ import jax.numpy as jnp
 from report import RESULTS, slug
 from run import describe_run
 
-from jax_fastattn import attention, portable
-from jax_fastattn.chunks import CPU
+from jax_fastattn import attention
 from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.xla import passes as xla
+from jax_fastattn.xla.chunks import CPU
 
 
 def on_a_cpu(whole: int) -> Callable[..., Any]:
@@ -46,11 +47,11 @@ def on_a_cpu(whole: int) -> Callable[..., Any]:
         spec = AttentionSpec(query.shape[3] ** -0.5, is_causal)
 
         def forward(operands: Operands) -> tuple[jax.Array, tuple[Any, ...]]:
-            out, lse = portable.forward(spec, operands, tuning)
+            out, lse = xla.forward(spec, operands, tuning)
             return out, (operands, out, lse)
 
         def backward(saved: tuple[Any, ...], dout: jax.Array) -> tuple[Operands]:
-            found = portable.backward(spec, *saved, dout, None, tuning=tuning)
+            found = xla.backward(spec, *saved, dout, None, tuning=tuning)
             return (Operands(found.query, found.key, found.value),)
 
         attend = jax.custom_vjp(lambda operands: forward(operands)[0])

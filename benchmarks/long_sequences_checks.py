@@ -22,8 +22,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastattn
-from jax_fastattn import all_to_all_attention, attention, attention_varlen, canonical, ring_attention
-from jax_fastattn.canonical_ring import canonicalize_ring
+from jax_fastattn import all_to_all_attention, attention, attention_varlen, ring_attention
+from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.canonical.ring import canonicalize_ring
 from jax_fastattn.ops import vjp
 from jax_fastattn.spec import Ring
 from jax_fastattn.testing.compare import ROUNDING

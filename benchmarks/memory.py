@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Live memory of one forward and backward pass of the portable path on a CPU, as JSON.
+"""Live memory of one forward and backward pass of the XLA path on a CPU, as JSON.
 
     python benchmarks/memory.py [--length 16384] [--num-heads 4] [--head-dim 64] [--causal] [--dry-run]
 
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import jax
 
-from jax_fastattn import portable
 from jax_fastattn.spec import Operands
 from jax_fastattn.testing.cases import Case
+from jax_fastattn.xla import passes as xla
 
 MIB = 2**20
 
@@ -32,9 +32,9 @@ def measure(case: Case) -> dict[str, object]:
     dout, _ = case.cotangents(jax.random.key(1))
 
     @jax.jit
-    def step(operands: Operands, dout: jax.Array) -> tuple[jax.Array, portable.Gradients]:
-        out, lse = portable.forward(spec, operands)
-        return out, portable.backward(spec, operands, out, lse, dout, None)
+    def step(operands: Operands, dout: jax.Array) -> tuple[jax.Array, xla.Gradients]:
+        out, lse = xla.forward(spec, operands)
+        return out, xla.backward(spec, operands, out, lse, dout, None)
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start = time.perf_counter()
@@ -50,7 +50,7 @@ def measure(case: Case) -> dict[str, object]:
         "benchmark": "memory",
         "case": str(case),
         "num_heads": case.num_heads,
-        "implementation": "portable",
+        "implementation": "xla",
         "mode": "forward+backward",
         "temporaries_mib": round(plan.temp_size_in_bytes / MIB, 1),
         "results_mib": round(plan.output_size_in_bytes / MIB, 1),

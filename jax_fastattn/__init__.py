@@ -6,9 +6,17 @@ Importing this package loads neither the kernel compiler nor the C++ extension; 
 loads what it needs.
 """
 
-from jax_fastattn.api import attention, attention_varlen, explain
-from jax_fastattn.api_paged import paged_attention
-from jax_fastattn.api_ring import all_to_all_attention, positions, ring_attention, unzigzag, zigzag
+from jax_fastattn.api import (
+    all_to_all_attention,
+    attention,
+    attention_varlen,
+    explain,
+    paged_attention,
+    positions,
+    ring_attention,
+    unzigzag,
+    zigzag,
+)
 from jax_fastattn.ffi import register as register_ffi_targets
 from jax_fastattn.ffi import target_arch
 

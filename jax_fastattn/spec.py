@@ -3,9 +3,9 @@
 """The nouns that every layer shares: the operands of a call and the static facts about it.
 
 Axes have the same letters everywhere: batch B, queries T, keys S, query heads N, key/value heads K, and the head dims H
-of keys and D of values; N = K * group. Layers below `canonical.py` see the shapes that `Operands` lists, and no others.
+of keys and D of values; N = K * group. Layers below `canonical/` see the shapes that `Operands` lists, and no others.
 
-What stays out: any check of user input (`validation.py`) and any reshaping (`canonical.py`).
+What stays out: any check of user input and any reshaping (`canonical/`).
 """
 
 from __future__ import annotations

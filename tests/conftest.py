@@ -30,7 +30,7 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A program of a test runs once. LLVM's optimization of it took 60 % of the CPU time of six tests of gradients and of
-# the portable path. Programs in processes of their own, such as the examples, are optimized.
+# the XLA path. Programs in processes of their own, such as the examples, are optimized.
 jax.config.update("jax_disable_most_optimizations", True)
 
 _ended = itertools.count()  # tests of this process

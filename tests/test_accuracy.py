@@ -19,8 +19,8 @@ import pytest
 from test_portable import SMALL_CHUNKS, run
 
 from jax_fastattn import attention
-from jax_fastattn.chunks import CPU, Tuning
 from jax_fastattn.spec import Operands
+from jax_fastattn.xla.chunks import CPU, Tuning
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

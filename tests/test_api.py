@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import attention, attention_varlen, canonical
+from jax_fastattn import attention, attention_varlen
+from jax_fastattn.canonical import batched as canonical
 from jax_fastattn.ops import vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.testing import compare

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn.canonical import canonicalize
+from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.choose import list_sizes
 from jax_fastattn.kernels.tile_lists import PrepassConfig
 from jax_fastattn.ops.compared import ComparedRows, compared_rows

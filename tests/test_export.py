@@ -19,11 +19,12 @@ import pytest
 from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_fastattn import attention, attention_varlen, explain, portable, target_arch
-from jax_fastattn.chunks import CPU
+from jax_fastattn import attention, attention_varlen, explain, target_arch
 from jax_fastattn.ffi import TARGET_NAME
 from jax_fastattn.spec import OPERANDS, Operands
 from jax_fastattn.testing.cases import Case
+from jax_fastattn.xla import passes as xla
+from jax_fastattn.xla.chunks import CPU
 
 CHECKS = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]
 OPERAND_AXES = {name: x.letters for name, x in OPERANDS.items()}
@@ -93,8 +94,8 @@ def test_known_lengths_are_cut_where_another_size_is_symbolic(letters: str) -> N
 
     def run(arrays: Any) -> Any:
         operands = Operands(**arrays)
-        out, lse = portable.forward(spec, operands, tuning)
-        return out, lse, portable.backward(spec, operands, out, lse, jnp.cos(out), None, tuning=tuning)
+        out, lse = xla.forward(spec, operands, tuning)
+        return out, lse, xla.backward(spec, operands, out, lse, jnp.cos(out), None, tuning=tuning)
 
     given = [
         {name: x for name, x in case.operands(jax.random.key(0))._asdict().items() if x is not None} for case in cases

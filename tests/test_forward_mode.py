@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import attention, attention_varlen, validation
+from jax_fastattn import attention, attention_varlen
+from jax_fastattn.canonical import validation
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.testing.poison import poison
@@ -332,8 +333,8 @@ def test_an_eager_call_traces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("traced again")
 
-    for module, name in (("portable", "forward"), ("portable", "backward"), ("tangents", "_tangent")):
-        monkeypatch.setattr(f"jax_fastattn.{module}.{name}", refuse)
+    for module, name in (("passes", "forward"), ("passes", "backward"), ("tangents", "_tangent")):
+        monkeypatch.setattr(f"jax_fastattn.xla.{module}.{name}", refuse)
     jax.block_until_ready(run())
     with pytest.raises(AssertionError, match="traced again"):
         attention(*(y[:, :2] for y in x))

@@ -20,11 +20,11 @@ import pytest
 from test_portable import SMALL_CHUNKS, run
 
 from jax_fastattn import attention
-from jax_fastattn.blocks import Blocks
-from jax_fastattn.chunks import CPU, Tuning
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import Operands
 from jax_fastattn.testing.cases import Case
+from jax_fastattn.xla.blocks import Blocks
+from jax_fastattn.xla.chunks import CPU, Tuning
 
 MAGNITUDES = [1.6e5, 2.4e5, 1.6e7, 2e9, 1e12, 1e30]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import canonical
+from jax_fastattn.canonical import batched as canonical
 from jax_fastattn.ops import batching
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, QKV, AttentionSpec, Operands
 from jax_fastattn.testing import compare

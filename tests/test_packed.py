@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import attention_varlen, packed, portable, target_arch
-from jax_fastattn.chunks import ACCELERATOR
+from jax_fastattn import attention_varlen, packed, target_arch
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import SharedMemory
@@ -24,10 +23,12 @@ from jax_fastattn.ops import cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
+from jax_fastattn.xla import passes as xla
+from jax_fastattn.xla.chunks import ACCELERATOR
 
 
 def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
-    """Computes by the portable path what a launch should, of the sequences that the records name."""
+    """Computes by the XLA path what a launch should, of the sequences that the records name."""
     assert lists is None and arrays["query"].shape[0] == 1 and arrays["sequences"] is None
     ids = [np.full((1, length), -1 - side) for side, length in enumerate((problem.query_length, problem.key_length))]
     offset, entry = np.zeros((2, 1, problem.query_length), np.int32)
@@ -43,7 +44,7 @@ def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any, lists: None) ->
     given = {"query_offset": jnp.asarray(offset), "query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
     operands = Operands(*(arrays[name] for name in ("query", "key", "value")), **given)
     if kernel.op == "forward":
-        out, lse = portable.forward(problem.spec, operands)
+        out, lse = xla.forward(problem.spec, operands)
         if arrays["sinks"] is not None:
             total = jnp.logaddexp(lse, arrays["sinks"][entry if arrays["sinks"].shape[0] > 1 else entry * 0])
             out, lse = out * jnp.exp(lse - total)[..., None].astype(out.dtype), total
@@ -51,7 +52,7 @@ def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any, lists: None) ->
     out, lse, dout, dlse = (arrays[name] for name in ("out", "lse", "dout", "dlse"))
     # The sinks are in the log-sum-exp alone.
     spec = dataclasses.replace(problem.spec, is_part=True)
-    found = portable.backward(spec, operands, out, lse, dout, dlse)
+    found = xla.backward(spec, operands, out, lse, dout, dlse)
     terms = {}
     if kernel.dsinks:
         delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - (0.0 if dlse is None else dlse)
@@ -161,7 +162,7 @@ def test_loops_search_nothing() -> None:
     operands = Operands(x, x, x, sequences=packed.sequences(*2 * [jnp.array([0, 30, 64])], (64, 64))[None])
     spec = AttentionSpec(1.0, present=operands.present())
     tuning = dataclasses.replace(ACCELERATOR, whole=0, chunk=16, min_chunk=16)
-    text = jax.jit(lambda x: portable.forward(spec, x, tuning)).lower(operands).as_text()
+    text = jax.jit(lambda x: xla.forward(spec, x, tuning)).lower(operands).as_text()
     assert text.count("stablehlo.while") == 2  # over queries and over keys
 
 

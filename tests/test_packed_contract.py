@@ -19,13 +19,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_fastattn import attention_varlen, packed
-from jax_fastattn.blocks import Blocks
-from jax_fastattn.chunks import CPU
 from jax_fastattn.ffi import TARGET_NAME
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.cases import Case
+from jax_fastattn.xla.blocks import Blocks
+from jax_fastattn.xla.chunks import CPU
 
 CU_Q, CU_K = jnp.array([1, 4, 4, 9]), jnp.array([0, 5, 7, 11])
 OPTIONS = {"is_causal": True, "query_offset": "bottom_right", "logits_soft_cap": 2.0, "local_window_size": (3, None)}

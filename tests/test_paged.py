@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import test_explain
 
-from jax_fastattn import attention, canonical, explain, paged, paged_attention
+from jax_fastattn import attention, explain, paged, paged_attention
+from jax_fastattn.canonical import batched as canonical
 from jax_fastattn.reference import paged_reference
 
 NAMES = ("query", "key_pages", "value_pages", "page_table", "lengths")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The portable path against the executable specification: forward and every gradient, whole and in chunks."""
+"""The XLA path against the executable specification: forward and every gradient, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from calls import assert_same, quick_jit
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_fastattn import attention, blocks, chunks, portable
-from jax_fastattn.blocks import FEW_QUERIES
-from jax_fastattn.chunks import CPU, Tuning
+from jax_fastattn import attention
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.cases import CPU_CASES, Case
 from jax_fastattn.testing.compare import Results, assert_within_budget, evaluate, expected
 from jax_fastattn.testing.poison import poison
+from jax_fastattn.xla import blocks, chunks
+from jax_fastattn.xla import passes as xla
+from jax_fastattn.xla.blocks import FEW_QUERIES
+from jax_fastattn.xla.chunks import CPU, Tuning
 
 # Three chunks of 13, 13 and 11 queries, four of keys: the last ones overlap.
 SMALL_CHUNKS = dataclasses.replace(CPU, whole=0, block=0, chunk=16, min_chunk=16)
@@ -36,12 +38,12 @@ SMALL_CHUNKS = dataclasses.replace(CPU, whole=0, block=0, chunk=16, min_chunk=16
 def run(
     spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None, tuning: Tuning = CPU
 ) -> Results:
-    """All results of the portable path."""
+    """All results of the XLA path."""
 
     @jax.jit
     def call(operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> Results:
-        out, lse = portable.forward(spec, operands, tuning)
-        return Results.of(out, lse, portable.backward(spec, operands, out, lse, dout, dlse, tuning=tuning))
+        out, lse = xla.forward(spec, operands, tuning)
+        return Results.of(out, lse, xla.backward(spec, operands, out, lse, dout, dlse, tuning=tuning))
 
     return call(operands, dout, dlse)
 
@@ -177,7 +179,7 @@ def test_few_queries_get_no_copy_of_values(tuning: Tuning, key: jax.Array) -> No
     def choices(query_length: int, copied: int = 0) -> int:
         changed = dataclasses.replace(case, query_length=query_length)
         spec, operands = changed.spec(), changed.operands(key)
-        forward = functools.partial(portable.forward, spec, tuning=dataclasses.replace(tuning, copied=copied))
+        forward = functools.partial(xla.forward, spec, tuning=dataclasses.replace(tuning, copied=copied))
         return jax.jit(forward).lower(operands).as_text().count("stablehlo.case")
 
     assert [choices(1), choices(FEW_QUERIES), choices(FEW_QUERIES + 1), choices(1, copied=1 << 20)] == [1, 1, 0, 0]
@@ -224,9 +226,9 @@ def test_no_logits_are_transposed(tuning: Tuning, key: jax.Array) -> None:
     spec, operands = case.spec(), jax.eval_shape(case.operands, key)
     dout, _ = jax.eval_shape(case.cotangents, key)
 
-    def call(operands: Operands, dout: jax.Array) -> portable.Gradients:
-        out, lse = portable.forward(spec, operands, tuning)
-        return portable.backward(spec, operands, out, lse, dout, None, tuning=tuning)
+    def call(operands: Operands, dout: jax.Array) -> xla.Gradients:
+        out, lse = xla.forward(spec, operands, tuning)
+        return xla.backward(spec, operands, out, lse, dout, None, tuning=tuning)
 
     text = jax.jit(call).lower(operands, dout).as_text()
     sizes = {f"{chunks.Axis.cut(length, 16).chunk}" for length in (37, 53)} if tuning is SMALL_CHUNKS else {"37", "53"}
@@ -256,9 +258,9 @@ def test_temporaries_are_linear_in_length() -> None:
     spec, shapes = case.spec(), jax.eval_shape(case.operands, jax.random.key(0))
     dout, dlse = jax.eval_shape(case.cotangents, jax.random.key(0))
 
-    def call(operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> portable.Gradients:
-        out, lse = portable.forward(spec, operands)
-        return portable.backward(spec, operands, out, lse, dout, dlse)
+    def call(operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> xla.Gradients:
+        out, lse = xla.forward(spec, operands)
+        return xla.backward(spec, operands, out, lse, dout, dlse)
 
     memory = jax.jit(call).lower(shapes, dout, dlse).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 32 * 2**20
@@ -285,12 +287,12 @@ def test_inside_transformations(wrap: str, key: jax.Array) -> None:
     results_axes = P("data", None, "model")
 
     def forward(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return portable.forward(spec, spec.operands(arrays), SMALL_CHUNKS)
+        return xla.forward(spec, spec.operands(arrays), SMALL_CHUNKS)
 
     def backward(
         out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array, *arrays: jax.Array
     ) -> list[jax.Array]:
-        found = portable.backward(spec, spec.operands(arrays), out, lse, dout, dlse, tuning=SMALL_CHUNKS)
+        found = xla.backward(spec, spec.operands(arrays), out, lse, dout, dlse, tuning=SMALL_CHUNKS)
         if wrap == "shard_map":
             found = found._replace(bias=jax.lax.psum(found.bias, "data"), sinks=jax.lax.psum(found.sinks, "data"))
         return [x for x in found if x is not None]

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import attention, attention_varlen, explain, portable
+from jax_fastattn import attention, attention_varlen, explain
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.poison import poison
+from jax_fastattn.xla import passes as xla
 
 QKV = Case(query_length=5, key_length=7, group=2, head_dim=8).operands(jax.random.key(0))[:3]
 LOW = Case(dtype="bfloat16", query_length=11, key_length=13, num_kv_heads=2, group=3, head_dim=8, scale_is_array=True)
@@ -93,7 +94,7 @@ def test_checkpoint_with_a_traced_scale_launches_no_more(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def _launches_in_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What ops/cuda.py launches is computed by the portable path, from the launch's own arrays and scale."""
+    """What ops/cuda.py launches is computed by the XLA path, from the launch's own arrays and scale."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
 
     def launch(kernel: Any, problem: Any, arrays: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
@@ -102,8 +103,8 @@ def _launches_in_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         spec = dataclasses.replace(problem.spec, present=present)
         operands = Operands(**{name: arrays[name] for name in present})
         if kernel.op == "forward":
-            return dict(zip(("out", "lse"), portable.forward(spec, operands), strict=True))
-        found = portable.backward(spec, operands, *(arrays[name] for name in ("out", "lse", "dout", "dlse")))
+            return dict(zip(("out", "lse"), xla.forward(spec, operands), strict=True))
+        found = xla.backward(spec, operands, *(arrays[name] for name in ("out", "lse", "dout", "dlse")))
         scratch = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         return scratch | {"dq": found.query, "dk": found.key, "dv": found.value}
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_fastattn.blocks import Blocks
-from jax_fastattn.chunks import CPU
+from jax_fastattn.xla.blocks import Blocks
+from jax_fastattn.xla.chunks import CPU
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import canonical, chunks, portable, tangents
+from jax_fastattn.canonical import batched as canonical
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 from jax_fastattn.testing.poison import poison
+from jax_fastattn.xla import chunks, tangents
+from jax_fastattn.xla import passes as xla
 
 # Chunks that divide no length of the cases.
 SMALL = dataclasses.replace(chunks.CPU, whole=0, block=8, chunk=3, min_chunk=2)
@@ -90,7 +92,7 @@ def derivatives(spec: AttentionSpec, operands: Operands, u: Moved, w: Moved, dou
 def ours(
     tuning: chunks.Tuning, spec: AttentionSpec, operands: Operands, u: Moved, w: Moved, dout: Any, dlse: Any
 ) -> dict[str, Any]:
-    out, lse = portable.forward(spec, operands)
+    out, lse = xla.forward(spec, operands)
     gradients = tangents.second_backward(spec, operands, out, lse, dout, dlse, u, tuning=tuning)
     return {
         "tangent": tangents.tangent(spec, operands, out, lse, u, tuning),
@@ -142,7 +144,7 @@ def test_moving_all_logits_of_a_row_alike_in_bfloat16(which: str) -> None:
     u = {name: 10 * x if name in ("query", "key") else jnp.full_like(x, 10.0)}
     # The logits are bilinear in these two, so that a second derivative moves all of a row alike, too.
     w = {other: getattr(operands, other) for other in ("query", "key") if other != name}
-    out, lse = portable.forward(spec, operands)
+    out, lse = xla.forward(spec, operands)
     tuning = dataclasses.replace(SMALL, chunk=32, block=1 << 12)
     first = jax.jit(functools.partial(tangents.tangent, spec, tuning=tuning))(operands, out, lse, u)
     second = jax.jit(functools.partial(tangents.second_tangent, spec, tuning=tuning))(operands, out, lse, u, w)
@@ -181,14 +183,14 @@ def test_the_bound_on_logits_counts_the_planes_of_an_op() -> None:
     )
     spec, u = AttentionSpec(scale=1.0), moved(operands, 3)
     logits = operands.query.shape[0] * 2 * 64 * 64
-    out, lse = portable.forward(spec, operands)
+    out, lse = xla.forward(spec, operands)
 
     def loops(whole: int, function: Any, *arguments: Any) -> bool:
         tuning = dataclasses.replace(chunks.CPU, whole=whole, block=1, chunk=32, min_chunk=16)
         run = functools.partial(function, spec, tuning=tuning)
         return re.search(r"\b(while|scan)\[", str(jax.make_jaxpr(run)(operands, *arguments))) is not None
 
-    assert [loops(logits * n, portable.forward) for n in (0, 1)] == [True, False]
+    assert [loops(logits * n, xla.forward) for n in (0, 1)] == [True, False]
     assert [loops(logits * n, tangents.tangent, out, lse, u) for n in (1, 4, 5)] == [True, True, False]
     for second in (tangents.second_tangent, tangents.second_backward):
         last = (u, u) if second is tangents.second_tangent else (out, lse, u)
@@ -201,7 +203,7 @@ def test_chunks_add_up_tangents_alone() -> None:
         jax.random.key(0)
     )
     spec, u = AttentionSpec(scale=1.0), moved(operands, 3)
-    results = portable.forward(spec, operands)
+    results = xla.forward(spec, operands)
     tuning = dataclasses.replace(chunks.CPU, whole=0, block=1, chunk=32, min_chunk=16)
     run = functools.partial(tangents.second_backward, spec, tuning=tuning)
     jaxpr = jax.make_jaxpr(run)(operands, *results, results[0], None, u, results)

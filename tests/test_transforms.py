@@ -152,7 +152,7 @@ def test_export_for_another_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_export_for_several_platforms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One file runs the kernels on CUDA and the portable path here."""
+    """One file runs the kernels on CUDA and the XLA path here."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
     query, key, value = (x.astype(jnp.bfloat16) for x in calls.EVERYTHING.operands(jax.random.key(0))[:3])
     checks = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]

@@ -15,11 +15,12 @@ from typing import Any
 import jax
 from jax.interpreters import mlir
 
-from jax_fastattn import _compat, portable
-from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
+from jax_fastattn import _compat
 from jax_fastattn.ops import abstract, cuda, dispatch, linear
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Problem
+from jax_fastattn.xla import passes as xla
+from jax_fastattn.xla.chunks import ACCELERATOR, CPU, Tuning
 
 Saved = Sequence[jax.Array]
 Cotangents = tuple[jax.Array | None, jax.Array | None]
@@ -62,19 +63,19 @@ def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool, want
     return [getattr(found, name) for name in wanted]
 
 
-def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> list[jax.Array]:
-    return _gradients(functools.partial(portable.backward, tuning=tuning), arrays, **params)
+def _xla(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> list[jax.Array]:
+    return _gradients(functools.partial(xla.backward, tuning=tuning), arrays, **params)
 
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, **params: Any) -> Any:
     problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
     if not dispatch.takes_cuda(problem):
-        return _lower_portable(ACCELERATOR, ctx, *values, spec=spec, **params)
+        return _lower_xla(ACCELERATOR, ctx, *values, spec=spec, **params)
     return abstract.lower_on_one_device(lambda *arrays: _gradients(cuda.backward, arrays, spec, **params), ctx, *values)
 
 
-def _lower_portable(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    return abstract.lower_on_one_device(functools.partial(_portable, tuning=tuning, **params), ctx, *values)
+def _lower_xla(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    return abstract.lower_on_one_device(functools.partial(_xla, tuning=tuning, **params), ctx, *values)
 
 
-gradient_op = linear.define("jax_fastattn_gradient", "jax_fastattn_backward", _abstract, _portable, _cuda)
+gradient_op = linear.define("jax_fastattn_gradient", "jax_fastattn_backward", _abstract, _xla, _cuda)

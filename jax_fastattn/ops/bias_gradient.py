@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.blocks import reduce_to
+from jax_fastattn.heads import reduce_to
 from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_pitch
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.dbias_tiles import COLUMN_WARPS, KEYS, ROW_SUMS, dbias_parts

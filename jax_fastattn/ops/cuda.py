@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn import ffi
-from jax_fastattn.blocks import reduce_to
+from jax_fastattn.heads import reduce_to, scale_gradient
 from jax_fastattn.kernels.arguments import Scalars
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs
 from jax_fastattn.kernels.decode_config import decode_scratch
@@ -35,7 +35,6 @@ from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.records import tile_records
 from jax_fastattn.ops.row_bits import RowBits, row_bits
 from jax_fastattn.paged import PagedOperands
-from jax_fastattn.portable import scale_gradient
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Gradients, Operands, Problem
 
 # Copies of 16 bytes need rows that are a multiple of 16 bytes apart.
@@ -133,7 +132,7 @@ def backward(
     """Returns the gradients from one custom call, which launches every kernel of the backward pass.
 
     A mask or segment ids take others before it, the prepasses: two where dq has a kernel of its own, else one, less
-    those whose lists are kept. See `portable.backward` for `wanted`, and `forward` for `kernel` and `kept`.
+    those whose lists are kept. See `xla.passes.backward` for `wanted`, and `forward` for `kernel` and `kept`.
     """
     sinks = operands.sinks if "sinks" in wanted else None
     padded = _for_kernels(operands)._replace(sinks=sinks)

@@ -14,11 +14,11 @@ import jax
 from jax.interpreters import batching as jax_batching
 from jax.interpreters import mlir
 
-from jax_fastattn import portable
-from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, batching, cuda, dispatch
 from jax_fastattn.ops.partitioned import Axes, Op
 from jax_fastattn.spec import OPERANDS, AttentionSpec, Problem
+from jax_fastattn.xla import passes as xla
+from jax_fastattn.xla.chunks import ACCELERATOR, CPU, Tuning
 
 
 def _abstract(*arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> list[Any]:
@@ -59,23 +59,23 @@ def _problem(avals: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Probl
 
 
 @forward_p.def_impl
-def _portable(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[jax.Array, jax.Array]:
-    return results(functools.partial(portable.forward, tuning=tuning), arrays, **params)
+def _xla(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[jax.Array, jax.Array]:
+    return results(functools.partial(xla.forward, tuning=tuning), arrays, **params)
 
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     if not dispatch.takes_cuda(_problem(ctx.avals_in, **params)):
-        return _lower_portable(ACCELERATOR, ctx, *values, **params)
+        return _lower_xla(ACCELERATOR, ctx, *values, **params)
     return abstract.lower_on_one_device(lambda *arrays: results(cuda.forward, arrays, **params), ctx, *values)
 
 
-def _lower_portable(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    return abstract.lower_on_one_device(functools.partial(_portable, tuning=tuning, **params), ctx, *values)
+def _lower_xla(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    return abstract.lower_on_one_device(functools.partial(_xla, tuning=tuning, **params), ctx, *values)
 
 
 def _elsewhere(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     dispatch.refuse_platform(_problem(ctx.avals_in, **params))
-    return _lower_portable(tuning, ctx, *values, **params)
+    return _lower_xla(tuning, ctx, *values, **params)
 
 
 # Not inlined: the layers of a model share one function, on every path.

@@ -18,11 +18,11 @@ import jax
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 
-from jax_fastattn.chunks import ACCELERATOR, CPU, Tuning
 from jax_fastattn.ops import abstract, batching, dispatch
 from jax_fastattn.ops.batching import axes_of
 from jax_fastattn.ops.partitioned import Axes, Op
 from jax_fastattn.spec import AttentionSpec, Problem
+from jax_fastattn.xla.chunks import ACCELERATOR, CPU, Tuning
 
 Names = tuple[str, ...]
 
@@ -82,7 +82,7 @@ def define(
     name: str,
     share: str,
     results: Callable[..., list[Any]],
-    portable: Callable[..., Sequence[jax.Array]],
+    xla: Callable[..., Sequence[jax.Array]],
     cuda: Callable[..., Any] | None = None,
 ) -> Op:
     """Makes an op with all rules except those of differentiation.
@@ -90,14 +90,14 @@ def define(
     Args:
         name, share: the names of its primitives.
         results: the abstract results, from abstract arrays and the parameters.
-        portable: one device's share in plain JAX, from the arrays, the parameters and a `Tuning`.
-        cuda: the lowering rule of the share for CUDA; None takes `portable`, with a warning.
+        xla: one device's share in plain JAX, from the arrays, the parameters and a `Tuning`.
+        cuda: the lowering rule of the share for CUDA; None takes `xla`, with a warning.
     """
     op = Op(name, share, results, lambda spec, **params: Layout.of(spec, **params).letters())
-    op.share.def_impl(functools.partial(portable, tuning=CPU))
+    op.share.def_impl(functools.partial(xla, tuning=CPU))
 
     def lower(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-        return abstract.lower_on_one_device(functools.partial(portable, tuning=tuning, **params), ctx, *values)
+        return abstract.lower_on_one_device(functools.partial(xla, tuning=tuning, **params), ctx, *values)
 
     def without_kernel(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, **params: Any) -> Any:
         dispatch.note_derivative(Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)])))

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastattn.chunks import Span
-from jax_fastattn.predicate import Predicate
 from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.xla.chunks import Span
+from jax_fastattn.xla.predicate import Predicate
 
 # Keys of a word.
 WORD = 32

@@ -27,12 +27,12 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from jax_fastattn import tangents as portable
-from jax_fastattn.chunks import CPU, Tuning
 from jax_fastattn.ops import abstract, linear
 from jax_fastattn.ops.backward import Cotangents, Saved, cotangent_arrays, gradient, gradient_op, wanted_names
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
+from jax_fastattn.xla import tangents as xla
+from jax_fastattn.xla.chunks import CPU, Tuning
 
 Tangents = Mapping[str, Any]
 
@@ -51,14 +51,14 @@ def _gradients(*arrays: Any, spec: AttentionSpec, wanted: Names, **_: Any) -> li
 
 def _tangent(*arrays: jax.Array, spec: AttentionSpec, moved: Names, tuning: Tuning = CPU) -> Sequence[jax.Array]:
     saved, _, (u,) = _split(arrays, spec, 0, moved)
-    return portable.tangent(spec, *_of_call(spec, saved), u, tuning)
+    return xla.tangent(spec, *_of_call(spec, saved), u, tuning)
 
 
 def _second_tangent(
     *arrays: jax.Array, spec: AttentionSpec, moved: Names, along: Names, tuning: Tuning = CPU
 ) -> Sequence[jax.Array]:
     saved, _, (u, w) = _split(arrays, spec, 0, moved, along)
-    return portable.second_tangent(spec, *_of_call(spec, saved), u, w, tuning)
+    return xla.second_tangent(spec, *_of_call(spec, saved), u, w, tuning)
 
 
 def _second_gradient(
@@ -73,7 +73,7 @@ def _second_gradient(
     saved, c, (results, u) = _split(arrays, spec, 1 + with_dlse, RESULTS * with_results, moved)
     dout, dlse = c if with_dlse else (*c, None)
     results = (results["out"], results["lse"]) if with_results else None
-    found = portable.second_backward(spec, *_of_call(spec, saved), dout, dlse, u, results, wanted, tuning)
+    found = xla.second_backward(spec, *_of_call(spec, saved), dout, dlse, u, results, wanted, tuning)
     return [getattr(found, name) for name in wanted]
 
 

@@ -21,7 +21,6 @@ from unittest import mock
 import jax
 import numpy as np
 
-from jax_fastattn import blocks, chunks
 from jax_fastattn.api import attention
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
@@ -30,6 +29,7 @@ from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import Results
 from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, Sizes
 from jax_fastattn.testing.poison import poison
+from jax_fastattn.xla import blocks, chunks
 
 # Arguments that `attention_varlen` does not have. `draws.py` has its calls under other conditions.
 _UNPACKED = {"lengths", "mask", "bias", "ids", "vmap"}

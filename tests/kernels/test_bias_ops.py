@@ -15,7 +15,7 @@ import emulated_ops
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.canonical import canonicalize
+from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import configured, forward_spec
 from jax_fastattn.kernels.sm90.forward import schedule

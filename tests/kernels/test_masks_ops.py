@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.canonical import canonicalize
+from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.choose import kernel_spec, prepass_configs
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import cuda, prepass

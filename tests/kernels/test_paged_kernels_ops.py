@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.canonical import canonicalize_paged
+from jax_fastattn.canonical.batched import canonicalize_paged
 from jax_fastattn.ops import cuda
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.reference import paged_reference

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.canonical import canonicalize
+from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.features.row_planes import RowPlanes
 from jax_fastattn.ops.row_bits import row_bits
 from jax_fastattn.reference import visible_pairs

@@ -6,7 +6,7 @@ They are computed from all logits of a row, or taken from the results of a forwa
 no pass over the keys, and has their rounding: `delta` is then off by that of the output, and every weight of a row by
 that of its log-sum-exp.
 
-What stays out: gradients (`portable.py`).
+What stays out: gradients (`passes.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.blocks import Blocks, rows_of, zero_unseeing_queries
-from jax_fastattn.chunks import Index, Span
+from jax_fastattn.heads import product_or_zero, rows_of
 from jax_fastattn.spec import Operands
+from jax_fastattn.xla.blocks import Blocks, zero_unseeing_queries
+from jax_fastattn.xla.chunks import Index, Span
 
 
 class Planes(NamedTuple):
@@ -149,21 +150,3 @@ def rows_of_chunks(blocks: Blocks, dout: jax.Array, lse: jax.Array, dlse: jax.Ar
 def _finite(top: jax.Array) -> jax.Array:
     """Returns the greatest logits, and 0 for rows that have seen nothing: every exponential is 0 then."""
     return jnp.where(top == -jnp.inf, 0.0, top)
-
-
-@jax.custom_jvp
-def product_or_zero(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns x * y, and 0 where x is 0, whatever y is.
-
-    A `where` alone would also have no derivative along x where x is 0. `ops/` calls this inside primitives only, in
-    which no transformation of the user's can drop the rule.
-    """
-    return jnp.where(x == 0.0, 0.0, x * y)
-
-
-@product_or_zero.defjvp
-def _product_or_zero_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    (x, y), (dx, dy) = primals, tangents
-    return product_or_zero(x, y), product_or_zero(dx, y) + product_or_zero(x, dy)

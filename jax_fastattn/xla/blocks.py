@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contents of one block of queries and keys, once `chunks.py` has cut the plane of logits into blocks.
 
-`portable.py` visits the blocks. In product equations: b batch, t query, s key, k key/value head, g query head within
+`passes.py` visits the blocks. In product equations: b batch, t query, s key, k key/value head, g query head within
 its group, h head_dim, d v_head_dim.
 """
 
@@ -20,10 +20,11 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_fastattn.chunks import Axis, Index, Span, Tuning
+from jax_fastattn.heads import reduce_to, rows_of, split_heads
 from jax_fastattn.packed import by_token, key_range
-from jax_fastattn.predicate import Predicate, split_heads
 from jax_fastattn.spec import HIDDEN_BIAS, UNBOUNDED, AttentionSpec, Operands, is_known
+from jax_fastattn.xla.chunks import Axis, Index, Span, Tuning
+from jax_fastattn.xla.predicate import Predicate
 
 Pairs = tuple[tuple[jax.Array, jax.Array], ...]
 
@@ -274,7 +275,7 @@ def _rows_by_keys(product: Callable[[str, jax.Array, jax.Array], jax.Array], pai
     """Computes `Blocks.rows_by_keys` by one product, of all pairs next to each other.
 
     A sum of products would write and read a plane in float32 for each. So would a tangent, hence the rule. As with
-    `rows.product_or_zero`, no transformation of the user's can drop it.
+    `heads.product_or_zero`, no transformation of the user's can drop it.
     """
     query, key = pairs[0] if len(pairs) == 1 else (jnp.concatenate(x, axis=-1) for x in zip(*pairs, strict=True))
     return product("bkgth,bskh->bkgts", query, key)
@@ -296,23 +297,6 @@ _rows_by_keys.defjvp(_rows_by_keys_jvp, symbolic_zeros=True)
 
 def is_power_of_two(x: float) -> bool:
     return math.frexp(abs(x))[0] == 0.5
-
-
-def rows_of(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Transposes `[B, T, N, ...]` to `[B, K, G, T, ...]`."""
-    return jnp.moveaxis(split_heads(x, num_kv_heads, 2), 1, 3)
-
-
-def merge_rows(x: jax.Array) -> jax.Array:
-    """Inverts `rows_of`."""
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
-
-
-def reduce_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
-    """Sums x over the dimensions that are 1 in shape."""
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
-    return jnp.sum(x, axis=axes, keepdims=True) if axes else x
 
 
 def zero_unseen_keys(x: jax.Array, visible: jax.Array | None) -> jax.Array:

@@ -15,7 +15,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn import _compat, packed, validation
+from jax_fastattn import _compat, packed
+from jax_fastattn.canonical import validation
 from jax_fastattn.paged import PAGED_OPERANDS, PagedOperands
 from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, is_known
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of `api_ring.py` to the canonical operands of a device, and the spec of its ring."""
+"""From the arguments of `api/ring.py` to the canonical operands of a device, and the spec of its ring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn import canonical, packed, validation
+from jax_fastattn import packed
+from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.canonical import validation
 from jax_fastattn.spec import AttentionSpec, Operands, Ring
 
 # Arguments that packed sequences replace.

@@ -20,19 +20,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastattn.blocks import (
+from jax_fastattn.heads import merge_rows, reduce_to, rows_of
+from jax_fastattn.packed import padding_rows
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
+from jax_fastattn.xla.blocks import (
     Blocks,
     mean_of_seen_keys,
-    merge_rows,
-    reduce_to,
-    rows_of,
     zero_unseeing_queries,
     zero_unseen_keys,
 )
-from jax_fastattn.chunks import CPU, Index, Span, Tuning
-from jax_fastattn.packed import padding_rows
-from jax_fastattn.rows import Planes, Rows, RowSums, product_or_zero, rows_of_chunks
-from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
+from jax_fastattn.xla.chunks import CPU, Index, Span, Tuning
+from jax_fastattn.xla.rows import Planes, Rows, RowSums, rows_of_chunks
 
 
 def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tuple[jax.Array, jax.Array]:
@@ -274,16 +272,6 @@ def gradients_of(operands: Operands, sums: Gradients, dsinks: jax.Array | None) 
         sinks=dsinks,
         scale=sums.scale,
     )
-
-
-def scale_gradient(operands: Operands, dscaled: jax.Array) -> jax.Array | None:
-    """Returns the gradient of a scale operand from that of the scaled query `[B, T, N, H]`; None without one."""
-    if operands.scale is None:
-        return None
-    dscaled = dscaled.astype(operands.scale.dtype)
-    # A query that sees no key may be NaN; the gradient is exactly 0 there.
-    products = product_or_zero(dscaled, operands.query.astype(dscaled.dtype))
-    return reduce_to(operands.scale.shape, products.sum(axis=(1, 2, 3))[:, None])
 
 
 def _padding_rows(operands: Operands) -> jax.Array | None:

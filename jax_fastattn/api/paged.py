@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The public function for keys and values in pages; `api.py` has the others, and offers this one to `explain`."""
+"""The public function for keys and values in pages; `batched.py` has the others, and offers this one to `explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 from jax.typing import ArrayLike
 
-from jax_fastattn import canonical, validation
+from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.canonical import validation
 from jax_fastattn.ops import dispatch, paged
 from jax_fastattn.spec import Implementation, Problem
 

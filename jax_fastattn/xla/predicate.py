@@ -13,15 +13,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.chunks import Span
+from jax_fastattn.heads import split_heads
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
-
-
-def split_heads(x: jax.Array, num_kv_heads: int, axis: int) -> jax.Array:
-    """Splits an axis of size N into K, G, one of size 1 into 1, 1, and one of size K into K, 1."""
-    heads = x.shape[axis]
-    kv_heads = 1 if heads == 1 else num_kv_heads
-    return x.reshape(*x.shape[:axis], kv_heads, heads // max(kv_heads, 1), *x.shape[axis + 1 :])
+from jax_fastattn.xla.chunks import Span
 
 
 @dataclass(frozen=True)

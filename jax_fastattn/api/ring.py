@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastattn import canonical, validation
-from jax_fastattn.canonical_ring import canonicalize_ring
+from jax_fastattn.api.options import SegmentIds, SplitOptions, Window
+from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.canonical import validation
+from jax_fastattn.canonical.ring import canonicalize_ring
 from jax_fastattn.ops import all_to_all, dispatch, vjp
 from jax_fastattn.ops.ring.layout import Layout, chunk_starts, inverse, reorder, zigzag_order
-from jax_fastattn.options import SegmentIds, SplitOptions, Window
 from jax_fastattn.spec import Implementation, Ring
 
 AxisNames = str | Sequence[str]

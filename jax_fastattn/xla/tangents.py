@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tangents and second derivatives of attention in plain JAX, at once or in chunks as `portable.py` does it.
+"""Tangents and second derivatives of attention in plain JAX, at once or in chunks as `passes.py` does it.
 
 With the saved log-sum-exp, one pass over the keys is enough. If ds is the tangent of a logit and P its probability,
 
@@ -9,7 +9,7 @@ With the saved log-sum-exp, one pass over the keys is enough. If ds is the tange
 Second derivatives are `jax.jvp` of a tangent or of the backward pass. Output and log-sum-exp are functions of the
 operands: along a direction of the operands, both move, and their tangents are computed here unless they are given.
 
-What stays out: transposes. Those of all functions here are among them and `portable.backward` (`ops/tangents.py`).
+What stays out: transposes. Those of all functions here are among them and `passes.backward` (`ops/tangents.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.blocks import Blocks, mean_of_seen_keys, merge_rows, rows_of, split_heads
-from jax_fastattn.chunks import CPU, Index, Span, Tuning
-from jax_fastattn.portable import add_block, gradients_of, sum_blocks
-from jax_fastattn.rows import Rows
+from jax_fastattn.heads import merge_rows, rows_of, split_heads
 from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, AttentionSpec, Gradients, Operands
+from jax_fastattn.xla.blocks import Blocks, mean_of_seen_keys
+from jax_fastattn.xla.chunks import CPU, Index, Span, Tuning
+from jax_fastattn.xla.passes import add_block, gradients_of, sum_blocks
+from jax_fastattn.xla.rows import Rows
 
 # Planes of logits in float32 that an op holds at once.
 TANGENT_PLANES = 5
@@ -39,7 +40,7 @@ Tangents = Mapping[str, jax.Array]
 def tangent(
     spec: AttentionSpec, operands: Operands, out: jax.Array, lse: jax.Array, moved: Tangents, tuning: Tuning = CPU
 ) -> Results:
-    """Computes the tangents of `portable.forward`'s results.
+    """Computes the tangents of `passes.forward`'s results.
 
     Args:
         out, lse: the results of `forward`.
@@ -61,7 +62,7 @@ def second_tangent(
     second: Tangents,
     tuning: Tuning = CPU,
 ) -> Results:
-    """Computes the second derivatives of `portable.forward`'s results along two directions; see `tangent`."""
+    """Computes the second derivatives of `passes.forward`'s results along two directions; see `tangent`."""
     results = tangent(spec, operands, out, lse, second, tuning)
 
     def along(given: Tangents, out: jax.Array, lse: jax.Array) -> Results:
@@ -83,7 +84,7 @@ def second_backward(
     wanted: Collection[str] = DIFFERENTIABLE,
     tuning: Tuning = CPU,
 ) -> Gradients:
-    """Computes the tangents of `portable.backward`'s gradients as operands move and the cotangents do not.
+    """Computes the tangents of `passes.backward`'s gradients as operands move and the cotangents do not.
 
     As a map from `moved` to gradients it is a Hessian, and so its own transpose.
 

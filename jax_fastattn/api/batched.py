@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastattn import canonical, ffi, validation
-from jax_fastattn.api_paged import paged_attention, paged_problem
+from jax_fastattn import ffi
+from jax_fastattn.api.options import BatchedOptions, PackedOptions, SegmentIds, Window
+from jax_fastattn.api.paged import paged_attention, paged_problem
+from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.canonical import validation
 from jax_fastattn.ops import dispatch, vjp
 from jax_fastattn.ops.ring import describe
-from jax_fastattn.options import BatchedOptions, PackedOptions, SegmentIds, Window
 from jax_fastattn.spec import Implementation
 
 
@@ -119,7 +121,7 @@ def attention(
         local_window_size: `(left, right)` keys around the query's position, None for an unlimited side; an int means
             both sides. Default: unlimited.
         implementation: None takes the CUDA kernels where they apply and the XLA path elsewhere; on a GPU, a warning
-            then names the reasons. "cuda" raises instead of falling back. "xla" is the portable path. It computes up to
+            then names the reasons. "cuda" raises instead of falling back. "xla" is the XLA path. It computes up to
             4 GiB of logits at once on a GPU, and 8 MiB on a CPU; beyond that, its memory is linear in T and S. Default:
             None.
         return_residual: whether to return the log-sum-exp too. Default: False.

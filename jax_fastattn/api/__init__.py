@@ -1,0 +1,19 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions, a file for each layout of sequences; `jax_fastattn` hands them on."""
+
+from jax_fastattn.api.batched import attention, attention_varlen, explain
+from jax_fastattn.api.paged import paged_attention
+from jax_fastattn.api.ring import all_to_all_attention, positions, ring_attention, unzigzag, zigzag
+
+__all__ = [
+    "all_to_all_attention",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "paged_attention",
+    "positions",
+    "ring_attention",
+    "unzigzag",
+    "zigzag",
+]
