@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastattn
 from jax_fastattn import all_to_all_attention, attention, attention_varlen, ring_attention
-from jax_fastattn.canonical import batched as canonical
-from jax_fastattn.canonical.ring import canonicalize_ring
+from jax_fastattn.canonical import packed as canonical_packed
+from jax_fastattn.canonical import ring as canonical_ring
+from jax_fastattn.canonical.arguments import unify_varying
 from jax_fastattn.ops import vjp
 from jax_fastattn.spec import Ring
 from jax_fastattn.testing.compare import ROUNDING
@@ -112,11 +113,11 @@ def as_partitioned(query: Any, key: Any, value: Any, boundaries: Any = None, **o
     """
     return_residual, ring = options.pop("return_residual", False), Ring(("seq",), DEVICES, balance=True)
     if boundaries is None:
-        spec, operands = canonicalize_ring(query, key, value, ring=ring, **options)
+        spec, operands = canonical_ring.canonicalize(query, key, value, ring=ring, **options)
     else:
         qkv = query[0], key[0], value[0]
-        spec, operands = canonical.canonicalize_packed(*qkv, boundaries[0], boundaries[0], **options)
-        operands = canonical.unify_varying(operands, frozenset(ring.axes))
+        spec, operands = canonical_packed.canonicalize(*qkv, boundaries[0], boundaries[0], **options)
+        operands = unify_varying(operands, frozenset(ring.axes))
     out, lse = vjp.attend(dataclasses.replace(spec, ring=ring), operands, return_residual)
     return out if lse is None else (out, lse)
 

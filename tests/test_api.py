@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from jax_fastattn import attention, attention_varlen
-from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.canonical import packed as canonical_packed
+from jax_fastattn.canonical.arguments import fold_wide_window
 from jax_fastattn.ops import vjp
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.testing import compare
@@ -648,7 +649,7 @@ def test_wide_windows_show_the_same_keys_at_any_offset(left: int | None) -> None
     for right in SIDES:
         near = [*ends, *(side for side in (left, -(right or 0)) if side and abs(side) < 2**31)]
         offsets = np.array([x + step for x in near for step in range(-9, 10) if -(2**31) <= x + step < 2**31])
-        found, (low, high) = canonical.fold_wide_window(jnp.array(offsets, jnp.int32), (left, right), 5, 7)
+        found, (low, high) = fold_wide_window(jnp.array(offsets, jnp.int32), (left, right), 5, 7)
         position = queries + np.clip(np.asarray(found).astype(np.int64), -(2**29), 2**29)
         same = _sees(position, keys, low, high) == _sees(queries + offsets, keys, left, right)
         assert same.all(), (right, offsets[~same.all((0, 1))])
@@ -699,7 +700,7 @@ def test_wide_windows_and_far_offsets_mean_what_they_say() -> None:
 def test_padding_rows_of_packed_input_see_no_sink(function: Any, first: int) -> None:
     query, key, value = (x[0] for x in _qkv())
     query, sinks, ends = query[:3], jnp.linspace(-1.0, 2.0, 6), jnp.array([0, 7])
-    spec, operands = canonical.canonicalize_packed(
+    spec, operands = canonical_packed.canonicalize(
         query, key, value, jnp.array([first, first + 2]), ends, sinks=sinks, query_offset=0
     )
     attend = functools.partial(function, return_residual=True) if function is vjp.attend else function

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.canonical import batched, packed
 from jax_fastattn.ops import batching
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, QKV, AttentionSpec, Operands
 from jax_fastattn.testing import compare
@@ -69,11 +69,11 @@ def canonicalized(case: Case) -> Operands:
     arrays: dict[str, Any] = calls.arrays_of(operands)
     options = calls.options_of(spec)
     if case.packed is None:
-        return canonical.canonicalize(**arrays, **options)[1]
+        return batched.canonicalize(**arrays, **options)[1]
     del arrays["sequences"]
     arrays |= {name: arrays[name][0] for name in QKV}
     boundaries = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.boundaries(), strict=True))
-    return canonical.canonicalize_packed(**arrays, **boundaries, **options, query_offset=case.query_offset or 0)[1]
+    return packed.canonicalize(**arrays, **boundaries, **options, query_offset=case.query_offset or 0)[1]
 
 
 def check(name: str, x: jax.Array, case: Case) -> None:

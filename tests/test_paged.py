@@ -16,7 +16,7 @@ import pytest
 import test_explain
 
 from jax_fastattn import attention, explain, paged, paged_attention
-from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.canonical.paged import canonicalize
 from jax_fastattn.reference import paged_reference
 
 NAMES = ("query", "key_pages", "value_pages", "page_table", "lengths")
@@ -37,7 +37,7 @@ def draw(page: int = 16, queries: int = 2, dtype: Any = jnp.float32, **other: An
 
 def expected(arguments: dict[str, Any], **options: Any) -> Any:
     """The reference's output and log-sum-exp."""
-    return paged_reference(*canonical.canonicalize_paged(**arguments, **options))
+    return paged_reference(*canonicalize(**arguments, **options))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -104,13 +104,13 @@ def test_ids_are_clamped() -> None:
     table = draw()["page_table"].at[2].set(jnp.array([-1, 19, 2**31 - 1]))
     inside = table.at[2].set(jnp.array([0, 18, 18]))
     calls.assert_same(*(paged_attention(**draw(page_table=x)) for x in (table, inside)))
-    _, operands = canonical.canonicalize_paged(**draw(page_table=table))
+    _, operands = canonicalize(**draw(page_table=table))
     assert (paged.page_ids(operands)[2] == inside[2]).all()  # whatever XLA makes of an id outside
 
 
 def test_entries_past_the_end_are_not_read() -> None:
     """No page that they name is gathered."""
-    _, operands = canonical.canonicalize_paged(**draw())
+    _, operands = canonicalize(**draw())
     found = paged.page_ids(operands)
     for b, length in enumerate(LENGTHS):
         used = -(-length // 16)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.canonical import packed as canonical_packed
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 from jax_fastattn.testing.poison import poison
@@ -122,7 +122,7 @@ def test_second_derivatives_in_float64(case: calls.Case) -> None:
 def test_packed_sequences() -> None:
     query, key, value = (x[0].astype(jnp.float64) for x in EVERYTHING.operands(jax.random.key(0))[:3])
     starts = jnp.array([0, 2, 5]), jnp.array([0, 4, 7])
-    spec, operands = canonical.canonicalize_packed(
+    spec, operands = canonical_packed.canonicalize(
         query, key, value, *starts, sinks=jnp.linspace(-1.0, 2.0, 6), query_offset=0, is_causal=True
     )
     dout, dlse = EVERYTHING.cotangents(jax.random.key(1))

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions, a file for each layout of sequences; `jax_fastattn` hands them on."""
 
-from jax_fastattn.api.batched import attention, attention_varlen, explain
+from jax_fastattn.api.batched import attention
+from jax_fastattn.api.explain import explain
+from jax_fastattn.api.packed import attention_varlen
 from jax_fastattn.api.paged import paged_attention
 from jax_fastattn.api.ring import all_to_all_attention, positions, ring_attention, unzigzag, zigzag
 

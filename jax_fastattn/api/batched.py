@@ -1,23 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions: their signatures, their contracts, and four steps: check, canonicalize, attend, restore."""
+"""Attention of dense arrays: its signature, its contract, and four steps: check, canonicalize, attend, restore."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastattn import ffi
-from jax_fastattn.api.options import BatchedOptions, PackedOptions, SegmentIds, Window
-from jax_fastattn.api.paged import paged_attention, paged_problem
-from jax_fastattn.canonical import batched as canonical
+from jax_fastattn.api.options import BatchedOptions, SegmentIds, Window
 from jax_fastattn.canonical import validation
+from jax_fastattn.canonical.arguments import restore
+from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.ops import dispatch, vjp
-from jax_fastattn.ops.ring import describe
 from jax_fastattn.spec import Implementation
 
 
@@ -146,7 +143,7 @@ def attention(
         NotImplementedError: `implementation` is "cuda" and no kernel applies; the message lists every reason. Or a
             third derivative with respect to the operands is taken.
     """
-    spec, operands = canonical.canonicalize(
+    spec, operands = canonicalize(
         query,
         key,
         value,
@@ -166,170 +163,4 @@ def attention(
     )
     dispatch.note_call_site(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return canonical.restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
-
-
-def explain(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    page_table: Any = None,
-    arch: str | None = None,
-    **options: Any,
-) -> dispatch.Explanation:
-    """Returns which implementation a call with these arguments would run, and why.
-
-    It knows the call alone, not how it is differentiated: tangents and second derivatives take the XLA path always. It
-    knows of a mesh what the shardings of `query` and `key` say, which are `NamedSharding`s; if rows are split, it
-    describes the ring attention that runs under `jax.jit`.
-
-    Args:
-        query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s are enough, since nothing
-            runs.
-        cu_seqlens_q, cu_seqlens_k: as for `attention_varlen`. If they are given, all arguments are those of
-            `attention_varlen`. Default: None, for a call of `attention`.
-        page_table: as for `paged_attention`. If it is given, all arguments are those of `paged_attention`, whose pages
-            are `key` and `value` here; its `lengths` are an option. Default: None.
-        arch: the GPU to lower for, such as `"sm_90a"`; see `target_arch`. Default: that of an enclosing `target_arch`,
-            else the local devices.
-
-    Returns:
-        A readable record. It has the implementation, kernels, tiles and how dq is added up, or the reasons against the
-        kernels and what to do instead.
-
-    Raises:
-        ValueError, TypeError: the call itself would raise the same error, or `arch` is no architecture.
-    """
-    options |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
-    function, canonicalize = attention, canonical.canonicalize
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        function, canonicalize = attention_varlen, canonical.canonicalize_packed
-        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    if page_table is not None:
-        function = paged_attention
-        options = {"lengths": None} | options | {"page_table": page_table}
-    if unknown := [name for name in options if name not in inspect.signature(function).parameters]:
-        remedy = "; pass `page_table` too for `paged_attention`" if unknown == ["lengths"] else ""
-        raise TypeError(
-            f"explain() got an unexpected keyword argument '{unknown[0]}'; {function.__name__}() has none{remedy}"
-        )
-    return_residual = options.pop("return_residual", False)
-    if page_table is not None:
-        problem, note = paged_problem(query=query, key=key, value=value, **options), ""
-    else:
-        problem, note = describe.call(
-            *canonical.shapes_of(canonicalize, query=query, key=key, value=value, **options), split_of=(query, key)
-        )
-    validation.check_flag("return_residual", return_residual)
-    with ffi.target_arch(ffi.named_arch() if arch is None else arch):
-        return dispatch.with_note(dispatch.explain(problem), note)
-
-
-@overload
-def attention_varlen(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    *,
-    return_residual: Literal[False] = False,
-    **options: Unpack[PackedOptions],
-) -> jax.Array: ...
-
-
-@overload
-def attention_varlen(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    *,
-    return_residual: Literal[True],
-    **options: Unpack[PackedOptions],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def attention_varlen(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    *,
-    return_residual: bool,
-    **options: Unpack[PackedOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-
-
-def attention_varlen(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    local_window_size: Window = None,
-    implementation: Implementation | None = None,
-    return_residual: bool = False,
-    logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    query_offset: int | ArrayLike | Literal["bottom_right"] = 0,
-    deterministic: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes attention over packed sequences: tokens attend inside their own sequence only.
-
-    It has the layout of `flash_attn_varlen_func` (https://github.com/Dao-AILab/flash-attention). docs/packed.md shows
-    where boundaries come from.
-
-    Sizes: as for `attention`; total_q and total_k rows of all sequences and of padding.
-
-    Args:
-        query: `[total_q, N, H]`: the sequences' rows, one after the other; bfloat16, float16, float32, or float64 under
-            x64.
-        key: `[total_k, K, H]`, dtype of `query`.
-        value: `[total_k, K, D]`, dtype of `query`.
-        cu_seqlens_q: integers `[sequences + 1]`, not decreasing. Sequence b holds the rows
-            `cu_seqlens_q[b] : cu_seqlens_q[b + 1]` and may be empty. Rows before the first boundary and past the last
-            one are padding. A boundary that decreases counts as the largest one before it.
-        cu_seqlens_k: integers `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
-        query_offset: int or integers `[sequences]`, within each sequence. "bottom_right" makes the last query of each
-            sequence stand at its last key. Default: 0, top-left.
-        scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
-            as for `attention`; positions count from the start of each sequence.
-
-    Returns:
-        The output `[total_q, N, D]` in the dtype of `query`; with `return_residual` also the log-sum-exp
-        `[total_q, N]` in float32 (float64 for float64 input). Padding rows have output 0 and log-sum-exp -inf. Rows
-        with no visible key have output 0, and as log-sum-exp the sink, or -inf without sinks.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: as for `attention`.
-    """
-    spec, operands = canonical.canonicalize_packed(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        query_offset=query_offset,
-        deterministic=deterministic,
-    )
-    dispatch.note_call_site(spec, operands)
-    results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return canonical.restore(results, batched=False)  # pyright: ignore (untyped in jax 0.10)
+    return restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The public function for keys and values in pages; `batched.py` has the others, and offers this one to `explain`."""
+"""The public function for keys and values in pages; `explain.py` explains its calls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 from jax.typing import ArrayLike
 
-from jax_fastattn.canonical import batched as canonical
 from jax_fastattn.canonical import validation
+from jax_fastattn.canonical.arguments import restore
+from jax_fastattn.canonical.paged import canonicalize
+from jax_fastattn.canonical.shapes import shapes_of
 from jax_fastattn.ops import dispatch, paged
 from jax_fastattn.spec import Implementation, Problem
 
@@ -116,7 +118,7 @@ def paged_attention(
         NotImplementedError: the call is differentiated, or the pages are mapped by `vmap`, or `implementation` is
             "cuda" and no kernel applies; the message lists every reason.
     """
-    spec, operands = canonical.canonicalize_paged(
+    spec, operands = canonicalize(
         query,
         key_pages,
         value_pages,
@@ -132,11 +134,11 @@ def paged_attention(
     )
     dispatch.note_call_site(operands.dense_spec(spec), operands.dense_shapes())
     results = paged.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return canonical.restore(results, batched=True)
+    return restore(results, batched=True)
 
 
 def paged_problem(query: Any, key: Any, value: Any, **arguments: Any) -> Problem:
     """Returns the problem of a paged call with these arguments; nothing runs."""
     pages = {"key_pages": key, "value_pages": value}
-    spec, operands = canonical.shapes_of(canonical.canonicalize_paged, query=query, **pages, **arguments)
+    spec, operands = shapes_of(canonicalize, query=query, **pages, **arguments)
     return operands.problem(spec)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastattn.api.options import SegmentIds, SplitOptions, Window
-from jax_fastattn.canonical import batched as canonical
 from jax_fastattn.canonical import validation
-from jax_fastattn.canonical.ring import canonicalize_ring
+from jax_fastattn.canonical.arguments import restore
+from jax_fastattn.canonical.ring import canonicalize
 from jax_fastattn.ops import all_to_all, dispatch, vjp
 from jax_fastattn.ops.ring.layout import Layout, chunk_starts, inverse, reorder, zigzag_order
 from jax_fastattn.spec import Implementation, Ring
@@ -134,7 +134,7 @@ def ring_attention(
         NotImplementedError: as for `attention`; and for second derivatives.
     """
     ring = _ring(axis_name, layout, validation.check_flag("balance", balance))
-    spec, operands = canonicalize_ring(
+    spec, operands = canonicalize(
         query,
         key,
         value,
@@ -156,7 +156,7 @@ def ring_attention(
     )
     dispatch.note_call_site(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return canonical.restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
+    return restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
 
 
 @overload
@@ -246,7 +246,7 @@ def all_to_all_attention(
             n does not divide the heads.
     """
     ring = _ring(axis_name, "contiguous", balance=False)
-    spec, operands = canonicalize_ring(
+    spec, operands = canonicalize(
         query,
         key,
         value,
@@ -267,7 +267,7 @@ def all_to_all_attention(
         deterministic=deterministic,
     )
     results = all_to_all.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return canonical.restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
+    return restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
 
 
 def zigzag(x: jax.Array, size: int, axis: int = 1) -> jax.Array:

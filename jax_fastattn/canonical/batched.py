@@ -1,32 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of users to the canonical operands of spec.py and back: each reshape stands next to its inverse.
-
-The word is "canonical", since "lowering" in JAX means jaxpr to StableHLO.
-"""
+"""From the arguments of `attention` to canonical operands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 
-from jax_fastattn import _compat, packed
-from jax_fastattn.canonical import validation
-from jax_fastattn.paged import PAGED_OPERANDS, PagedOperands
-from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, is_known
-
-# What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
-LONGEST_SYMBOLIC = 1 << 27
-
-AnyOperands = TypeVar("AnyOperands", Operands, PagedOperands)
-
-# Arguments that are Python values, fixed when a call is traced.
-_STATIC = ("is_causal", "local_window_size", "implementation", "logits_soft_cap", "deterministic")
+from jax_fastattn.canonical import arguments, validation
+from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands
 
 
 def canonicalize(
@@ -44,23 +28,23 @@ def canonicalize(
     **static: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `api.attention` and gives them canonical shapes."""
-    axes, (q, k, v) = _check_qkv(query, key, value, packed=False)
+    axes, (q, k, v) = arguments.check_qkv(query, key, value, packed=False)
     batch, batched = axes["B"], jnp.ndim(query) == 4
 
     def per_batch(name: str, x: Any) -> jax.Array:
-        x = to_int32(validation.as_integers(name, x))
+        x = arguments.to_int32(validation.as_integers(name, x))
         x = x if batched or x.ndim else x[None]
         axes.bind(name, x, OPERANDS[name].letters)
         return x
 
     query_ids, key_ids = _check_segment_ids(axes, segment_ids, batched)
-    offset, static = _near_offset(axes, offset_per_batch(query_offset, batch), static)
+    offset, static = arguments.near_offset(axes, arguments.offset_per_batch(query_offset, batch), static)
     operands = Operands(
         query=q,
         key=k,
         value=v,
-        bias=plane(axes, "bias", bias, batched),
-        mask=plane(axes, "mask", mask, batched),
+        bias=arguments.plane(axes, "bias", bias, batched),
+        mask=arguments.plane(axes, "mask", mask, batched),
         query_seq_lengths=None if query_seq_lengths is None else per_batch("query_seq_lengths", query_seq_lengths),
         key_value_seq_lengths=(
             None if key_value_seq_lengths is None else per_batch("key_value_seq_lengths", key_value_seq_lengths)
@@ -68,202 +52,9 @@ def canonicalize(
         query_offset=offset,
         query_segment_ids=query_ids,
         key_value_segment_ids=key_ids,
-        sinks=None if sinks is None else _check_sinks(axes, sinks, q.dtype),
+        sinks=None if sinks is None else arguments.check_sinks(axes, sinks, q.dtype),
     )
-    return _resolve(operands, **static)
-
-
-def canonicalize_packed(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    *,
-    sinks: Any = None,
-    query_offset: Any = 0,
-    **static: Any,
-) -> tuple[AttentionSpec, Operands]:
-    """Checks the arguments of `api.attention_varlen`; packed tokens become one batch entry."""
-    axes, (q, k, v) = _check_qkv(query, key, value, packed=True)
-    starts_q = to_int32(validation.as_integers("cu_seqlens_q", cu_seqlens_q))
-    starts_k = to_int32(validation.as_integers("cu_seqlens_k", cu_seqlens_k))
-    axes.bind("cu_seqlens_q", starts_q, "C")
-    axes.bind("cu_seqlens_k", starts_k, "C")
-    if is_known(axes["C"]) and axes["C"] < 2:
-        raise ValueError(f"`cu_seqlens_q` has {axes['C']} entries, expected one more than there are sequences")
-    sequences = packed.sequences(starts_q, starts_k, (axes["T"], axes["S"]))
-    offset = _packed_offset(query_offset, sequences)
-    offset, static = _near_offset(axes, offset, static)
-    operands = Operands(
-        query=q,
-        key=k,
-        value=v,
-        sinks=None if sinks is None else _check_sinks(axes, sinks, q.dtype),
-        sequences=packed.with_offsets(sequences, None if offset is None else jnp.clip(offset, -UNBOUNDED, UNBOUNDED))[
-            None
-        ],
-    )
-    return _resolve(operands, **static)
-
-
-def canonicalize_paged(
-    query: Any,
-    key_pages: Any,
-    value_pages: Any,
-    page_table: Any,
-    lengths: Any,
-    *,
-    sinks: Any = None,
-    query_offset: Any = None,
-    **static: Any,
-) -> tuple[AttentionSpec, PagedOperands]:
-    """Checks the arguments of `api_paged.paged_attention`; lengths are clamped, ids are not."""
-    axes = validation.Axes()
-    pages = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
-    pages = {name: validation.as_array(name, x) for name, x in pages.items()}
-    validation.check_float_operands(**pages)
-    for name, x in pages.items():
-        axes.bind(name, x, PAGED_OPERANDS[name].letters)
-    validation.check_heads(axes)
-    validation.check_pages(axes)
-    table = to_int32(validation.as_integers("page_table", page_table))
-    axes.bind("page_table", table, "BM")
-    lengths = to_int32(validation.as_integers("lengths", lengths))
-    axes.bind("lengths", lengths, "B")
-    axes.set("S", axes["M"] * axes["R"], "`page_table`")
-    lengths = jnp.clip(lengths, 0, axes["S"]).astype(jnp.int32)
-    offset = None if query_offset is None else offset_per_batch(query_offset, axes["B"])
-    if query_offset is None and _has_positions(static):
-        offset = (lengths - axes["T"]).astype(jnp.int32)
-    offset, static = _near_offset(axes, offset, static)
-    operands = PagedOperands(
-        **pages,
-        page_table=table,
-        key_value_seq_lengths=lengths,
-        query_offset=offset,
-        sinks=None if sinks is None else _check_sinks(axes, sinks, pages["query"].dtype),
-    )
-    return _resolve(operands, **static)
-
-
-def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Inverts all three on the results: drops an added batch axis, and a log-sum-exp that was not requested."""
-    out, lse = results if batched else jax.tree.map(drop_batch, results)
-    return out if lse is None else (out, lse)
-
-
-def shapes_of(
-    canonicalize: Callable[..., tuple[AttentionSpec, AnyOperands]], **arguments: Any
-) -> tuple[AttentionSpec, AnyOperands]:
-    """Returns the spec and the abstract operands that `canonicalize` makes of arguments; nothing runs.
-
-    Arrays may be abstract. Any other argument is passed on unchanged, so that it raises the error of the call.
-    """
-    static = {name: x for name, x in arguments.items() if name in _STATIC or (name == "scale" and not _is_abstract(x))}
-    operands = {name: x for name, x in arguments.items() if name not in static}
-    leaves, tree = jax.tree.flatten(operands, lambda x: x is not operands and not isinstance(x, (list, tuple)))
-    found: list[tuple[AttentionSpec, AnyOperands]] = []
-
-    def trace(shapes: dict[int, jax.Array]) -> None:
-        given = jax.tree.unflatten(tree, [shapes.get(i, x) for i, x in enumerate(leaves)])
-        spec, operands = canonicalize(**given, **static)
-        found.append((spec, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)))
-
-    jax.eval_shape(trace, {i: x for i, x in enumerate(leaves) if _has_shape_alone(x)})
-    return found[0]
-
-
-def _is_abstract(x: Any) -> bool:
-    """Returns whether x is a JAX array, or stands for one."""
-    return isinstance(x, (jax.Array, jax.ShapeDtypeStruct, jax.core.ShapedArray))
-
-
-def _has_shape_alone(x: Any) -> bool:
-    """Returns whether a call checks no value of x. It checks those of integers on the host."""
-    if isinstance(x, np.ndarray):
-        return x.dtype.isnative and x.dtype.name in ("bool", *validation.FLOATS)
-    return _is_abstract(x)
-
-
-def _resolve(
-    operands: AnyOperands,
-    *,
-    scale: Any = None,
-    is_causal: Any = False,
-    local_window_size: Any = None,
-    implementation: Any = None,
-    logits_soft_cap: Any = None,
-    deterministic: Any = False,
-) -> tuple[AttentionSpec, AnyOperands]:
-    """Returns the static facts of a call with defaults filled in, and operands that agree with them."""
-    head_dim = operands.query.shape[-1]
-    if isinstance(scale, jax.Array):
-        operands, scale = operands._replace(scale=_check_scale(scale, operands.query.dtype)), 1.0
-    elif scale is None:
-        scale = head_dim**-0.5 if head_dim else 1.0
-    operands = unify_varying(operands)
-    validation.check_implementation(implementation)
-    if logits_soft_cap is not None:
-        logits_soft_cap = validation.check_scalar("logits_soft_cap", logits_soft_cap, positive=True)
-    spec = AttentionSpec(
-        scale=validation.check_scalar("scale", scale),
-        is_causal=validation.check_flag("is_causal", is_causal),
-        window=validation.check_window(local_window_size),
-        logits_soft_cap=logits_soft_cap,
-        deterministic=validation.check_flag("deterministic", deterministic),
-        implementation=implementation,
-        precision=_precision(operands.query.dtype),
-        present=operands.present(),
-    )
-    return spec, operands
-
-
-def _precision(dtype: Any) -> str:
-    """Returns the precision of products that JAX is set to when a call is traced.
-
-    The call may be lowered and differentiated under another setting. Products of 16-bit operands are exact at any
-    precision, and a higher one would only slow them down.
-    """
-    setting: str | None = jax.config.jax_default_matmul_precision  # pyright: ignore (settings are made at run time)
-    return "default" if setting is None or dtype != jnp.float32 else setting
-
-
-def _checked(name: str, x: Any, kind: str) -> jax.Array:
-    array = validation.as_array(name, x)
-    validation.check_kind(name, array, kind)
-    return array
-
-
-def plane(axes: validation.Axes, name: str, x: Any, batched: bool) -> jax.Array | None:
-    """Returns a bias or a mask with four axes, some of which may be of size 1."""
-    if x is None:
-        return None
-    known = OPERANDS[name]
-    x = _checked(name, x, known.dtype)
-    axes.bind_broadcast(name, x, _letters(name, batched or x.ndim == 4), per_kv_head=known.per_kv_head)
-    return expand_to_bnts(x)
-
-
-def _letters(name: str, batched: bool) -> str:
-    """Returns the letters of an operand's axes as users pass it, with a batch axis or without."""
-    return OPERANDS[name].letters[not batched :]
-
-
-def _check_qkv(query: Any, key: Any, value: Any, *, packed: bool) -> tuple[validation.Axes, list[jax.Array]]:
-    """Returns query, key and value with a batch axis, and their sizes by name."""
-    arrays = {name: validation.as_array(name, x) for name, x in zip(QKV, (query, key, value), strict=True)}
-    validation.check_float_operands(**arrays)
-    if not packed and arrays["query"].ndim not in (3, 4):
-        raise ValueError(f"`query` has shape {arrays['query'].shape}, expected 4 dimensions (BTNH), or 3 (TNH)")
-    batched = arrays["query"].ndim == 4 and not packed
-    axes = validation.Axes()
-    for name, x in arrays.items():
-        axes.bind(name, x, _letters(name, batched))
-    if not batched:
-        axes.set("B", 1, "`query`")
-    validation.check_heads(axes)
-    return axes, [add_batch(x, 4) for x in arrays.values()]
+    return arguments.resolve(operands, **static)
 
 
 def _check_segment_ids(
@@ -278,121 +69,8 @@ def _check_segment_ids(
     arrays = []
     for name, x in (("query_segment_ids", query_ids), ("key_value_segment_ids", key_ids)):
         x = validation.as_integers("segment_ids", x)
-        axes.bind("segment_ids", x, _letters(name, batched))
-        arrays.append(add_batch(x, 2))
+        axes.bind("segment_ids", x, arguments.letters(name, batched))
+        arrays.append(arguments.add_batch(x, 2))
     # Only their equality matters, and any dtype has it.
-    query_ids, key_ids = arrays if arrays[0].dtype == arrays[1].dtype else map(to_int32, arrays)
+    query_ids, key_ids = arrays if arrays[0].dtype == arrays[1].dtype else map(arguments.to_int32, arrays)
     return query_ids, key_ids
-
-
-def _check_sinks(axes: validation.Axes, sinks: Any, dtype: Any) -> jax.Array:
-    """Returns sinks `[1, N]` in the dtype of the logits of operands of `dtype`."""
-    sinks = _checked("sinks", sinks, "float")
-    axes.bind("sinks", sinks, _letters("sinks", batched=False))
-    return sinks.astype(np.promote_types(dtype, np.float32))[None]
-
-
-def _check_scale(scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns scale `[1, 1]` in the dtype of the logits of operands of `dtype`."""
-    validation.check_scalar_array("scale", scale)
-    return scale.astype(np.promote_types(dtype, np.float32)).reshape(1, 1)
-
-
-def add_batch(x: jax.Array, batched_ndim: int) -> jax.Array:
-    """Adds a leading batch axis of 1 if it is missing: `TNH` to `BTNH`."""
-    return x[None] if x.ndim == batched_ndim - 1 else x
-
-
-def drop_batch(x: jax.Array) -> jax.Array:
-    """Inverts `add_batch`."""
-    return jnp.squeeze(x, axis=0)
-
-
-def expand_to_bnts(x: jax.Array) -> jax.Array:
-    """Adds leading axes of 1 to a bias or mask until it has four; broadcast sizes stay 1."""
-    return x.reshape((1,) * (4 - x.ndim) + x.shape)
-
-
-def to_int32(x: jax.Array) -> jax.Array:
-    """Converts integers to int32; a value that does not fit becomes the nearest one that does."""
-    if x.dtype == jnp.int32:
-        return x
-    limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
-    return jnp.clip(x, max(limits.min, own.min), min(limits.max, own.max)).astype(jnp.int32)
-
-
-def offset_per_batch(query_offset: Any, batch: int) -> jax.Array | None:
-    """Returns the offset of each batch entry, int32 `[B]`; None for the common 0, which then costs nothing."""
-    if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
-        validation.check_int32("query_offset", int(query_offset))
-        return jnp.full((batch,), query_offset, jnp.int32) if query_offset else None
-    validation.check_offset(query_offset)
-    offset = to_int32(validation.as_integers("query_offset", query_offset))
-    if offset.shape not in ((), (batch,)):
-        raise ValueError(f"`query_offset` has shape {offset.shape}, expected an int, or integers of shape ({batch},)")
-    return offset if offset.ndim else jnp.full((batch,), offset)
-
-
-def _packed_offset(query_offset: Any, sequences: jax.Array) -> jax.Array | None:
-    """Returns the offset of each sequence, int32 `[C - 1]`; None for the common 0."""
-    if not isinstance(query_offset, str):
-        return offset_per_batch(query_offset, sequences.shape[0] - 2)
-    if query_offset != "bottom_right":
-        raise ValueError(f'`query_offset` is {query_offset!r}, expected an int, integers, or "bottom_right"')
-    return sequences[1:-1, 3] - sequences[1:-1, 1]
-
-
-def _has_positions(static: dict[str, Any]) -> bool:
-    """Returns whether it matters at which key a query stands."""
-    is_causal = validation.check_flag("is_causal", static.get("is_causal", False))
-    return validation.check_window(static.get("local_window_size")) != (None, None) or is_causal
-
-
-def _near_offset(
-    axes: validation.Axes, offset: jax.Array | None, static: dict[str, Any]
-) -> tuple[jax.Array | None, dict[str, Any]]:
-    """Applies `fold_wide_window` to an offset and to the static arguments of its call."""
-    if offset is None:
-        return None, static
-    left, right = validation.check_window(static.get("local_window_size"))
-    right = 0 if validation.check_flag("is_causal", static.get("is_causal", False)) else right
-    near, window = fold_wide_window(offset, (left, right), axes["T"], axes["S"])
-    if near is offset:
-        return offset, static
-    return near, static | {"local_window_size": window, "is_causal": False}
-
-
-def fold_wide_window(
-    offset: jax.Array | None, window: tuple[int | None, int | None], query_length: int, key_length: int
-) -> tuple[jax.Array | None, tuple[int | None, int | None]]:
-    """Moves sides too wide for an offset that is clamped to UNBOUNDED into the offset. Queries see the same keys.
-
-    Query i sees the keys from i + low to i + high, with low = offset - left and high = offset + right. Either may be
-    clamped to [-T, S]. In a window this wide, at most one of them is inside that range, as T + S is smaller.
-    """
-    left, right = window
-    query_length, key_length = (x if is_known(x) else LONGEST_SYMBOLIC for x in (query_length, key_length))
-    if offset is None or max(left or 0, right or 0) <= UNBOUNDED - max(query_length, key_length):
-        return offset, window
-    below, above, reach = -query_length, key_length, query_length + key_length
-    low = None if left is None else jnp.clip(_saturating_sum(offset, -left), below, above)
-    high = None if right is None else jnp.clip(_saturating_sum(offset, right), below, above)
-    if low is None or high is None:
-        return (high, (None, 0)) if low is None else (low, (0, None))
-    return jnp.where(low > below, low + reach, high - reach), (reach, reach)
-
-
-def _saturating_sum(x: jax.Array, y: int) -> jax.Array:
-    """Adds y to int32 x. A sum that int32 does not hold becomes one that is farther than any length."""
-    limits = jnp.iinfo(jnp.int32)
-    y = min(max(y, -2 * limits.max), 2 * limits.max)
-    for part in (y // 2, y - y // 2):
-        x = jnp.clip(x, limits.min - min(part, 0), limits.max - max(part, 0)) + part
-    return x
-
-
-def unify_varying(operands: AnyOperands, axes: frozenset[Any] = frozenset()) -> AnyOperands:
-    """Marks every operand as varying over `axes` and the manual axes of a `shard_map` over which any operand varies."""
-    axes = axes.union(*(_compat.varying_axes(x) for x in operands.arrays()))
-    unified: list[Any] = [None if x is None else _compat.as_varying(x, axes) for x in operands]
-    return type(operands)(*unified)

@@ -12,15 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import packed
-from jax_fastattn.canonical import batched as canonical
-from jax_fastattn.canonical import validation
+from jax_fastattn.canonical import arguments, batched, validation
 from jax_fastattn.spec import AttentionSpec, Operands, Ring
 
 # Arguments that packed sequences replace.
 _NOT_PACKED = ("bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths", "segment_ids")
 
 
-def canonicalize_ring(
+def canonicalize(
     query: Any,
     key: Any,
     value: Any,
@@ -39,7 +38,7 @@ def canonicalize_ring(
     Arrays are those of a device; positions count from the start of the whole sequence.
     """
     _check_packed_alone(boundaries, options | {"bias": bias, "mask": mask, "query_offset": query_offset})
-    spec, operands = canonical.canonicalize(
+    spec, operands = batched.canonicalize(
         query, key, value, is_causal=is_causal, local_window_size=local_window_size, **options
     )
     rows, keys = operands.query.shape[1], operands.key.shape[1]
@@ -49,25 +48,25 @@ def canonicalize_ring(
     axes.bind("key", operands.key, "BMKH")
     axes.set("S", keys * ring.size, "`key` on all devices")
     planes = {
-        name: canonical.plane(axes, name, x, jnp.ndim(query) == 4) for name, x in (("bias", bias), ("mask", mask))
+        name: arguments.plane(axes, name, x, jnp.ndim(query) == 4) for name, x in (("bias", bias), ("mask", mask))
     }
-    offset, window = canonical.fold_wide_window(
-        canonical.offset_per_batch(query_offset, axes["B"]), spec.bounds, rows * ring.size, keys * ring.size
+    offset, window = arguments.fold_wide_window(
+        arguments.offset_per_batch(query_offset, axes["B"]), spec.bounds, rows * ring.size, keys * ring.size
     )
     operands = operands._replace(**planes, query_offset=offset)
     if boundaries is not None:
         operands = operands._replace(sequences=_shared_sequences(axes, boundaries, rows * ring.size, keys * ring.size))
         ring = replace(ring, shared_boundaries=True)
-    operands = canonical.unify_varying(operands, frozenset(ring.axes))
+    operands = arguments.unify_varying(operands, frozenset(ring.axes))
     is_causal = window[1] == 0
     window = (window[0], None if is_causal else window[1])
     return replace(spec, is_causal=is_causal, window=window, present=operands.present(), ring=ring), operands
 
 
-def _check_packed_alone(boundaries: Any, arguments: dict[str, Any]) -> None:
+def _check_packed_alone(boundaries: Any, options: dict[str, Any]) -> None:
     """Raises ValueError if `boundaries` and an argument that they replace are both given."""
-    given = [name for name in _NOT_PACKED if arguments.get(name) is not None]
-    if "query_offset" in given and _is_zero(arguments["query_offset"]):
+    given = [name for name in _NOT_PACKED if options.get(name) is not None]
+    if "query_offset" in given and _is_zero(options["query_offset"]):
         given.remove("query_offset")
     if boundaries is not None and given:
         raise ValueError(f"`boundaries` and `{given[0]}` are both given, expected one of them; leave out `{given[0]}`")
@@ -80,11 +79,11 @@ def _shared_sequences(axes: validation.Axes, boundaries: Any, rows: int, keys: i
             f"`boundaries` are given for {rows} rows of `query` and {keys} of `key`, expected as many of both; "
             "pass `segment_ids` for cross-attention"
         )
-    ends = canonical.to_int32(validation.as_integers("boundaries", boundaries))
+    ends = arguments.to_int32(validation.as_integers("boundaries", boundaries))
     axes.bind("boundaries", ends, "C" if ends.ndim == axes["B"] == 1 else "BC")
     if axes["C"] < 2:
         raise ValueError(f"`boundaries` has {axes['C']} entries, expected one more than there are sequences")
-    return jax.vmap(lambda x: packed.sequences(x, x, (rows, keys)))(canonical.add_batch(ends, 2))
+    return jax.vmap(lambda x: packed.sequences(x, x, (rows, keys)))(arguments.add_batch(ends, 2))
 
 
 def _is_zero(query_offset: Any) -> bool:

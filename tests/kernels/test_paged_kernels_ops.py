@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.canonical.batched import canonicalize_paged
+from jax_fastattn.canonical.paged import canonicalize
 from jax_fastattn.ops import cuda
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.reference import paged_reference
@@ -69,9 +69,9 @@ def test_paged_attention_of_few_queries(name: str, arch: str, monkeypatch: pytes
             is_used[table[b, j // page], j % page] = True
         table[b, -(-length // page) :] = 1 << 30
     call = (*arrays, table, lengths)
-    wanted, wanted_lse = paged_reference(*_with_scaled_query(*canonicalize_paged(*call, **arguments)))
+    wanted, wanted_lse = paged_reference(*_with_scaled_query(*canonicalize(*call, **arguments)))
     broken = [np.where(is_used[..., None, None], x, np.nan).astype(x.dtype) for x in arrays[1:]]
-    out, lse = cuda.paged_forward(*canonicalize_paged(arrays[0], *broken, table, lengths, **arguments))
+    out, lse = cuda.paged_forward(*canonicalize(arrays[0], *broken, table, lengths, **arguments))
     assert [(key.op, key.page) for key in keys] == [("decode", page)]
     np.testing.assert_allclose(np.asarray(out, np.float64), np.asarray(wanted, np.float64), atol=2e-2)
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-4, rtol=1e-4)

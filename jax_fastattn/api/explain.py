@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation a call would run, and why."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from jax_fastattn import ffi
+from jax_fastattn.api.batched import attention
+from jax_fastattn.api.packed import attention_varlen
+from jax_fastattn.api.paged import paged_attention, paged_problem
+from jax_fastattn.canonical import batched, packed, validation
+from jax_fastattn.canonical.shapes import shapes_of
+from jax_fastattn.ops import dispatch
+from jax_fastattn.ops.ring import describe
+
+
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    page_table: Any = None,
+    arch: str | None = None,
+    **options: Any,
+) -> dispatch.Explanation:
+    """Returns which implementation a call with these arguments would run, and why.
+
+    It knows the call alone, not how it is differentiated: tangents and second derivatives take the XLA path always. It
+    knows of a mesh what the shardings of `query` and `key` say, which are `NamedSharding`s; if rows are split, it
+    describes the ring attention that runs under `jax.jit`.
+
+    Args:
+        query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s are enough, since nothing
+            runs.
+        cu_seqlens_q, cu_seqlens_k: as for `attention_varlen`. If they are given, all arguments are those of
+            `attention_varlen`. Default: None, for a call of `attention`.
+        page_table: as for `paged_attention`. If it is given, all arguments are those of `paged_attention`, whose pages
+            are `key` and `value` here; its `lengths` are an option. Default: None.
+        arch: the GPU to lower for, such as `"sm_90a"`; see `target_arch`. Default: that of an enclosing `target_arch`,
+            else the local devices.
+
+    Returns:
+        A readable record. It has the implementation, kernels, tiles and how dq is added up, or the reasons against the
+        kernels and what to do instead.
+
+    Raises:
+        ValueError, TypeError: the call itself would raise the same error, or `arch` is no architecture.
+    """
+    options |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
+    function, canonicalize = attention, batched.canonicalize
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        function, canonicalize = attention_varlen, packed.canonicalize
+        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if page_table is not None:
+        function = paged_attention
+        options = {"lengths": None} | options | {"page_table": page_table}
+    if unknown := [name for name in options if name not in inspect.signature(function).parameters]:
+        remedy = "; pass `page_table` too for `paged_attention`" if unknown == ["lengths"] else ""
+        raise TypeError(
+            f"explain() got an unexpected keyword argument '{unknown[0]}'; {function.__name__}() has none{remedy}"
+        )
+    return_residual = options.pop("return_residual", False)
+    if page_table is not None:
+        problem, note = paged_problem(query=query, key=key, value=value, **options), ""
+    else:
+        problem, note = describe.call(
+            *shapes_of(canonicalize, query=query, key=key, value=value, **options), split_of=(query, key)
+        )
+    validation.check_flag("return_residual", return_residual)
+    with ffi.target_arch(ffi.named_arch() if arch is None else arch):
+        return dispatch.with_note(dispatch.explain(problem), note)
