@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.arguments import BIAS_SCALARS, SCALAR_DTYPES, VISIT_SCALARS, Scalars, Sizes
+from jax_fastattn.kernels.arguments.present import absent_scalars, buffers_type, launch_buffers, present_buffers
+from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, SCALAR_DTYPES, VISIT_SCALARS, Scalars, Sizes
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import absent_scalars, buffers_type, launch_buffers, present_buffers
 from jax_fastattn.ops import cuda
 from jax_fastattn.ops.launch import launch_scalars, persistent_blocks
 from jax_fastattn.spec import AttentionSpec, Operands, Problem

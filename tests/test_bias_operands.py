@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn.ffi import call
-from jax_fastattn.kernels.arguments import BIAS_SCALARS
+from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import TILE_KEYS, BiasPlanes, bias_kind, bias_pitch
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec

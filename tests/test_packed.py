@@ -18,7 +18,7 @@ from jax_fastattn import attention_varlen, packed, target_arch
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import SharedMemory
-from jax_fastattn.kernels.tile_records import Record
+from jax_fastattn.kernels.tiles.records import Record
 from jax_fastattn.ops import cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jax_fastattn.kernels.plan import (
+from jax_fastattn.kernels.tiles.plan import (
     Bounds,
     BoundsKind,
     Limits,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from jax_fastattn.kernels.split import heads_side_by_side, owner, share
+from jax_fastattn.kernels.decode.split import heads_side_by_side, owner, share
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 3, 7, 132])

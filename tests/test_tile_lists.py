@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_fastattn.kernels import tile_lists
 from jax_fastattn.kernels.choose import kernel_spec
-from jax_fastattn.kernels.plan import place_in_sections
-from jax_fastattn.kernels.tile_lists import Entry, PrepassConfig, Sizes, TileList, classify, list_words, shapes
+from jax_fastattn.kernels.tiles import lists as tile_lists
+from jax_fastattn.kernels.tiles.lists import Entry, PrepassConfig, Sizes, TileList, classify, list_words, shapes
+from jax_fastattn.kernels.tiles.plan import place_in_sections
 from jax_fastattn.spec import QKV, AttentionSpec, Problem
 
 TILES = tuple(

@@ -25,7 +25,7 @@ from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
 from jax_fastattn.ffi import cache, registry
 from jax_fastattn.kernels.choose import SHORT_BIAS_LENGTH, SHORT_LENGTH
-from jax_fastattn.kernels.decode_config import BLOCK_ROWS, ROW_BLOCKS
+from jax_fastattn.kernels.decode.config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops.cuda import HEAD_DIM_MULTIPLE

@@ -22,8 +22,8 @@ import jaxlib.version
 from jax.interpreters import mlir
 
 from jax_fastattn.ffi import cache, registry
+from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import launch_buffers
 
 _logger = logging.getLogger(__name__)
 

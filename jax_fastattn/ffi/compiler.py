@@ -21,11 +21,11 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from jax_fastattn.ffi import registry
-from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars
+from jax_fastattn.kernels.arguments.prepass import PrepassScalars
+from jax_fastattn.kernels.arguments.present import absent_scalars, launch_buffers, named_buffers
+from jax_fastattn.kernels.arguments.scalars import SCALAR_DTYPES, Scalars
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import absent_scalars, launch_buffers, named_buffers
 from jax_fastattn.kernels.prepass import kernel as prepass
-from jax_fastattn.kernels.prepass_arguments import PrepassScalars
 from jax_fastattn.kernels.sm80 import forward as sm80_forward
 from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
 from jax_fastattn.kernels.sm80.decode import kernel as sm80_decode

@@ -9,8 +9,8 @@ from typing import Literal
 
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.bias_shapes import bias_kind, stored_dtype
-from jax_fastattn.kernels.dbias_tiles import key_list_tiles
-from jax_fastattn.kernels.decode_config import BLOCK_ROWS, MAX_ROWS
+from jax_fastattn.kernels.decode.config import BLOCK_ROWS, MAX_ROWS
+from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
@@ -18,8 +18,8 @@ from jax_fastattn.kernels.sm80.decode import config as sm80_decode
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
-from jax_fastattn.kernels.split import heads_side_by_side
-from jax_fastattn.kernels.tile_lists import PrepassConfig, Sizes, has_too_many_bits
+from jax_fastattn.kernels.sums.tiles import key_list_tiles
+from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
 from jax_fastattn.spec import AttentionSpec, Problem, is_known
 
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
@@ -231,7 +231,7 @@ def _most_split_rows(problem: Problem) -> int:
 
 
 def _takes_whole_units(problem: Problem, key: KernelSpec) -> bool:
-    """Returns whether CTAs of a decoding kernel take whole units (`split.py`), so that one launch is enough.
+    """Returns whether CTAs of a decoding kernel take whole units (`decode/split.py`), so that one launch is enough.
 
     No CTA may then read for longer than the split call and the launch that is saved take together. If lengths are data,
     one batch entry may be all that there is to read, and each unit has a CTA of its own.

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jax_fastattn.kernels.bias_shapes import BiasDtype, BiasKind
-from jax_fastattn.kernels.plan import BoundsKind
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
+from jax_fastattn.kernels.tiles.plan import BoundsKind
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class KernelSpec:
 
     Attributes:
         op: "forward"; "decode", the forward pass of few queries, whose keys are split; "backward"; or "prepass", which
-            writes the lists and bits of `tile_lists.py` for a mask or ids.
+            writes the lists and bits of `tiles/lists.py` for a mask or ids.
         arch: target architecture, such as "sm_80" or "sm_90a", or one of `architectures.BORROWED`, which may have a
             suffix.
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
@@ -34,7 +34,7 @@ class KernelSpec:
         query_seq_lengths, key_value_seq_lengths, dlse: whether that operand is passed.
         dsinks: whether the backward pass computes the gradient of sinks, for which it takes them.
         query_offset: whether there are offsets: an operand, or where sequences are packed in their records.
-        packed: whether rows are those of packed sequences, see `tile_records.py`.
+        packed: whether rows are those of packed sequences, see `tiles/records.py`.
         sinks: whether the forward pass has that operand.
         logits_soft_cap: whether logits pass through cap * tanh(x / cap).
         exact_cap: whether that tanh is exact, see `features/softcap.py`; the same in both passes.
@@ -42,7 +42,7 @@ class KernelSpec:
             bits in every run.
         listed: whether tiles are visited by lists, which stand for the whole predicate. The key then has no window, no
             offset, and no lengths except for those of queries in the forward pass.
-        compared: whether edge tiles of lists compare rows, see `features/compared.py`; else they have bits.
+        compared: whether edge tiles of lists compare rows, see `visits/compared.py`; else they have bits.
         alike: of lists in a backward pass, whether all queries see the same keys, as with a mask of padding. Which keys
             are live then says everything, and nothing else is read of edge tiles.
         row_bits: of decoding kernels, whether bits say which keys each row sees, see `ops/row_bits.py`. They stand

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32
 
-from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.bias_shapes import VAGUE_LSE
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.row_store import ResultRow

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from cutlass import Boolean, Float32, Int32, cute
 
-from jax_fastattn.kernels.arguments import Buffers, DecodeBuffers, ForwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import Buffers, DecodeBuffers, ForwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
@@ -37,7 +38,7 @@ from jax_fastattn.kernels.features.softcap import SoftCap
 from jax_fastattn.kernels.features.staged_bias import StagedBias
 from jax_fastattn.kernels.features.stages import MatrixStage
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import BoundsKind, Limits, LiveRange
+from jax_fastattn.kernels.tiles.plan import BoundsKind, Limits, LiveRange
 
 # Stands for a scale of 0: small enough to make every finite product vanish, yet -inf times it is still -inf.
 _TINY_SCALE = 2.0**-120

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fastattn.kernels.arguments.present import present_buffers
 from jax_fastattn.kernels.bias_shapes import KEY_PARTS, bias_kind, bias_pitch
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import present_buffers
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands
 

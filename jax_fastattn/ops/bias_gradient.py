@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax_fastattn.heads import reduce_to
 from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_pitch
 from jax_fastattn.kernels.choose import kernel_spec
-from jax_fastattn.kernels.dbias_tiles import COLUMN_WARPS, KEYS, ROW_SUMS, dbias_parts
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sums.tiles import COLUMN_WARPS, KEYS, ROW_SUMS, dbias_parts
 from jax_fastattn.spec import HIDDEN_BIAS, Operands, Problem
 
 # Four roundings of float32, relative to a sink.

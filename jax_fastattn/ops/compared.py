@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.kernels.tile_lists import RECORD_WORDS, PrepassConfig, Sizes
+from jax_fastattn.kernels.tiles.lists import RECORD_WORDS, PrepassConfig, Sizes
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
 
 # The id of visited rows that a mask hides; those of other rows are at least 0 then.

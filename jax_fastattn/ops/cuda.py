@@ -12,15 +12,15 @@ import jax.numpy as jnp
 
 from jax_fastattn import ffi
 from jax_fastattn.heads import reduce_to, scale_gradient
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments.present import present_buffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs
-from jax_fastattn.kernels.decode_config import decode_scratch
+from jax_fastattn.kernels.decode.config import decode_scratch
+from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import present_buffers
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
-from jax_fastattn.kernels.split import heads_side_by_side
 from jax_fastattn.ops.bias import bias_operands, with_usable_scale
 from jax_fastattn.ops.bias_gradient import (
     RowBias,

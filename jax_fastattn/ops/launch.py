@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 
 from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
-from jax_fastattn.kernels.arguments import BIAS_SCALARS, VISIT_SCALARS, Scalars
+from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, VISIT_SCALARS, Scalars
 from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
 from jax_fastattn.spec import UNBOUNDED, Problem
 

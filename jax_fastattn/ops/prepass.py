@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import jax
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels import tile_lists as layout
+from jax_fastattn.kernels.arguments.prepass import PrepassScalars
+from jax_fastattn.kernels.arguments.present import present_buffers
 from jax_fastattn.kernels.choose import is_one_row, list_sizes, prepass_spec
-from jax_fastattn.kernels.launch_arguments import present_buffers
-from jax_fastattn.kernels.prepass_arguments import PrepassScalars
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tiles import lists as layout
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.ops.compared import ComparedRows, compared_rows, narrow_ids
 from jax_fastattn.ops.launch import launch_p
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Problem
@@ -46,7 +46,7 @@ class TileLists:
         config: sizes of the tiles.
         planes: the scalars of `kernels.lists.Planes`: where batch entries, query heads, key/value heads and tiles of
             queries have theirs.
-        lists, bits: see `kernels/tile_lists.py`.
+        lists, bits: see `kernels/tiles/lists.py`.
         counts: how many tiles of keys visit each query tile; None for lists of tiles of queries.
         rows: what edge tiles compare; None if they have bits.
         classes: of all pairs of tiles; None for lists of tiles of keys.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of tiles of packed sequences, which kernels read.
 
-`kernels/tile_records.py` says what a record holds.
+`kernels/tiles/records.py` says what a record holds.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.kernels.tile_records import Record, slot_count
+from jax_fastattn.kernels.tiles.records import Record, slot_count
 
 
 def tile_records(sequences: jax.Array, lengths: tuple[int, int], rows: tuple[int, int], *, of_keys: bool) -> jax.Array:
-    """Returns the records of all query tiles or of all key tiles, int32 `[slots, 8]`, see `kernels/tile_records.py`.
+    """Returns the records of all query tiles or of all key tiles, int32 `[slots, 8]`, see `kernels/tiles/records.py`.
 
     Args:
         sequences: `[B, M, 4 or 5]`; their batch entries lie one after the other.

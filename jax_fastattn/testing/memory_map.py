@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from jax_fastattn.kernels.decode_config import DecodeBarrier
+from jax_fastattn.kernels.decode.config import DecodeBarrier
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import dbias_config as portable_dbias

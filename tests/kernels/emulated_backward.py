@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_fastattn.kernels.arguments import BIAS_SCALARS
+from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
-from jax_fastattn.kernels.dbias_tiles import COLUMN_WARPS, ROW_SUMS
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sums.tiles import COLUMN_WARPS, ROW_SUMS
 from jax_fastattn.ops.bias import bias_operands
 from jax_fastattn.ops.bias_gradient import bias_gradient
 from jax_fastattn.spec import AttentionSpec, Operands

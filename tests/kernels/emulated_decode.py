@@ -16,8 +16,8 @@ from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, launch_s
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import KERNELS
-from jax_fastattn.kernels.arguments import Scalars
-from jax_fastattn.kernels.decode_config import decode_scratch
+from jax_fastattn.kernels.arguments.scalars import Scalars
+from jax_fastattn.kernels.decode.config import decode_scratch
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.testing.pages import in_pages
 

@@ -20,8 +20,8 @@ from emulated_backward import (
 )
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
+from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import launch_buffers
 from jax_fastattn.kernels.sm80.backward.config import backward_scratch
 from jax_fastattn.kernels.sm80.backward.dkdv_dq import HeadOrder
 from jax_fastattn.kernels.sm80.backward.gradient import log2_probability_factor

@@ -24,11 +24,11 @@ from hopper_emulator import Operand
 from hopper_emulator import launch as emulate
 from ptx_emulator import Memory
 
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments.present import launch_buffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.wgmma import atom_columns
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import launch_buffers
 from jax_fastattn.kernels.sm90.backward.config import backward_scratch
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel, HeadOrders
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder

@@ -19,10 +19,10 @@ from emulated_backward import Sizes, bias_scalars
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import fake_arguments
-from jax_fastattn.kernels.arguments import VISIT_SCALARS, Scalars
+from jax_fastattn.kernels.arguments.present import launch_buffers, named_buffers
+from jax_fastattn.kernels.arguments.scalars import VISIT_SCALARS, Scalars
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import launch_buffers, named_buffers
 
 # So many that every CTA works on several tiles.
 MULTIPROCESSORS = 3

@@ -12,7 +12,7 @@ from emulated_hopper import forward_texts, start
 from emulated_launch import MULTIPROCESSORS, place
 from emulated_prepass import Predicate
 
-from jax_fastattn.kernels.arguments import BIAS_SCALARS, Scalars
+from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, Scalars
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel

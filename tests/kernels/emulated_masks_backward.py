@@ -24,13 +24,13 @@ from emulated_hopper import backward_texts, few_heads, start
 from emulated_launch import place
 from emulated_prepass import Predicate
 
+from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import configured
-from jax_fastattn.kernels.dbias_tiles import key_list_tiles
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import launch_buffers
 from jax_fastattn.kernels.sm90.backward.config import backward_scratch
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
+from jax_fastattn.kernels.sums.tiles import key_list_tiles
 
 CAP = 1.5
 

@@ -18,11 +18,11 @@ import pytest
 from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, number, place, text
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.arguments import SCALAR_DTYPES, Scalars
+from jax_fastattn.kernels.arguments.prepass import PrepassScalars
+from jax_fastattn.kernels.arguments.present import absent_scalars, present_buffers
+from jax_fastattn.kernels.arguments.scalars import SCALAR_DTYPES, Scalars
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import absent_scalars, present_buffers
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
-from jax_fastattn.kernels.prepass_arguments import PrepassScalars
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
 from jax_fastattn.ops import cuda

@@ -17,9 +17,9 @@ from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
 from jax_fastattn import packed
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments.present import launch_buffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import launch_buffers
 from jax_fastattn.kernels.sm80.backward.config import backward_scratch
 from jax_fastattn.kernels.sm80.backward.dkdv_dq import HeadOrder
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel
@@ -92,7 +92,7 @@ class Pack:
         return found
 
     def sequences(self) -> np.ndarray:
-        """The operand of `tile_records.py`, `[1, M, 4 or 5]`."""
+        """The operand of `kernels/tiles/records.py`, `[1, M, 4 or 5]`."""
         boundaries = self.boundaries or [
             self.padding[side][0] + np.cumsum([0, *lengths]) for side, lengths in enumerate((self.queries, self.keys))
         ]

@@ -21,10 +21,10 @@ from emulated_dkdv_dq import ORDER
 from emulated_launch import arguments, compile_kernel, number, place, text
 from emulated_prepass import Predicate
 
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments.present import launch_buffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.launch_arguments import launch_buffers
 from jax_fastattn.kernels.sm80.backward.config import backward_scratch
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel
 from jax_fastattn.kernels.sm80.forward import ForwardKernel

@@ -12,11 +12,11 @@ import numpy as np
 import ptx_emulator
 from emulated_launch import arguments, compile_kernel, number, place, text
 
-from jax_fastattn.kernels import tile_lists
+from jax_fastattn.kernels.arguments.prepass import PrepassScalars
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
-from jax_fastattn.kernels.prepass_arguments import PrepassScalars
-from jax_fastattn.kernels.tile_lists import Entry, PrepassConfig, TileList
+from jax_fastattn.kernels.tiles import lists as tile_lists
+from jax_fastattn.kernels.tiles.lists import Entry, PrepassConfig, TileList
 from jax_fastattn.spec import UNBOUNDED
 
 

@@ -20,11 +20,11 @@ from test_sm90_emulated import ALL, CAUSAL
 
 from jax_fastattn.ffi.compiler import _open_runtime
 from jax_fastattn.kernels.choose import configured
-from jax_fastattn.kernels.dbias_tiles import dbias_parts
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import bias_order
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
+from jax_fastattn.kernels.sums.tiles import dbias_parts
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ import emulated_hopper
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from emulated_backward import Sizes
 
-from jax_fastattn.kernels.arguments import Buffer
+from jax_fastattn.kernels.arguments.buffers import Buffer
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import LOG2_E

@@ -9,7 +9,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_prepass
 from emulated_prepass import Predicate
 
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 pytestmark = pytest.mark.slow
 

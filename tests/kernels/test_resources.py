@@ -22,7 +22,7 @@ from resources import KernelResources, inspect_kernel
 
 from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.choose import configured
-from jax_fastattn.kernels.decode_config import BLOCK_ROWS
+from jax_fastattn.kernels.decode.config import BLOCK_ROWS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.testing.support_table import ALL_ROWS, COVERAGE, ONE_ROW
 

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from jax_fastattn.kernels.lists import Planes
-from jax_fastattn.kernels.plan import Order, TileRange
-from jax_fastattn.kernels.tile_lists import DEAD_ROWS, LAST, RANK_SHIFT
-from jax_fastattn.kernels.visits import Edges, Phase, Turn, Visit
+from jax_fastattn.kernels.tiles.lists import DEAD_ROWS, LAST, RANK_SHIFT
+from jax_fastattn.kernels.tiles.plan import Order, TileRange
+from jax_fastattn.kernels.visits.lists import Planes
+from jax_fastattn.kernels.visits.visit import Edges, Phase, Turn, Visit
 
 ENDS = range(2, 7)
 

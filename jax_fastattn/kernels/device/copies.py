@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
-from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import Buffers, DecodeBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import Buffers, DecodeBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.spec import UNBOUNDED
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device.tma import Tma, TmaMemory
 from jax_fastattn.kernels.key import KernelSpec
 

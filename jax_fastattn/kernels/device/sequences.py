@@ -8,7 +8,7 @@ array                              row r of a batch entry                   row 
 `[batch, heads, padded rows]`      `(batch * heads + head) * padded + r`    `head * padded + slot * alignment + r`
 
 Rows of a batch entry are padded to a multiple of an alignment. Packed sequences begin at multiples of it, in the first
-slots of their query tiles, see `kernels/tile_records.py`.
+slots of their query tiles, see `kernels/tiles/records.py`.
 """
 
 import functools
@@ -19,11 +19,12 @@ from typing import Any, Protocol
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import Buffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import Bounds
-from jax_fastattn.kernels.tile_records import WORDS, Record, slot_count
+from jax_fastattn.kernels.tiles.plan import Bounds
+from jax_fastattn.kernels.tiles.records import WORDS, Record, slot_count
 
 
 class Span(Protocol):
@@ -247,7 +248,7 @@ class Sequence:
 
         Args:
             spec: the compile key.
-            records: of tiles, see `tile_records.py`.
+            records: of tiles, see `tiles/records.py`.
             slot: its index, the same in all lanes of a warp.
             scalars: of the launch.
             of_keys: whether keys have the tiles, else queries.

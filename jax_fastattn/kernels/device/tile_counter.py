@@ -16,7 +16,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.arguments import ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.shared_regions import SharedRegions

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers, ForwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device.wgmma import tile_layout
 from jax_fastattn.kernels.key import KernelSpec
 

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
 from jax_fastattn.kernels.features.places import ScoreTile
-from jax_fastattn.kernels.plan import Limits
+from jax_fastattn.kernels.tiles.plan import Limits
 
 
 class Visibility(NamedTuple):

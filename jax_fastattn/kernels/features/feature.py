@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from cutlass import Boolean, Float32, Int32, cute
 
-from jax_fastattn.kernels.arguments import Buffer
+from jax_fastattn.kernels.arguments.buffers import Buffer
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
-from jax_fastattn.kernels.plan import LiveRange
+from jax_fastattn.kernels.tiles.plan import LiveRange
 
 
 @dataclass(frozen=True)

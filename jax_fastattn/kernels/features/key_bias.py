@@ -11,7 +11,7 @@ from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
-from jax_fastattn.kernels.plan import LiveRange
+from jax_fastattn.kernels.tiles.plan import LiveRange
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import Scalars, Sizes
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.features.places import Head
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.features.places import ScoreTile

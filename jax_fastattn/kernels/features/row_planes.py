@@ -4,7 +4,7 @@
 
 from typing import Any, NamedTuple
 
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments.scalars import Scalars
 
 Int = Any  # a Python int or a device integer
 
@@ -30,7 +30,7 @@ class RowPlanes(NamedTuple):
         return cls(scalars.visit_batch, scalars.visit_head, scalars.visit_kv_head, scalars.visit_tile)
 
     def row(self, unit: tuple[Int, Int], row: Int, queries: Int, group: int) -> Int:
-        """Returns the index among all rows of words of a row, see `decode_rows.py`.
+        """Returns the index among all rows of words of a row, see `decode/rows.py`.
 
         Args:
             unit: batch entry and key/value head.

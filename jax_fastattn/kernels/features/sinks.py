@@ -11,7 +11,8 @@ from typing import Any
 
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import DecodeBuffers, ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import DecodeBuffers, ForwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.softmax import LOG2_E

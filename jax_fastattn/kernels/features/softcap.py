@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cutlass import Float32
 
-from jax_fastattn.kernels.arguments import Scalars, Sizes
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.features.feature import Feature

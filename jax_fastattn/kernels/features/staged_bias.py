@@ -18,7 +18,7 @@ from jax_fastattn.kernels.features.pair_bias import PairBias, total
 from jax_fastattn.kernels.features.places import Element, LoadedTile, ScoreTile
 from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.features.stages import MatrixStage
-from jax_fastattn.kernels.plan import LiveRange
+from jax_fastattn.kernels.tiles.plan import LiveRange
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, PieceRing
 from jax_fastattn.kernels.features.pair_bias import PairBias, total

@@ -13,16 +13,16 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
+from jax_fastattn.kernels.arguments.prepass import PrepassBuffers, PrepassScalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import TileRange
 from jax_fastattn.kernels.prepass.lists import ALL, SOME, ClassWriter, ListWriter, Place
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape
 from jax_fastattn.kernels.prepass.predicate import Extent, Predicate, matrix_nbytes
 from jax_fastattn.kernels.prepass.summary import WARP_NBYTES, Summary
-from jax_fastattn.kernels.prepass_arguments import PrepassBuffers, PrepassScalars
-from jax_fastattn.kernels.tile_lists import DEAD_ROWS, LIVE_WORDS, MAX_LIVE_ROWS, PrepassConfig
+from jax_fastattn.kernels.tiles.lists import DEAD_ROWS, LIVE_WORDS, MAX_LIVE_ROWS, PrepassConfig
+from jax_fastattn.kernels.tiles.plan import TileRange
 
 # How many CTAs share the tiles of a launch, about: eight on each SM of an H100.
 _CTAS = 1056

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
+from jax_fastattn.kernels.arguments.prepass import PrepassBuffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
-from jax_fastattn.kernels.prepass_arguments import PrepassBuffers
-from jax_fastattn.kernels.tile_lists import (
+from jax_fastattn.kernels.tiles.lists import (
     ALL,
     DEAD_ROWS,
     EDGES,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cutlass import Int32, Int64, Uint32, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 # Queries of a tile whose bits one warp makes.
 WARP_ROWS = 32

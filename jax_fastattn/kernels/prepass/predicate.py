@@ -8,12 +8,12 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
+from jax_fastattn.kernels.arguments.prepass import PrepassBuffers, PrepassScalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import Bounds, TileRange
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape, shifted
-from jax_fastattn.kernels.prepass_arguments import PrepassBuffers, PrepassScalars
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
+from jax_fastattn.kernels.tiles.plan import Bounds, TileRange
 
 # Steps whose mask is loaded before the first of them is used.
 _BATCH = 4

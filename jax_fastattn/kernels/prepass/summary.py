@@ -10,7 +10,7 @@ from cutlass import Int32
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.prepass.lists import ALL, SOME
 from jax_fastattn.kernels.prepass.predicate import Evaluated
-from jax_fastattn.kernels.tile_lists import LIVE_WORDS
+from jax_fastattn.kernels.tiles.lists import LIVE_WORDS
 
 # Of a warp: live keys, then `SOME` and `ALL`, then its live queries, then padding.
 WARP_NBYTES = 32

@@ -16,7 +16,7 @@ from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.device.layout import PieceRing, SharedTile, WarpPiece, padded
 from jax_fastattn.kernels.device.regions import Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ForwardConfig:
 
     @property
     def slot_rows(self) -> tuple[int, int]:
-        """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
+        """Queries and keys of the slots of packed sequences, see `tiles/records.py`."""
         return self.rows, self.keys
 
     @property

@@ -12,7 +12,7 @@ registers, only K and V pass through shared memory. Key tiles are visited from t
 Keys and values that no query of the batch entry sees may hold anything. A tile that holds some of them at its end is
 the first one visited, whose copies are predicated. If such keys may come first, every copy is predicated.
 
-Of a list (`tile_lists.py`), any edge tile may hold such keys. Copies of edge tiles are predicated by the end of the
+Of a list (`tiles/lists.py`), any edge tile may hold such keys. Copies of edge tiles are predicated by the end of the
 array, and threads zero what they have copied of values that no query of the tile sees.
 
 The maximum that shifts the exponentials may be below the true one by a factor of up to 2^8: the accumulator is
@@ -26,7 +26,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
@@ -35,15 +36,15 @@ from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
-from jax_fastattn.kernels.plan import Bounds, Limits, Order
-from jax_fastattn.kernels.query_tile_list import QueryTileList
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.config import ForwardConfig
 from jax_fastattn.kernels.sm80.forward_state import ForwardState, Operand, Operands, Place, QueryTile, RowState
 from jax_fastattn.kernels.sm80.schedule import Work, schedule
-from jax_fastattn.kernels.visits import Edges, Visit
+from jax_fastattn.kernels.tiles.plan import Bounds, Limits, Order
+from jax_fastattn.kernels.visits.lists import TileBits
+from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
+from jax_fastattn.kernels.visits.visit import Edges, Visit
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
 # bfloat16, float16 (65504) and the float32 sums.

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import mma
 from jax_fastattn.kernels.device.regions import SharedTable
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.features.warp_bias import WarpBias
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.schedule import Work
-from jax_fastattn.kernels.visits import Visit
+from jax_fastattn.kernels.tiles import plan
+from jax_fastattn.kernels.visits.lists import TileBits
+from jax_fastattn.kernels.visits.visit import Visit
 
 
 @dataclass(frozen=True)

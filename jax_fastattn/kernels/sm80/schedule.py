@@ -7,11 +7,12 @@ from typing import NamedTuple, Protocol
 
 from cutlass import Int32, Int64
 
-from jax_fastattn.kernels.arguments import ForwardBuffers, PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import ForwardBuffers, PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.tile_records import slot_count
+from jax_fastattn.kernels.tiles.records import slot_count
 
 
 class Work(NamedTuple):

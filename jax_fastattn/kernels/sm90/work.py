@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from cutlass import Int32
 
-from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import Buffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.key import KernelSpec
 

@@ -16,8 +16,8 @@ from jax_fastattn.kernels.device.layout import PieceRing, SharedTile, WarpPiece,
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.config import first_fit, with_bias
-from jax_fastattn.kernels.tile_lists import PrepassConfig
-from jax_fastattn.kernels.tile_records import slot_count
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
+from jax_fastattn.kernels.tiles.records import slot_count
 
 # Bytes of Q, dO and dq_accum of the heads that are visited together if CTAs add in semaphore order: what L2 keeps,
 # against how few CTAs of one head run at a time and wait for each other.
@@ -118,7 +118,7 @@ class DkdvDqConfig:
 
     @property
     def slot_rows(self) -> tuple[int, int]:
-        """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
+        """Queries and keys of the slots of packed sequences, see `tiles/records.py`."""
         return self.queries, self.keys
 
     @property

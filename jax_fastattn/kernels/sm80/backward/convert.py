@@ -5,7 +5,8 @@
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane

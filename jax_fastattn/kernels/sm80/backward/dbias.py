@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of a bias `[b, n, T, S]` with mma.sync: a CTA owns a tile of it, and sums over what broadcasts.
 
-Eight warps of 32 queries and 64 keys each keep a float32 sum of dS in registers (`dbias_sum.py`). For each item, a pair
-of a batch entry and a query head that reads the tile:
+Eight warps of 32 queries and 64 keys each keep a float32 sum of dS in registers (`sums/tile_sums.py`). For each item, a
+pair of a batch entry and a query head that reads the tile:
 
     S = Q K^T    dP = dO V^T    sum += P (dP - delta)
 
@@ -24,10 +24,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
-from jax_fastattn.kernels.dbias_schedule import FULL, HIDDEN, DbiasItem, DbiasSchedule, DbiasTile
-from jax_fastattn.kernels.dbias_sum import Hidden, Lane, MatrixSum, RowSums, start_sum
-from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
+from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, accumulator_lane, crossed_lane, plain_lane
@@ -48,6 +46,9 @@ from jax_fastattn.kernels.sm80.backward.dbias_config import (
     DbiasMemory,
 )
 from jax_fastattn.kernels.sm80.backward.visible_items import Item, VisibleItems
+from jax_fastattn.kernels.sums.schedule import FULL, HIDDEN, DbiasItem, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.sums.tile_sums import Hidden, Lane, MatrixSum, RowSums, start_sum
+from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
 # Blocks of 16 rows and of 8 columns of a warp.
 _BLOCKS = WARP_ROWS // 16, WARP_COLUMNS // 8

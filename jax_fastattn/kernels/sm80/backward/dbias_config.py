@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jax_fastattn.kernels import dbias_tiles
 from jax_fastattn.kernels.architectures import shared_memory_limit
-from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
 from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.device.regions import Region, Row, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sums import tiles as dbias_tiles
+from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
 # Warps side by side along the queries, and along the keys.
 ROW_WARPS, COLUMN_WARPS = 4, dbias_tiles.COLUMN_WARPS["sm80"]

@@ -12,15 +12,13 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.features.warp_bias import WarpBias
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
@@ -30,7 +28,10 @@ from jax_fastattn.kernels.sm80.backward.single_role import SingleRole
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqScratch, GroupBits, Operands, Place
 from jax_fastattn.kernels.sm80.backward.warp import copied_by
 from jax_fastattn.kernels.sm80.schedule import schedule
-from jax_fastattn.kernels.visits import Edges, Visit, mask_past_end
+from jax_fastattn.kernels.tiles import plan
+from jax_fastattn.kernels.visits.compared import ComparedRows
+from jax_fastattn.kernels.visits.lists import GlobalList, Planes, TileBits
+from jax_fastattn.kernels.visits.visit import Edges, Visit, mask_past_end
 
 
 class HeadOrder(NamedTuple):

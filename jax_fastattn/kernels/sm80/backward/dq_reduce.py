@@ -15,12 +15,12 @@ from typing import Protocol, final
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import TileRange
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
+from jax_fastattn.kernels.tiles.plan import TileRange
 
 
 def adds_chunks(arch: str) -> bool:

@@ -8,8 +8,8 @@ If the gradient of a bias of pairs is asked for, a last kernel computes it.
 import cuda.bindings.driver as cuda
 from cutlass import cute
 
-from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
@@ -18,6 +18,7 @@ from jax_fastattn.kernels.sm80.backward.convert import ConvertKernel
 from jax_fastattn.kernels.sm80.backward.dbias import DbiasKernel
 from jax_fastattn.kernels.sm80.backward.dkdv_dq import DkdvDqKernel, HeadOrder
 from jax_fastattn.kernels.sm80.backward.preprocess import PreprocessKernel
+from jax_fastattn.kernels.tiles import plan
 
 
 class BackwardKernel:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile

@@ -35,14 +35,14 @@ from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import ScoreTile
-from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.sm80.backward.warp import QueryHead, Warp, arrive, copied_by, wait
-from jax_fastattn.kernels.visits import Phase
+from jax_fastattn.kernels.tiles.plan import Order
+from jax_fastattn.kernels.visits.visit import Phase
 
 
 class Role(Protocol):

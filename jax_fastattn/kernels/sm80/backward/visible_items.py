@@ -9,9 +9,10 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments import PortableBackwardBuffers, Scalars
-from jax_fastattn.kernels.dbias_schedule import HIDDEN, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.sums.schedule import HIDDEN, DbiasSchedule, DbiasTile
 
 # Items that are looked at together, a lane at each.
 _LANES = 32

@@ -9,19 +9,19 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import Head, ScoreTile
-from jax_fastattn.kernels.key_sums import KeySums, LaneKeys
-from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, RoleBarrier
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
+from jax_fastattn.kernels.sums.key_sums import KeySums, LaneKeys
+from jax_fastattn.kernels.tiles import plan
+from jax_fastattn.kernels.visits.lists import TileBits
 
 
 def wait(barrier: RoleBarrier, threads: int, index: Any = 0) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jax_fastattn.kernels.architectures import shared_memory_limit
-from jax_fastattn.kernels.decode_config import DecodeConfig, row_blocks
+from jax_fastattn.kernels.decode.config import DecodeConfig, row_blocks
 from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.device.regions import Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec

@@ -9,15 +9,16 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import cute
 
-from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
-from jax_fastattn.kernels.combine import decode_launches
-from jax_fastattn.kernels.decode_config import DecodeConfig
-from jax_fastattn.kernels.decode_merge import MergeMemory
-from jax_fastattn.kernels.decode_rows import DecodeRows, refuse_programs
+from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
+from jax_fastattn.kernels.decode.combine import decode_launches
+from jax_fastattn.kernels.decode.config import DecodeConfig
+from jax_fastattn.kernels.decode.line import Line
+from jax_fastattn.kernels.decode.merge import MergeMemory
+from jax_fastattn.kernels.decode.rows import DecodeRows, refuse_programs
+from jax_fastattn.kernels.decode.walk import each
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
-from jax_fastattn.kernels.device.line import Line
-from jax_fastattn.kernels.device.walk import each
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.decode.config import DecodeMemory
 from jax_fastattn.kernels.sm80.decode.source import CopySource, DenseRows, PagedRows

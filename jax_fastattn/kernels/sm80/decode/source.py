@@ -12,10 +12,10 @@ from typing import Protocol
 
 from cutlass import Boolean, Int32, Int64, cute
 
-from jax_fastattn.kernels.decode_config import DecodeBarrier, DecodeConfig
+from jax_fastattn.kernels.decode.config import DecodeBarrier, DecodeConfig
+from jax_fastattn.kernels.decode.line import Line, Segment
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
-from jax_fastattn.kernels.device.line import Line, Segment
 from jax_fastattn.kernels.sm80.decode.config import DecodeMemory
 
 

@@ -4,7 +4,7 @@
 
 from cutlass import Int32
 
-from jax_fastattn.kernels.arguments import Scalars
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.key import KernelSpec
 

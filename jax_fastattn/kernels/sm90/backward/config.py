@@ -14,12 +14,12 @@ from typing import Any
 from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, disjoint
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig, dq_config
 from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, Registers, padded_head_dim
-from jax_fastattn.kernels.tile_lists import PrepassConfig
-from jax_fastattn.kernels.tile_records import slot_count
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
+from jax_fastattn.kernels.tiles.plan import Order
+from jax_fastattn.kernels.tiles.records import slot_count
 
 # Query rows to a multiple of which statistics and sums of dq are padded.
 ROW_ALIGNMENT = 128
@@ -272,7 +272,7 @@ class BackwardConfigs:
 
     @property
     def slot_rows(self) -> tuple[int, int]:
-        """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
+        """Queries and keys of the slots of packed sequences, see `tiles/records.py`."""
         return ROW_ALIGNMENT, self.main.keys
 
     @property

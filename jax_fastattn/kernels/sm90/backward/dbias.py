@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
-from jax_fastattn.kernels.dbias_schedule import HIDDEN, LAST, DbiasItem, DbiasSchedule, DbiasTile
-from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.sequences import Sequence
@@ -40,6 +39,8 @@ from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
 from jax_fastattn.kernels.sm90.backward.dbias_consumer import DbiasConsumer
 from jax_fastattn.kernels.sm90.backward.dbias_shared import DbiasShared
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
+from jax_fastattn.kernels.sums.schedule import HIDDEN, LAST, DbiasItem, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
 
 class DbiasKernel:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
 from jax_fastattn.kernels.device.regions import Barriers, Region, Row
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, TwoConsumers, padded_head_dim
-from jax_fastattn.kernels.tile_lists import LIVE_WORDS
+from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
+from jax_fastattn.kernels.tiles.lists import LIVE_WORDS
 
 # Items whose statistics may be on their way.
 _ITEMS = 2

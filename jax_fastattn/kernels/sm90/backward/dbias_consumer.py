@@ -12,10 +12,8 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, Sizes
-from jax_fastattn.kernels.dbias_schedule import FULL, DbiasItem, DbiasSchedule, DbiasTile
-from jax_fastattn.kernels.dbias_sum import Hidden, Lane, MatrixSum, RowSums, start_sum
-from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Sizes
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.places import Element
@@ -23,6 +21,9 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.dbias_shared import DbiasShared, Item, Items
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS, padded_head_dim
+from jax_fastattn.kernels.sums.schedule import FULL, DbiasItem, DbiasSchedule, DbiasTile
+from jax_fastattn.kernels.sums.tile_sums import Hidden, Lane, MatrixSum, RowSums, start_sum
+from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
 
 def _read_lane() -> Lane:

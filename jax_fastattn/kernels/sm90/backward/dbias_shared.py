@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.dbias_tiles import KEYS
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sums.tiles import KEYS
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,14 +20,14 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.key_sums import KeySums, LaneKeys
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.dkdv_role import DkdvState, Role, Stages
 from jax_fastattn.kernels.sm90.backward.dkdv_weights import WeightExchange
@@ -38,6 +38,7 @@ from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sums.key_sums import KeySums, LaneKeys
 
 
 class DkdvKernel:

@@ -18,7 +18,8 @@ Reads the statistics that are described in `gradient.py`.
 import cutlass
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.tma import Tma

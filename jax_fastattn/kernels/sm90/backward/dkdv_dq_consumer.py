@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, warp_scores, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.key_sums import KeySums, LaneKeys
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_dq_products import DkdvDqProducts
@@ -25,7 +24,8 @@ from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
-from jax_fastattn.kernels.visits import Edges, Phase
+from jax_fastattn.kernels.sums.key_sums import KeySums, LaneKeys
+from jax_fastattn.kernels.visits.visit import Edges, Phase
 
 
 @dataclass(frozen=True, eq=False)

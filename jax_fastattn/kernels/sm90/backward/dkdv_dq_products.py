@@ -19,10 +19,10 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.key_sums import KeySums
 from jax_fastattn.kernels.score import Edge, Score, packed_weights, weighed
 from jax_fastattn.kernels.sm90.backward.shared import STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sums.key_sums import KeySums
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-from jax_fastattn.kernels.visits import Edges, Phase
+from jax_fastattn.kernels.visits.visit import Edges, Phase
 
 
 class Stages(NamedTuple):

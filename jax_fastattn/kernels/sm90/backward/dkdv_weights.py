@@ -14,13 +14,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.key_sums import KeySums
 from jax_fastattn.kernels.score import Edge, packed_weights
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
-from jax_fastattn.kernels.visits import Edges
+from jax_fastattn.kernels.sums.key_sums import KeySums
+from jax_fastattn.kernels.visits.visit import Edges
 
 # Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the position of the tile of
 # queries, its edges or None if it is full, how many products may stay in flight, and whether it is the first tile.

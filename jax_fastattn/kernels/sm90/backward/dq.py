@@ -18,19 +18,20 @@ from collections.abc import Callable
 import cutlass
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig, DqMemory
 from jax_fastattn.kernels.sm90.backward.dq_consumer import DqConsumer
 from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
 from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, dq_schedule
+from jax_fastattn.kernels.tiles.plan import Order
 
 
 class DqKernel:

@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT, ROW_ALIGNMENT, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.dq_reduce import DqCounters

@@ -10,7 +10,7 @@ from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, 
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, TwoConsumers, padded_head_dim
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT

@@ -23,8 +23,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT, ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.dq_reduce import DqCounters
@@ -32,7 +31,8 @@ from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgrou
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import first_slot
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
-from jax_fastattn.kernels.visits import Turn
+from jax_fastattn.kernels.tiles import plan
+from jax_fastattn.kernels.visits.visit import Turn
 
 
 @final

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.arguments import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.row_store import RowStore, strided

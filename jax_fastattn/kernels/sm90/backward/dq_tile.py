@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import BackwardBuffers, Sizes
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Sizes
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.query_tile_list import QueryTileList
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig
 from jax_fastattn.kernels.sm90.work import Work
-from jax_fastattn.kernels.visits import Edges, Visit
+from jax_fastattn.kernels.tiles import plan
+from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
+from jax_fastattn.kernels.visits.visit import Edges, Visit
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span
 from jax_fastattn.kernels.device.tile_counter import fetch_next
@@ -19,15 +19,16 @@ from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.places import Head, LoadedTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.bias_order import entries_together
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.listed_tiles import KeyTileList, KeyTilePlace
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
-from jax_fastattn.kernels.tile_records import slot_count
-from jax_fastattn.kernels.visits import Edges, Visit, mask_past_end
+from jax_fastattn.kernels.tiles import plan
+from jax_fastattn.kernels.tiles.records import slot_count
+from jax_fastattn.kernels.visits.lists import TileBits
+from jax_fastattn.kernels.visits.visit import Edges, Visit, mask_past_end
 
 # Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, by whether the window is
 # one-sided.

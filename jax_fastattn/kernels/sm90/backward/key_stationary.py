@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from cutlass import Float32, Int32, cute
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 from cutlass import cute
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx
-from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.sm90.work import Work
-from jax_fastattn.kernels.tile_lists import PrepassConfig
-from jax_fastattn.kernels.visits import Visit
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
+from jax_fastattn.kernels.visits.compared import ComparedRows
+from jax_fastattn.kernels.visits.lists import GlobalList, Planes, TileBits
+from jax_fastattn.kernels.visits.visit import Visit
 
 
 class KeyTilePlace(NamedTuple):

@@ -10,13 +10,13 @@ from cutlass import Boolean, Int32, Int64, cute
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.tma import Tma, TmaOperand
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.lists import TileBits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BITS, ROW_ALIGNMENT, BackwardMemory, stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-from jax_fastattn.kernels.visits import Phase
+from jax_fastattn.kernels.visits.lists import TileBits
+from jax_fastattn.kernels.visits.visit import Phase
 
 
 class Producer:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.bits import Bits, LiveRow
@@ -19,7 +18,8 @@ from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
-from jax_fastattn.kernels.visits import Edges
+from jax_fastattn.kernels.tiles import plan
+from jax_fastattn.kernels.visits.visit import Edges
 from jax_fastattn.spec import UNBOUNDED
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import BackwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK
@@ -31,6 +31,7 @@ from jax_fastattn.kernels.sm90.backward.listed_tiles import key_tile_count
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, preprocess_schedule
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 from jax_fastattn.kernels.sm90.work import Work
+from jax_fastattn.kernels.tiles import plan
 
 THREADS = 256
 

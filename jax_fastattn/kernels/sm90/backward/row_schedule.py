@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import Buffers, Scalars, Sizes
+from jax_fastattn.kernels.arguments.buffers import Buffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span, load_record
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, padded_rows
 from jax_fastattn.kernels.sm90.work import Work
-from jax_fastattn.kernels.tile_records import slot_count
+from jax_fastattn.kernels.tiles.records import slot_count
 
 
 class HeadOrder(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jax_fastattn.kernels.decode_config import DecodeConfig, row_blocks
+from jax_fastattn.kernels.decode.config import DecodeConfig, row_blocks
 from jax_fastattn.kernels.device.regions import Barriers, Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, TILE_ALIGNMENT, Registers, padded_head_dim

@@ -1,25 +1,26 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Few queries over long keys on Hopper: a CTA on each SM, all with the same number of key tiles (`split.py`).
+"""Few queries over long keys on Hopper: a CTA on each SM, all with the same number of key tiles (`decode/split.py`).
 
-One warp loads tiles of K and V into a ring (`loader.py`), the others compute (`kernels/decode_rows.py`). Then
-`kernels/combine.py` adds up what CTAs have of one row; it begins when the first kernel allows that, and waits for its
-end.
+One warp loads tiles of K and V into a ring (`loader.py`), the others compute (`kernels/decode/rows.py`). Then
+`kernels/decode/combine.py` adds up the partial results of a row. It begins when the first kernel allows that, and waits for
+its end.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
-from jax_fastattn.kernels.combine import decode_launches
-from jax_fastattn.kernels.decode_config import DecodeConfig
-from jax_fastattn.kernels.decode_rows import DecodeRows, refuse_programs
+from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
+from jax_fastattn.kernels.decode.combine import decode_launches
+from jax_fastattn.kernels.decode.config import DecodeConfig
+from jax_fastattn.kernels.decode.line import Line
+from jax_fastattn.kernels.decode.rows import DecodeRows, refuse_programs
+from jax_fastattn.kernels.decode.walk import each
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
-from jax_fastattn.kernels.device.line import Line
 from jax_fastattn.kernels.device.tma import Box, Tma
-from jax_fastattn.kernels.device.walk import each
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.decode.config import REGISTERS, DecodeMemory
 from jax_fastattn.kernels.sm90.decode.loader import DenseLoader, PagedLoader

@@ -11,8 +11,8 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, cute
 
+from jax_fastattn.kernels.decode.line import Line, Segment
 from jax_fastattn.kernels.device import copies, wgmma
-from jax_fastattn.kernels.device.line import Line, Segment
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.sm90.decode.shared import DecodeShared
 

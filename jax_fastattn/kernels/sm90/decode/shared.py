@@ -8,11 +8,11 @@ from typing import Any
 
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.decode_config import DecodeBarrier
-from jax_fastattn.kernels.decode_merge import MergeMemory
+from jax_fastattn.kernels.decode.config import DecodeBarrier
+from jax_fastattn.kernels.decode.line import Segment
+from jax_fastattn.kernels.decode.merge import MergeMemory
 from jax_fastattn.kernels.device import mma, ptx, wgmma
 from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
-from jax_fastattn.kernels.device.line import Segment
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.device.warp_scores import swizzled_offset
 from jax_fastattn.kernels.sm90.decode.config import DecodeMemory

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jax_fastattn.kernels import tile_records
 from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
@@ -23,7 +22,8 @@ from jax_fastattn.kernels.sm90.geometry import (
     Registers,
     padded_head_dim,
 )
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tiles import records as tile_records
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 # By consumer warpgroups: an SM has 64 K registers.
 _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
@@ -94,7 +94,7 @@ class ForwardConfig:
 
     @property
     def slot_rows(self) -> tuple[int, int]:
-        """Queries and keys of the slots of packed sequences, see `tile_records.py`."""
+        """Queries and keys of the slots of packed sequences, see `tiles/records.py`."""
         return self.rows, self.keys
 
     @property

@@ -23,7 +23,6 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.features.bits import Bits
-from jax_fastattn.kernels.plan import Order
 from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
 from jax_fastattn.kernels.sm90.forward.feature_ring import FeatureRing
 from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
@@ -33,7 +32,8 @@ from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax, ScoreRows
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-from jax_fastattn.kernels.visits import Phase, Visit
+from jax_fastattn.kernels.tiles.plan import Order
+from jax_fastattn.kernels.visits.visit import Phase, Visit
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import copies, ptx, zeroing
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.tiles import plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import cute
 
-from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.tile_counter import ResetKernel

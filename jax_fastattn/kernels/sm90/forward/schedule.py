@@ -10,14 +10,15 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, load_record
 from jax_fastattn.kernels.device.tile_counter import NextTile, fetch_next
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.kernels.sm90.work import Work
-from jax_fastattn.kernels.tile_records import Record, slot_count
+from jax_fastattn.kernels.tiles.records import Record, slot_count
 
 # Of the words of a packed tile, its record and its head: how many rows it has.
 _ROWS = Record._fields.index("rows")

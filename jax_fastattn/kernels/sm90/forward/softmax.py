@@ -13,7 +13,6 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels import plan
 from jax_fastattn.kernels.device import ptx, softmax, warp_scores, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
 from jax_fastattn.kernels.features.bits import Bits
@@ -23,6 +22,7 @@ from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane
+from jax_fastattn.kernels.tiles import plan
 
 # Upper limit on a lane's sum of unnormalized probabilities in a full tile. P has to fit its 16 bits, O and the sums
 # float32.

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from jax_fastattn.kernels import plan
-from jax_fastattn.kernels.arguments import ForwardBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import TileBits
-from jax_fastattn.kernels.query_tile_list import QueryTileList
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
 from jax_fastattn.kernels.sm90.forward.schedule import ForwardSchedule, PersistentPackedTiles
 from jax_fastattn.kernels.sm90.work import Work
-from jax_fastattn.kernels.visits import Edges, Visit
+from jax_fastattn.kernels.tiles import plan
+from jax_fastattn.kernels.visits.lists import TileBits
+from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
+from jax_fastattn.kernels.visits.visit import Edges, Visit
 
 
 @dataclass(frozen=True)

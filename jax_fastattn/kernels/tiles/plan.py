@@ -92,7 +92,7 @@ class BoundsKind:
         offset: whether there are offsets.
         packed: whether rows are those of packed sequences.
         rules: whether a feature hides scores one by one, so that no tile is full.
-        listed: whether lists stand for all bounds, see `tile_lists.py`.
+        listed: whether lists stand for all bounds, see `lists.py`.
     """
 
     left: bool = False

@@ -13,8 +13,8 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
+from jax_fastattn.kernels.decode.line import WARP, Entry, Line, Segment, Share, Unit, slot
 from jax_fastattn.kernels.device import copies, ptx, wgmma
-from jax_fastattn.kernels.device.line import WARP, Entry, Line, Segment, Share, Unit, slot
 
 
 def each(line: Line, visit: Callable[[Segment], None], begin: Callable[[Share, Unit], None] | None = None) -> None:

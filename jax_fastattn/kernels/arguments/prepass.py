@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of the prepass takes, as `arguments.py` says it of the kernels with products. Imports no DSL."""
+"""What a launch of the prepass takes, as `buffers.py` says it of the kernels with products. Imports no DSL."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from jax_fastattn.kernels.arguments import Buffer
+from jax_fastattn.kernels.arguments.buffers import Buffer
 
 
 class PrepassBuffers(NamedTuple):

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from jax_fastattn.kernels import split
-from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
+from jax_fastattn.kernels.decode import split
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import Bounds
+from jax_fastattn.kernels.tiles.plan import Bounds
 
 _device_split = copies.with_device_min_max(split)
 share = _device_split["share"]  # split.share on device integers

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Says which buffers and scalars the launch of a compile key has, of those in `arguments.py`. Imports no DSL."""
+"""Says which buffers and scalars the launch of a compile key has, of those in `buffers.py` and `scalars.py`. Imports no DSL."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, get_type_hints
 
-from jax_fastattn.kernels.arguments import (
-    BIAS_SCALARS,
-    VISIT_SCALARS,
+from jax_fastattn.kernels.arguments.buffers import (
     BackwardBuffers,
     Buffer,
     DecodeBuffers,
     ForwardBuffers,
     PortableBackwardBuffers,
 )
+from jax_fastattn.kernels.arguments.prepass import PrepassBuffers
+from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, VISIT_SCALARS
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.prepass_arguments import PrepassBuffers
 
 AnyBuffers = ForwardBuffers | DecodeBuffers | BackwardBuffers | PortableBackwardBuffers | PrepassBuffers
 

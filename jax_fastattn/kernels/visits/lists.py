@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a kernel of any family finds its lists and bits in global memory; `tile_lists.py` defines both."""
+"""Where a kernel of any family finds its lists and bits in global memory; `tiles/lists.py` defines both."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from jax_fastattn.kernels import tile_lists
-from jax_fastattn.kernels.arguments import Scalars, Sizes
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.features.compared import ComparedRows
-from jax_fastattn.kernels.tile_lists import HEADER_WORDS, LIVE, PrepassConfig
+from jax_fastattn.kernels.tiles import lists as tile_lists
+from jax_fastattn.kernels.tiles.lists import HEADER_WORDS, LIVE, PrepassConfig
+from jax_fastattn.kernels.visits.compared import ComparedRows
 
 Int = Any  # a Python int or a device integer
 
@@ -54,7 +54,7 @@ class Planes(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalList:
-    """A list in global memory, see `tile_lists.py`.
+    """A list in global memory, see `tiles/lists.py`.
 
     Attributes:
         address: of its header.

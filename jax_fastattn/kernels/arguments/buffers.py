@@ -1,18 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch takes: its buffers and scalars by name, with their order, dtypes, presence and roles.
+"""The buffers of a launch by name, with their order, dtypes, presence and roles; `scalars.py` has its numbers.
 
-This is the only definition of them, except for the prepass (`prepass_arguments.py`). `launch_arguments.py` says which
-of them a compile key has. Custom calls, host functions, kernels and emulators read it, so that none of them counts
-positions. The members of these tuples are `cute.Pointer` and device integers while a kernel is traced, addresses and
-Python numbers in an emulator; a buffer that a compile key lacks is None. Imports no DSL.
+Only the prepass has its own (`prepass.py`). `present.py` says which of them a compile key
+has. Custom calls, host functions, kernels and emulators read it, so that none of them counts positions. The members of
+these tuples are `cute.Pointer` while a kernel is traced and addresses in an emulator. A buffer that a compile key lacks
+is None. Imports no DSL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class ForwardBuffers(NamedTuple):
         query_seq_lengths: `[B]`.
         key_value_seq_lengths: `[B]`.
         query_offset: `[B]`.
-        query_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
-        key_lists, key_bits: of tiles of queries, see `tile_lists.py`.
-        query_records, key_ids: what edge tiles compare in the place of bits, see `features/compared.py`.
+        query_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tiles/records.py`.
+        key_lists, key_bits: of tiles of queries, see `tiles/lists.py`.
+        query_records, key_ids: what edge tiles compare in the place of bits, see `visits/compared.py`.
         sinks: `[b, N]`.
         bias: `[terms, planes, T, bias_pitch]`, see `bias_shapes.py`; the terms add up to it. Columns past S are finite.
         key_bias: `[planes, bias_pitch]`, times log2(e).
@@ -80,7 +79,7 @@ class ForwardBuffers(NamedTuple):
 
 
 class DecodeBuffers(NamedTuple):
-    """Buffers of a decoding launch, which splits the keys of few queries, see `split.py`.
+    """Buffers of a decoding launch, which splits the keys of few queries, see `decode/split.py`.
 
     Attributes:
         query, query_seq_lengths, key_value_seq_lengths, query_offset, sinks, out, lse: see `ForwardBuffers`.
@@ -119,10 +118,10 @@ class BackwardBuffers(NamedTuple):
         query_seq_lengths: `[B]`.
         key_value_seq_lengths: `[B]`.
         query_offset: `[B]`.
-        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`. A slot of
+        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tiles/records.py`. A slot of
             queries has `ROW_ALIGNMENT` rows. The padded rows of a head are the rows of its slots.
-        query_lists, query_bits, key_tile_counts: of tiles of keys, see `tile_lists.py`.
-        key_records, query_ids: what their edge tiles compare in the place of bits, see `features/compared.py`.
+        query_lists, query_bits, key_tile_counts: of tiles of keys, see `tiles/lists.py`.
+        key_records, query_ids: what their edge tiles compare in the place of bits, see `visits/compared.py`.
         key_lists, key_bits, query_records, key_ids: of the tiles of queries of a kernel of dq alone, or of dbias.
         key_classes: of the tiles of keys that the latter visits, see `tile_lists.shapes`.
         sinks: `[b, N]`.
@@ -193,7 +192,7 @@ class PortableBackwardBuffers(NamedTuple):
 
     Attributes:
         query, key, value, query_seq_lengths, key_value_seq_lengths, query_offset: see `BackwardBuffers`.
-        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tile_records.py`.
+        query_tiles, key_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tiles/records.py`.
         query_lists, query_bits, key_records, query_ids: see `BackwardBuffers`.
         key_tile_counts: the same; these kernels do not read it.
         key_lists, key_bits, key_classes, query_records, key_ids: see `BackwardBuffers`; for the kernel of dbias.
@@ -242,107 +241,3 @@ class PortableBackwardBuffers(NamedTuple):
 
 
 Buffers = ForwardBuffers | BackwardBuffers | PortableBackwardBuffers
-
-
-class Scalars(NamedTuple):
-    """Numbers that a launch takes after its buffers, so that a new size compiles nothing. Integers come first.
-
-    Attributes:
-        batch: B; it and the lengths are positive.
-        query_length: T.
-        key_length: S.
-        num_heads: N.
-        window_left: keys to the left of its own position that a query sees; `UNBOUNDED`, and not read, if the compile
-            key lacks the bound.
-        window_right: the same to the right.
-        sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
-        multiprocessors: of the GPU, or how many CTAs a forward launch counts on, see `ops.launch.persistent_blocks`;
-            decides about speed alone.
-        visit_batch, visit_head, visit_kv_head, visit_tile: see `lists.Planes`, and of a decoding launch
-            `features.row_planes.RowPlanes`; None, which is no parameter, if the compile key has neither.
-        side_heads: how many key/value heads a decoding launch reads side by side, see `split.py`; None, which is no
-            parameter, in other launches.
-        pages: how many pages there are; None, which is no parameter, if keys are not in pages.
-        bias_batch, bias_head, bias_kv_head, bias_planes: see `bias_shapes.BiasPlanes`; None, which is no parameter,
-            without a bias.
-        bias_pitch: of a matrix, its columns; of other kinds, elements from one plane to the next. Queries past the end
-            of a plane of rows share its last element.
-        bias_parts: how many parts `dbias` has; None, which is no parameter, if no kernel writes it.
-        scale: factor on q . k, of any sign.
-        logits_soft_cap: the cap; 0, and not read, if the compile key has none.
-    """
-
-    batch: Annotated[Any, "int32"]
-    query_length: Annotated[Any, "int32"]
-    key_length: Annotated[Any, "int32"]
-    num_heads: Annotated[Any, "int32"]
-    window_left: Annotated[Any, "int32"]
-    window_right: Annotated[Any, "int32"]
-    sinks_stride: Annotated[Any, "int32"]
-    multiprocessors: Annotated[Any, "int32"]
-    visit_batch: Annotated[Any, "int32"]
-    visit_head: Annotated[Any, "int32"]
-    visit_kv_head: Annotated[Any, "int32"]
-    visit_tile: Annotated[Any, "int32"]
-    side_heads: Annotated[Any, "int32"]
-    pages: Annotated[Any, "int32"]
-    bias_batch: Annotated[Any, "int32"]
-    bias_head: Annotated[Any, "int32"]
-    bias_kv_head: Annotated[Any, "int32"]
-    bias_planes: Annotated[Any, "int32"]
-    bias_pitch: Annotated[Any, "int32"]
-    bias_parts: Annotated[Any, "int32"]
-    scale: Annotated[Any, "float32"]
-    logits_soft_cap: Annotated[Any, "float32"]
-
-    def of_dtype(self, dtype: str) -> tuple[Any, ...]:
-        """Returns those of one dtype, in order, without those that are absent."""
-        values = self._asdict()
-        return tuple(values[name] for name, x in SCALAR_DTYPES.items() if x == dtype and values[name] is not None)
-
-
-class Sizes(NamedTuple):
-    """The scalars in the order in which the backward kernels with products take them from their host function.
-
-    ptxas loads two neighbors at once if the first one is aligned to 8 bytes. These kernels have more instructions if T
-    and S, or both bounds of a window, are not such a pair.
-
-    Attributes:
-        query_length, key_length, num_heads, batch, window_left, window_right, scale, logits_soft_cap: see `Scalars`.
-        visit_batch, visit_head, visit_kv_head, visit_tile: see `Scalars`.
-        bias_batch, bias_head, bias_kv_head, bias_planes, bias_pitch, bias_parts: see `Scalars`.
-    """
-
-    query_length: Any
-    key_length: Any
-    num_heads: Any
-    batch: Any
-    window_left: Any
-    window_right: Any
-    visit_batch: Any
-    visit_head: Any
-    visit_kv_head: Any
-    visit_tile: Any
-    bias_batch: Any
-    bias_head: Any
-    bias_kv_head: Any
-    bias_planes: Any
-    bias_pitch: Any
-    bias_parts: Any
-    scale: Any
-    logits_soft_cap: Any
-
-    @classmethod
-    def of(cls, scalars: Scalars) -> Sizes:
-        """Returns those of a launch."""
-        return cls(**{name: getattr(scalars, name) for name in cls._fields})
-
-
-# Those that only launches with lists or with bits of rows have.
-VISIT_SCALARS = ("visit_batch", "visit_head", "visit_kv_head", "visit_tile")
-# Those that only launches with a bias have.
-BIAS_SCALARS = ("bias_batch", "bias_head", "bias_kv_head", "bias_planes", "bias_pitch")
-
-SCALAR_DTYPES: Mapping[str, str] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(Scalars, include_extras=True).items()
-}

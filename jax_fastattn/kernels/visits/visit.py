@@ -4,7 +4,7 @@
 
 Tiles are visited by position. Kernels count positions and compare them; where they make an address or a limit from a
 tile, and nowhere else, they ask `Visit.tile` which tile is at a position. For a range of tiles (`plan.TileRange`, which
-`plan.Bounds` computes) positions are the tiles themselves. For a list of tiles (`tile_lists.py`, which the prepass
+`plan.Bounds` computes) positions are the tiles themselves. For a list of tiles (`tiles/lists.py`, which the prepass
 writes) they are places in the list.
 
 A visit knows when it is made which loops it has, so that kernels ask no compile key about it. `phases` and `rest` run
@@ -21,9 +21,9 @@ import cutlass
 from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.lists import GlobalList
-from jax_fastattn.kernels.plan import Bounds, Order, TileRange
-from jax_fastattn.kernels.tile_lists import DEAD_ROWS, RANK_MASK, RANK_SHIFT, TILE_MASK
+from jax_fastattn.kernels.tiles.lists import DEAD_ROWS, RANK_MASK, RANK_SHIFT, TILE_MASK
+from jax_fastattn.kernels.tiles.plan import Bounds, Order, TileRange
+from jax_fastattn.kernels.visits.lists import GlobalList
 
 Int = Any  # a Python int or a device integer
 
@@ -135,7 +135,7 @@ class RangeTurn:
 
 @dataclass(frozen=True)
 class EntryTurn:
-    """The turn that an entry of a query list names, see `tile_lists.py`."""
+    """The turn that an entry of a query list names, see `tiles/lists.py`."""
 
     entry: Int
 

@@ -13,23 +13,16 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import Scalars, Sizes
-from jax_fastattn.kernels.dbias_schedule import (
-    Buffers,
-    DbiasItem,
-    DbiasSchedule,
-    DbiasTile,
-    ItemList,
-    MatrixTile,
-)
-from jax_fastattn.kernels.dbias_tiles import KEYS, ROW_SUMS, ROWS, key_list_tiles
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.features.bits import Bits, LiveColumns
 from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import Limits
 from jax_fastattn.kernels.score import Edge, Score
+from jax_fastattn.kernels.sums.schedule import Buffers, DbiasItem, DbiasSchedule, DbiasTile, ItemList, MatrixTile
+from jax_fastattn.kernels.sums.tiles import KEYS, ROW_SUMS, ROWS, key_list_tiles
+from jax_fastattn.kernels.tiles.plan import Limits
 from jax_fastattn.spec import UNBOUNDED
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments import DecodeBuffers, Scalars
+from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars
+from jax_fastattn.kernels.decode.finished_row import FinishedRow, QueryRow
+from jax_fastattn.kernels.decode.line import Entry, Line, owner, slot
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
-from jax_fastattn.kernels.device.line import Entry, Line, owner, slot
 from jax_fastattn.kernels.device.softmax import NEVER
-from jax_fastattn.kernels.finished_row import FinishedRow, QueryRow
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 

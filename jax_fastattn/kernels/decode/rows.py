@@ -3,7 +3,7 @@
 """A warp of a decoding kernel, in both families: 16 rows and a strip of the keys of each tile, by mma.sync.
 
 A row is a query and a query head of the key/value head's group, numbered `query * group + head`. Warps that share a
-block of rows have different keys, so a warp needs no other one until the end of a segment, where `decode_merge.py`
+block of rows have different keys, so a warp needs no other one until the end of a segment, where `merge.py`
 merges the results of the CTA's warps. A `KeySource` knows how K and V come to shared memory.
 
 Every tile has a mask: the loads take longer than that, whatever the tile. Rows of V that no query sees may hold
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple, Protocol
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.decode_config import BLOCK_ROWS, DecodeBarrier
-from jax_fastattn.kernels.decode_merge import MergeMemory, SegmentMerge
+from jax_fastattn.kernels.decode.config import BLOCK_ROWS, DecodeBarrier
+from jax_fastattn.kernels.decode.line import Entry, Line, Segment, Share, Unit
+from jax_fastattn.kernels.decode.merge import MergeMemory, SegmentMerge
 from jax_fastattn.kernels.device import mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.line import Entry, Line, Segment, Share, Unit
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.row_bits import RowBits, SeenKeys
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.plan import Limits
 from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.tiles.plan import Limits
 
 
 def refuse_programs(spec: KernelSpec) -> None:

@@ -13,7 +13,7 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.tile_lists import RECORD_WORDS, PrepassConfig
+from jax_fastattn.kernels.tiles.lists import RECORD_WORDS, PrepassConfig
 
 # Columns of a lane's word, and how many of them each accumulator row has.
 _COLUMNS = 64

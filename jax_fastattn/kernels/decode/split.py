@@ -11,7 +11,7 @@ did not begin. A CTA has one of each at most, so scratch memory does not grow wi
 Some heads are read side by side: there is a line for each of them, with every so many of the heads and of the CTAs, and
 CTAs go the same way along all lines.
 
-Functions run on Python integers as well as on device integers, as those of `plan.py` do.
+Functions run on Python integers as well as on device integers, as those of `tiles/plan.py` do.
 """
 
 from __future__ import annotations

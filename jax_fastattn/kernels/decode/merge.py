@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.decode_config import BLOCK_ROWS, DecodeConfig
+from jax_fastattn.kernels.decode.config import BLOCK_ROWS, DecodeConfig
+from jax_fastattn.kernels.decode.finished_row import FinishedRow, QueryRow
+from jax_fastattn.kernels.decode.line import Line, Segment, Share
 from jax_fastattn.kernels.device import copies, ptx, softmax, wgmma
-from jax_fastattn.kernels.device.line import Line, Segment, Share
-from jax_fastattn.kernels.finished_row import FinishedRow, QueryRow
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 

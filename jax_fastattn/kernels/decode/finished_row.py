@@ -7,8 +7,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64
 
+from jax_fastattn.kernels.decode.line import Entry, Line
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.device.line import Entry, Line
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.log_sum_exp import RowEnd
 from jax_fastattn.kernels.score import Score

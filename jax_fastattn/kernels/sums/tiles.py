@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.tile_lists import PrepassConfig
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 # Queries and keys of a tile of scores, which is one of the bias if that is a matrix.
 ROWS, KEYS = 128, 128

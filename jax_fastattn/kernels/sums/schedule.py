@@ -16,16 +16,17 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments import BackwardBuffers, PortableBackwardBuffers, Scalars, Sizes
-from jax_fastattn.kernels.dbias_tiles import KEYS, ROWS, key_list_tiles
+from jax_fastattn.kernels.arguments.buffers import BackwardBuffers, PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.sequences import Sequence
-from jax_fastattn.kernels.features.compared import ComparedRows
 from jax_fastattn.kernels.features.places import Head, LoadedTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.lists import GlobalList, Planes, TileBits
-from jax_fastattn.kernels.plan import Bounds
-from jax_fastattn.kernels.tile_lists import ALL, HAS_DEAD_ROWS, SOME, PrepassConfig
+from jax_fastattn.kernels.sums.tiles import KEYS, ROWS, key_list_tiles
+from jax_fastattn.kernels.tiles.lists import ALL, HAS_DEAD_ROWS, SOME, PrepassConfig
+from jax_fastattn.kernels.tiles.plan import Bounds
+from jax_fastattn.kernels.visits.compared import ComparedRows
+from jax_fastattn.kernels.visits.lists import GlobalList, Planes, TileBits
 
 Buffers = BackwardBuffers | PortableBackwardBuffers
 
