@@ -47,7 +47,7 @@ from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs
 from jax_fastattn.kernels.sm90.backward.dq_config import dq_config
-from jax_fastattn.ops import cuda
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases import Case

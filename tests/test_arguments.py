@@ -17,8 +17,8 @@ from jax_fastattn.kernels.arguments.present import absent_scalars, buffers_type,
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, SCALAR_DTYPES, VISIT_SCALARS, Scalars, Sizes
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.ops import cuda
-from jax_fastattn.ops.launch import launch_scalars, persistent_blocks
+from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda.launch import launch_scalars, persistent_blocks
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 ROLES = ("operand", "result", "scratch")

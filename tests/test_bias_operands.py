@@ -19,8 +19,8 @@ from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import TILE_KEYS, BiasPlanes, bias_kind, bias_pitch
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.ops.bias import MIN_SCALE, bias_operands, with_usable_scale
-from jax_fastattn.ops.launch import launch_scalars
+from jax_fastattn.ops.cuda.bias import MIN_SCALE, bias_operands, with_usable_scale
+from jax_fastattn.ops.cuda.launch import launch_scalars
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 from jax_fastattn.testing import combinations
 from jax_fastattn.testing.cases import Case, kernel_specs

@@ -13,7 +13,7 @@ import pytest
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.choose import list_sizes
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
-from jax_fastattn.ops.compared import ComparedRows, compared_rows
+from jax_fastattn.ops.cuda.compared import ComparedRows, compared_rows
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fastattn.kernels.choose import kernel_spec, prepass_configs
-from jax_fastattn.ops import cuda, prepass
-from jax_fastattn.ops.prepass import TileLists
+from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda import prepass
+from jax_fastattn.ops.cuda.prepass import TileLists
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 from jax_fastattn.testing.cases import Case
 

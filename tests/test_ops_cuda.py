@@ -14,7 +14,7 @@ import pytest
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.ops import cuda
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import QKV
 from jax_fastattn.testing.cases import Case

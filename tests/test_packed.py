@@ -19,7 +19,7 @@ from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import SharedMemory
 from jax_fastattn.kernels.tiles.records import Record
-from jax_fastattn.ops import cuda
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare

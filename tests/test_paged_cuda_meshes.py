@@ -19,7 +19,7 @@ from test_paged_ops import KINDS, PAGES
 
 from jax_fastattn import paged_attention
 from jax_fastattn.ffi import TARGET_NAME
-from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.ops.cuda.launch import launch_p
 
 ARGUMENTS = {
     "query": jnp.ones((6, 3, 8, 64), jnp.bfloat16),

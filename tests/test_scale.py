@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn import attention, attention_varlen, explain
-from jax_fastattn.ops import cuda
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
@@ -94,7 +94,7 @@ def test_checkpoint_with_a_traced_scale_launches_no_more(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def _launches_in_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What ops/cuda.py launches is computed by the XLA path, from the launch's own arrays and scale."""
+    """What ops/cuda/passes.py launches is computed by the XLA path, from the launch's own arrays and scale."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
 
     def launch(kernel: Any, problem: Any, arrays: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
@@ -112,7 +112,7 @@ def _launches_in_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def by_launches(spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: Any = None) -> compare.Results:
-    """All results of ops/cuda.py."""
+    """All results of ops/cuda/passes.py."""
 
     @jax.jit
     def run(operands: Operands, dout: jax.Array, dlse: Any) -> compare.Results:

@@ -28,7 +28,7 @@ from jax_fastattn.kernels.choose import SHORT_BIAS_LENGTH, SHORT_LENGTH
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
-from jax_fastattn.ops.cuda import HEAD_DIM_MULTIPLE
+from jax_fastattn.ops.cuda.passes import HEAD_DIM_MULTIPLE
 from jax_fastattn.testing.cases import Case, kernel_specs
 
 # Long calls; calls with a config for short lengths, packed ones too; and calls with so many short heads that dq is

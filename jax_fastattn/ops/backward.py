@@ -16,7 +16,8 @@ import jax
 from jax.interpreters import mlir
 
 from jax_fastattn import _compat
-from jax_fastattn.ops import abstract, cuda, dispatch, linear
+from jax_fastattn.ops import abstract, dispatch, linear
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Problem
 from jax_fastattn.xla import passes as xla

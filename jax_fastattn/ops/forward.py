@@ -14,7 +14,8 @@ import jax
 from jax.interpreters import batching as jax_batching
 from jax.interpreters import mlir
 
-from jax_fastattn.ops import abstract, batching, cuda, dispatch
+from jax_fastattn.ops import abstract, batching, dispatch
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.partitioned import Axes, Op
 from jax_fastattn.spec import OPERANDS, AttentionSpec, Problem
 from jax_fastattn.xla import passes as xla

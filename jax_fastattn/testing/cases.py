@@ -22,7 +22,7 @@ from jax_fastattn import packed
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.ops.bias_gradient import backward_spec
+from jax_fastattn.ops.cuda.bias_gradient import backward_spec
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, Problem
 

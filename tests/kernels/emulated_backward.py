@@ -17,8 +17,8 @@ from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sums.tiles import COLUMN_WARPS, ROW_SUMS
-from jax_fastattn.ops.bias import bias_operands
-from jax_fastattn.ops.bias_gradient import bias_gradient
+from jax_fastattn.ops.cuda.bias import bias_operands
+from jax_fastattn.ops.cuda.bias_gradient import bias_gradient
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import visible_rows
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs random calls in the emulators: all custom calls of both passes, prepasses included, on poisoned operands.
 
-A call is what `ops/cuda.py` makes of canonical operands, on the GPU that a test names. What the public functions do
-before that (arguments, batching) is left out: `jax.vmap` is a batch axis here. So is what they do after it, except that
-the gradient of a bias gets the dtype of the bias.
+A call is what `ops/cuda/passes.py` makes of canonical operands, on the GPU that a test names. What the public functions
+do before that (arguments, batching) is left out: `jax.vmap` is a batch axis here. So is what they do after it, except
+that the gradient of a bias gets the dtype of the bias.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from emulated_launch import MULTIPROCESSORS
 
 from jax_fastattn import ffi
-from jax_fastattn.ops import cuda
-from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.testing import combinations, compare
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import Results

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs custom calls in the emulators of both families: what `ops/cuda.py` binds, without a GPU."""
+"""Runs custom calls in the emulators of both families: what `ops/cuda/passes.py` binds, without a GPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
-from jax_fastattn.ops import cuda
-from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
 from jax_fastattn.testing.poison import poison

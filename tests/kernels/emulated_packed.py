@@ -29,7 +29,7 @@ from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel as Hopper
 from jax_fastattn.kernels.sm90.backward.launches import HeadOrders
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel as HopperForwardKernel
-from jax_fastattn.ops.records import tile_records
+from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.draws import moved
 

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import configured, forward_spec
 from jax_fastattn.kernels.sm90.forward import schedule
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
-from jax_fastattn.ops import cuda
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 

@@ -23,7 +23,7 @@ from test_masks_ops import B, K, N, S, T, draw
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import kernel_spec, list_sizes, prepass_configs
 from jax_fastattn.kernels.tiles import lists as tile_lists
-from jax_fastattn.ops import cuda
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import Problem
 
 pytestmark = pytest.mark.slow

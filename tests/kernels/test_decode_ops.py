@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.canonical.batched import canonicalize
-from jax_fastattn.ops import cuda
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import poison

@@ -25,7 +25,8 @@ from jax_fastattn.ffi import cache
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles import lists as tile_lists
-from jax_fastattn.ops import cuda, vjp
+from jax_fastattn.ops import vjp
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 from jax_fastattn.testing import combinations, compare, draw_sizes, draws, models

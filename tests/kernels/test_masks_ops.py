@@ -18,8 +18,9 @@ import numpy as np
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.choose import kernel_spec, prepass_configs
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.ops import cuda, prepass
-from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda import prepass
+from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import QKV, Operands, Problem
 from jax_fastattn.testing.poison import poison

@@ -16,7 +16,7 @@ from jax_fastattn import packed
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.records import Record, slot_count
-from jax_fastattn.ops.records import tile_records
+from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.testing.cases import Case, kernel_specs
 from jax_fastattn.testing.draws import packed_draws, wild_draws
 

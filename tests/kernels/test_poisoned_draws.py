@@ -18,7 +18,7 @@ import test_portable
 
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.ops import cuda
+from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import Operands
 from jax_fastattn.testing import combinations, compare, draw_sizes
 from jax_fastattn.testing.cases import HIDDEN_ROWS, Case

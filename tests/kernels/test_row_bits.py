@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.features.row_planes import RowPlanes
-from jax_fastattn.ops.row_bits import row_bits
+from jax_fastattn.ops.cuda.row_bits import row_bits
 from jax_fastattn.reference import visible_pairs
 
 B, T, S, N, K = 3, 5, 83, 6, 2

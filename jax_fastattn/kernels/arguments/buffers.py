@@ -85,7 +85,7 @@ class DecodeBuffers(NamedTuple):
         query, query_seq_lengths, key_value_seq_lengths, query_offset, sinks, out, lse: see `ForwardBuffers`.
         key, value: `[B, S, K, H or D]`, or with `spec.page` pages `[P, page, K, H or D]`.
         page_table: `[B, S / page]`, the page of so many keys; entries past the last key are not read.
-        row_bits: `[planes, rows, ceil(S / 32)]`, the keys that each row sees, see `ops/row_bits.py`.
+        row_bits: `[planes, rows, ceil(S / 32)]`, the keys that each row sees, see `ops/cuda/row_bits.py`.
         partial_out: `[2 CTAs, T * group, D]`, outputs of segments.
         partial_lse: `[2 CTAs, T * group]`, their log-sum-exps, in base 2 and without sinks.
         begun: `[CTAs, 4]`: the unit that a CTA begins and does not end, numbered in `[B, K]`, -1 if there is none; its

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Says which buffers and scalars the launch of a compile key has, of those in `buffers.py` and `scalars.py`. Imports no DSL."""
+"""Says which of the arguments in `buffers.py` and `scalars.py` the launch of a compile key has. Imports no DSL."""
 
 from __future__ import annotations
 

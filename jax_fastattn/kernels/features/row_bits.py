@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A mask or segment ids in the decoding kernels: bits say which keys each row sees, see `ops/row_bits.py`.
+"""A mask or segment ids in the decoding kernels: bits say which keys each row sees, see `ops/cuda/row_bits.py`.
 
 A lane loads the words of its two rows from global memory, one tile ahead.
 """

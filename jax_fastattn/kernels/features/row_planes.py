@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bits of the rows of decoding kernels lie, see `ops/row_bits.py`. Imports no DSL."""
+"""Where the bits of the rows of decoding kernels lie, see `ops/cuda/row_bits.py`. Imports no DSL."""
 
 from typing import Any, NamedTuple
 

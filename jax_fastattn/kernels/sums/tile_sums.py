@@ -223,7 +223,7 @@ class RowSums(DbiasSum):
 
     where delta is the third sum less dlse. Other kernels read a delta that comes from a rounded output. Far below the
     soft cap, where P' is nearly P, its error is larger than the gradient. XLA computes the right side, see
-    `ops/bias_gradient.py`.
+    `ops/cuda/bias_gradient.py`.
 
     Attributes:
         probabilities: P of each score.

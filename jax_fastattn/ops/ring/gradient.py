@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_fastattn.heads import reduce_to
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.backward import gradient_op
-from jax_fastattn.ops.bias_gradient import RowBias
+from jax_fastattn.ops.cuda.bias_gradient import RowBias
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.ops.ring import helped, plan
 from jax_fastattn.ops.ring.blocks import block_call

@@ -3,8 +3,8 @@
 """Few queries over long keys on Hopper: a CTA on each SM, all with the same number of key tiles (`decode/split.py`).
 
 One warp loads tiles of K and V into a ring (`loader.py`), the others compute (`kernels/decode/rows.py`). Then
-`kernels/decode/combine.py` adds up the partial results of a row. It begins when the first kernel allows that, and waits for
-its end.
+`kernels/decode/combine.py` adds up the partial results of a row. It begins when the first kernel allows that, and waits
+for the end of that kernel.
 """
 
 import cuda.bindings.driver as cuda

@@ -19,8 +19,8 @@ from jax_fastattn.kernels.arguments.present import present_buffers
 from jax_fastattn.kernels.choose import is_one_row, list_sizes, prepass_spec
 from jax_fastattn.kernels.tiles import lists as layout
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
-from jax_fastattn.ops.compared import ComparedRows, compared_rows, narrow_ids
-from jax_fastattn.ops.launch import launch_p
+from jax_fastattn.ops.cuda.compared import ComparedRows, compared_rows, narrow_ids
+from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Problem
 
 # What lists stand for.

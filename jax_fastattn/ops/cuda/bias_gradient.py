@@ -36,7 +36,7 @@ def is_of_rows_alone(kernel: KernelSpec) -> bool:
 def backward_spec(
     problem: Problem, arch: str, *, dlse: bool, dsinks: bool, dbias: bool, multiprocessors: int
 ) -> KernelSpec:
-    """Returns the compile key of the launch that `ops/cuda.py` makes for gradients that kernels compute.
+    """Returns the compile key of the launch that `ops/cuda/passes.py` makes for gradients that kernels compute.
 
     Args:
         problem: the call.

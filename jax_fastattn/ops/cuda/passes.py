@@ -21,8 +21,8 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
-from jax_fastattn.ops.bias import bias_operands, with_usable_scale
-from jax_fastattn.ops.bias_gradient import (
+from jax_fastattn.ops.cuda.bias import bias_operands, with_usable_scale
+from jax_fastattn.ops.cuda.bias_gradient import (
     RowBias,
     bias_gradient,
     is_of_rows_alone,
@@ -30,10 +30,10 @@ from jax_fastattn.ops.bias_gradient import (
     row_products,
     with_parts,
 )
-from jax_fastattn.ops.launch import launch_p, launch_scalars, persistent_blocks
-from jax_fastattn.ops.prepass import PREDICATE, TileLists, tile_lists
-from jax_fastattn.ops.records import tile_records
-from jax_fastattn.ops.row_bits import RowBits, row_bits
+from jax_fastattn.ops.cuda.launch import launch_p, launch_scalars, persistent_blocks
+from jax_fastattn.ops.cuda.prepass import PREDICATE, TileLists, tile_lists
+from jax_fastattn.ops.cuda.records import tile_records
+from jax_fastattn.ops.cuda.row_bits import RowBits, row_bits
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Gradients, Operands, Problem
 
