@@ -149,7 +149,7 @@ class KernelSpec:
 
     @property
     def key_bias_parts(self) -> bool:
-        """Whether a bias of keys is a step of the product q . k, see `features/key_bias.py`."""
+        """Whether a bias of keys is a step of the product q . k, see `features/bias/keys.py`."""
         return self.bias == "keys" and self.family == "sm90" and self.op == "forward"
 
     @property

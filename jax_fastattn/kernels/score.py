@@ -23,20 +23,20 @@ from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.device.tma import TmaOperand
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.bits import BitRow, Bits, LiveColumns, LiveRow
-from jax_fastattn.kernels.features.bounds import Visibility, hide
+from jax_fastattn.kernels.features.bias.global_memory import GlobalBias
+from jax_fastattn.kernels.features.bias.keys import KeyBias
+from jax_fastattn.kernels.features.bias.pairs import PairBias
+from jax_fastattn.kernels.features.bias.planes import Planes
+from jax_fastattn.kernels.features.bias.rows import row_bias
+from jax_fastattn.kernels.features.bias.staged import StagedBias
 from jax_fastattn.kernels.features.feature import Feature
-from jax_fastattn.kernels.features.global_bias import GlobalBias
-from jax_fastattn.kernels.features.key_bias import KeyBias
-from jax_fastattn.kernels.features.pair_bias import PairBias
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
-from jax_fastattn.kernels.features.planes import Planes
-from jax_fastattn.kernels.features.row_bias import row_bias
-from jax_fastattn.kernels.features.row_bits import SeenKeys
 from jax_fastattn.kernels.features.sinks import Sinks
 from jax_fastattn.kernels.features.softcap import SoftCap
-from jax_fastattn.kernels.features.staged_bias import StagedBias
 from jax_fastattn.kernels.features.stages import MatrixStage
+from jax_fastattn.kernels.features.visible.bits import BitRow, Bits, LiveColumns, LiveRow
+from jax_fastattn.kernels.features.visible.bounds import Visibility, hide
+from jax_fastattn.kernels.features.visible.row_bits import SeenKeys
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.plan import BoundsKind, Limits, LiveRange
 

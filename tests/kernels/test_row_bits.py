@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.canonical.batched import canonicalize
-from jax_fastattn.kernels.features.row_planes import RowPlanes
+from jax_fastattn.kernels.features.visible.row_planes import RowPlanes
 from jax_fastattn.ops.cuda.row_bits import row_bits
 from jax_fastattn.reference import visible_pairs
 

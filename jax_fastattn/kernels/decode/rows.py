@@ -23,7 +23,7 @@ from jax_fastattn.kernels.decode.merge import MergeMemory, SegmentMerge
 from jax_fastattn.kernels.device import mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.places import ScoreTile
-from jax_fastattn.kernels.features.row_bits import RowBits, SeenKeys
+from jax_fastattn.kernels.features.visible.row_bits import RowBits, SeenKeys
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.tiles.plan import Limits

@@ -33,8 +33,8 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.score import Score

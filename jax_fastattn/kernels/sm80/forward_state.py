@@ -17,8 +17,8 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import mma
 from jax_fastattn.kernels.device.regions import SharedTable
 from jax_fastattn.kernels.device.sequences import Sequence
+from jax_fastattn.kernels.features.bias.warp import WarpBias
 from jax_fastattn.kernels.features.places import Head
-from jax_fastattn.kernels.features.warp_bias import WarpBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.schedule import Work

@@ -15,9 +15,9 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, softmax
-from jax_fastattn.kernels.features.bits import Bits, LiveColumns
-from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.places import Element, ScoreTile
+from jax_fastattn.kernels.features.visible.bits import Bits, LiveColumns
+from jax_fastattn.kernels.features.visible.bounds import Visibility
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sums.schedule import Buffers, DbiasItem, DbiasSchedule, DbiasTile, ItemList, MatrixTile

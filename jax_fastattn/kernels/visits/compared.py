@@ -3,7 +3,7 @@
 """Rows of both sides that an edge tile of a list compares, where its bits would take too much memory.
 
 A score counts if both of its rows have the same id, and the visited row lies between the limits of the own row. So the
-words of `bits.py` are made in registers. docs/kernels/masks.md says what ids and limits stand for.
+words of `features/visible/bits.py` are made in registers. docs/kernels/masks.md says what ids and limits stand for.
 """
 
 from dataclasses import dataclass, replace

@@ -4,7 +4,8 @@
 
 Few queries have few bits, so no kernel of ours writes them, and the whole predicate is in them: mask, segment ids,
 window (with causal), offset and lengths. Of each batch entry the kernels also get the range of keys outside of which
-no query sees any, in place of lengths and offset, so that they read no other key. `features/row_bits.py` reads them.
+no query sees any, in place of lengths and offset, so that they read no other key. `features/visible/row_bits.py` reads
+them.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.copied_bias import CopiedBias
+from jax_fastattn.kernels.features.bias.copied import CopiedBias
+from jax_fastattn.kernels.features.bias.planes import Planes
 from jax_fastattn.kernels.features.places import ScoreTile
-from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm80.backward import gradient

@@ -17,7 +17,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.warp_bias import WarpBias
+from jax_fastattn.kernels.features.bias.warp import WarpBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig

@@ -11,7 +11,7 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.features.bits import Bits
+from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products

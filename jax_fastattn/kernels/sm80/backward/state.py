@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device.sequences import Sequence
-from jax_fastattn.kernels.features.warp_bias import WarpBias
+from jax_fastattn.kernels.features.bias.warp import WarpBias
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.visits.lists import TileBits

@@ -11,8 +11,8 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import Head, ScoreTile
+from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, RoleBarrier

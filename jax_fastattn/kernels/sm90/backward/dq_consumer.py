@@ -16,9 +16,9 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.device import copies, ptx, wgmma, zeroing
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
-from jax_fastattn.kernels.features.bits import Bits
-from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.visible.bits import Bits
+from jax_fastattn.kernels.features.visible.bounds import Visibility
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT

@@ -10,9 +10,9 @@ from cutlass import Boolean, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.features.bits import Bits, LiveRow
-from jax_fastattn.kernels.features.bounds import Visibility
 from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.visible.bits import Bits, LiveRow
+from jax_fastattn.kernels.features.visible.bounds import Visibility
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.features.bits import Bits
+from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
 from jax_fastattn.kernels.sm90.forward.feature_ring import FeatureRing
 from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, cute
 from jax_fastattn.kernels.bias_shapes import KEY_PARTS
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.features.planes import Planes
+from jax_fastattn.kernels.features.bias.planes import Planes
 from jax_fastattn.kernels.sm90.forward.config import KEY_BIAS
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane, QueryTile

@@ -15,8 +15,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, softmax, warp_scores, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
-from jax_fastattn.kernels.features.bits import Bits
 from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts

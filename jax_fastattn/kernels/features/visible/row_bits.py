@@ -17,7 +17,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.features.places import ScoreTile
-from jax_fastattn.kernels.features.row_planes import RowPlanes
+from jax_fastattn.kernels.features.visible.row_planes import RowPlanes
 from jax_fastattn.kernels.key import KernelSpec
 
 # Keys of a word.

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import SharedTile
-from jax_fastattn.kernels.features.pair_bias import PairBias, total
+from jax_fastattn.kernels.features.bias.pairs import PairBias, total
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 
 

@@ -13,9 +13,9 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import NEVER
+from jax_fastattn.kernels.features.bias.planes import Planes
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
-from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.key import KernelSpec
 
 

@@ -15,9 +15,9 @@ from cutlass import Float32, Int32, Int64, cute
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, PieceRing
-from jax_fastattn.kernels.features.pair_bias import PairBias, total
+from jax_fastattn.kernels.features.bias.pairs import PairBias, total
+from jax_fastattn.kernels.features.bias.planes import Planes
 from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
-from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.key import KernelSpec
 
 

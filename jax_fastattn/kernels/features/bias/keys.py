@@ -8,9 +8,9 @@ from typing import Any
 from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.features.bias.planes import Planes
 from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
-from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.tiles.plan import LiveRange
 
 

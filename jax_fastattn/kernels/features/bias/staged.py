@@ -14,9 +14,9 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
 from jax_fastattn.kernels.device.tma import TmaOperand
 from jax_fastattn.kernels.device.warp_scores import swizzled_offset
-from jax_fastattn.kernels.features.pair_bias import PairBias, total
+from jax_fastattn.kernels.features.bias.pairs import PairBias, total
+from jax_fastattn.kernels.features.bias.planes import Planes
 from jax_fastattn.kernels.features.places import Element, LoadedTile, ScoreTile
-from jax_fastattn.kernels.features.planes import Planes
 from jax_fastattn.kernels.features.stages import MatrixStage
 from jax_fastattn.kernels.tiles.plan import LiveRange
 
