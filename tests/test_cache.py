@@ -498,7 +498,13 @@ def test_a_kernel_of_another_tiling_is_not_taken(
 
 
 def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ffi/cache.py", "ffi/compiler.py", "spec.py", "kernels/sm80/forward.py", "kernels/device/mma.py"):
+    for name in (
+        "ffi/cache.py",
+        "ffi/compiler.py",
+        "spec.py",
+        "kernels/sm80/forward/kernel.py",
+        "kernels/device/mma.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a = 1\n")
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "ffi/cache.py"))

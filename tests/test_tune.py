@@ -17,7 +17,7 @@ import pytest
 from jax_fastattn.ffi import cache
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
-from jax_fastattn.kernels.sm80.config import ForwardConfig as PortableForwardConfig
+from jax_fastattn.kernels.sm80.forward.config import ForwardConfig as PortableForwardConfig
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardConfigs
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig

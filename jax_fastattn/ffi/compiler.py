@@ -26,9 +26,9 @@ from jax_fastattn.kernels.arguments.present import absent_scalars, launch_buffer
 from jax_fastattn.kernels.arguments.scalars import SCALAR_DTYPES, Scalars
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass import kernel as prepass
-from jax_fastattn.kernels.sm80 import forward as sm80_forward
 from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
 from jax_fastattn.kernels.sm80.decode import kernel as sm80_decode
+from jax_fastattn.kernels.sm80.forward import kernel as sm80_forward
 from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
 from jax_fastattn.kernels.sm90.decode import kernel as sm90_decode
 from jax_fastattn.kernels.sm90.forward import kernel as sm90_forward

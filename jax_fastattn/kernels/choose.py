@@ -12,9 +12,9 @@ from jax_fastattn.kernels.bias_shapes import bias_kind, stored_dtype
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, MAX_ROWS
 from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80 import config as sm80
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm80.decode import config as sm80_decode
+from jax_fastattn.kernels.sm80.forward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90

@@ -15,8 +15,8 @@ from jax_fastattn.kernels.device.regions import NamedBarrier, Region, SharedTabl
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import dbias_config as portable_dbias
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier, dkdv_dq_config
-from jax_fastattn.kernels.sm80.config import forward_config as portable_forward_config
 from jax_fastattn.kernels.sm80.decode import config as portable_decode
+from jax_fastattn.kernels.sm80.forward.config import forward_config as portable_forward_config
 from jax_fastattn.kernels.sm90.backward.config import (
     BackwardMemory,
     DkdvBarrier,
@@ -24,7 +24,7 @@ from jax_fastattn.kernels.sm90.backward.config import (
     backward_config,
     backward_configs,
 )
-from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
+from jax_fastattn.kernels.sm90.backward.dbias.config import DbiasMemory
 from jax_fastattn.kernels.sm90.backward.dq_config import DqBarrier, DqMemory, dq_config
 from jax_fastattn.kernels.sm90.decode import config as decode
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, SharedMemory, forward_config

@@ -10,7 +10,7 @@ from emulated_backward import Sizes, draw_operands, with_sinks
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.forward import ForwardKernel
+from jax_fastattn.kernels.sm80.forward.kernel import ForwardKernel
 
 
 def check(spec: KernelSpec, sizes: Sizes | None = None) -> None:

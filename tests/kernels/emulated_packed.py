@@ -23,7 +23,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import backward_scratch
 from jax_fastattn.kernels.sm80.backward.dkdv_dq import HeadOrder
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel
-from jax_fastattn.kernels.sm80.forward import ForwardKernel
+from jax_fastattn.kernels.sm80.forward.kernel import ForwardKernel
 from jax_fastattn.kernels.sm90.backward.config import backward_scratch as hopper_scratch
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel as HopperBackwardKernel
 from jax_fastattn.kernels.sm90.backward.launches import HeadOrders

@@ -27,7 +27,7 @@ from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import backward_scratch
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel
-from jax_fastattn.kernels.sm80.forward import ForwardKernel
+from jax_fastattn.kernels.sm80.forward.kernel import ForwardKernel
 
 SIZES = Sizes(scale=emulated_masks.SCALE, cap=1.5)
 

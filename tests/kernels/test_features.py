@@ -27,7 +27,7 @@ from jax_fastattn.kernels.features.feature import Feature
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel as PortableBackwardKernel
-from jax_fastattn.kernels.sm80.forward import ForwardKernel as PortableForwardKernel
+from jax_fastattn.kernels.sm80.forward.kernel import ForwardKernel as PortableForwardKernel
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardConfigs
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig

@@ -15,8 +15,8 @@ import pytest
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80 import config as portable
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier, dkdv_dq_config
+from jax_fastattn.kernels.sm80.forward import config as portable
 from jax_fastattn.kernels.sm90.backward.config import (
     DKDV_DQ_HEAD_DIM,
     BackwardMemory,
@@ -25,7 +25,7 @@ from jax_fastattn.kernels.sm90.backward.config import (
     backward_config,
     backward_configs,
 )
-from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
+from jax_fastattn.kernels.sm90.backward.dbias.config import DbiasMemory
 from jax_fastattn.kernels.sm90.backward.dq_config import DqBarrier, DqMemory, dq_config
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, SharedMemory, forward_config
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim

@@ -136,7 +136,7 @@ def test_values_that_no_query_sees(name: str, config: ForwardConfig) -> None:
     ],
 )
 def test_rows_that_see_nothing_or_that_nothing_sees(name: str, head_dims: tuple[int, int], ordered: bool) -> None:
-    """NaN and Inf there came out of the products of `dkdv_dq.py`, `dkdv.py` and `dq.py`."""
+    """NaN and Inf there came out of the products of the kernels `dkdv_dq`, `dkdv` and `dq`."""
     features, sizes = HIDDEN[name]
     emulated_hopper.check_backward(_spec("backward", *head_dims, "bfloat16", {**features, "ordered": ordered}), sizes)
 

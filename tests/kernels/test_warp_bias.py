@@ -20,7 +20,7 @@ from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device.layout import CHUNK, PieceRing, WarpPiece
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.config import fits
+from jax_fastattn.kernels.sm80.forward.config import fits
 
 MATRIX: dict[str, Any] = {"bias": "matrix", "bias_dtype": "bfloat16"}
 CAUSAL: dict[str, Any] = {**MATRIX, "window_right": True}

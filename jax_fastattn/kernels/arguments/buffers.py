@@ -139,7 +139,7 @@ class BackwardBuffers(NamedTuple):
             `[parts, B, N, column warps, ROW_SUMS, T]`, see `dbias_sum.RowSums`.
         dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias of keys. Portable: `[B, N column_warps, S]`.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`.
-        dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dq_atomic.py`.
+        dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dkdv_dq/dq_atomic.py`.
         tile_counter: `[1]`, how many tiles of keys CTAs have fetched.
         head_ready: `[B, K]`, how many warps have prepared statistics and zeros of a key/value head. Of packed sequences
             `[slots]`: at a sequence's first slot, how many of its slots have statistics from the background launch.

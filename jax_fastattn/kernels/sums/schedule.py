@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles of a gradient a CTA of `dbias.py` works on, and which tiles of scores it sums over for each.
+"""Which tiles of a gradient a CTA of the dbias kernel works on, and which tiles of scores it sums over for each.
 
 A tile of scores that adds to a tile of the gradient is an item. The items of a tile of a matrix are the pairs of a
 batch entry and a head that read it: batch entries fastest, then heads. The items of a tile of queries of a bias of rows

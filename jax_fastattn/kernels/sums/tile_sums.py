@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sums that a warp of `dbias.py` of either family keeps in registers: what it adds, and the result.
+"""The sums that a warp of the dbias kernel of either family keeps in registers: what it adds, and the result.
 
 The gradient of a matrix is a sum of dS for each score. The gradient of a bias of rows comes from three sums for each
 row.

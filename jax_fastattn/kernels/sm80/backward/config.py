@@ -15,7 +15,7 @@ from typing import ClassVar
 from jax_fastattn.kernels.device.layout import PieceRing, SharedTile, WarpPiece, padded
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.config import first_fit, with_bias
+from jax_fastattn.kernels.sm80.forward.config import first_fit, with_bias
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.records import slot_count
 

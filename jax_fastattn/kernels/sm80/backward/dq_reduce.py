@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How dQ of many CTAs becomes one sum, and the sum dq: atomic additions in any order, or in semaphore order.
 
-`sm90/backward/dq_reduce.py` has the same words for Hopper.
+`sm90/backward/dkdv_dq/dq_reduce.py` has the same words for Hopper.
 
 dq_accum holds float32 fragments, not rows. Each warp of a CTA owns a part of every tile, and what the warp adds with
 one instruction is contiguous: 512 bytes where an instruction adds four elements of a lane, else 128 bytes. Only the

@@ -49,10 +49,10 @@ class BackwardConfig:
     Attributes:
         queries: query rows of a tile: 128 up to head dim 64 without a soft cap, else 64.
         stages: tiles of Q and of dO in shared memory.
-        dq_registers: registers of a thread of the warpgroup that computes dq. It is 0 over head dim 128, where `dq.py`
-            computes dq: both consumer warpgroups of `dkdv.py` work on the same 64 keys, those of `dkdv_dq.py` on 64
+        dq_registers: registers of a thread of the warpgroup that computes dq. It is 0 over head dim 128, where `dq/`
+            computes dq: both consumer warpgroups of `dkdv/` work on the same 64 keys, those of `dkdv_dq/` on 64
             keys each.
-        kv_in_regs: how many fragments of 16 columns of K, or of V, a warpgroup of `dkdv.py` keeps in registers. Of the
+        kv_in_regs: how many fragments of 16 columns of K, or of V, a warpgroup of `dkdv/` keeps in registers. Of the
             others its product reads both factors from shared memory, whose bytes are the limit there.
         shared_ones: whether the factor of ones that adds statistics to products lies in shared memory, for want of
             registers. Else those products read one factor less from there.
@@ -80,7 +80,7 @@ class BackwardConfig:
 
     @property
     def overlap(self) -> bool:
-        """Whether `dkdv.py` issues the sum of a tile after the product of the next one; it takes a third stage."""
+        """Whether `dkdv/` issues the sum of a tile after the product of the next one; it takes a third stage."""
         return self.stages > 2
 
     @property
@@ -127,7 +127,7 @@ BLOCK = 64
 
 @disjoint
 class DkdvDqBarrier(NamedBarrier):
-    """Named barriers of `dkdv_dq.py`: of both consumer warpgroups, and those of each by itself."""
+    """Named barriers of `dkdv_dq/`: of both consumer warpgroups, and those of each by itself."""
 
     BOTH = 1, 1
     WARPGROUP = 2, 2
@@ -135,7 +135,7 @@ class DkdvDqBarrier(NamedBarrier):
 
 @disjoint
 class DkdvBarrier(NamedBarrier):
-    """Named barriers of `dkdv.py`: of both consumer warpgroups, of the weights of each stage, of each by itself."""
+    """Named barriers of `dkdv/`: of both consumer warpgroups, of the weights of each stage, of each by itself."""
 
     BOTH = 1, 1
     WEIGHTS = 3, 3

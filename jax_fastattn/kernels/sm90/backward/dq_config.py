@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Variants and shared memory of the kernel that computes dq alone, `dq.py`. Pure Python, no import of the DSL."""
+"""Variants and shared memory of the kernel that computes dq alone, `dq/`. Pure Python, no import of the DSL."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DqConfig(TwoConsumers):
 
 @disjoint
 class DqBarrier(NamedBarrier):
-    """Named barriers of `dq.py`: those of each consumer warpgroup by itself."""
+    """Named barriers of `dq/`: those of each consumer warpgroup by itself."""
 
     WARPGROUP = 1, 2
 

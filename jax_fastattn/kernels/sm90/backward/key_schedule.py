@@ -380,7 +380,7 @@ class KeySchedule:
         if config.adds_dq:
             tiles = mask_past_end(tiles, row + config.keys > bounds.key_end, low=True)
         # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array, and past that of a
-        # packed sequence, whose rows are zeroed, P is 0 by the statistics. `dkdv.py` zeroes them in masked tiles.
+        # packed sequence, whose rows are zeroed, P is 0 by the statistics. `dkdv/` zeroes them in masked tiles.
         kind = bounds.kind
         checks_high = kind.left or kind.query_end or kind.rules
         masks_high = checks_high or (kind.packed and not config.adds_dq)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What both key-stationary kernels have: the launch, the warp that loads, and the frame of the consumers.
 
-`dkdv_dq.py` and `dkdv.py` each hold a `KeyStationary` and say which warps take which role.
+`dkdv_dq/` and `dkdv/` each hold a `KeyStationary` and say which warps take which role.
 """
 
 from collections.abc import Callable

@@ -22,10 +22,10 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs
-from jax_fastattn.kernels.sm90.backward.dbias import DbiasKernel
-from jax_fastattn.kernels.sm90.backward.dkdv import DkdvKernel
-from jax_fastattn.kernels.sm90.backward.dkdv_dq import DkdvDqKernel
-from jax_fastattn.kernels.sm90.backward.dq import DqKernel
+from jax_fastattn.kernels.sm90.backward.dbias.kernel import DbiasKernel
+from jax_fastattn.kernels.sm90.backward.dkdv.kernel import DkdvKernel
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.kernel import DkdvDqKernel
+from jax_fastattn.kernels.sm90.backward.dq.kernel import DqKernel
 from jax_fastattn.kernels.sm90.backward.preprocess import PreprocessKernel
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 

@@ -5,8 +5,8 @@
 If the gradient of sinks is computed, what each row adds to it is stored too.
 
 Memory is its limit if enough is on its way, and little is computed: lanes that share rows load all of them, 16 bytes at
-a time, and each does for one row what there is to do once for a row. `dkdv_dq.py` does not wait for all rows:
-`prologue` prepares the first heads; `background` runs concurrently with `dkdv_dq.py`, on a few SMs, and counts each of
+a time, and each does for one row what there is to do once for a row. `dkdv_dq/` does not wait for all rows:
+`prologue` prepares the first heads; `background` runs concurrently with `dkdv_dq/`, on a few SMs, and counts each of
 the other heads, whose CTAs wait for that.
 """
 
@@ -39,7 +39,7 @@ THREADS = 256
 _ROWS = 8
 # CTAs of `background`, each with an SM of its own, and their threads; 8 or 24 are as fast at length 1024.
 _BACKGROUND_CTAS, BACKGROUND_THREADS = 16, 512
-# Where a query sees fewer keys, `dkdv_dq.py` might wait: by arithmetic it takes statistics from 7 of those SMs.
+# Where a query sees fewer keys, `dkdv_dq/` might wait: by arithmetic it takes statistics from 7 of those SMs.
 _FEW_KEYS = 512
 # Of packed sequences `prologue` prepares so many times as many slots of 128 queries as slots of keys are begun
 # together.
@@ -197,7 +197,7 @@ class PreprocessKernel:
     def background(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
         """Writes the statistics of the other heads in the order in which kernels visit them, and counts each head."""
         thread, _, _ = cute.arch.thread_idx()
-        # The kernel of `dkdv_dq.py`, which this lets begin, relies on what `prologue` has written.
+        # The kernel of `dkdv_dq/`, which this lets begin, relies on what `prologue` has written.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 

@@ -146,12 +146,12 @@ class BackwardShared:
 
     @property
     def added(self) -> cute.Pointer:
-        """Barriers of tiles of dq in flight to which the third warpgroup has added, see `dq_atomic.py`."""
+        """Barriers of tiles of dq in flight to which the third warpgroup has added, see `dkdv_dq/dq_atomic.py`."""
         return self.regions.barriers["added"]
 
     @property
     def counted(self) -> cute.Pointer:
-        """Barriers of tiles of dq in flight that have been counted, see `dq_atomic.py`."""
+        """Barriers of tiles of dq in flight that have been counted, see `dkdv_dq/dq_atomic.py`."""
         return self.regions.barriers["counted"]
 
     @property

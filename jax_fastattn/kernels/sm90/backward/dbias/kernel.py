@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of a bias `[b, n, T, S]` on Hopper: a CTA owns a tile of it, and sums over what broadcasts.
 
-Two consumer warpgroups of 64 queries each keep a float32 sum of dS in registers (`dbias_consumer.py`); one warp loads.
+Two consumer warpgroups of 64 queries each keep a float32 sum of dS in registers (`consumer.py`); one warp loads.
 For each item, which is a pair of a batch entry and a query head that reads the tile:
 
     S = Q K^T    dP = dO V^T    sum += P (dP - delta)
@@ -35,9 +35,9 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT
-from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
-from jax_fastattn.kernels.sm90.backward.dbias_consumer import DbiasConsumer
-from jax_fastattn.kernels.sm90.backward.dbias_shared import DbiasShared
+from jax_fastattn.kernels.sm90.backward.dbias.config import DbiasMemory
+from jax_fastattn.kernels.sm90.backward.dbias.consumer import DbiasConsumer
+from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 from jax_fastattn.kernels.sums.schedule import HIDDEN, LAST, DbiasItem, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS

@@ -17,7 +17,7 @@ from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT
-from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import dq_tile_index
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The key-stationary Hopper backward kernel for head dims over 128: dk and dv. `dq.py` computes dq.
+"""The key-stationary Hopper backward kernel for head dims over 128: dk and dv. `dq/` computes dq.
 
-As `dkdv_dq.py`, but both warpgroups share 64 keys, of which dk and dv fill the registers of one warpgroup each:
+As `dkdv_dq/`, but both warpgroups share 64 keys, of which dk and dv fill the registers of one warpgroup each:
 
     scores warpgroup:   S^T = K Q^T    P    dV += P^T dO
     weights warpgroup:  dP^T = V dO^T    dS = P (dP - delta)    dK += dS^T Q
@@ -29,8 +29,8 @@ from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm90.backward.dkdv_role import DkdvState, Role, Stages
-from jax_fastattn.kernels.sm90.backward.dkdv_weights import WeightExchange
+from jax_fastattn.kernels.sm90.backward.dkdv.role import DkdvState, Role, Stages
+from jax_fastattn.kernels.sm90.backward.dkdv.weights import WeightExchange
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile
 from jax_fastattn.kernels.sm90.backward.key_stationary import KeyStationary

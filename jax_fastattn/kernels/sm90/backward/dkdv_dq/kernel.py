@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Hopper backward kernel for head dims up to 128: dk, dv and dq.
 
-A CTA works on 128 keys of one key/value head: two consumer warpgroups of 64 keys each (`dkdv_dq_consumer.py`), and a
+A CTA works on 128 keys of one key/value head: two consumer warpgroups of 64 keys each (`consumer.py`), and a
 warp that loads (`loader.py`). K and V stay in shared memory, tiles of Q (with statistics) and of dO pass through two
 rings (`shared.py`), for all query heads of the group. Per tile, everything transposed so that keys are rows:
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
 For dq the consumers put dS into shared memory as well, where a third warpgroup takes it up (`dq_reduce.py`). There is a
-CTA per SM, which takes one tile of keys after the other (`key_schedule.py`). Over head dim 128, `dkdv.py` has a tile of
-keys a CTA, and dq has a kernel of its own, `dq.py`; `key_stationary.py` has the launch and the producer of both.
+CTA per SM, which takes one tile of keys after the other (`key_schedule.py`). Over head dim 128, `dkdv/` has a tile of
+keys a CTA, and dq has a kernel of its own, `dq/`; `key_stationary.py` has the launch and the producer of both.
 
 Reads the statistics that are described in `gradient.py`.
 """
@@ -24,11 +24,11 @@ from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.dkdv_dq_consumer import DkdvDqConsumer
-from jax_fastattn.kernels.sm90.backward.dq_atomic import DqAtomic
-from jax_fastattn.kernels.sm90.backward.dq_reduce import DqCounters, DqReduce
-from jax_fastattn.kernels.sm90.backward.dq_semaphore import DqSemaphore
-from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.consumer import DkdvDqConsumer
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_atomic import DqAtomic
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_reduce import DqCounters, DqReduce
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_semaphore import DqSemaphore
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile
 from jax_fastattn.kernels.sm90.backward.key_stationary import KeyStationary
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder

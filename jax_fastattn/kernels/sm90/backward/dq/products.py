@@ -14,7 +14,7 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
+from jax_fastattn.kernels.sm90.backward.dq.shared import DqShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 

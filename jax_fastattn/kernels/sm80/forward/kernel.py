@@ -38,8 +38,8 @@ from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm80.config import ForwardConfig
-from jax_fastattn.kernels.sm80.forward_state import ForwardState, Operand, Operands, Place, QueryTile, RowState
+from jax_fastattn.kernels.sm80.forward.config import ForwardConfig
+from jax_fastattn.kernels.sm80.forward.state import ForwardState, Operand, Operands, Place, QueryTile, RowState
 from jax_fastattn.kernels.sm80.schedule import Work, schedule
 from jax_fastattn.kernels.tiles.plan import Bounds, Limits, Order
 from jax_fastattn.kernels.visits.lists import TileBits

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a thread of the forward kernel knows: its place, its CTA's tile of queries, and the registers of its rows.
 
-`forward.py` makes these objects once per CTA and passes them to its methods. No member is assigned afterwards; what
+`kernel.py` makes these objects once per CTA and passes them to its methods. No member is assigned afterwards; what
 changes from key tile to key tile are elements of register tensors.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer warpgroup of `dkdv.py` does for a tile of keys: the same for dv and dk, with other factors."""
+"""What a consumer warpgroup of `kernel.py` does for a tile of keys: the same for dv and dk, with other factors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
-from jax_fastattn.kernels.sm90.backward.dkdv_weights import Differentiate
+from jax_fastattn.kernels.sm90.backward.dkdv.weights import Differentiate
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared

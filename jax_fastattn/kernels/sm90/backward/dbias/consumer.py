@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer warpgroup of `dbias.py`: the sums of 64 queries and a tile of keys.
+"""A consumer warpgroup of `kernel.py`: the sums of 64 queries and a tile of keys.
 
 The warpgroups never wait for each other: the exponentials of one run concurrently with the products of the other.
 """
@@ -19,7 +19,7 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.places import Element
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
-from jax_fastattn.kernels.sm90.backward.dbias_shared import DbiasShared, Item, Items
+from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared, Item, Items
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS, padded_head_dim
 from jax_fastattn.kernels.sums.schedule import FULL, DbiasItem, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.sums.tile_sums import Hidden, Lane, MatrixSum, RowSums, start_sum

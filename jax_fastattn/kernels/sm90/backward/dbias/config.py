@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles and shared memory of the kernel that computes the gradient of a bias, see `dbias.py`.
+"""Tiles and shared memory of the kernel that computes the gradient of a bias, see `kernel.py`.
 
 Pure Python, no import of the DSL.
 """

@@ -22,10 +22,10 @@ from jax_fastattn.kernels.features.visible.bounds import Visibility
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT
+from jax_fastattn.kernels.sm90.backward.dq.products import DqProducts
+from jax_fastattn.kernels.sm90.backward.dq.shared import DqShared
+from jax_fastattn.kernels.sm90.backward.dq.tile import DqTile
 from jax_fastattn.kernels.sm90.backward.dq_config import DqBarrier, DqConfig
-from jax_fastattn.kernels.sm90.backward.dq_products import DqProducts
-from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
-from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.tiles.plan import Order
 from jax_fastattn.kernels.visits.visit import Phase, Visit

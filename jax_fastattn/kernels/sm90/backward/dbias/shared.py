@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles and barriers of `dbias.py` in shared memory, and the words by which the producer names items."""
+"""Tiles and barriers of `kernel.py` in shared memory, and the words by which the producer names items."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from cutlass import Int32, cute
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.sm90.backward.dbias_config import DbiasMemory
+from jax_fastattn.kernels.sm90.backward.dbias.config import DbiasMemory
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sums.tiles import KEYS
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer warpgroup of `dkdv_dq.py`: dK and dV of 64 keys, and dS for the warpgroup that computes dQ.
+"""A consumer warpgroup of `kernel.py`: dK and dV of 64 keys, and dS for the warpgroup that computes dQ.
 
 The warpgroups never wait for each other. Query tiles are visited from the last one down: masked ones (left window edge,
 end of the queries), full ones without mask code, masked ones (right window edge).
@@ -19,7 +19,7 @@ from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
-from jax_fastattn.kernels.sm90.backward.dkdv_dq_products import DkdvDqProducts
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.products import DkdvDqProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane

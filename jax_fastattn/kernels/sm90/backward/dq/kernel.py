@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The query-stationary Hopper backward kernel: dq without additions in memory, the same bits in every run.
 
-A CTA owns 128 query rows of one head (`dq_tile.py`): two consumer warpgroups of 64 rows each (`dq_consumer.py`), and
-one producer warp. Q and dO stay in shared memory, tiles of V and K pass through one ring of stages (`dq_shared.py`).
+A CTA owns 128 query rows of one head (`tile.py`): two consumer warpgroups of 64 rows each (`consumer.py`), and
+one producer warp. Q and dO stay in shared memory, tiles of V and K pass through one ring of stages (`shared.py`).
 Per tile:
 
     S = Q K^T    dP = dO V^T    dS = P (dP - delta)    dQ += dS K
@@ -26,10 +26,10 @@ from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sm90.backward.dq.consumer import DqConsumer
+from jax_fastattn.kernels.sm90.backward.dq.shared import DqShared
+from jax_fastattn.kernels.sm90.backward.dq.tile import DqTile
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig, DqMemory
-from jax_fastattn.kernels.sm90.backward.dq_consumer import DqConsumer
-from jax_fastattn.kernels.sm90.backward.dq_shared import DqShared
-from jax_fastattn.kernels.sm90.backward.dq_tile import DqTile
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, dq_schedule
 from jax_fastattn.kernels.tiles.plan import Order
 

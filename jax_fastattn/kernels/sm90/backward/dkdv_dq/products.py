@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The products of a consumer warpgroup of `dkdv_dq.py`, and what happens to their results in registers.
+"""The products of a consumer warpgroup of `kernel.py`, and what happens to their results in registers.
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 

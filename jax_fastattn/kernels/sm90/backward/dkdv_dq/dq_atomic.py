@@ -23,8 +23,8 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT, ROW_ALIGNMENT, BackwardMemory
-from jax_fastattn.kernels.sm90.backward.dq_reduce import DqCounters
-from jax_fastattn.kernels.sm90.backward.dq_state import CountingWarp, DqWarpgroup
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_reduce import DqCounters
+from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""P and dS of the warpgroups of `dkdv.py`, and the weights that pass from one warpgroup to the other.
+"""P and dS of the warpgroups of `kernel.py`, and the weights that pass from one warpgroup to the other.
 
 Weights are the factors of dP - delta in dS, see `score.py`. They lie in shared memory in 16 bits, in the
 order of the registers.
