@@ -36,8 +36,9 @@ from peers import IMPLEMENTATIONS
 from report import RESULTS, ROOT, slug
 from run import describe_run
 
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing.cases import Case, kernel_specs
 
 RESULT_NAMES = ("out", "dq", "dk", "dv")
 KINDS = {"rms": "root-mean-square errors", "max": "largest errors"}

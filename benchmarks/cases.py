@@ -12,8 +12,8 @@ import dataclasses
 
 import numpy as np
 
-from jax_fastattn.testing import models
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.cases import models
+from jax_fastattn.cases.case import Case
 
 TOKENS, WIDTH = 16384, 2048
 FLOP_FORMULA = "visible pairs * N * (2 H + 2 D) forward, visible pairs * N * (6 H + 4 D) backward"

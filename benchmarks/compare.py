@@ -34,9 +34,10 @@ from peers import IMPLEMENTATIONS
 from run import MODES, compiled, describe_run, timing
 
 from jax_fastattn import ffi
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.kernels.architectures import BORROWED
 from jax_fastattn.testing.borrow import borrow
-from jax_fastattn.testing.cases import Case, kernel_specs
 
 SIDES = ("before", "after")
 

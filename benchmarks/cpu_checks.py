@@ -24,8 +24,8 @@ from pathlib import Path
 import jax
 from run import describe_run
 
+from jax_fastattn.cases.case import Case
 from jax_fastattn.testing import combinations, draw_sizes
-from jax_fastattn.testing.cases import Case
 
 # Compiled programs of more kinds than these are dropped, so that the memory of a process stays in bounds.
 KINDS_AT_ONCE = 20

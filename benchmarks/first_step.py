@@ -32,7 +32,7 @@ from run import describe_run
 
 import jax_fastattn
 from jax_fastattn import ffi
-from jax_fastattn.testing.models import BIASED, CALLS
+from jax_fastattn.cases.models import BIASED, CALLS
 
 ARCH = "sm_90a"
 PAGE = ROOT / "docs" / "first_step.md"
@@ -45,7 +45,7 @@ class Model:
 
     Attributes:
         title: its name in the table.
-        calls: names of its kinds of layers in `CALLS` and `BIASED` of `testing.models`.
+        calls: names of its kinds of layers in `CALLS` and `BIASED` of `cases.models`.
         warmup: options of the command `warmup` for the same layers.
     """
 

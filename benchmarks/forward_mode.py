@@ -39,9 +39,10 @@ from report import RESULTS, slug
 from run import describe_run, share
 
 from jax_fastattn import ffi
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.ops import dispatch
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing.cases import Case, kernel_specs
 
 OURS, THEIRS, CUDNN = "jax_fastattn", "jax.nn-xla", "jax.nn-cudnn"
 FUSED = 3.6  # jvp by a fused kernel, in times of the forward kernel

@@ -183,10 +183,14 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     import test_gpu
 
     from jax_fastattn import ffi
+    from jax_fastattn.cases.kernels import kernel_specs
     from jax_fastattn.kernels.choose import configured
     from jax_fastattn.kernels.key import KernelSpec
     from jax_fastattn.testing import draws
-    from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, kernel_specs
+    from jax_fastattn.testing.cases.biases import BIASES
+    from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
+    from jax_fastattn.testing.cases.gpu import GPU_CASES
+    from jax_fastattn.testing.cases.hidden_rows import HIDDEN_ROWS
 
     cases = [*GPU_CASES, *BIASES.values(), *wild_draws(), *test_gpu.model_calls()]
     for seed in seeds:
@@ -324,7 +328,9 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
     from jax_fastattn.ops import vjp
     from jax_fastattn.testing import compare, draws
     from jax_fastattn.testing.borrow import borrow
-    from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES
+    from jax_fastattn.testing.cases.biases import BIASES
+    from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
+    from jax_fastattn.testing.cases.gpu import GPU_CASES
     from jax_fastattn.testing.pages import paged_arguments
     from jax_fastattn.testing.poison import poison
 

@@ -23,7 +23,7 @@ import numpy as np
 from peers import IMPLEMENTATIONS
 from run import describe_run
 
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.cases.case import Case
 
 MAGNITUDES = (1.6e5, 1.4e6, 1.6e7)
 SEEDS = 4

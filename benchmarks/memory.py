@@ -19,8 +19,8 @@ from pathlib import Path
 
 import jax
 
+from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.xla import passes as xla
 
 MIB = 2**20

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 import jax_fastattn
+from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing.cases import Case
 
 Attend = Callable[[Case, Operands], jax.Array]
 

@@ -39,10 +39,10 @@ from peers import IMPLEMENTATIONS, Attend, Unsupported
 from report import MODES, RESULTS, slug
 
 import jax_fastattn
+from jax_fastattn.cases.case import Case
 from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.combinations import wanted
 from jax_fastattn.testing.compare import Results, assert_within_budget, evaluate, same_dtype_attention
 
@@ -120,7 +120,7 @@ def prepare(names: list[str], arch: str, processes: int) -> None:
     """Compiles the kernels that cases need, unless the cache has them. Needs no GPU."""
     # Not above: `compare.py` runs this file with the package of older trees too.
     from jax_fastattn import ffi
-    from jax_fastattn.testing.cases import kernel_specs
+    from jax_fastattn.cases.kernels import kernel_specs
 
     specs = kernel_specs((CASES[name] for name in names), arch)
     with multiprocessing.get_context("spawn").Pool(min(processes, len(specs))) as pool:

@@ -14,8 +14,8 @@ import torch  # noqa: TID253 (peers.py imports this module only where it is aske
 from peers import refuse, refuse_alignment
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: TID253 (as above)
 
+from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing.cases import Case
 
 
 @dataclass(frozen=True)

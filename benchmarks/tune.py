@@ -42,6 +42,7 @@ from peers import IMPLEMENTATIONS
 from run import MODES, clocks, compiled, describe_run
 
 from jax_fastattn import ffi
+from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.architectures import BORROWED
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
@@ -50,7 +51,6 @@ from jax_fastattn.kernels.sm90.backward.dq_config import dq_config
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.borrow import borrow
-from jax_fastattn.testing.cases import Case
 
 # A variant that hangs holds the GPU until its process ends.
 LONGEST_STEP_SECONDS = 60.0

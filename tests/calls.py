@@ -17,12 +17,12 @@ import numpy as np
 import stand_in
 
 from jax_fastattn import attention
+from jax_fastattn.cases.case import Case
 from jax_fastattn.ffi import registry
 from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 from jax_fastattn.testing import compare
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.launches import count_launches  # noqa: F401 (tests call it as one of this module)
 
 # Every array of a call, in small sizes that are pairwise distinct.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fastattn import attention
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.cases.case import Case
 
 CASE = Case(
     query_length=5, key_length=7, num_kv_heads=3, group=2, head_dim=8, bias="bnts", sinks="n", scale_is_array=True

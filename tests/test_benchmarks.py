@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from jax_fastattn import ffi
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.reference import visible_pairs as visible_array
-from jax_fastattn.testing.cases import Case, kernel_specs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 
 from jax_fastattn import attention
+from jax_fastattn.cases.case import Case
 from jax_fastattn.reference import attention_reference, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.combinations import in_chunks
 from jax_fastattn.testing.poison import poison
 

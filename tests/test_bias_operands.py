@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.ffi import call
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import TILE_KEYS, BiasPlanes, bias_kind, bias_pitch
@@ -23,7 +25,6 @@ from jax_fastattn.ops.cuda.bias import MIN_SCALE, bias_operands, with_usable_sca
 from jax_fastattn.ops.cuda.launch import launch_scalars
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 from jax_fastattn.testing import combinations
-from jax_fastattn.testing.cases import Case, kernel_specs
 
 B, T, S, N, K, H = 2, 5, 11, 6, 3, 64
 SHAPES = list(itertools.product((1, B), (1, K, N), (1, T), (1, S)))

@@ -26,6 +26,9 @@ from test_import import COMPILER, WITHOUT
 
 import jax_fastattn
 from jax_fastattn import target_arch
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
+from jax_fastattn.cases.models import MODELS
 from jax_fastattn.cli import bench, info, machine, shapes, warmup
 from jax_fastattn.cli.main import build_parser, main
 from jax_fastattn.ffi import cache, call, registry
@@ -34,8 +37,6 @@ from jax_fastattn.kernels.choose import prepass_configs
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.spec import QKV
-from jax_fastattn.testing.cases import Case, kernel_specs
-from jax_fastattn.testing.models import MODELS
 
 ROOT = Path(__file__).parents[1]
 KEY = "ab" * 32

@@ -17,10 +17,11 @@ import jax
 import numpy as np
 import pytest
 
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.spec import HIDDEN_BIAS
 from jax_fastattn.testing import combinations, compare
-from jax_fastattn.testing.cases import Case, kernel_specs
 from jax_fastattn.testing.combinations import BIASES, MASKS, features_of
 from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, LARGE, SMALL, Sizes
 from jax_fastattn.testing.poison import fill, poison, visible_rows

@@ -20,9 +20,9 @@ from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastattn import attention, attention_varlen, explain, target_arch
+from jax_fastattn.cases.case import Case
 from jax_fastattn.ffi import TARGET_NAME
 from jax_fastattn.spec import OPERANDS, Operands
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.xla import passes as xla
 from jax_fastattn.xla.chunks import CPU
 

@@ -15,10 +15,10 @@ import jax
 import pytest
 
 from jax_fastattn import ffi
+from jax_fastattn.cases.case import Case
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.ops import dispatch
-from jax_fastattn.testing.cases import Case
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import calls
 import jax
 import pytest
 
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.cli import main as cli
 from jax_fastattn.cli import shapes, warmup
 from jax_fastattn.ffi import call
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.testing.cases import kernel_specs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

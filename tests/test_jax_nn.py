@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn import attention
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.cases.case import Case
 
 JAX_NN = inspect.signature(jax.nn.dot_product_attention).parameters
 HAS_RESIDUAL = "return_residual" in JAX_NN

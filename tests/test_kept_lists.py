@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.choose import kernel_spec, prepass_configs
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda import prepass
 from jax_fastattn.ops.cuda.prepass import TileLists
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-from jax_fastattn.testing.cases import Case
 
 CASE = Case("bfloat16", 2, 130, 200, 2, 2, 64, mask="bts", is_causal=True)
 

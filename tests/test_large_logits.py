@@ -20,9 +20,9 @@ import pytest
 from test_portable import SMALL_CHUNKS, run
 
 from jax_fastattn import attention
+from jax_fastattn.cases.case import Case
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.xla.blocks import Blocks
 from jax_fastattn.xla.chunks import CPU, Tuning
 

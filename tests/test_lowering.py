@@ -27,12 +27,12 @@ with warnings.catch_warnings():
     from flax import nnx
 
 from jax_fastattn import attention, attention_varlen, explain, ffi, target_arch
+from jax_fastattn.cases.case import Case
 from jax_fastattn.ffi import call
 from jax_fastattn.integrations import jax_nn
 from jax_fastattn.integrations.flax import attention_fn
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops import dispatch
-from jax_fastattn.testing.cases import Case
 
 BASE = Case(dtype="bfloat16", query_length=129, key_length=193, num_kv_heads=3, group=2, head_dim=32, v_head_dim=40)
 

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 
+from jax_fastattn.cases import models
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.models import BIASED, CALLS, DOCUMENTS, MODELS
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.reference import visible_pairs
-from jax_fastattn.testing import combinations, models
-from jax_fastattn.testing.cases import Case
-from jax_fastattn.testing.models import BIASED, CALLS, DOCUMENTS, MODELS
+from jax_fastattn.testing import combinations
 
 
 def small(name: str, length: int = 64) -> Case:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from jax_fastattn.canonical import batched, packed
+from jax_fastattn.cases.case import Case
 from jax_fastattn.ops import batching
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, QKV, AttentionSpec, Operands
 from jax_fastattn.testing import compare
-from jax_fastattn.testing.cases import Case
 
 PACKED = Case(batch=1, query_length=50, key_length=70, packed=((17, 30), (40, 25)), sinks="n", scale_is_array=True)
 CASES = {

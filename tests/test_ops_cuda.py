@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jax_fastattn import ffi
+from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import QKV
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import evaluate
 from jax_fastattn.testing.poison import visible_rows
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import jax_fastattn
+from jax_fastattn.cases.coverage import COVERAGE
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.support import unsupported_reasons
-from jax_fastattn.testing.support_table import COVERAGE, problems
+from jax_fastattn.testing.support_table import problems
 
 ROOT = Path(__file__).parents[1]
 PAGES = [path for top in (".", "docs", "docs/kernels", "notebook") for path in sorted((ROOT / top).glob("*.md"))]

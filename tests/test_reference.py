@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_fastattn.cases.case import Case
 from jax_fastattn.reference import attention_reference, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.cases import CPU_CASES, GPU_CASES, Case
+from jax_fastattn.testing.cases.cpu import CPU_CASES
+from jax_fastattn.testing.cases.gpu import GPU_CASES
 from jax_fastattn.testing.compare import (
     DIFFERENTIABLE,
     Attention,

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from jax_fastattn import attention, attention_varlen, explain
+from jax_fastattn.cases.case import Case
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.poison import poison
 from jax_fastattn.xla import passes as xla
 

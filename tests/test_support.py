@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.coverage import COVERAGE
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
 from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, forward_spec, kernel_spec
@@ -31,9 +34,11 @@ from jax_fastattn.kernels.support import (
 )
 from jax_fastattn.spec import UNBOUNDED
 from jax_fastattn.testing.borrow import borrow
-from jax_fastattn.testing.cases import FEW_QUERIES, GPU_CASES, MASKED, Case, kernel_specs
+from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
+from jax_fastattn.testing.cases.gpu import GPU_CASES
+from jax_fastattn.testing.cases.masked import MASKED
 from jax_fastattn.testing.combinations import BIASES
-from jax_fastattn.testing.support_table import COVERAGE, support_table
+from jax_fastattn.testing.support_table import support_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BASE = Case(dtype="bfloat16", group=2)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_fastattn.cases.case import Case
 from jax_fastattn.ffi import cache
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
@@ -21,7 +22,6 @@ from jax_fastattn.kernels.sm80.forward.config import ForwardConfig as PortableFo
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardConfigs
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
-from jax_fastattn.testing.cases import Case
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

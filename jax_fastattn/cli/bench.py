@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn import attention, attention_varlen
+from jax_fastattn.cases.case import Case
 from jax_fastattn.cli import shapes
 from jax_fastattn.cli.errors import CommandError
 from jax_fastattn.cli.text import columns, file_size
 from jax_fastattn.ops import dispatch
 from jax_fastattn.spec import DIFFERENTIABLE, Operands
-from jax_fastattn.testing.cases import Case
 
 Attend = Callable[[Case, Operands], Any]
 

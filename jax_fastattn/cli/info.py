@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jax_fastattn import ffi
+from jax_fastattn.cases.models import MODELS
 from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import UsageError
 from jax_fastattn.cli.text import columns, file_size
@@ -26,7 +27,6 @@ from jax_fastattn.ffi import cache, registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.support import describe_kernels
 from jax_fastattn.ops import dispatch
-from jax_fastattn.testing.models import MODELS
 
 _PACKAGES = (
     "jax_fastattn",

@@ -10,11 +10,11 @@ import math
 import re
 from typing import Any, NoReturn
 
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.coverage import COVERAGE
+from jax_fastattn.cases.models import MODELS, layers_by_name
 from jax_fastattn.cli.errors import UsageError
 from jax_fastattn.kernels.architectures import ARCHITECTURES
-from jax_fastattn.testing.cases import Case
-from jax_fastattn.testing.models import MODELS, layers_by_name
-from jax_fastattn.testing.support_table import COVERAGE
 
 # Arguments of `attention` that are arrays or results of their own.
 WITH = (

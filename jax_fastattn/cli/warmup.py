@@ -20,6 +20,8 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from jax_fastattn import ffi
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
@@ -29,7 +31,6 @@ from jax_fastattn.kernels.decode.config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops.cuda.passes import HEAD_DIM_MULTIPLE
-from jax_fastattn.testing.cases import Case, kernel_specs
 
 # Long calls; calls with a config for short lengths, packed ones too; and calls with so many short heads that dq is
 # added in semaphore order. Together with `few_queries`, `biased` and `compared` they have every key that any size has,

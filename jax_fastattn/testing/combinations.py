@@ -22,10 +22,10 @@ import jax
 import numpy as np
 
 from jax_fastattn.api import attention
+from jax_fastattn.cases.case import Case
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
 from jax_fastattn.testing import compare, draws
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import Results
 from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, Sizes
 from jax_fastattn.testing.poison import poison

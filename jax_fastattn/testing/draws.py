@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.api import attention_varlen
+from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import Results
 
 # Lengths around those of tiles; any other length is as likely as one of them.

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import Operands
 from jax_fastattn.testing import draws
-from jax_fastattn.testing.cases import Case
 
 # Fields of cases that calls over pages have no argument for.
 _DENSE = ("mask", "bias", "segments", "documents", "packed", "query_seq_lengths")

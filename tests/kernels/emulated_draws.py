@@ -19,10 +19,10 @@ import numpy as np
 from emulated_launch import MULTIPROCESSORS
 
 from jax_fastattn import ffi
+from jax_fastattn.cases.case import Case
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.testing import combinations, compare
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.compare import Results
 from jax_fastattn.testing.poison import poison
 

@@ -17,6 +17,7 @@ from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks
 from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
 
 from jax_fastattn import packed
+from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.key import KernelSpec
@@ -30,7 +31,6 @@ from jax_fastattn.kernels.sm90.backward.launches import HeadOrders
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel as HopperForwardKernel
 from jax_fastattn.ops.cuda.records import tile_records
-from jax_fastattn.testing.cases import Case
 from jax_fastattn.testing.draws import moved
 
 # JAX compiles each operation by itself otherwise, for each shape.

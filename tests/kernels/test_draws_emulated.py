@@ -21,7 +21,7 @@ import emulated_draws
 import emulated_ops
 import jax.numpy as jnp
 
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.cases.case import Case
 from jax_fastattn.testing.combinations import features_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -21,6 +21,9 @@ import pytest
 
 import jax_fastattn
 from jax_fastattn import ffi
+from jax_fastattn.cases import models
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.ffi import cache
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
@@ -29,8 +32,11 @@ from jax_fastattn.ops import vjp
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-from jax_fastattn.testing import combinations, compare, draw_sizes, draws, models
-from jax_fastattn.testing.cases import BIASES, FEW_QUERIES, GPU_CASES, HIDDEN_ROWS, Case, kernel_specs
+from jax_fastattn.testing import combinations, compare, draw_sizes, draws
+from jax_fastattn.testing.cases.biases import BIASES
+from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
+from jax_fastattn.testing.cases.gpu import GPU_CASES
+from jax_fastattn.testing.cases.hidden_rows import HIDDEN_ROWS
 from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.gpu

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from jax_fastattn import paged_attention
+from jax_fastattn.cases.case import Case
 from jax_fastattn.testing import combinations, compare
-from jax_fastattn.testing.cases import FEW_QUERIES, Case
+from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
 from jax_fastattn.testing.pages import can_be_paged, paged_arguments
 from jax_fastattn.testing.poison import poison
 

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from jax_fastattn import packed
+from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.records import Record, slot_count
 from jax_fastattn.ops.cuda.records import tile_records
-from jax_fastattn.testing.cases import Case, kernel_specs
 from jax_fastattn.testing.draws import packed_draws, wild_draws
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")

@@ -16,12 +16,13 @@ import test_combinations
 import test_gpu
 import test_portable
 
+from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import Operands
 from jax_fastattn.testing import combinations, compare, draw_sizes
-from jax_fastattn.testing.cases import HIDDEN_ROWS, Case
+from jax_fastattn.testing.cases.hidden_rows import HIDDEN_ROWS
 from jax_fastattn.testing.poison import visible_rows
 
 # Settings that hide rows, and whether a case has them.

@@ -20,11 +20,11 @@ import pytest
 import resources
 from resources import KernelResources, inspect_kernel
 
+from jax_fastattn.cases.coverage import ALL_ROWS, COVERAGE, ONE_ROW
 from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.testing.support_table import ALL_ROWS, COVERAGE, ONE_ROW
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastattn
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.cases.case import Case
 from jax_fastattn.testing.combinations import inputs
 from jax_fastattn.testing.poison import poison
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jax_fastattn.testing.cases import Case
+from jax_fastattn.cases.case import Case
 
 
 def _model(heads: int, kv_heads: int, head_dim: int, *layers: dict[str, Any]) -> tuple[Case, ...]:

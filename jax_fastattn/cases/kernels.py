@@ -1,0 +1,30 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that cases need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jax_fastattn.cases.case import Case
+from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
+from jax_fastattn.kernels.choose import forward_spec, prepass_configs, prepass_spec
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.ops.cuda.bias_gradient import backward_spec
+
+
+def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
+    """Returns the distinct kernels that the cases need, forward and backward with prepasses, each to be compiled.
+
+    Those of gradients of a bias are for an H100's number of SMs.
+    """
+    found: dict[KernelSpec, None] = {}
+    for case in cases:
+        problem = case.problem()
+        forward, asked = forward_spec(problem, arch), {"dlse": case.dlse, "dsinks": case.sinks is not None}
+        dbias = case.bias is not None and not case.constant_bias
+        backward = backward_spec(problem, arch, **asked, dbias=dbias, multiprocessors=H100_MULTIPROCESSORS)
+        configs = (*prepass_configs(forward), *prepass_configs(backward))
+        prepasses = (prepass_spec(problem.spec, config, arch) for config in configs)
+        found |= dict.fromkeys((forward, backward, *prepasses))
+    return list(found)
