@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def emulated(arch: str, seed: int, count: int) -> tuple[Callable[[Case], None], list[Case]]:
     """Returns what checks a call in the emulator of an architecture, and calls for it."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests" / "kernels"))
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "kernels" / "emulator"))
     import emulated_draws
 
     return functools.partial(emulated_draws.check, arch=arch), emulated_draws.draws(seed, count, arch)

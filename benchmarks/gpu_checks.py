@@ -179,7 +179,7 @@ def main() -> None:
 
 def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     """Compiles the kernels of the suite's cases and draws, and those of the sanitizers, unless the cache has them."""
-    sys.path.append(str(ROOT / "tests" / "kernels"))
+    sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "tests" / "kernels" / "emulator")]
     import test_gpu
 
     from jax_fastattn import ffi

@@ -315,7 +315,7 @@ def listings(commit: str, options: argparse.Namespace) -> dict[str, dict[str, Ke
         (folder / f"{row}.json.gz").exists() for row in matching(json.loads(names.read_text()), options.rows)
     ):
         with worktree(commit) as tree:
-            environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree}/tests/kernels"}
+            environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree}/tests/kernels:{tree}/tests/kernels/emulator"}
             command = [sys.executable, __file__, "--cache", str(folder), "--rows", *options.rows, "--worker"]
             workers = [
                 subprocess.Popen([*command, str(i), str(options.jobs)], env=environment, cwd=tree)
@@ -361,7 +361,7 @@ def load(path: Path) -> dict[str, Kernel]:
 def compile_rows(options: argparse.Namespace) -> None:
     """Compiles a share of the rows of the commit whose tree is on the path."""
     # The folders of the worktree come first. A commit whose `resources` lies in the package is read by today's.
-    sys.path.append(str(ROOT / "tests" / "kernels"))
+    sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "tests" / "kernels" / "emulator")]
     import test_resources  # type: ignore[import-not-found]
 
     number, count = options.worker

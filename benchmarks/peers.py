@@ -18,16 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from refusals import Unsupported, refuse, refuse_alignment
 
 import jax_fastattn
 from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import Operands
 
 Attend = Callable[[Case, Operands], jax.Array]
-
-
-class Unsupported(Exception):
-    """There is no argument for what the case asks for."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,6 @@ class Implementation:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
             return "from source"
-
-
-def refuse(case: Case, *names: str) -> None:
-    """Raises for fields of the case that are set and that the caller has no argument for."""
-    asked = [name for name in names if getattr(case, name) not in (None, 0, False, (None, None))]
-    if asked:
-        raise Unsupported(f"no argument for {', '.join(asked)}")
 
 
 def boundaries(lengths: tuple[int, ...]) -> jax.Array:
@@ -156,12 +146,6 @@ def dew_flash_attn(case: Case, operands: Operands) -> jax.Array:
         options |= {"key_cu_seqlens": key_starts, "key_max_seqlen": longest[1]}
         return flash_mha_varlen(*(x[0] for x in operands[:3]), query_starts, longest[0], **options)[None]
     return flash_mha(*operands[:3], **options)
-
-
-def refuse_alignment(case: Case) -> None:
-    """Raises where masks that are aligned to the last key differ from those aligned to the first."""
-    if case.spec().bounds != (None, None) and case.query_length != case.key_length:
-        raise Unsupported("its masks are aligned to the last key")
 
 
 def tokamax(case: Case, operands: Operands) -> jax.Array:

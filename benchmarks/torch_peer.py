@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch  # noqa: TID253 (peers.py imports this module only where it is asked for)
-from peers import refuse, refuse_alignment
+from refusals import refuse, refuse_alignment
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: TID253 (as above)
 
 from jax_fastattn.cases.case import Case

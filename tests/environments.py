@@ -72,7 +72,7 @@ class Environment:
         return ROOT / self.directory / "bin" / "python"
 
 
-# Keras is for one test in tests/test_integrations_jax_nn.py; both are for recipes.
+# Keras is for one test in tests/integrations/test_integrations_jax_nn.py; both are for recipes.
 NEWEST = Environment(
     ".venv-newest",
     ("dev", "docs", "examples", "test"),

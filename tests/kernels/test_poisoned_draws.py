@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import test_combinations
 import test_gpu
-import test_portable
+import test_passes
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.choose import configured, kernel_spec
@@ -72,7 +72,7 @@ def cases_of(test: Any) -> list[Case]:
 def draws(suite: str) -> list[Case]:
     """Returns what a suite draws."""
     if suite == "CPU":
-        return cases_of(test_portable.test_chunks)
+        return cases_of(test_passes.test_chunks)
     if suite == "GPU":
         return [case for case in cases_of(test_gpu.test_results_and_gradients) if case in HIDDEN_ROWS.values()]
     if suite == "GPU, portable kernels":
@@ -180,13 +180,13 @@ def test_both_families_run_on_poison_on_a_gpu(name: str, monkeypatch: pytest.Mon
 
 def test_the_portable_path_runs_on_poison(key: jax.Array, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr(test_portable, "poison", lambda *_: ("operands", "dout", "dlse"))
-    monkeypatch.setattr(test_portable, "run", lambda spec, *arrays: ran.append(arrays[:3]))
-    monkeypatch.setattr(test_portable, "evaluate", lambda *_: None)
-    monkeypatch.setattr(test_portable, "assert_same", lambda *_: None)
-    case = cases_of(test_portable.test_chunks)[0]
+    monkeypatch.setattr(test_passes, "poison", lambda *_: ("operands", "dout", "dlse"))
+    monkeypatch.setattr(test_passes, "run", lambda spec, *arrays: ran.append(arrays[:3]))
+    monkeypatch.setattr(test_passes, "evaluate", lambda *_: None)
+    monkeypatch.setattr(test_passes, "assert_same", lambda *_: None)
+    case = cases_of(test_passes.test_chunks)[0]
     assert case.dtype == "float32"  # another one is compared in another way
-    test_portable.test_chunks(case, key)
+    test_passes.test_chunks(case, key)
     assert ran == [("operands", "dout", "dlse")]
 
 

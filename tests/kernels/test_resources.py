@@ -480,7 +480,7 @@ while True:
 @pytest.fixture(scope="module")
 def compiler_with_remarks() -> Iterator[subprocess.Popen[bytes]]:
     """A process that runs `_SHOW_REMARKS`. It is shared, because it starts as long as a kernel or two compile."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parent / "emulator"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}", "PYTHONPATH": path}
     command = [sys.executable, "-c", _SHOW_REMARKS]
     pipe = subprocess.PIPE

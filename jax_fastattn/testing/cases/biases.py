@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Biases: each kind, dtype and head dim that has a variant of its own, large matrices, and elements that count as -inf."""
+"""Biases: kinds, dtypes and head dims that have a variant, large matrices, and elements that count as -inf."""
 
 from __future__ import annotations
 

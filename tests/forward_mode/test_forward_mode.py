@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward mode and second derivatives of `attention`, in every order and under every transformation.
 
-tests/test_tangents.py has the numbers of the XLA path in float64, tests/test_forward_mode_meshes.py the meshes.
+tests/xla/test_tangents.py has the numbers of the XLA path in float64, test_forward_mode_meshes.py the meshes.
 """
 
 from __future__ import annotations

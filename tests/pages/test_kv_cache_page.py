@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-PAGE = (Path(__file__).parents[1] / "docs" / "kv_cache.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "kv_cache.md").read_text()
 PLAIN, FLAX, PAGES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 TOLERANCE = 1e-5
 

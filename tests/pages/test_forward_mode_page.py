@@ -17,7 +17,7 @@ import pytest
 
 from jax_fastattn import attention
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "forward_mode.md").read_text()
 LAYERS = 2
 

@@ -12,7 +12,7 @@ import pytest
 
 import jax_fastattn
 
-PAGE = (Path(__file__).parents[1] / "docs" / "long_sequences.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "long_sequences.md").read_text()
 
 
 def test_code(capsys: pytest.CaptureFixture[str]) -> None:

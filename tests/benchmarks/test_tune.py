@@ -23,7 +23,7 @@ from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardCo
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import tune
 

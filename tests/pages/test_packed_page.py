@@ -15,7 +15,7 @@ import pytest
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
     """What the code of the page defines."""
-    page = (Path(__file__).parents[1] / "docs" / "packed.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "packed.md").read_text()
     found: dict[str, Any] = {}
     with warnings.catch_warnings():
         # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates.

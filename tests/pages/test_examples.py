@@ -23,7 +23,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = "--layers 2 --width 32 --heads 4 --kv-heads 2 --length 48 --batch 4 --steps 25 --eval-every 10 --sample 4"
 
 

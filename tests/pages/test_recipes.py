@@ -20,7 +20,7 @@ from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops import dispatch
 from jax_fastattn.spec import Problem
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples" / "recipes").glob("*.py"))}
 DOCKERFILE = ROOT / "examples" / "recipes" / "Dockerfile"
 NEEDS = {"equinox_layer": "equinox", "keras_model": "keras", "export": "cutlass"}

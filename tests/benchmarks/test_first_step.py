@@ -16,7 +16,7 @@ from jax_fastattn.cli import shapes, warmup
 from jax_fastattn.ffi import call
 from jax_fastattn.kernels.key import KernelSpec
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import first_step
 

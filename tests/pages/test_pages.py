@@ -17,7 +17,7 @@ import pytest
 import jax_fastattn
 from jax_fastattn import ffi
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 SITE = (DOCS.parent / "mkdocs.yml").read_text()
 BLOCK = re.compile(r"```(python|text)\n(.*?)```", re.DOTALL)
 

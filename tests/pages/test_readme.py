@@ -18,7 +18,7 @@ from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.testing.support_table import problems
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [path for top in (".", "docs", "docs/kernels", "notebook") for path in sorted((ROOT / top).glob("*.md"))]
 README = (ROOT / "README.md").read_text()
 SEPARATOR = "-- next block --"

@@ -83,7 +83,7 @@ def test_another_process_compiles_the_same_bytes(compiler: Any) -> None:
         "import hashlib, pickle, sys; from jax_fastattn.ffi import compiler; "
         "print(hashlib.sha256(compiler.compile_kernel(pickle.load(sys.stdin.buffer))).hexdigest())"
     )
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, input=pickle.dumps(FORWARD), env=environment, capture_output=True, check=True)

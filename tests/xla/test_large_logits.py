@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_portable import SMALL_CHUNKS, run
+from test_passes import SMALL_CHUNKS, run
 
 from jax_fastattn import attention
 from jax_fastattn.cases.case import Case

@@ -49,7 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(code: str, *arguments: object, directory: Path, preamble: str = PREAMBLE) -> str:
     """What a new process prints; `directory` is its cache."""
-    package, tests = Path(jax_fastattn.__file__).parents[1], Path(__file__).parent
+    package, tests = Path(jax_fastattn.__file__).parents[1], Path(__file__).parents[1]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(package), str(tests), os.environ.get("PYTHONPATH", "")]),
         "JAX_FASTATTN_CACHE_DIR": str(directory),

@@ -22,7 +22,7 @@ from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.reference import visible_pairs as visible_array
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import cases
 import compare

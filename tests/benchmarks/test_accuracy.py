@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_portable import SMALL_CHUNKS, run
+from test_passes import SMALL_CHUNKS, run
 
 from jax_fastattn import attention
 from jax_fastattn.spec import Operands
 from jax_fastattn.xla.chunks import CPU, Tuning
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import accuracy
 import peers
