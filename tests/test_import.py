@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.metadata
 import os
@@ -164,6 +165,24 @@ def test_public_names() -> None:
     ours += ["all_to_all_attention", "positions", "ring_attention", "unzigzag", "zigzag"]
     assert sorted(jax_fastattn.__all__) == sorted(ours)
     assert all(callable(getattr(jax_fastattn, name)) for name in jax_fastattn.__all__)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("jax_fastattn.api", "all_to_all_attention attention attention_varlen explain paged_attention positions"),
+        ("jax_fastattn.api", "ring_attention unzigzag zigzag"),
+        ("jax_fastattn.integrations.flax", "Packed attention_fn bind"),
+        ("jax_fastattn.integrations.jax_nn", "install installed uninstall"),
+    ],
+)
+def test_public_names_are_imported_from_where_they_were(module: str, names: str) -> None:
+    """Users' imports do not depend on the room in which a function lives."""
+    found = importlib.import_module(module)
+    for name in names.split():
+        function = getattr(found, name)
+        assert callable(function)
+        assert getattr(jax_fastattn, name, function) is function
 
 
 def test_dir_shows_the_public_names_alone() -> None:
