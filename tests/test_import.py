@@ -67,9 +67,9 @@ def test_a_list_of_cases_starts_no_backend_and_traces_nothing() -> None:
         import jax
         events = []
         jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: events.append(event))
-        from jax_fastattn.testing import cases
+        from jax_fastattn.testing.cases import gpu
         from jax._src import xla_bridge
-        print(len(cases.GPU_CASES) > 100, bool(xla_bridge._backends), events)
+        print(len(gpu.GPU_CASES) > 100, bool(xla_bridge._backends), events)
         jax.eval_shape(jax.jit(lambda: 1))
         print(bool(events))
     """
