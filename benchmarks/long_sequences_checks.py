@@ -111,7 +111,10 @@ def as_partitioned(query: Any, key: Any, value: Any, boundaries: Any = None, **o
 
     Its kernels are those of the share. Of packed rows the ring is not told that queries and keys have one boundary.
     """
-    return_residual, ring = options.pop("return_residual", False), Ring(("seq",), DEVICES, balance=True)
+    return_residual, ring = (
+        options.pop("return_residual", False),
+        Ring(("seq",), DEVICES, balance=True, mesh=(("seq", DEVICES),)),
+    )
     if boundaries is None:
         spec, operands = canonical_ring.canonicalize(query, key, value, ring=ring, **options)
     else:

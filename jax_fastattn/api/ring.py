@@ -110,7 +110,7 @@ def ring_attention(
             B; dtypes as for `attention`.
         bias, mask: broadcastable to `[B, N, L, n M]`: this device's rows, in the order of its queries, and all columns,
             in the order of the whole sequence. Default: None.
-        axis_name: the name of the mesh axis, or several names, major first.
+        axis_name: the name of the mesh axis, or several names in any order, major first.
         layout: the order of rows over the devices. "contiguous", the default: device i has part i of n. "zigzag": it
             has the chunks i and 2 n - 1 - i of 2 n chunks, see `zigzag`.
         balance: whether devices of contiguous rows that have no work in a step compute queries of others, where this
@@ -231,7 +231,7 @@ def all_to_all_attention(
     Args:
         query, key, value: as for `ring_attention`. n divides N. If n does not divide K, K divides n, and key/value
             heads are repeated.
-        axis_name: the name of the mesh axis, or several names, major first.
+        axis_name: the name of the mesh axis, or several names in any order, major first.
         bias, mask, boundaries, segment_ids, query_seq_lengths, key_value_seq_lengths, query_offset: as for
             `ring_attention`.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, deterministic: as for

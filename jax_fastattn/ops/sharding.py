@@ -133,7 +133,8 @@ class Split:
         count = _size(self.mesh, names)
         has_padding = self.lengths[0] % count or (keys and self.lengths[1] % count)
         lengths = self.lengths if has_padding else None
-        return Ring(names, count, balance=True, whole_keys=not keys, lengths=lengths)
+        mesh = tuple(self.mesh.shape.items())
+        return Ring(names, count, balance=True, mesh=mesh, whole_keys=not keys, lengths=lengths)
 
     @property
     def sharers(self) -> tuple[str, ...]:

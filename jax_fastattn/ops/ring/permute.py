@@ -26,7 +26,7 @@ _UNITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 def permute(ring: Ring, arrays: list[jax.Array], pairs: Pairs) -> list[jax.Array]:
     """Returns what arrived: the arrays of the first device of a pair arrive at the second one, zeros elsewhere."""
     if len(arrays) == 1:
-        return [jax.lax.ppermute(arrays[0], ring.axes, pairs)]
+        return [_permute(ring, arrays[0], pairs)]
     return permute_during(ring, [arrays], pairs, ())[0][0]
 
 
@@ -55,7 +55,7 @@ def permute_during(
         size = max(x.size for x in bits)
         padded = [jnp.pad(x, (0, size - x.size)) for x in bits]
         chosen = padded[0] if is_second is None else jnp.where(is_second, padded[1], padded[0])
-        moved = jax.lax.ppermute(chosen, ring.axes, pairs)
+        moved = _permute(ring, chosen, pairs)
         if after:
             moved, after = jax.lax.optimization_barrier((moved, after))
         arrived = [_unpack(moved[: x.size], group) for x, group in zip(bits, sent, strict=True)]
@@ -70,6 +70,15 @@ def permute_during(
 
     *arrived, given = _cut(send(*itertools.chain(*groups, given)), sizes)
     return arrived, tree.unflatten(given)
+
+
+def _permute(ring: Ring, x: jax.Array, pairs: Pairs) -> jax.Array:
+    """Returns what arrived of one array. JAX permutes over axes in the order of the mesh alone."""
+    sizes = {name: size for name, size in ring.mesh if name in ring.axes}
+    axes = tuple(sizes)
+    # The number that each device of the ring has along the axes in the mesh's order.
+    numbers = np.arange(ring.size).reshape(*sizes.values()).transpose([axes.index(name) for name in ring.axes]).ravel()
+    return jax.lax.ppermute(x, axes, [(int(numbers[source]), int(numbers[target])) for source, target in pairs])
 
 
 def _is_zero(tangent: Any) -> bool:
