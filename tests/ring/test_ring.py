@@ -112,6 +112,16 @@ def test_log_sum_exp_and_its_gradient(mask: str) -> None:
     rings.check(2, rings.draw(20), layouts=["zigzag"], dlse=dlse, return_residual=True, **MASKS[mask])
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_lengths_that_int32_just_holds_hide_what_they_hide_on_one_device(layout: str) -> None:
+    """Less than the first row of a device, int32 does not hold the smallest length."""
+    least = jnp.iinfo(jnp.int32).min
+    lengths = {"query_seq_lengths": jnp.array([least, 7, 20]), "key_value_seq_lengths": jnp.array([9, least + 3, 20])}
+    arrays = {name: x for name, x in rings.draw(20, batch=3).items() if name != "dout"} | lengths
+    found, expected = (calls.quick_jit(x)(arrays) for x in (rings.split(2, arrays, layout=layout), rings.whole()))
+    calls.assert_same(jax.device_get(found), jax.device_get(expected))
+
+
 ROW_BIASES = [((2, 4, 20, 1), None, "zigzag"), ((1, 2, 20, 1), 3.0, "contiguous"), ((2, 1, 1, 1), None, "contiguous")]
 
 

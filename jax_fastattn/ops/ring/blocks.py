@@ -130,7 +130,8 @@ class _Chunks(NamedTuple):
         """Returns how many rows of the block are before lengths `[B]`; of two chunks these are a prefix of both."""
         if x is None:
             return None
-        parts = [jnp.clip(x - start, 0, size).astype(jnp.int32) for start in starts]
+        # Clipped first: int32 may not hold `x - start`.
+        parts = [jnp.subtract(jnp.clip(x, start, start + size), start).astype(jnp.int32) for start in starts]
         return self.join(parts) if self.is_folded else sum(parts[1:], start=parts[0])
 
 
