@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, Unpack, overload
 
@@ -285,14 +286,16 @@ def zigzag(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
 
     Raises:
         ValueError: `size` is not positive, `x` has no such axis, or 2 * size does not divide it.
-        TypeError: `x` is not an array.
+        TypeError: `x` is not an array, or `size` or `axis` is no int.
     """
-    return reorder(_with_chunks(x, size, axis), zigzag_order(size), axis)
+    x, size, axis = _checked(x, size, axis)
+    return reorder(x, zigzag_order(size), axis)
 
 
 def unzigzag(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
     """Inverts `zigzag`, whose arguments and errors it has."""
-    return reorder(_with_chunks(x, size, axis), list(inverse(size)), axis)
+    x, size, axis = _checked(x, size, axis)
+    return reorder(x, list(inverse(size)), axis)
 
 
 def positions(axis_name: AxisNames, length: int, layout: Layout = "contiguous") -> jax.Array:
@@ -306,10 +309,11 @@ def positions(axis_name: AxisNames, length: int, layout: Layout = "contiguous") 
         int32 `[length]`: the place of each row.
 
     Raises:
-        ValueError: there is no such mesh axis or layout, or `length` is odd in zigzag order.
-        TypeError: `axis_name` is not a string, nor several.
+        ValueError: there is no such mesh axis or layout, or `length` is negative, or odd in zigzag order.
+        TypeError: `axis_name` is not a string, nor several; or `length` is no int.
     """
     ring = _ring(axis_name, layout, balance=False)
+    length = validation.check_rows("length", length)
     validation.check_chunks(layout, length=length)
     starts = chunk_starts(ring, jax.lax.axis_index(ring.axes).astype(jnp.int32), length)
     rows = jnp.arange(length // len(starts), dtype=jnp.int32)
@@ -325,23 +329,24 @@ def _ring(axis_name: AxisNames, layout: Layout, balance: bool) -> Ring:
             "strings"
         )
     axes = tuple(axes)
-    if layout not in ("contiguous", "zigzag"):
-        raise ValueError(f'`layout` is {layout!r}, expected "contiguous" or "zigzag"')
-    try:
-        size = jax.lax.axis_size(axes)
-    except NameError as error:
+    validation.check_layout(layout)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(axes) <= set(mesh.manual_axes):
         raise ValueError(
             f"`axis_name` is {axis_name!r}, expected axes of the mesh of an enclosing `jax.shard_map`; call inside "
             "one, or call `jax_fastattn.attention` under `jax.jit`"
-        ) from error
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return Ring(axes, size, layout, balance and layout == "contiguous", mesh=sizes)
+        )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"`axis_name` is {axis_name!r}, expected names that differ; pass each mesh axis once")
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    size = math.prod(sizes[axis] for axis in axes)
+    return Ring(axes, size, layout, balance and layout == "contiguous", mesh=tuple(sizes.items()))
 
 
-def _with_chunks(x: jax.Array, size: int, axis: int) -> jax.Array:
-    """Returns x; raises unless it is an array with an axis that can be cut into two chunks for each device."""
-    x = x if hasattr(x, "shape") else validation.as_array("x", x)
+def _checked(x: jax.Array, size: int, axis: int) -> tuple[jax.Array, int, int]:
+    """Returns the arguments; raises unless x is an array whose axis can be cut into two chunks for each device."""
+    x = validation.as_array("x", x)
+    size, axis = validation.check_integer("size", size), validation.check_integer("axis", axis)
     if size < 1:
         raise ValueError(f"`size` is {size}, expected at least 1; pass the devices along the mesh axis")
     if not -len(x.shape) <= axis < len(x.shape):
@@ -351,4 +356,4 @@ def _with_chunks(x: jax.Array, size: int, axis: int) -> jax.Array:
             f"`x` has shape {x.shape} with {x.shape[axis]} rows, expected a multiple of {2 * size}, twice the devices; "
             "pad the rows and pass `key_value_seq_lengths` and `query_seq_lengths`"
         )
-    return x
+    return x, size, axis

@@ -9,12 +9,14 @@ computes on array values: lengths, offsets and ids are checked for shape and dty
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.core
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -249,6 +251,30 @@ def check_int32(name: str, x: int) -> None:
         raise ValueError(f"`{name}` is {x}, expected a value that int32 holds")
 
 
+def check_integer(name: str, x: Any) -> int:
+    """Returns `x` as a Python int; raises unless it is an integer that int32 holds, known when the call is traced."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"`{name}` is a traced value, expected a Python int; mark it static under jit")
+    try:
+        value = None if isinstance(x, (bool, np.bool_)) else operator.index(x)
+    except TypeError:
+        value = None
+    if value is None:
+        raise TypeError(f"`{name}` is {type(x).__name__}, expected an int; pass a number")
+    check_int32(name, value)
+    return value
+
+
+def check_rows(name: str, x: Any) -> Any:
+    """Returns how many rows a device has as a Python int, or unchanged if it is symbolic; raises if it is negative."""
+    if jax.export.is_symbolic_dim(x):
+        return x
+    rows = check_integer(name, x)
+    if rows < 0:
+        raise ValueError(f"`{name}` is {rows}, expected at least 0; pass the rows of this device")
+    return rows
+
+
 def check_flag(name: str, x: Any) -> bool:
     """Returns `x` as a Python bool; raises TypeError if it is anything else, such as a traced value."""
     if isinstance(x, jax.core.Tracer):
@@ -272,6 +298,14 @@ def check_window(window: int | Sequence[int | None] | None) -> tuple[int | None,
             raise ValueError(f"`local_window_size` is {window!r}, expected sides >= 0; pass None for an unlimited side")
     left, right = (None if side is None else int(side) for side in sides)
     return left, right
+
+
+def check_layout(layout: Any) -> None:
+    """Raises unless `layout` is an order of rows over devices."""
+    if not isinstance(layout, str):
+        raise TypeError(f'`layout` is {type(layout).__name__}, expected "contiguous" or "zigzag"; pass a string')
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f'`layout` is {layout!r}, expected "contiguous" or "zigzag"; `zigzag` says what they are')
 
 
 def check_implementation(implementation: Any) -> None:

@@ -318,33 +318,117 @@ def test_a_ring_names_what_does_not_fit(extra: dict[str, Any], message: str) -> 
         )
 
 
-def test_names_of_axes_are_strings() -> None:
-    x = jnp.ones((1, 2, 1, 8))
-    for call in (jax_fastattn.ring_attention, jax_fastattn.all_to_all_attention):
-        with pytest.raises(TypeError, match=r"`axis_name` is 3, expected the name of a mesh axis, .* tuple of strings"):
-            call(x, x, x, axis_name=3)
+CALLS: dict[str, Any] = {
+    "ring_attention": lambda x, axis_name, **options: jax_fastattn.ring_attention(
+        x, x, x, axis_name=axis_name, **options
+    ),
+    "all_to_all_attention": lambda x, axis_name: jax_fastattn.all_to_all_attention(x, x, x, axis_name=axis_name),
+    "positions": lambda x, axis_name, **options: jax_fastattn.positions(axis_name, x.shape[1], **options),
+}
 
 
+def trace_on_two_devices(call: Any) -> None:
+    """Traces a call of a device's rows `[1, 4, 2, 8]`, inside `shard_map` over the axis "seq"."""
+    rows = P(None, "seq")
+    mapped = jax.shard_map(call, mesh=rings.make_mesh(2), in_specs=rows, out_specs=P(), check_vma=False)
+    jax.eval_shape(mapped, jax.ShapeDtypeStruct((1, 8, 2, 8), jnp.float32))
+
+
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
-    ("x", "size", "axis", "kind", "message"),
+    ("axis_name", "kind", "message"),
     [
-        (
-            jnp.ones((2, 10)),
-            4,
-            1,
-            ValueError,
-            r"`x` has shape \(2, 10\) with 10 rows, expected a multiple of 8",
-        ),
-        (jnp.ones(16), 4, 1, ValueError, r"`x` has shape \(16,\), expected an axis 1; pass .* as `axis`"),
-        (jnp.ones((2, 16)), 0, 1, ValueError, "`size` is 0, expected at least 1; pass the devices"),
-        ("rows", 4, 1, TypeError, "`x` is str, expected an array"),
+        (3, TypeError, "`axis_name` is 3, expected the name of a mesh axis, .* tuple of strings"),
+        (("seq", None), TypeError, r"`axis_name` is \('seq', None\), expected the name"),
+        (("seq", "seq"), ValueError, r"`axis_name` is \('seq', 'seq'\), expected names that differ"),
+        (("seq", "batch"), ValueError, r"`axis_name` is \('seq', 'batch'\), expected axes of the mesh of"),
+        ("batch", ValueError, "`axis_name` is 'batch', expected axes of the mesh of an enclosing `jax.shard_map`"),
     ],
-    ids=["rows", "axis", "size", "kind"],
+    ids=["number", "none", "twice", "one-of-vmap", "vmap"],
 )
-def test_orders_say_what_does_not_fit(x: Any, size: int, axis: int, kind: type[Exception], message: str) -> None:
-    for order in (jax_fastattn.zigzag, jax_fastattn.unzigzag):
+def test_names_of_axes_are_those_of_the_mesh(name: str, axis_name: Any, kind: type[Exception], message: str) -> None:
+    def call(x: jax.Array) -> Any:
+        return jax.vmap(lambda x: CALLS[name](x, axis_name), axis_name="batch")(x[None])
+
+    with pytest.raises(kind, match=message):
+        trace_on_two_devices(call)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_names_of_vmap_alone_are_refused(name: str) -> None:
+    for mesh in (jax.sharding.AbstractMesh((), ()), rings.make_mesh(2).abstract_mesh):
+        with (
+            jax.sharding.use_abstract_mesh(mesh),
+            pytest.raises(ValueError, match="`axis_name` is 'seq', expected axes of the mesh of an enclosing"),
+        ):
+            jax.vmap(lambda x: CALLS[name](x, "seq"), axis_name="seq")(jnp.ones((2, 1, 4, 2, 8)))
+
+
+@pytest.mark.parametrize("name", ["ring_attention", "positions"])
+@pytest.mark.parametrize(
+    ("layout", "kind", "message"),
+    [
+        ("zig", ValueError, '`layout` is \'zig\', expected "contiguous" or "zigzag"'),
+        (np.ones((2, 8)), TypeError, '`layout` is ndarray, expected "contiguous" or "zigzag"'),
+        (None, TypeError, "`layout` is NoneType, expected"),
+    ],
+    ids=["word", "array", "none"],
+)
+def test_layouts_are_words(name: str, layout: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        trace_on_two_devices(lambda x: CALLS[name](x, "seq", layout=layout))
+
+
+# What is no integer, or none that is known when a call is traced.
+NO_INTEGERS = [2.0, True, "4", None, [1, 2], jnp.arange(1), np.float32(2), jnp.array(True)]
+TOO_LARGE = "is 2147483648, expected a value that int32 holds"
+
+
+def arguments_of_orders() -> list[Any]:
+    """Wrong arguments of `zigzag`, as x, size, axis, kind of error and message."""
+    rows = jnp.ones((2, 16))
+    found = [
+        (jnp.ones((2, 10)), 4, 1, ValueError, r"`x` has shape \(2, 10\) with 10 rows, expected a multiple of 8"),
+        (jnp.ones(16), 4, 1, ValueError, r"`x` has shape \(16,\), expected an axis 1; pass .* as `axis`"),
+        (rows, 0, 1, ValueError, "`size` is 0, expected at least 1; pass the devices"),
+        (rows, 2**31, 1, ValueError, f"`size` {TOO_LARGE}"),
+        (rows, 4, -(2**31) - 1, ValueError, "`axis` is -2147483649, expected a value that int32 holds"),
+        ("rows", 4, 1, TypeError, "`x` is str, expected an array"),
+        (jax.ShapeDtypeStruct((2, 16), jnp.float32), 4, 1, TypeError, "`x` is ShapeDtypeStruct, expected an array"),
+        (np.ones((2, 16), ">f4"), 4, 1, TypeError, "`x` has dtype >f4, which is big-endian"),
+    ]
+    for x in NO_INTEGERS:
+        kind = f"is {type(x).__name__}, expected an int"
+        found += [(rows, x, 1, TypeError, f"`size` {kind}"), (rows, 4, x, TypeError, f"`axis` {kind}")]
+    return found
+
+
+@pytest.mark.parametrize("order", [jax_fastattn.zigzag, jax_fastattn.unzigzag])
+def test_orders_say_what_does_not_fit(order: Any) -> None:
+    for x, size, axis, kind, message in arguments_of_orders():
         with pytest.raises(kind, match=message):
             order(x, size, axis)
+    for name, sizes in (("size", (4, 1)), ("axis", (1, 4))):
+        traced, given = sizes
+        with pytest.raises(TypeError, match=f"`{name}` is a traced value, expected a Python int; mark it static"):
+            jax.jit(lambda x, name=name, given=given: order(jnp.ones((2, 16)), **{"size": given, name: x}))(traced)
+
+
+def test_orders_take_integers_of_any_kind() -> None:
+    x = jnp.arange(16)
+    for size in (np.int64(2), np.array(2), jnp.int32(2)):
+        assert (jax_fastattn.unzigzag(jax_fastattn.zigzag(x, size, jnp.int8(-1)), size, 0) == x).all()
+
+
+def test_positions_say_what_length_they_take() -> None:
+    cases = [(x, TypeError, f"is {type(x).__name__}, expected an int") for x in NO_INTEGERS]
+    cases += [(-2, ValueError, "is -2, expected at least 0; pass the rows"), (2**31, ValueError, TOO_LARGE)]
+    for layout in ("contiguous", "zigzag"):
+        for length, kind, message in cases:
+            with pytest.raises(kind, match=f"`length` {message}"):
+                trace_on_two_devices(lambda x, n=length, layout=layout: jax_fastattn.positions("seq", n, layout))
+    with pytest.raises(TypeError, match="`length` is a traced value, expected a Python int; mark it static"):
+        trace_on_two_devices(lambda x: jax_fastattn.positions("seq", x[0, 0, 0, 0].astype(jnp.int32)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
