@@ -155,6 +155,20 @@ def test_programs_under_a_mesh_differ_in_what_the_process_lowers_with(
         assert cuda_text({}) != before
 
 
+def test_marks_of_programs_under_a_mesh_differ_with_x64() -> None:
+    """Some programs are the same with both settings, and their partition callbacks compute other ones."""
+
+    def marks() -> set[str]:
+        found = set(re.findall(r'jax_fastattn = "\w+"', cuda_text({})))
+        assert found
+        return found
+
+    with target_arch("sm_90a"):
+        before = marks()
+        with jax.enable_x64(True):
+            assert not before & marks()
+
+
 def test_programs_under_a_mesh_differ_by_gpu() -> None:
     with target_arch("sm_80"):
         before = cuda_text({})

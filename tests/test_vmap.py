@@ -111,6 +111,25 @@ def test_vmap_over_with_a_bias_that_serves_the_whole_batch(subset: str) -> None:
     check_against_a_loop(BROADCAST, SUBSETS[subset])
 
 
+def test_tangents_that_examples_share_are_added_up_in_float32() -> None:
+    """The transpose of a tangent that all examples have is a sum over the examples."""
+    query, key, value = calls.Case(query_length=5, key_length=7, head_dim=8, dtype="bfloat16").operands(
+        jax.random.key(0)
+    )[:3]
+    queries = jnp.stack([query, -query, 2 * query, query + 1])
+
+    def total(tangent: jax.Array) -> jax.Array:
+        def along(query: jax.Array) -> jax.Array:
+            return jax.jvp(lambda key: calls.attention(query, key, value), (key,), (tangent,))[1]
+
+        return jax.vmap(along)(queries).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(total)).lower(key).as_text()
+    shape = "x".join(map(str, (len(queries), *key.shape)))
+    sums = re.findall(rf"stablehlo\.reduce\(.*across dimensions = \[0\] : \(tensor<{shape}x(\w+)>", text)
+    assert sums == ["f32"]
+
+
 def test_vmap_of_vmap() -> None:
     """Two mapped axes of different sizes, not on the same arrays.
 

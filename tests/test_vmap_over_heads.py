@@ -84,6 +84,20 @@ def test_gradients(name: str) -> None:
     calls.assert_same(total(loss)(arrays), total(reference)(arrays), tolerance=5e-5)
 
 
+def test_query_heads_of_one_key_head_do_not_become_one() -> None:
+    """The examples of a vmap over the batch have one key head, and more heads of queries, which share a mask."""
+    draws = (jax.random.normal(jax.random.key(i), (HEADS, BATCH, n, h, 8)) for i, (n, h) in enumerate([(T, 4), (S, 1)]))
+    mask = jax.random.bernoulli(jax.random.key(2), 0.7, (BATCH, 1, T, S))
+
+    def gradients(query: jax.Array, key: jax.Array) -> Any:
+        return jax.value_and_grad(lambda q, k: jnp.sin(attention(q, k, k, mask=mask)).sum(), (0, 1))(query, key)
+
+    query, key = draws
+    found = calls.quick_jit(jax.vmap(gradients))(query, key)
+    for i in range(HEADS):
+        calls.assert_same(jax.tree.map(lambda x, i=i: x[i], found), calls.quick_jit(gradients)(query[i], key[i]))
+
+
 def test_tangents() -> None:
     """A bias that is shared, and whose tangent is not."""
     inner, outer = QKV, (*QKV, "mask")

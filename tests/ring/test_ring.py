@@ -20,14 +20,14 @@ CAUSAL: dict[str, Any] = {"is_causal": True}
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": CAUSAL,
-    "window": CAUSAL | {"local_window_size": (9, None)},
+    "window": CAUSAL | {"local_window_size": (11, None)},
     "wide-window": CAUSAL | {"local_window_size": (40, None)},
-    "both-sides": {"local_window_size": (5, 12)},
+    "both-sides": {"local_window_size": (6, 11)},
     "cap": CAUSAL | {"logits_soft_cap": 2.0},
 }
 
 
-# Chunks of 5 rows: odd.
+# Chunks have 5 rows, an odd number. A window of 6 or 11 ends where a chunk does, and that of 11 where a device does.
 @pytest.mark.numbers
 @pytest.mark.parametrize(
     ("size", "mask", "layout"),
@@ -49,6 +49,16 @@ MASKS: dict[str, dict[str, Any]] = {
 )
 def test_masks(size: int, mask: str, layout: str) -> None:
     rings.check(size, rings.draw(size * 10), layouts=[layout], **MASKS[mask])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_window_that_ends_where_the_rows_of_a_device_do(layout: str) -> None:
+    """The first row of a device, of 10, sees the last one of the device two before, and its last row the next one."""
+    arrays = {name: x for name, x in rings.draw(40, batch=1).items() if name != "dout"}
+    window = {"local_window_size": (11, 1)}
+    split = rings.split(4, arrays, layout=layout, **window)
+    found, expected = (calls.quick_jit(x)(arrays) for x in (split, rings.whole(**window)))
+    calls.assert_same(jax.device_get(found), jax.device_get(expected))
 
 
 IDS = [[0] * 5 + [1] * 3 + [2] * 12, [3] * 20]

@@ -100,8 +100,24 @@ def test_packed_rows() -> None:
     assert check(rings.draw(20) | {"boundaries": ENDS}, make_mesh(), **CAUSAL) == STEPS
 
 
+def test_packed_rows_that_end_where_their_keys_do() -> None:
+    """Sequences have other numbers of queries than of keys; one boundary is where the first device ends."""
+    mesh = make_mesh(1, 2)
+    arrays = {name: x[0] for name, x in rings.draw(20, batch=1, keys=24).items() if name != "dout"}
+    ends = jnp.array([0, 3, 10, 20]), jnp.array([2, 12, 15, 24])
+
+    def run(arrays: calls.Arrays) -> jax.Array:
+        boundaries = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+        return jax_fastattn.attention_varlen(**arrays, **boundaries, query_offset="bottom_right", **CAUSAL)
+
+    found = calls.quick_jit(run)(place(mesh, arrays, dict.fromkeys(arrays, P("seq"))))
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("seq")), 3)
+    calls.assert_same(jax.device_get(found), jax.device_get(calls.quick_jit(run)(arrays)))
+
+
 def test_a_window_visits_neighbors() -> None:
-    assert check(rings.draw(80), make_mesh(1, 8), is_causal=True, local_window_size=(9, None)) == STEPS
+    """It ends one row after the device of 10 rows before the last one."""
+    assert check(rings.draw(80), make_mesh(1, 8), is_causal=True, local_window_size=(10, None)) == STEPS
 
 
 def test_query_heads_split_further_than_key_heads() -> None:
