@@ -205,16 +205,31 @@ def test_query_heads_split_further_than_key_heads(partitioner: str, num_kv_heads
     calls.assert_same(jax.device_get(result), jax.device_get(expected))
 
 
-def test_shares_of_key_heads_are_added_up_in_float32(partitioner: str, tmp_path: Path) -> None:
+# A call, its mesh, and the shapes of the shares that devices add up.
+SHARES = {
+    "key-heads": ({"num_kv_heads": 2, "group": 4}, (1, 8), WHOLE_KEY_HEADS, ["6,7,2,8", "6,7,2,4"]),
+    "whole-keys": (
+        {"query_length": 8},
+        (2, 4),
+        WHOLE_KEY_HEADS | {"query": ("data", "model", None, None)},
+        ["3,7,4,8", "3,7,4,4"],
+    ),
+    "bias-and-sinks": ({"bias": "nts", "bias_dtype": "bfloat16", "sinks": "n"}, (2, 4), SPLIT, ["1,3,5,7", "1,3"]),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_shares_are_added_up_in_float32(partitioner: str, name: str, tmp_path: Path) -> None:
     """XLA for CPUs turns an all-reduce of bfloat16 into one of float32, so this reads what the partitioner wrote."""
     del partitioner
-    case = dataclasses.replace(PLAIN, num_kv_heads=2, group=4, dtype="bfloat16")
-    arrays = placed(make_mesh(1, 8), calls.arrays_of(case.operands(jax.random.key(0))), WHOLE_KEY_HEADS)
+    change, mesh_shape, split, shapes = SHARES[name]
+    case = dataclasses.replace(PLAIN, dtype="bfloat16", **change)
+    arrays = placed(make_mesh(*mesh_shape), calls.arrays_of(case.operands(jax.random.key(0))), split)
     lowered = jax.jit(functools.partial(calls.gradients, calls.loss_of(case))).lower(arrays)
     lowered.compile({"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning"})
     (text,) = (path.read_text() for path in tmp_path.glob("*.after_spmd-partitioning.*"))
     dtypes = {shape: dtype for dtype, shape in re.findall(r" (\w+)\[([\d,]+)\]\S* all-reduce\(", text)}
-    assert (dtypes["6,7,2,8"], dtypes["6,7,2,4"]) == ("f32", "f32"), "dk and dv"
+    assert [dtypes[shape] for shape in shapes] == ["f32", "f32"], dtypes
 
 
 def test_heads_split_further_with_every_operand(partitioner: str) -> None:
