@@ -18,6 +18,7 @@ namespace ffi = xla::ffi;
 auto& mutex = *new std::mutex;  // guards what follows, until the libraries are open
 auto& runtime_path = *new std::string;
 auto& driver_path = *new std::string;
+auto& zlib_path = *new std::string;
 Libraries libraries;
 std::atomic<bool> is_open{false};
 
@@ -48,10 +49,11 @@ ffi::Unexpected<ffi::Error> Failure(const std::string& text) {
 
 }  // namespace
 
-void SetLibraryPaths(std::string runtime, std::string driver) {
+void SetLibraryPaths(std::string runtime, std::string driver, std::string zlib) {
   std::lock_guard<std::mutex> lock(mutex);
   runtime_path = std::move(runtime);
   driver_path = std::move(driver);
+  zlib_path = std::move(zlib);
 }
 
 ffi::ErrorOr<const Libraries*> OpenLibraries() {
@@ -87,7 +89,7 @@ ffi::ErrorOr<const Libraries*> OpenLibraries() {
     return Failure("the CUDA driver " + driver_path + " cannot be used: " + driver.problem() +
                    ". Install an NVIDIA driver on this machine.");
   }
-  SharedLibrary zlib("libz.so.1");
+  SharedLibrary zlib(zlib_path);
   zlib.Bind(libraries.uncompress, "uncompress");
   if (!zlib.problem().empty()) {
     return Failure("zlib cannot be used: " + zlib.problem() + ". Install it with the system's package manager.");

@@ -39,8 +39,9 @@ struct Libraries {
   int (*uncompress)(unsigned char* to, unsigned long* size, const unsigned char* from, unsigned long from_size);
 };
 
-// Says where the libraries are. Has no effect on libraries that are open already.
-void SetLibraryPaths(std::string runtime, std::string driver);
+// Says where the libraries are; zlib is one that the loader finds by name, except in tests. Has no effect on libraries
+// that are open already.
+void SetLibraryPaths(std::string runtime, std::string driver, std::string zlib);
 
 // Opens the libraries, or returns the open ones. It is thread-safe, and waits for no other thread once they are open.
 xla::ffi::ErrorOr<const Libraries*> OpenLibraries();

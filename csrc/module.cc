@@ -222,7 +222,9 @@ pybind11::capsule Capsule(XLA_FFI_Handler* handler) {
 PYBIND11_MODULE(_ffi, module) {
   module.doc() = "XLA FFI handlers that launch compiled attention kernels.";
   module.def("set_library_paths", &SetLibraryPaths, pybind11::arg("runtime"), pybind11::arg("driver"),
-             "Says where libcute_dsl_runtime.so and the CUDA driver are. They are opened when the first kernel is loaded.");
+             pybind11::arg("zlib") = "libz.so.1",
+             "Says where libcute_dsl_runtime.so, the CUDA driver and zlib are. They are opened when the first kernel is "
+             "loaded.");
   module.attr("initialize") = Capsule(kInitialize);
   module.attr("launch") = Capsule(kLaunch);
   module.attr("launch_on_host") = Capsule(kLaunchOnHost);

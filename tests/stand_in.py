@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Launches on the CPU, against a stand-in for the CuTe DSL runtime and the CUDA driver (csrc/stand_in.cc).
+"""Launches on the CPU, against a stand-in for the CuTe DSL runtime, the CUDA driver and zlib (csrc/stand_in.cc).
 
 The extension, the custom call, XLA and its caches are the real ones; the kernel is an ELF header and some bytes.
 Also run by tests in processes of their own: the functions here are what two processes have in common.
@@ -92,7 +92,7 @@ def install(library: Path) -> ctypes.CDLL:
     from jax_fastattn.ffi import _ffi
 
     ffi.register()
-    _ffi.set_library_paths(runtime=str(library), driver=str(library))
+    _ffi.set_library_paths(runtime=str(library), driver=str(library), zlib=str(library))
     jax.ffi.register_ffi_target(ffi.TARGET_NAME, _ffi.launch_on_host, platform="cpu")
     return ctypes.CDLL(str(library))
 

@@ -1,8 +1,10 @@
 // SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Stands in for the CuTe DSL runtime and the CUDA driver, so that the extension is tested without a GPU. Tests set the
-// `set_*` variables and read the `seen_*` ones through ctypes.
+// Stands in for the CuTe DSL runtime, the CUDA driver and zlib, so that the extension is tested without a GPU. Tests set
+// the `set_*` variables and read the `seen_*` ones through ctypes.
+
+#include <dlfcn.h>
 
 #include <atomic>
 #include <chrono>
@@ -29,6 +31,7 @@ int set_run_status = 0;
 int set_run_throws = 0;
 int set_run_cuda_error = 0;
 int set_num_buffers = 0;
+int set_uncompress_error = 0;
 int set_load_milliseconds = 0;  // how long a load takes
 
 std::atomic<int> seen_loads{0};
@@ -105,6 +108,13 @@ int CuteDSLRT_Function_Run(void* function, void** arguments, size_t count) {
     *static_cast<float*>(seen_buffers[buffers - 1]) = static_cast<float>(seen_ints[0]);
   }
   return set_run_status;
+}
+
+// As zlib's, or as if the memory of the object were damaged.
+int uncompress(unsigned char* to, unsigned long* size, const unsigned char* from, unsigned long from_size) {
+  static const auto function = reinterpret_cast<decltype(&uncompress)>(
+      dlsym(dlopen("libz.so.1", RTLD_NOW | RTLD_LOCAL), "uncompress"));
+  return set_uncompress_error != 0 ? set_uncompress_error : function(to, size, from, from_size);
 }
 
 const char* CuteDSLRT_GetErrorName(int error) { return error == 7 ? "InvalidArguments" : "CudaError"; }

@@ -74,6 +74,7 @@ def library(handle: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "run_throws",
         "run_cuda_error",
         "stream_error",
+        "uncompress_error",
     ):
         setattr(library, f"set_{name}", 0)
     library.set_major, library.set_minor = 9, 0
@@ -320,6 +321,20 @@ def test_damaged_object_in_a_program(library: Library, request: pytest.FixtureRe
     library.set_num_buffers = 2
     _call(whole)
     assert library.seen_runs == 1, "the whole object runs in the same process"
+
+
+def test_a_kernel_that_one_device_cannot_load_stays_that_of_another(library: Library) -> None:
+    """It runs there; if it were deleted, a launch would read freed memory or load it again."""
+    library.set_num_buffers = 2
+    first = library.set_device
+    whole = _attributes(b"loaded on the first device" * 10)
+    _call(whole)
+    library.set_device, library.set_uncompress_error = next(_devices), -3
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"is damaged\. Lower the computation again, and discard"):
+        _call(whole)
+    library.set_device = first
+    _call(whole)
+    assert (library.seen_loads, library.seen_runs) == (1, 2)
 
 
 def test_another_object_under_a_loaded_key_runs_its_own_kernel(library: Library) -> None:
