@@ -19,7 +19,10 @@ CASES = {
         64,
     ),
     "d64-dead-keys": (Predicate(mask=(2, 1, 200, 333), group=2, queries=200, keys=333, blocks=17, density=0.1), 64),
-    "d96-per-head": (Predicate(mask=(1, 2, 200, 333), queries=200, keys=333, blocks=33, density=0.2), 96),
+    "d96-per-head": (
+        Predicate(mask=(1, 4, 200, 333), queries=200, keys=333, query_heads=4, group=2, blocks=33, density=0.2),
+        96,
+    ),
     "d128-per-kv-head": (
         Predicate(mask=(2, 2, 200, 333), queries=200, keys=333, query_heads=4, group=2, blocks=33, density=0.2),
         128,

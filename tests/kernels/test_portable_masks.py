@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 # Blocks of some keys make full and empty tiles, low densities keys that no query of a tile sees.
 _BLOCKS = Predicate(mask=(2, 1, 200, 333), group=2, queries=200, keys=333, blocks=64, density=0.6)
 _DEAD = Predicate(mask=(2, 1, 200, 333), group=2, queries=200, keys=333, blocks=17, density=0.1)
-_PER_HEAD = Predicate(mask=(1, 2, 200, 333), queries=200, keys=333, blocks=33, density=0.2)
+_PER_HEAD = Predicate(
+    mask=(1, 4, 200, 333), queries=200, keys=333, query_heads=4, group=2, blocks=33, density=0.2
+)  # fmt: skip
 _PER_KV_HEAD = Predicate(
     mask=(2, 2, 150, 260), queries=150, keys=260, query_heads=4, group=2, blocks=33, density=0.2
 )  # fmt: skip

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,10 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_dkdv_dq
 import emulated_forward
+import emulated_launch
 from emulated_backward import Sizes
 
-from jax_fastattn.ffi.compiler import _open_runtime
+from jax_fastattn.ffi.compiler import KERNELS, _open_runtime
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device.layout import CHUNK, PieceRing, WarpPiece
@@ -25,6 +29,7 @@ from jax_fastattn.kernels.sm80.forward.config import fits
 MATRIX: dict[str, Any] = {"bias": "matrix", "bias_dtype": "bfloat16"}
 CAUSAL: dict[str, Any] = {**MATRIX, "window_right": True}
 LANES = range(32)
+MAIN = {"forward": "ForwardKernel.kernel", "backward": "DkdvDqKernel.kernel"}
 
 
 def key(op: str, arch: str, head_dim: int, **features: Any) -> KernelSpec:
@@ -89,10 +94,6 @@ FORWARD = {
         key("forward", "sm_80", 128, group=2, **MATRIX),
         Sizes(1, 133, 201, 1, bias=(1, 2, 133, 201), bias_holes=0.1),
     ),
-    "turns-float32": (
-        key("forward", "sm_86", 64, **{**CAUSAL, "bias_dtype": "float32"}),
-        Sizes(1, 70, 140, 1, right=0, bias=(1, 1, 70, 140)),
-    ),
 }
 
 
@@ -101,6 +102,33 @@ FORWARD = {
 def test_forward(name: str) -> None:
     _open_runtime()
     emulated_forward.check(*FORWARD[name])
+
+
+@pytest.mark.slow
+def test_terms_of_a_float32_bias_with_several_planes() -> None:
+    """The low term of a plane is as many planes further as there are."""
+    _open_runtime()
+    spec = key("forward", "sm_86", 64, **{**CAUSAL, "bias_dtype": "float32"}, group=2)
+    emulated_forward.check(spec, Sizes(1, 70, 140, 1, right=0, bias=(1, 2, 70, 140)))
+
+
+# Of the accesses of a warp to its pieces, and what orders them: emulated lanes advance together.
+_ACCESSES = re.compile(r"bar\.warp\.sync|bar\.sync|barrier\.sync|cp\.async\.c[ga]|cp\.async\.wait_group|ldmatrix")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_lanes_wait_for_each_other_around_copies(op: str) -> None:
+    """Before a lane copies over what others may still read, and before it reads what others have copied."""
+    _open_runtime()
+    arch, head_dim = ("sm_80", 128) if op == "forward" else ("sm_86", 64)
+    spec = key(op, arch, head_dim, **CAUSAL)
+    assert spec.config.bias_ring.refills
+    text = emulated_launch.compile_kernel(KERNELS["sm80", op](spec), spec)[MAIN[op]]
+    pairs = collections.Counter(itertools.pairwise(_ACCESSES.findall(text)))
+    assert pairs["bar.warp.sync", "cp.async.cg"] and pairs["bar.warp.sync", "ldmatrix"]
+    assert not [pair for pair in pairs if pair[0] == "ldmatrix" and pair[1].startswith("cp.async.c")]
+    assert not pairs["cp.async.wait_group", "ldmatrix"]
 
 
 @pytest.mark.slow
