@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -124,17 +123,8 @@ def result_buffers(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]
     return gradients | dsinks_buffer(spec, sizes) | dbias_buffers(spec, sizes)
 
 
-def run_backward(
-    spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray], left_out: Collection[str] = ()
-) -> dict[str, np.ndarray]:
-    """Returns what the kernels make of operands, in float64: the gradients, and what rows add to that of their sink.
-
-    Args:
-        spec: the compile key.
-        sizes: of the call.
-        arrays: its operands.
-        left_out: names of kernels that are not launched.
-    """
+def run_backward(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns what the kernels make of operands, in float64: the gradients, and what rows add to that of their sink."""
     kernel = BackwardKernel(spec)
     results = result_buffers(spec, sizes, arrays)
     arrays = arrays | results
@@ -145,7 +135,6 @@ def run_backward(
     scalars = launch_scalars(spec, sizes)
     texts = backward_texts(spec)
     for launch in kernel.launches(buffers, scalars, few_heads(kernel, scalars)):
-        if launch.kernel.__name__ not in left_out:
-            start(launch, texts, memory)
+        start(launch, texts, memory)
     found = {x: memory.read(getattr(buffers, x), arrays[x].shape, arrays[x].dtype) for x in results}
     return {name: x.astype(np.float64) for name, x in found.items()}
