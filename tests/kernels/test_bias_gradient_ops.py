@@ -86,6 +86,11 @@ def test_gradients(name: str) -> None:
     emulated_ops.compare_with_reference(*draw(CASES[name]))
 
 
+def test_cotangents_of_rows_that_see_nothing_add_nothing_to_a_capped_bias() -> None:
+    case = {"bias": "nt", "logits_soft_cap": 2.0, "dlse": True, "is_causal": True, "query_offset": (-30, 100)}
+    emulated_ops.compare_with_reference(*draw(case))
+
+
 @pytest.mark.parametrize("name", ["nt-cap50-dlse", "-cap-sinks"])
 def test_parts_of_the_keys_add_up(name: str) -> None:
     """As blocks of a ring, which have no sinks: the delta of a row is that of all keys."""

@@ -23,6 +23,7 @@ from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +181,14 @@ def test_nan_of_a_visible_pair_reaches_its_row_alone(name: str, arch: str, monke
     for index, number in numbers:
         bias[index] = number
     compare(spec, operands._replace(bias=jnp.asarray(bias, "bfloat16")))
+
+
+def test_nan_in_the_bias_of_a_row_that_sees_nothing_reaches_no_result() -> None:
+    spec, operands = draw({"bias": (B, 1, T, 1), "key_value_seq_lengths": (0, S)})
+    hidden, *_ = poison(spec, operands, jnp.zeros(operands.query.shape, jnp.bfloat16))
+    assert hidden.bias is not None and jnp.isnan(hidden.bias[0]).all()
+    for found, wanted in zip(cuda.forward(spec, hidden), cuda.forward(spec, operands), strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
 
 
 @pytest.mark.parametrize("shape", [(1, N), (1, K), (3, 1)], ids=str)

@@ -77,6 +77,13 @@ def test_lists_of_many_tiles(tiles: PrepassConfig) -> None:
     emulated_prepass.check(many, tiles, ctas=40)
 
 
+def test_one_full_tile_far_after_an_edge() -> None:
+    """Of the first tile of keys and of the second one: lanes of the warp that writes a list have the tiles of rows."""
+    shown = [(0, 1, 0, 96), (32 * 17, 32 * 18, 0, 48), (32 * 18, 32 * 18 + 1, 0, 48), (32 * 31, 32 * 32, 48, 96)]
+    predicate = Predicate(batch=1, query_heads=1, queries=1030, keys=96, mask=(1, 1, 1030, 96), shown=tuple(shown))
+    emulated_prepass.check(predicate, PrepassConfig(32, 48, transposed=True, splits_edges=True))
+
+
 def test_edges_after_full_tiles_of_many() -> None:
     """Several warps write a list, with full tiles in one or more of their chunks."""
     for left, document in ((None, 500), (None, 1050), (600, 2000), (1100, 1200)):

@@ -73,10 +73,10 @@ def compare_with_reference(spec: AttentionSpec, operands: Operands, dlse: jax.Ar
     """
     dout = np.random.default_rng(1).standard_normal((*operands.query.shape[:3], operands.value.shape[3]))
     dout = jnp.asarray(dout, jnp.bfloat16)
-    poisoned, poisoned_dout, *_ = poison(spec, operands, dout)
+    poisoned, poisoned_dout, poisoned_dlse = poison(spec, operands, dout, dlse)
     names = [*QKV, *(x for x in ("bias", "sinks") if getattr(operands, x) is not None)]
     out, lse = cuda.forward(spec, poisoned)
-    found = cuda.backward(spec, poisoned, out, lse, poisoned_dout, dlse, names)
+    found = cuda.backward(spec, poisoned, out, lse, poisoned_dout, poisoned_dlse, names)
 
     def loss(*given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         results = attention_reference(spec, operands._replace(**dict(zip(names, given, strict=True))))

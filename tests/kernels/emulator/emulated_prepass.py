@@ -34,6 +34,7 @@ class Predicate:
         segments: ids of queries and keys run from 0 to this; 0 without ids.
         sorted_ids: whether they ascend.
         document: rows of the same id; by default ids are drawn.
+        shown: rectangles of the mask that are True, each first query, end, first key and end; by default it is drawn.
         seed: of the draw.
     """
 
@@ -53,6 +54,7 @@ class Predicate:
     segments: int = 0
     sorted_ids: bool = True
     document: int | None = None
+    shown: tuple[tuple[int, int, int, int], ...] = ()
     seed: int = 0
 
     def draw(self) -> dict[str, np.ndarray]:
@@ -63,6 +65,10 @@ class Predicate:
             coarse = random.random((*self.mask[:2], *(-(-n // self.blocks) for n in self.mask[2:]))) < self.density
             fine = coarse.repeat(self.blocks, 2).repeat(self.blocks, 3)
             found["mask"] = fine[:, :, : self.mask[2], : self.mask[3]].copy()
+            if self.shown:
+                found["mask"][:] = False
+            for query, query_end, key, key_end in self.shown:
+                found["mask"][..., query:query_end, key:key_end] = True
         if self.segments:
             for name, length in (("query_segment_ids", self.queries), ("key_value_segment_ids", self.keys)):
                 ids = random.integers(-1, self.segments, (self.batch, length)).astype(np.int32)
