@@ -17,6 +17,7 @@ from jax_fastattn.kernels.key import KernelSpec
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("nvidia-cutlass-dsl is not installed", allow_module_level=True)
 
+import emulated_decode
 from emulated_backward import Sizes
 from emulated_decode import check
 
@@ -230,6 +231,16 @@ def test_decoding_matches_reference(name: str, family: str) -> None:
     case = CASES[name]
     sizes = dataclasses.replace(_SIZES, **case.sizes)
     check(_spec(family, case, sizes), sizes, **case.split)
+
+
+def test_partial_results_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that adds them up begins early: without its wait it may read them before they are written."""
+    spec = _spec("sm90", CASES["plain"], _SIZES)
+    check(spec, _SIZES)
+    texts = {name: ptx.replace("griddepcontrol.wait;", "") for name, ptx in emulated_decode.texts(spec).items()}
+    monkeypatch.setattr(emulated_decode, "texts", lambda _: texts)
+    with pytest.raises(RuntimeError, match="has not waited for it"):
+        check(spec, _SIZES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -151,8 +151,19 @@ EMULATED = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl to compile")
-@pytest.mark.parametrize("case", EMULATED)
+@pytest.mark.parametrize("case", [case for case in EMULATED if case != "lengths-sinks-cap-wide-value"])
 def test_emulated_forward_matches_reference(case):
+    check_forward(case)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl to compile")
+def test_warps_of_the_forward_kernel_wait_for_each_other():
+    """Before K's only stage is filled again, and before the output takes the place of tiles in shared memory."""
+    check_forward("lengths-sinks-cap-wide-value")
+
+
+def check_forward(case):
     from emulated_backward import Sizes
     from emulated_forward import check
 

@@ -9,6 +9,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_prepass
 from emulated_prepass import Predicate
 
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 pytestmark = pytest.mark.slow
@@ -68,6 +69,23 @@ def test_lists_and_bits(predicate: Predicate, tiles: PrepassConfig) -> None:
 @pytest.mark.parametrize("name", ["per-head", "one-row", "lengths", "ids", "everything"])
 def test_ctas_that_take_several_tiles(name: str, tiles: PrepassConfig) -> None:
     emulated_prepass.check(CASES[name], tiles, ctas=1)
+
+
+def test_warps_wait_for_each_other_between_tiles() -> None:
+    emulated_prepass.check(CASES["per-head"], TILES[0], ctas=1)
+
+
+def test_lists_wait_for_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second launch begins early: without its wait it may read classes before the first one has written them."""
+    compiled = emulated_prepass.texts
+
+    def without_wait(spec: KernelSpec, ctas: int) -> dict[str, str]:
+        return {name: ptx.replace("griddepcontrol.wait;", "") for name, ptx in compiled(spec, ctas).items()}
+
+    emulated_prepass.check(CASES["one-row"], TILES[0])
+    monkeypatch.setattr(emulated_prepass, "texts", without_wait)
+    with pytest.raises(RuntimeError, match="has not waited for it"):
+        emulated_prepass.check(CASES["one-row"], TILES[0])
 
 
 @pytest.mark.parametrize("tiles", [PrepassConfig(32, 16), TILES[4]], ids=["key-lists", "query-lists"])

@@ -196,6 +196,19 @@ def test_a_head_without_zeros_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     _check_without_counts(monkeypatch, "DkdvDqKernel.kernel", ordered=False)
 
 
+def test_counters_are_set_before_a_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main kernel waits at its end: it relies on the launch between, which lets it begin after its own wait."""
+    spec, sizes = _fused(ordered=False), Sizes()
+    texts = dict(emulated_hopper.backward_texts(spec))
+    wait, begin = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+    before, after = texts["PreprocessKernel.background"].split(wait)
+    assert begin in after
+    texts["PreprocessKernel.background"] = before + begin + after.replace(begin, wait)
+    monkeypatch.setattr(emulated_hopper, "backward_texts", lambda _: texts)
+    with pytest.raises(RuntimeError, match="has not waited for it"):
+        emulated_hopper.run_backward(spec, sizes, draw_operands(spec, sizes)[0])
+
+
 def _orders(ptx: str) -> list[tuple[str, str]]:
     """Returns the releasing atomics of a PTX text, each with the last wait or global write before it."""
     found = re.findall(r"bar\.warp\.sync|bar\.sync|barrier\.sync|mbarrier\.try_wait|(?:st|red)\S*global|atom\.\w+", ptx)

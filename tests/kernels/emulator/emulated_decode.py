@@ -10,9 +10,8 @@ from typing import Any
 
 import emulated_hopper
 import numpy as np
-import warp_emulator
 from emulated_backward import Sizes, draw_operands, reference, with_sinks
-from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, launch_scalars, number, place, text
+from emulated_launch import MULTIPROCESSORS, compile_kernel, launch_scalars, place, start
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import KERNELS
@@ -34,9 +33,7 @@ def run_launches(spec: KernelSpec, buffers: Any, memory: Memory, scalars: Scalar
         if spec.family == "sm90":
             emulated_hopper.start(launch, texts(spec), memory)
         else:
-            ptx = text(launch, texts(spec))
-            grid, shared_bytes = number(launch.grid), launch.shared_bytes
-            warp_emulator.launch(ptx, arguments(launch), memory, grid, shared_bytes, finds_races=True)
+            start(launch, texts(spec), memory, finds_races=True)
 
 
 def check(

@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import numpy as np
-import warp_emulator
 from emulated_backward import (
     Sizes,
     compare_dbias,
@@ -18,7 +17,7 @@ from emulated_backward import (
     dsinks_buffer,
     visibility,
 )
-from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
+from emulated_launch import compile_kernel, launch_scalars, place, start
 
 from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.key import KernelSpec
@@ -52,9 +51,7 @@ class Run:
 
     def run(self, name: str, **options: Any) -> None:
         """Runs one kernel. `options` are those of `warp_emulator.WarpCta`."""
-        launch = self.launches[name]
-        ptx, blocks, nbytes = text(launch, self.texts), number(launch.grid), max(launch.shared_bytes, 16)
-        warp_emulator.launch(ptx, arguments(launch), self.memory, blocks, nbytes, **options)
+        start(self.launches[name], self.texts, self.memory, **options)
 
     def read(self, name: str) -> np.ndarray:
         """Returns a buffer's contents."""

@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the portable forward kernel, runs its PTX in `ptx_emulator` and compares with a float64 reference."""
+"""Compiles the portable forward kernel, runs its PTX in `warp_emulator` and compares with a float64 reference."""
 
 from __future__ import annotations
 
 import numpy as np
-import ptx_emulator
 from emulated_backward import Sizes, draw_operands, with_sinks
-from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
+from emulated_launch import compile_kernel, launch_scalars, place, start
 
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.forward.kernel import ForwardKernel
@@ -26,7 +25,7 @@ def check(spec: KernelSpec, sizes: Sizes | None = None) -> None:
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
     memory, buffers = place(spec, arrays)
     for launch in kernel.launches(buffers, launch_scalars(spec, sizes)):
-        ptx_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), launch.shared_bytes)
+        start(launch, texts, memory, schedule="random", finds_races=True)
 
     tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
     got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)

@@ -44,7 +44,8 @@ def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:
     parameters += arguments(launch)
     ptx = text(launch, texts)
     assert ptx.partition(")")[0].count(".param") == len(parameters), launch.kernel
-    emulate(ptx, parameters, memory, number(launch.grid), launch.shared_bytes)
+    grid, early = number(launch.grid), launch.begins_early
+    emulate(ptx, parameters, memory, grid, launch.shared_bytes, begins_early=early)
 
 
 @functools.cache

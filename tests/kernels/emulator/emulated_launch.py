@@ -13,6 +13,7 @@ from typing import Any
 
 import cutlass
 import numpy as np
+import warp_emulator
 from cutlass import cute
 from cutlass.base_dsl.compiler import CompilerDiagnosticError
 from emulated_backward import Sizes, bias_scalars
@@ -86,6 +87,16 @@ def text(launch: Launch, texts: dict[str, str]) -> str:
     """The PTX of a launch's kernel, given the kernels of its host function."""
     kernel: Any = launch.kernel
     return texts[f"{type(kernel.__self__).__name__}.{kernel.__name__}"]
+
+
+def start(launch: Launch, texts: dict[str, str], memory: Memory, **options: Any) -> None:
+    """Runs a launch of any kernel but Hopper's, given the kernels of its host function.
+
+    `options` are those of `warp_emulator.WarpCta`.
+    """
+    grid, nbytes = number(launch.grid), max(launch.shared_bytes, 16)
+    options |= {"begins_early": launch.begins_early}
+    warp_emulator.launch(text(launch, texts), arguments(launch), memory, grid, nbytes, **options)
 
 
 def arguments(launch: Launch) -> list[Any]:

@@ -13,9 +13,9 @@ import emulated_portable_masks
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ptx_emulator
 import pytest
-from emulated_launch import MULTIPROCESSORS, arguments, compile_kernel, number, place, text
+from emulated_launch import MULTIPROCESSORS, compile_kernel, place, start
+from ptx_emulator import Memory
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.arguments.prepass import PrepassScalars
@@ -97,16 +97,15 @@ def compare_with_reference(spec: AttentionSpec, operands: Operands, dlse: jax.Ar
         np.testing.assert_allclose(got, expected, atol=atol, err_msg=name)
 
 
-def _prepass(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
+def _prepass(kernel: KernelSpec, buffers: Any, memory: Memory, ints: Any, floats: Any) -> None:
     assert not floats
     if kernel not in _prepasses:
         _prepasses[kernel] = compile_kernel(PrepassKernel(kernel), kernel)
     for launch in PrepassKernel(kernel).launches(buffers, PrepassScalars(*ints)):
-        ptx = text(launch, _prepasses[kernel])
-        ptx_emulator.launch(ptx, arguments(launch), memory, number(launch.grid), launch.shared_bytes)
+        start(launch, _prepasses[kernel], memory, finds_races=True)
 
 
-def _forward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
+def _forward(kernel: KernelSpec, buffers: Any, memory: Memory, ints: Any, floats: Any) -> None:
     scalars = _scalars(kernel, ints, floats)
     if kernel.family == "sm80":
         emulated_portable_masks.run_launches(kernel, buffers, memory, scalars)
@@ -115,11 +114,11 @@ def _forward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints
         emulated_hopper.start(launch, emulated_hopper.forward_texts(kernel), memory)
 
 
-def _decode(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
+def _decode(kernel: KernelSpec, buffers: Any, memory: Memory, ints: Any, floats: Any) -> None:
     emulated_decode.run_launches(kernel, buffers, memory, _scalars(kernel, ints, floats))
 
 
-def _backward(kernel: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, ints: Any, floats: Any) -> None:
+def _backward(kernel: KernelSpec, buffers: Any, memory: Memory, ints: Any, floats: Any) -> None:
     scalars = _scalars(kernel, ints, floats)
     if kernel.family == "sm80":
         emulated_portable_masks.run_launches(kernel, buffers, memory, scalars)

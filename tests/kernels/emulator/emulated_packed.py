@@ -11,10 +11,8 @@ from typing import Any
 import emulated_hopper
 import jax
 import numpy as np
-import ptx_emulator
-import warp_emulator
 from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks_buffer, with_sinks
-from emulated_launch import arguments, compile_kernel, launch_scalars, number, place, text
+from emulated_launch import compile_kernel, launch_scalars, place, start
 
 from jax_fastattn import packed
 from jax_fastattn.cases.case import Case
@@ -157,8 +155,8 @@ def check_forward(spec: KernelSpec, pack: Pack) -> None:
     for launch in kernel.launches(buffers, launch_scalars(spec, pack.launch_sizes())):
         if on_hopper:
             emulated_hopper.start(launch, texts, memory)
-            continue
-        ptx_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), launch.shared_bytes)
+        else:
+            start(launch, texts, memory, schedule="random", finds_races=True)
     tolerance, whole = 2**-7 if spec.dtype == "bfloat16" else 2**-10, pack.whole(0)
     got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
     np.testing.assert_allclose(got[:, whole], out[:, whole], atol=tolerance * np.abs(out).max(), rtol=tolerance)
@@ -203,8 +201,7 @@ def run_backward(spec: KernelSpec, pack: Pack, arrays: dict[str, np.ndarray]) ->
             emulated_hopper.start(launch, texts, memory)
     else:
         for launch in kernel.launches(buffers, scalars, HeadOrder(group=2)):
-            nbytes = max(launch.shared_bytes, 16)
-            warp_emulator.launch(text(launch, texts), arguments(launch), memory, number(launch.grid), nbytes)
+            start(launch, texts, memory)
     names = (*operands, *results)
     return {name: memory.read(getattr(buffers, name), arrays[name].shape, arrays[name].dtype) for name in names}
 

@@ -14,12 +14,11 @@ from typing import Any
 import emulated_masks
 import emulated_prepass
 import numpy as np
-import ptx_emulator
-import warp_emulator
 from emulated_backward import DTYPES, Sizes, compare_dsinks_terms, gradients
 from emulated_dkdv_dq import ORDER
-from emulated_launch import arguments, compile_kernel, number, place, text
+from emulated_launch import compile_kernel, place, start
 from emulated_prepass import Predicate
+from ptx_emulator import Memory
 
 from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
@@ -89,15 +88,14 @@ def texts(spec: KernelSpec) -> dict[str, str]:
     return compile_kernel((ForwardKernel if spec.op == "forward" else BackwardKernel)(spec), spec)
 
 
-def run_launches(spec: KernelSpec, buffers: Any, memory: ptx_emulator.Memory, scalars: Scalars) -> None:
+def run_launches(spec: KernelSpec, buffers: Any, memory: Memory, scalars: Scalars) -> None:
     """Runs the launches of a compile key."""
     if spec.op == "forward":
-        launches, emulate = ForwardKernel(spec).launches(buffers, scalars), ptx_emulator.launch
+        for launch in ForwardKernel(spec).launches(buffers, scalars):
+            start(launch, texts(spec), memory, schedule="random", finds_races=True)
     else:
-        launches, emulate = BackwardKernel(spec).launches(buffers, scalars, ORDER), warp_emulator.launch
-    for launch in launches:
-        ptx, nbytes = text(launch, texts(spec)), max(launch.shared_bytes, 16)
-        emulate(ptx, arguments(launch), memory, number(launch.grid), nbytes)
+        for launch in BackwardKernel(spec).launches(buffers, scalars, ORDER):
+            start(launch, texts(spec), memory)
 
 
 def check_forward(predicate: Predicate, spec: KernelSpec, *, one_row: bool = False) -> None:
@@ -109,7 +107,7 @@ def check_forward(predicate: Predicate, spec: KernelSpec, *, one_row: bool = Fal
         one_row: whether all tiles of queries share a list.
     """
     arrays, wanted, seen = draw(predicate, spec)
-    lists = emulated_prepass.run(predicate, spec.config.prepass, arrays, one_row=one_row)
+    lists = emulated_prepass.run(predicate, spec.config.prepass, arrays, arch=spec.arch, one_row=one_row)
     out, lse = wanted["out"], wanted["lse"]
     arrays = poison(spec, arrays, seen)
     arrays |= {"key_lists": lists["lists"], "key_bits": lists["bits"]}
@@ -133,7 +131,7 @@ class BackwardRun:
     def __init__(self, predicate: Predicate, spec: KernelSpec):
         self.spec, self.kernel = spec, BackwardKernel(spec)
         clean, self.wanted, self.seen = draw(predicate, spec)
-        lists = emulated_prepass.run(predicate, spec.config.prepass, clean)
+        lists = emulated_prepass.run(predicate, spec.config.prepass, clean, arch=spec.arch)
         clean |= {"out": self.wanted["out"].astype(DTYPES[spec.dtype]), "lse": self.wanted["lse"].astype(np.float32)}
         arrays = poison(spec, clean, self.seen)
         arrays |= {"query_lists": lists["lists"], "query_bits": lists["bits"], "key_tile_counts": lists["counts"]}
@@ -151,9 +149,7 @@ class BackwardRun:
 
     def run(self, name: str, **options: Any) -> None:
         """Runs one kernel. `options` are those of `warp_emulator.WarpCta`."""
-        launch = self.launches[name]
-        ptx, blocks, nbytes = text(launch, texts(self.spec)), number(launch.grid), max(launch.shared_bytes, 16)
-        warp_emulator.launch(ptx, arguments(launch), self.memory, blocks, nbytes, **options)
+        start(self.launches[name], texts(self.spec), self.memory, **options)
 
     def read(self, name: str) -> np.ndarray:
         """Returns a buffer's contents."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the prepass, runs its PTX in `ptx_emulator`, and compares lists and bits with a brute-force predicate."""
+"""Compiles the prepass, runs its PTX in `warp_emulator`, and compares lists and bits with a brute-force predicate."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import ptx_emulator
-from emulated_launch import arguments, compile_kernel, number, place, text
+from emulated_launch import compile_kernel, place, start
 
 from jax_fastattn.kernels.arguments.prepass import PrepassScalars
 from jax_fastattn.kernels.key import KernelSpec
@@ -126,7 +125,7 @@ class Predicate:
         queries = config.rows if one_row else self.queries
         return tile_lists.Sizes(self.entries, self.heads, self.members(config), queries, self.keys)
 
-    def spec(self, config: PrepassConfig, arch: str = "sm_80") -> KernelSpec:
+    def spec(self, config: PrepassConfig, arch: str) -> KernelSpec:
         """Returns the compile key."""
         return KernelSpec(
             op="prepass",
@@ -158,7 +157,8 @@ class Predicate:
 
 
 @functools.cache
-def _texts(spec: KernelSpec, ctas: int) -> dict[str, str]:
+def texts(spec: KernelSpec, ctas: int) -> dict[str, str]:
+    """Returns the PTX of the kernels; see `compile_kernel`."""
     return compile_kernel(PrepassKernel(spec, ctas), spec)
 
 
@@ -167,6 +167,7 @@ def run(
     config: PrepassConfig,
     operands: dict[str, np.ndarray],
     *,
+    arch: str = "sm_90a",
     one_row: bool = False,
     ctas: int = 1056,
 ) -> dict[str, np.ndarray]:
@@ -176,18 +177,17 @@ def run(
         predicate: what hides pairs.
         config: sizes of the tiles.
         operands: of the call; those that the prepass lacks are ignored.
+        arch: the architecture; on Hopper the second launch begins early.
         one_row: whether all tiles of queries share a list.
         ctas: how many CTAs share the tiles, about.
     """
-    spec = predicate.spec(config)
+    spec = predicate.spec(config, arch)
     shapes = tile_lists.shapes(config, predicate.sizes(config, one_row=one_row))
     arrays: dict[str, Any] = {name: x.astype(np.uint8) if x.dtype == bool else x for name, x in operands.items()}
     arrays |= {name: np.full(shape, -77, np.int32) for name, shape in shapes.items()}
     memory, buffers = place(spec, arrays)
-    texts = _texts(spec, ctas)
     for launch in PrepassKernel(spec, ctas).launches(buffers, predicate.scalars(config, one_row=one_row)):
-        parameters = arguments(launch)
-        ptx_emulator.launch(text(launch, texts), parameters, memory, number(launch.grid), launch.shared_bytes)
+        start(launch, texts(spec, ctas), memory, finds_races=True)
     return {name: memory.read(getattr(buffers, name), shape, np.int32) for name, shape in shapes.items()}
 
 

@@ -27,6 +27,7 @@ in global memory.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -38,8 +39,9 @@ import numpy as np
 from ptx_emulator import _TYPES, Cta, Memory, parse
 
 _WARPGROUP = 128
-# Warpgroups and mbarriers that a CTA may have.
+# Warpgroups and mbarriers that a CTA may have, and releases of counts in global memory, whose time is `Memory.time`.
 _AGENTS = 256
+_RELEASES = _AGENTS - 1
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,6 @@ class Warpgroup(Cta):
         self.clock[self.agent] = 1
         # What the barrier knew that this warpgroup waited for last.
         self.heard = _times()
-        self.waited = np.zeros(self.threads, bool)
 
     def steps(self) -> Iterator[str]:
         """Runs to the end; yields what it waits for, as often as it is asked in vain."""
@@ -237,8 +238,7 @@ class Warpgroup(Cta):
     def exit(self) -> None:
         """The end of the warpgroup; with the last one the CTA's shared memory is gone."""
         common = self.common
-        if any(opcode == "griddepcontrol.wait" for _, opcode, _ in self.code) and not self.waited.all():
-            raise RuntimeError(f"CTA {self.block} exits without waiting for the kernels before it")
+        self.check_waited()
         common.running -= 1
         np.maximum(common.known, self.clock, out=common.known)
         if not common.running and (common.known < common.touched).any():
@@ -353,15 +353,18 @@ class Warpgroup(Cta):
 
     do_setmaxnreg = do_prefetch = _nothing
 
-    def do_griddepcontrol(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        if parts == ["wait"]:
-            self.waited |= active
-
     def do_fence(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[0] == "proxy":
             for places in self.stored:
                 self.common.unfenced[places] = False
             self.stored = []
+
+    def acquire(self, addresses: np.ndarray, active: np.ndarray) -> None:
+        super().acquire(addresses, active)
+        self.clock[_RELEASES] = max(self.clock[_RELEASES], self.known[active].max())
+
+    def knows(self, active: np.ndarray) -> np.ndarray:
+        return np.maximum(super().knows(active), self.clock[_RELEASES])
 
     # Operands and lanes.
 
@@ -542,6 +545,10 @@ class Warpgroup(Cta):
         descriptor, coordinates = re.match(r"\[([^,]+), (\{.*\})\]", operands[1]).groups()
         operand: Operand = self.parameters[int(self.get(descriptor, np.uint64)[active][0])]
         where = [int(self.get(x, np.int32)[active][0]) for x in self.names(coordinates)]
+        if not self.waited.all():
+            start = operand.address - self.memory.base
+            written = self.memory.times[start : start + 2 * math.prod(operand.shape)].max()
+            self.memory.check_read(written, self.knows(active))
         box = operand.box(self.memory, *where)
         self.deliver(swizzle(target + np.arange(box.size).reshape(box.shape), operand.atom), box, barrier)
 
@@ -564,35 +571,37 @@ class Warpgroup(Cta):
             target, source, size, address = map(int, copy)
             if (target | source | size) % 16:
                 raise IndexError("misaligned bulk copy")
-            self.memory.indices(np.arange(source, source + size), 1)
-            start = source - self.memory.base
-            self.deliver(target + np.arange(size), self.memory.data[start : start + size], address)
+            places = self.memory.indices(np.arange(source, source + size), 1)
+            if not self.waited.all():
+                self.memory.check_read(self.memory.times[places].max(), self.knows(active))
+            self.deliver(target + np.arange(size), self.memory.data[places[:, 0]], address)
 
     def do_red(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        addresses = self.address(operands[0], np.uint64)[active]
+        addresses = self.address(operands[0], np.uint64)
         for i, name in enumerate(self.names(operands[1])):
-            self.add(addresses + 4 * i, self.get(name, np.float32)[active])
+            self.add_to_sums(addresses + 4 * i, self.get(name, np.float32), active)
 
     def do_atom(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[-2:] != ["add", "s32"] or "global" not in parts:
             raise NotImplementedError(f"atom.{parts}")
         addresses, terms = self.address(operands[1], np.uint64), self.get(operands[2], np.int32)
-        found = np.zeros(self.threads, np.int32)
-        for lane in np.flatnonzero(active):
-            place = self.memory.indices(addresses[lane : lane + 1], 4)[0]
-            found[lane] = self.memory.data[place].view(np.int32)[0]
-            self.memory.data[place] = (found[lane : lane + 1] + terms[lane]).astype(np.int32).view(np.uint8)
+        found = self.add_to_count(parts, addresses, terms, active)
         self.common.additions += 1
         self.put(operands[0], found, active)
 
-    def add(self, addresses: np.ndarray, terms: np.ndarray) -> None:
-        self.memory.indices(addresses, 4)
-        np.add.at(self.memory.data.view(np.float32), (addresses - self.memory.base) // 4, terms)
 
-
-def launch(ptx: str, parameters: list[Any], memory: Memory, grid: int, shared_bytes: int = 0) -> None:
+def launch(
+    ptx: str,
+    parameters: list[Any],
+    memory: Memory,
+    grid: int,
+    shared_bytes: int = 0,
+    *,
+    begins_early: bool = False,
+) -> None:
     """Runs the only kernel of a PTX text, one CTA after another."""
     program = parse(ptx)
+    memory.begin(early=begins_early)
     parts = _parts(program[3])
     whole = sum(threads == _WARPGROUP for _, threads in parts)
     for block in range(grid):

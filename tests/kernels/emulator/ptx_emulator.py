@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the PTX of an mma.sync kernel on the CPU, so that its numbers can be checked on a machine without a GPU.
+"""Runs the PTX of a kernel on the CPU, so that its numbers can be checked on a machine without a GPU.
+
+`warp_emulator` and `hopper_emulator` run launches by what is here: global memory, and the instructions of a CTA.
 
 All threads of a CTA advance together, one numpy operation per instruction; where they diverge, the group with the
 smallest program counter runs first, which reconverges structured code. Only the instructions that our kernels contain
@@ -8,7 +10,8 @@ are known; any other raises `NotImplementedError`.
 
 What it catches beyond wrong results: an access outside the buffers raises, shared memory starts as NaN, and the target
 of a cp.async is NaN from its issue until the wait that completes it, so a missing wait or an early overwrite shows in
-the output. What it cannot catch: a missing barrier between warps, since these run in step here.
+the output. A launch that begins early may read what earlier launches wrote once it has waited for them, or for a count
+that was released after the write; see `Memory.begin`. Each of its threads has to wait before it exits.
 """
 
 from __future__ import annotations
@@ -46,11 +49,28 @@ _FLOAT_NE = lambda a, b: (a != b) & ~(np.isnan(a) | np.isnan(b))
 
 @dataclass
 class Memory:
-    """A flat global memory; `add` places arrays with a guard of poison between them."""
+    """A flat global memory; `add` places arrays with a guard of poison between them.
+
+    Attributes:
+        data: the bytes, the first one at address `base`.
+        spans: begin and end of each array.
+        times: when each byte was written. Times count launches, and releases in them.
+        time: the present one. What was there before the first launch is of time 1.
+        begun: when the present launch began.
+        known: threads of the present launch know what was written until then before they wait.
+        promised: the same of the next launch, if it begins early.
+        released: when a count was released, by its address.
+    """
 
     data: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     base: int = 1 << 20
     spans: list[tuple[int, int]] = field(default_factory=list)
+    times: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    time: int = 1
+    begun: int = 1
+    known: int = 0
+    promised: int = 0
+    released: dict[int, int] = field(default_factory=dict)
 
     def add(self, array: np.ndarray) -> int:
         """Copies an array in and returns its address (aligned to 256 bytes)."""
@@ -59,7 +79,7 @@ class Memory:
         grown = np.full(start + len(raw) + 256, _POISON, np.uint8)
         grown[: len(self.data)] = self.data
         grown[start : start + len(raw)] = raw
-        self.data = grown
+        self.data, self.times = grown, np.ones(len(grown), np.int32)
         self.spans.append((self.base + start, self.base + start + len(raw)))
         return self.base + start
 
@@ -68,6 +88,33 @@ class Memory:
         start = address - self.base
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return np.frombuffer(self.data[start : start + size].tobytes(), dtype).reshape(shape)
+
+    def begin(self, *, early: bool) -> None:
+        """Begins a launch: early, or when all launches before it have ended.
+
+        An early one knows what all CTAs of the launch before it knew when they let it begin. Of what the launches of
+        another call wrote, which may have been all operands, the first launch of a call knows nothing if it is early.
+        """
+        self.known = self.promised if early else self.time
+        self.time += 1
+        self.begun, self.promised = self.time, self.time - 1
+
+    def write(self, places: np.ndarray, data: np.ndarray) -> None:
+        """Writes bytes."""
+        self.data[places] = data
+        self.times[places] = self.time
+
+    def release(self, address: int) -> None:
+        """Releases a count: who acquires it knows all writes until now."""
+        self.released[address] = self.time
+        self.time += 1
+
+    def check_read(self, written: np.ndarray, known: np.ndarray) -> None:
+        """Raises if earlier launches wrote something that is read, at times `written`, after what its reader knows."""
+        if ((written > known) & (written < self.begun)).any():
+            raise RuntimeError(
+                "a launch that begins early reads what an earlier launch wrote, and has not waited for it"
+            )
 
     def indices(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Byte indices [n, size] of accesses, all of which must lie inside of one array."""
@@ -146,12 +193,21 @@ class Cta:
         self.everyone = np.ones(self.threads, bool)
         # Where the current instruction is, and whether the threads that advance together may go on with the next one.
         self.here, self.goes_on = 0, True
+        # Which threads know all that earlier launches wrote, and until when the others know it.
+        self.waited = np.full(self.threads, self.memory.known == self.memory.begun - 1)
+        self.known = np.full(self.threads, self.memory.known)
 
     def run(self) -> None:
         """Runs to the end."""
         with np.errstate(all="ignore"):
             for opcode, operands, active in self.issues():
                 self.execute(opcode, operands, active)
+        self.check_waited()
+
+    def check_waited(self) -> None:
+        """Raises if a thread has not waited for the launches before: the next launch relies on all of them."""
+        if not self.waited.all():
+            raise RuntimeError(f"CTA {self.block} exits without waiting for the launches before it")
 
     def issues(self) -> Iterator[tuple[str, list[str], np.ndarray]]:
         """Instructions but for branches, with the threads that execute them; the caller does so before the next one."""
@@ -274,8 +330,12 @@ class Cta:
         values = [self.get(x, kind) for x in operands[1:]]
         self.put(operands[0], np.asarray(function(*values)).astype(kind, copy=False), active)
 
-    def do_griddepcontrol(self, *_: Any) -> None:
-        """Does nothing: a launch begins when the one before it has ended."""
+    def do_griddepcontrol(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        del operands
+        if parts == ["wait"]:
+            self.waited = self.waited | active
+        else:
+            self.memory.promised = min(self.memory.promised, int(self.knows(active).min()))
 
     def do_add(self, *a: Any) -> None:
         self._simple(np.add, *a)
@@ -452,6 +512,45 @@ class Cta:
 
     # Memory.
 
+    def knows(self, active: np.ndarray) -> np.ndarray:
+        """Returns until when each active thread knows what earlier launches wrote."""
+        return np.where(self.waited, self.memory.begun - 1, self.known)[active]
+
+    def acquire(self, addresses: np.ndarray, active: np.ndarray) -> None:
+        """Learns what was written before the active threads' counts were released."""
+        times = [self.memory.released.get(int(address), 0) for address in addresses[active]]
+        self.known[active] = np.maximum(self.known[active], times)
+
+    def read_places(self, addresses: np.ndarray, size: int, active: np.ndarray) -> np.ndarray:
+        """Byte indices [n, size] into global memory of what the active threads read, given all threads' addresses."""
+        places = self.memory.indices(addresses[active], size)
+        if not self.waited.all():
+            self.memory.check_read(self.memory.times[places].max(1), self.knows(active))
+        return places
+
+    def add_to_count(
+        self, parts: list[str], addresses: np.ndarray, terms: np.ndarray, active: np.ndarray
+    ) -> np.ndarray:
+        """Adds to counts, one thread after the other, and returns what they were before, int32."""
+        found = np.zeros(self.threads, np.int32)
+        for thread in np.flatnonzero(active):
+            alone = np.arange(self.threads) == thread
+            place = self.read_places(addresses, 4, alone)[0]
+            found[thread] = self.memory.data[place].view(np.int32)[0]
+            # When the count was set stays: who reads it knows of that, and of additions by what they released.
+            self.memory.data[place] = (found[thread : thread + 1] + terms[thread]).astype(np.int32).view(np.uint8)
+            if {"acquire", "acq_rel"} & {*parts}:
+                self.acquire(addresses, alone)
+            if {"release", "acq_rel"} & {*parts}:
+                self.memory.release(int(addresses[thread]))
+        return found
+
+    def add_to_sums(self, addresses: np.ndarray, terms: np.ndarray, active: np.ndarray) -> None:
+        """Adds the active threads' terms to words of global memory, given all threads' addresses."""
+        places = self.read_places(addresses, 4, active)
+        np.add.at(self.memory.data.view(terms.dtype), places[:, 0] // 4, terms[active])
+        self.memory.times[places] = self.memory.time
+
     def do_ld(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         kind = _TYPES[parts[-1]]
         if parts[0] == "param":
@@ -463,7 +562,10 @@ class Cta:
         if (space := next((x for x in parts if x.startswith("shared")), None)) is not None:
             data = self.load_shared(space, self.address(operands[1], np.uint32)[active], size)
         else:
-            data = self.memory.data[self.memory.indices(self.address(operands[1], np.uint64)[active], size)]
+            addresses = self.address(operands[1], np.uint64)
+            data = self.memory.data[self.read_places(addresses, size, active)]
+            if "acquire" in parts:
+                self.acquire(addresses, active)
         loaded = np.ascontiguousarray(data).view(kind)
         for i, name in enumerate(names):
             value = np.zeros(self.threads, kind)
@@ -482,7 +584,7 @@ class Cta:
         if "shared" in parts:
             self.shared[self.shared_indices(self.address(operands[0], np.uint32)[active], raw.shape[1])] = raw
         else:
-            self.memory.data[self.memory.indices(self.address(operands[0], np.uint64)[active], raw.shape[1])] = raw
+            self.memory.write(self.memory.indices(self.address(operands[0], np.uint64)[active], raw.shape[1]), raw)
 
     def do_cp(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts[1] == "commit_group":
@@ -499,8 +601,9 @@ class Cta:
             size = self.get(operands[3], np.uint32)[active] if len(operands) > 3 else np.full(active.sum(), width)
             data = np.zeros((len(target), width), np.uint8)
             copied = size == width
-            source = self.address(operands[1], np.uint64)[active][copied]
-            data[copied] = self.memory.data[self.memory.indices(source, width)]
+            reading = active.copy()
+            reading[active] = copied
+            data[copied] = self.memory.data[self.read_places(self.address(operands[1], np.uint64), width, reading)]
             self.shared[target] = _POISON
             self.open_copies.append((target, data))
 
@@ -535,10 +638,3 @@ class Cta:
         pieces = (left @ right).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
         for name, old, piece in zip(self.names(operands[0]), self.names(operands[3]), pieces, strict=True):
             self.put(name, self.get(old, np.float32) + piece, active)
-
-
-def launch(ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int) -> None:
-    """Runs `blocks` CTAs (grid x only) one after another."""
-    program = parse(ptx)
-    for block in range(blocks):
-        Cta(program, parameters, memory, block, shared_bytes).run()

@@ -186,24 +186,27 @@ class WarpCta(Cta):
             raise RuntimeError(f"CTA {self.block} waits for a count that only a later one changes")
 
     def do_red(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        addresses = self.address(operands[0], np.uint64)[active]
+        addresses = self.address(operands[0], np.uint64)
         for i, name in enumerate(self.names(operands[1])):
-            terms = self.get(name, _TYPES[parts[-1]])[active]
-            self.memory.indices(addresses + 4 * i, 4)
-            np.add.at(self.memory.data.view(terms.dtype), (addresses + 4 * i - self.memory.base) // 4, terms)
+            self.add_to_sums(addresses + 4 * i, self.get(name, _TYPES[parts[-1]]), active)
 
     def do_atom(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         addresses, terms = self.address(operands[1], np.uint64), self.get(operands[2], np.int32)
-        old = np.zeros(self.threads, np.int32)
-        for thread in np.flatnonzero(active):
-            place = self.memory.indices(addresses[thread : thread + 1], 4)[0]
-            old[thread] = self.memory.data[place].view(np.int32)[0]
-            self.memory.data[place] = (old[thread : thread + 1] + terms[thread]).view(np.uint8)
-        self.put(operands[0], old, active)
+        self.put(operands[0], self.add_to_count(parts, addresses, terms, active), active)
 
 
-def launch(ptx: str, parameters: list[Any], memory: Memory, blocks: int, shared_bytes: int, **options: Any) -> None:
+def launch(
+    ptx: str,
+    parameters: list[Any],
+    memory: Memory,
+    blocks: int,
+    shared_bytes: int,
+    *,
+    begins_early: bool = False,
+    **options: Any,
+) -> None:
     """Runs `blocks` CTAs (grid x only) one after another. `options` are those of `WarpCta`."""
     program = parse(ptx)
+    memory.begin(early=begins_early)
     for block in range(blocks):
         WarpCta(program, parameters, memory, block, shared_bytes, **options).run()
