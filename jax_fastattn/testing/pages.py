@@ -11,6 +11,7 @@ import numpy as np
 from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import Operands
 from jax_fastattn.testing import draws
+from jax_fastattn.testing.poison import full
 
 # Fields of cases that calls over pages have no argument for.
 _DENSE = ("mask", "bias", "segments", "documents", "packed", "query_seq_lengths")
@@ -26,7 +27,7 @@ def in_pages(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the same keys and values in pages at random places, and their table.
 
-    Equal pages are one page. Free pages hold NaN. Entries past a length are out of range, and so are the ids of the
+    Equal pages are one page. Free pages hold poison. Entries past a length are out of range, and so are the ids of the
     first and of the last page, which are clamped.
 
     Args:
@@ -49,7 +50,7 @@ def in_pages(
     pages = len(set(contents.values())) + 3
     ids = dict(zip(dict.fromkeys(contents.values()), random.permutation(pages), strict=False))
     table = random.choice([-5, 1 << 30, -(1 << 31), pages], (batch, entries)).astype(np.int32)
-    key_pages, value_pages = (np.full((pages, *x.shape[2:]), np.nan, x.dtype) for x in tiles)
+    key_pages, value_pages = (full((pages, *x.shape[2:]), x.dtype) for x in tiles)
     for at in used:
         index = ids[contents[at]]
         table[at] = {0: -7, pages - 1: pages + 9}.get(index, index)
@@ -62,12 +63,12 @@ def paged_arguments(case: Case, operands: Operands, page: int) -> dict[str, Any]
 
     Args:
         case: one that `can_be_paged`.
-        operands: its operands. NaN in keys and values that no query sees stays where it is.
-        page: rows of a page. Rows that fill the last page hold NaN.
+        operands: its operands. Poison in keys and values that no query sees stays where it is.
+        page: rows of a page. Rows that fill the last page hold poison.
     """
     key, value = (np.asarray(x) for x in (operands.key, operands.value))
     more = -key.shape[1] % page
-    key, value = (np.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=np.nan) for x in (key, value))
+    key, value = (np.append(x, full((len(x), more, *x.shape[2:]), x.dtype), axis=1) for x in (key, value))
     given = case.key_value_seq_lengths or (case.key_length,) * case.batch
     lengths = np.clip(given, 0, case.key_length).astype(np.int32)
     key_pages, value_pages, table = in_pages(key, value, lengths, page)

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""NaN and infinities in everything that no result may depend on, so that a product with 0 in place of a mask shows.
+"""NaN, infinities and 1e38 in everything that no result may depend on.
+
+NaN shows a product with 0 in place of a mask. A large number, which may pass where NaN is looked for, shows a mask that
+is added.
 
 `visible_pairs` decides what is invisible, pair by pair. It uses no plan, range or tile of an implementation.
 """
@@ -11,7 +14,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_fastattn.reference import padding_rows, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -25,7 +29,7 @@ def poison(
     dlse: jax.Array | None = None,
     turn: ArrayLike = 0,
 ) -> tuple[Operands, jax.Array, jax.Array | None]:
-    """Returns operands and cotangents with NaN and infinities in everything that no result depends on.
+    """Returns operands and cotangents with the `values` of poison in everything that no result depends on.
 
     These are queries that see no key and their `dout`, keys and values that no query sees, biases that no visible pair
     reads, and `dlse` of padding rows and, without sinks, of every query that sees no key.
@@ -71,11 +75,22 @@ def visible_rows(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ja
 
 
 def fill(x: jax.Array, hidden: jax.Array, axis: int = 1, turn: ArrayLike = 0) -> jax.Array:
-    """Returns x with NaN, Inf and -Inf where `hidden` is True, in turns along an axis, the first one as `turn` says.
+    """Returns x with `values` where `hidden` is True, in turns along an axis, the first one as `turn` says.
 
     `hidden` may lack trailing axes of x.
     """
-    place = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + turn) % 3
-    values = jnp.array([jnp.nan, jnp.inf, -jnp.inf], x.dtype)
+    found = jnp.asarray(values(x.dtype))
+    place = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + turn) % len(found)
     hidden = jnp.broadcast_to(hidden.reshape(hidden.shape + (1,) * (x.ndim - hidden.ndim)), x.shape)
-    return jnp.where(hidden, values[place], x)
+    return jnp.where(hidden, found[place], x)
+
+
+def values(dtype: DTypeLike) -> np.ndarray:
+    """Returns the values of poison: NaN, Inf, -Inf and 1e38, or the largest number of the dtype if that is less."""
+    return np.array([np.nan, np.inf, -np.inf, min(1e38, float(jnp.finfo(dtype).max))], dtype)
+
+
+def full(shape: tuple[int, ...], dtype: DTypeLike, axis: int = 1) -> np.ndarray:
+    """Returns an array of the `values`, which take turns along an axis."""
+    along = np.resize(values(dtype), shape[axis])
+    return np.broadcast_to(along.reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape).copy()

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.sums.tiles import COLUMN_WARPS, ROW_SUMS
 from jax_fastattn.ops.cuda.bias import bias_operands
 from jax_fastattn.ops.cuda.bias_gradient import bias_gradient
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.poison import visible_rows
+from jax_fastattn.testing.poison import full, visible_rows
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int32": np.int32, "float32": np.float32}
 DEVICE_DTYPES = {
@@ -165,14 +165,14 @@ def draw_sinks(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
 def draw_bias(spec: KernelSpec, sizes: Sizes, random: np.random.Generator, pairs: np.ndarray) -> dict[str, np.ndarray]:
     """Draws a bias: `whole_bias` `[b, n, t, s]` in float64, and what kernels read; none if there is none.
 
-    Kernels read NaN where none of the visible `pairs` `[B, 1 or N, T, S]` does.
+    Kernels read poison where none of the visible `pairs` `[B, 1 or N, T, S]` does.
     """
     if sizes.bias is None:
         return {}
     drawn = 2.0 * random.standard_normal(sizes.bias)
     drawn[random.random(sizes.bias) < sizes.bias_holes] = -np.inf
     bias = drawn.astype(DTYPES[spec.bias_dtype or "float32"])
-    poisoned = np.where(read_bias(sizes, pairs), bias, np.array(np.nan, bias.dtype))
+    poisoned = fill(bias, ~read_bias(sizes, pairs), axis=3)
     operands = bias_operands(spec, jnp.asarray(poisoned), sizes.keys, sizes.scale)
     return {"whole_bias": bias.astype(np.float64)} | {name: np.asarray(x) for name, x in operands.items()}
 
@@ -206,12 +206,14 @@ def bias_scalars(spec: KernelSpec, sizes: Sizes) -> dict[str, int | None]:
     return dict(zip(BIAS_SCALARS, numbers, strict=True))
 
 
-def fill(x: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+def fill(x: np.ndarray, hidden: np.ndarray, axis: int = 1) -> np.ndarray:
     """As `poison.fill`, which JAX compiles for each shape."""
-    x = x.copy()
-    for first, value in enumerate((np.nan, np.inf)):
-        x[:, first::2][hidden[:, first::2]] = value
-    return x
+    return np.where(hidden.reshape(hidden.shape + (1,) * (x.ndim - hidden.ndim)), full(x.shape, x.dtype, axis), x)
+
+
+def is_poison(x: np.ndarray) -> np.ndarray:
+    """Returns which elements `fill` has put into an array that was drawn, whose own are far smaller."""
+    return ~(np.abs(x.astype(np.float32)) < 1e4)
 
 
 def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

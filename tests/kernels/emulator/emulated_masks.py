@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import emulated_prepass
 import numpy as np
+from emulated_backward import DTYPES, fill
 from emulated_hopper import forward_texts, start
 from emulated_launch import MULTIPROCESSORS, place
 from emulated_prepass import Predicate
@@ -38,21 +37,17 @@ def draw(predicate: Predicate, spec: KernelSpec) -> tuple[dict[str, np.ndarray],
     return operands | {name: random.standard_normal(shape) for name, shape in shapes.items()}, seen
 
 
-def poisoned(spec: KernelSpec, operands: dict[str, np.ndarray], seen: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns operands in the kernel's dtype, with NaN in keys that no query sees and in queries that see no key."""
-    dtype = operands["query"].astype(np.float16 if spec.dtype == "float16" else _bfloat16()).dtype
-    arrays = {name: operands[name].astype(dtype) for name in ("query", "key", "value")}
+def rounded(spec: KernelSpec, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns query, key and value in the kernel's dtype."""
+    return {name: operands[name].astype(DTYPES[spec.dtype]) for name in ("query", "key", "value")}
+
+
+def poisoned(spec: KernelSpec, arrays: dict[str, np.ndarray], seen: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns arrays with poison in keys that no query sees, in queries that see no key, and in their cotangents."""
     groups = seen.reshape(seen.shape[0], -1, spec.group, *seen.shape[2:])
-    dead_keys, dead_queries = ~groups.any((2, 3)), ~seen.any(3)
-    for name, dead in (("query", dead_queries), ("key", dead_keys), ("value", dead_keys)):
-        arrays[name][dead.swapaxes(1, 2)] = np.nan
-    return arrays
-
-
-def _bfloat16() -> Any:
-    import ml_dtypes
-
-    return ml_dtypes.bfloat16
+    dead_keys, dead_queries = ~groups.any((2, 3)).swapaxes(1, 2), ~seen.any(3).swapaxes(1, 2)
+    dead = {"query": dead_queries, "dout": dead_queries, "key": dead_keys, "value": dead_keys}
+    return {name: fill(x, dead[name]) if name in dead else x for name, x in arrays.items()}
 
 
 def attention(spec: KernelSpec, arrays: dict[str, np.ndarray], seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -62,7 +57,7 @@ def attention(spec: KernelSpec, arrays: dict[str, np.ndarray], seen: np.ndarray)
     logits = np.where(seen, SCALE * np.einsum("btnh,bsnh->bnts", query, key), -np.inf)
     lse = np.logaddexp.reduce(logits, axis=3)
     weights = np.where(seen, np.exp(logits - np.where(np.isinf(lse), 0, lse)[..., None]), 0)
-    return np.einsum("bnts,bsnd->btnd", weights, np.nan_to_num(value)), lse.swapaxes(1, 2)
+    return np.einsum("bnts,bsnd->btnd", weights, value), lse.swapaxes(1, 2)
 
 
 def visit_scalars(predicate: Predicate, *, one_row: bool = False) -> dict[str, int]:
@@ -119,9 +114,9 @@ def check_forward(predicate: Predicate, head_dim: int, *, short: bool = True, on
     spec = configured(spec, short=short)
     operands, seen = draw(predicate, spec)
     lists = emulated_prepass.run(predicate, spec.config.prepass, operands, one_row=one_row)
-    arrays = poisoned(spec, operands, seen)
-    clean = {name: np.nan_to_num(x.astype(np.float64)) for name, x in arrays.items()}
-    out, lse = attention(spec, clean, seen)
+    arrays = rounded(spec, operands)
+    out, lse = attention(spec, arrays, seen)
+    arrays = poisoned(spec, arrays, seen)
     arrays |= {"key_lists": lists["lists"], "key_bits": lists["bits"]}
     arrays |= {name: x for name, x in operands.items() if name == "query_seq_lengths"}
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype), "lse": np.full(lse.shape, np.nan, np.float32)}

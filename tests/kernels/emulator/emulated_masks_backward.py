@@ -19,6 +19,8 @@ from emulated_backward import (
     dbias_buffers,
     draw_bias,
     draw_sinks,
+    fill,
+    is_poison,
 )
 from emulated_hopper import backward_texts, few_heads, start
 from emulated_launch import place
@@ -155,20 +157,18 @@ def draw(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Returns operands of the launch, poisoned wherever nothing is seen, and what the launch should write."""
     spec, predicate = case.spec, case.predicate
     operands, seen = emulated_masks.draw(predicate, spec)
-    arrays = emulated_masks.poisoned(spec, operands, seen)
+    arrays = emulated_masks.rounded(spec, operands)
     random = np.random.default_rng(predicate.seed + 1)
     shape = (*arrays["query"].shape[:3], spec.v_head_dim)
     arrays["dout"] = random.standard_normal(shape).astype(arrays["query"].dtype)
     if case.sinks:
         arrays |= {"sinks": draw_sinks(spec, case.sizes), "dlse": random.standard_normal(shape[:3]).astype(np.float32)}
-    clean = {name: np.nan_to_num(x.astype(np.float64)) for name, x in arrays.items()}
-    bias = draw_bias(spec, case.sizes, random, seen)
-    arrays, clean = arrays | bias, clean | bias
-    wanted = _reference(case, clean, seen)
+    arrays |= draw_bias(spec, case.sizes, random, seen)
+    wanted = _reference(case, arrays, seen)
     arrays |= {"out": wanted["out"].astype(arrays["query"].dtype), "lse": wanted["lse"].astype(np.float32)}
-    arrays["dout"][~seen.any(3).swapaxes(1, 2)] = np.nan
+    arrays = emulated_masks.poisoned(spec, arrays, seen)
     if case.sinks:  # the log-sum-exp of a row that sees nothing is its sink, and has a cotangent
-        arrays["dlse"][np.arange(predicate.queries) >= _lengths(case)[:, None]] = np.nan
+        arrays["dlse"] = fill(arrays["dlse"], np.arange(predicate.queries) >= _lengths(case)[:, None])
     lists = emulated_prepass.run(predicate, spec.tiles_of(spec.config.main), operands)
     arrays |= {"query_lists": lists["lists"], "query_bits": lists["bits"], "key_tile_counts": lists["counts"]}
     if spec.lists_keys:
@@ -211,7 +211,7 @@ def check(case: Case) -> dict[str, np.ndarray]:
         atol = tolerance * np.abs(wanted[name]).max() + 1e-5
         np.testing.assert_allclose(found[name].astype(np.float64), wanted[name], atol=atol, rtol=0, err_msg=name)
     for name, operand in (("dq", "query"), ("dk", "key"), ("dv", "value")):
-        dead = np.isnan(arrays[operand].astype(np.float32)).any(-1)
+        dead = is_poison(arrays[operand]).any(-1)
         assert not found[name][dead].any(), f"{name} of rows that are hidden from everybody"
     if case.bias:
         wide = {name: x.astype(np.float64) for name, x in found.items()}

@@ -30,6 +30,7 @@ from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel as HopperForwardKernel
 from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.testing.draws import moved
+from jax_fastattn.testing.poison import full
 
 # JAX compiles each operation by itself otherwise, for each shape.
 _sequences = jax.jit(packed.sequences, static_argnums=2)
@@ -110,7 +111,7 @@ class Pack:
 
 
 def draw(spec: KernelSpec, pack: Pack) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Draws operands of all sequences, poisoned, with NaN as padding; and their results."""
+    """Draws operands of all sequences, poisoned, with poison as padding; and their results."""
     alone = dataclasses.replace(spec, packed=False)
     parts, results = [], []
     for b, (queries, keys) in enumerate(zip(pack.queries, pack.keys, strict=True)):
@@ -126,18 +127,19 @@ def draw(spec: KernelSpec, pack: Pack) -> tuple[dict[str, np.ndarray], dict[str,
         results.append(wanted)
     names = ("query", "key", "value", "out", "lse", "dout", "dlse")
     fill = {"lse": -np.inf}
-    arrays = {name: _join(pack, name, parts, fill.get(name, np.nan) if spec.dsinks else np.nan) for name in names}
+    arrays = {name: _join(pack, name, parts, fill.get(name) if spec.dsinks else None) for name in names}
     wanted = {name: _join(pack, name, results, fill.get(name, 0.0)) for name in results[0]}
     if spec.sinks or spec.dsinks:
         arrays["sinks"] = parts[0]["sinks"]
     return arrays, wanted
 
 
-def _join(pack: Pack, name: str, parts: list[dict[str, np.ndarray]], fill: float) -> np.ndarray:
-    before, after = pack.padding[0 if name in QUERY_SIDE else 1]
-    shape = parts[0][name].shape[2:]
-    rows = [np.full((1, length, *shape), fill, parts[0][name].dtype) for length in (before, after)]
-    return np.concatenate([rows[0], *(part[name] for part in parts), rows[1]], axis=1)
+def _join(pack: Pack, name: str, parts: list[dict[str, np.ndarray]], fill: float | None) -> np.ndarray:
+    """Returns the rows of all sequences, with a number, or poison, as padding."""
+    first, dtype = parts[0][name], parts[0][name].dtype
+    shapes = [(1, length, *first.shape[2:]) for length in pack.padding[0 if name in QUERY_SIDE else 1]]
+    before, after = (full(shape, dtype) if fill is None else np.full(shape, fill, dtype) for shape in shapes)
+    return np.concatenate([before, *(part[name] for part in parts), after], axis=1)
 
 
 def check_forward(spec: KernelSpec, pack: Pack) -> None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the portable kernels with lists in the emulators, on what the prepass writes there, and compares with float64.
 
-Keys that no query sees, and queries that see no key, hold NaN.
+Keys that no query sees, and queries that see no key, hold poison.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import emulated_masks
 import emulated_prepass
 import numpy as np
-from emulated_backward import DTYPES, Sizes, compare_dsinks_terms, gradients
+from emulated_backward import DTYPES, Sizes, compare_dsinks_terms, fill, gradients, is_poison
 from emulated_dkdv_dq import ORDER
 from emulated_launch import compile_kernel, place, start
 from emulated_prepass import Predicate
@@ -63,15 +63,10 @@ def draw(predicate: Predicate, spec: KernelSpec) -> tuple[dict[str, np.ndarray],
 
 
 def poison(spec: KernelSpec, arrays: dict[str, np.ndarray], seen: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns operands with NaN where keys or queries are hidden from everybody, and in cotangents of such results."""
-    dead_keys = ~seen.reshape(seen.shape[0], -1, spec.group, *seen.shape[2:]).any((2, 3))
-    dead_queries = ~seen.any(3)
-    found = dict(arrays)
-    for name, dead in (("query", dead_queries), ("dout", dead_queries), ("key", dead_keys), ("value", dead_keys)):
-        found[name] = arrays[name].copy()
-        found[name][dead.swapaxes(1, 2)] = np.nan
+    """Returns operands with poison in what is hidden from everybody, and in cotangents of such results."""
+    found = emulated_masks.poisoned(spec, arrays, seen)
     if "lse" in arrays:
-        found["dlse"] = np.where(np.isneginf(arrays["lse"]), np.float32(np.nan), arrays["dlse"])
+        found["dlse"] = fill(arrays["dlse"], np.isneginf(arrays["lse"]))
     return found
 
 
@@ -162,7 +157,7 @@ class BackwardRun:
             found, wanted = self.read(name).astype(np.float64), self.wanted[name]
             atol = tolerance * np.abs(wanted).max() + 1e-5
             np.testing.assert_allclose(found, wanted, atol=atol, rtol=0, err_msg=name)
-            hidden = np.isnan(self.arrays[operand].astype(np.float32)).any(-1)
+            hidden = is_poison(self.arrays[operand]).any(-1)
             assert not found[hidden].any(), f"{name} of rows that are hidden from everybody"
         if self.spec.dsinks:
             compare_dsinks_terms(self.read("dsinks_terms"), self.wanted["dsinks_terms"], tolerance)
