@@ -36,6 +36,13 @@ LENGTHS = Predicate(
 )
 WINDOW = Predicate(mask=(1, 1, 300, 333), queries=300, keys=333, left=90, right=30, offsets=(60, -140), density=0.8)
 CAUSAL = Predicate(queries=300, keys=300, right=0)
+ONE_FULL_TILE = Predicate(
+    mask=(1, 1, 200, 333),
+    queries=200,
+    keys=333,
+    group=2,
+    shown=((0, 1, 0, 20), (64, 128, 100, 300), (150, 151, 90, 333)),
+)
 NOTHING = Predicate(mask=(2, 1, 133, 201), density=0.0)
 EVERYTHING = Predicate(mask=(2, 1, 256, 256), queries=256, keys=256, density=1.0)
 
@@ -48,6 +55,7 @@ FUSED = {
     "d64-nothing": Case(NOTHING, 64),
     "d64-everything": Case(EVERYTHING, 64),
     "d96-per-head": Case(PER_HEAD, 96, dtype="float16"),
+    "d64-one-full-tile": Case(ONE_FULL_TILE, 64),
     "d64v128-padding": Case(PADDING, 64, 128, alike=True),
     "d128-padding-of-heads-sinks-cap": Case(PADDING_OF_HEADS, 128, sinks=True, cap=True, alike=True),
     "d64-nothing-alike": Case(dataclasses.replace(NOTHING, mask=(2, 1, 1, 201)), 64, alike=True),
@@ -85,6 +93,7 @@ SPLIT = {
     "d192-padding-in-one-row": Case(PADDING, 192, one_row=True),
     "d256-window": Case(WINDOW, 256),
     "d192-nothing": Case(NOTHING, 192),
+    "d192-one-full-tile": Case(ONE_FULL_TILE, 192),
     "d192-everything": Case(EVERYTHING, 192),
 }
 

@@ -19,6 +19,13 @@ CASES = {
         64,
     ),
     "d64-dead-keys": (Predicate(mask=(2, 1, 200, 333), group=2, queries=200, keys=333, blocks=17, density=0.1), 64),
+    "d96-one-full-tile": (
+        Predicate(
+            mask=(1, 1, 200, 333), group=2, queries=200, keys=333,
+            shown=((0, 1, 0, 20), (0, 200, 100, 300), (150, 151, 320, 333)),
+        ),
+        96,
+    ),
     "d96-per-head": (
         Predicate(mask=(1, 4, 200, 333), queries=200, keys=333, query_heads=4, group=2, blocks=33, density=0.2),
         96,

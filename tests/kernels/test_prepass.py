@@ -34,6 +34,7 @@ CASES = {
     "one-element": Predicate(mask=(1, 1, 1, 1)),
     "causal": Predicate(mask=(1, 1, 133, 201), right=0, blocks=50),
     "window": Predicate(mask=(1, 1, 300, 320), queries=300, keys=320, left=70, right=3, density=1.0),
+    "window-ends-at-tiles": Predicate(mask=(1, 1, 300, 320), queries=300, keys=320, left=64, right=63, density=1.0),
     "offsets": Predicate(mask=(1, 1, 133, 201), right=0, left=90, offsets=(-20, 64), density=0.9, blocks=20),
     "lengths": Predicate(
         mask=(1, 1, 133, 201), query_lengths=(70, 0), key_lengths=(201, 100), density=0.9, blocks=20

@@ -33,6 +33,8 @@ ALL = {
     "query_offset": True,
 }
 CAUSAL = {"window_right": True}
+WINDOW = {"window_left": True, "window_right": True}
+TILES = Sizes(batch=1, kv_heads=2, queries=320, keys=384, left=128, right=63)
 SQUARE = Sizes(batch=2, kv_heads=3, queries=300, keys=400, right=0)
 # A row of each table: head dims, dtype, features, sizes.
 FORWARD = {
@@ -49,6 +51,7 @@ FORWARD = {
         {**CAUSAL, "window_left": True},
         Sizes(batch=1, kv_heads=20, queries=150, keys=150),
     ),
+    "d64-window-ends-at-tiles": (64, 64, "bfloat16", WINDOW, TILES),
     "d192v128": (192, 128, "float16", ALL, None),
     "d256-causal": (256, 256, "bfloat16", CAUSAL, SQUARE),
 }
@@ -58,6 +61,7 @@ BACKWARD = {
     "d64-causal-negative-scale": (64, 64, "bfloat16", CAUSAL, Sizes(2, 300, 400, 3, right=0, scale=-0.3)),
     "d64-everything": (64, 64, "bfloat16", {**ALL, "group": 2, "dlse": True}, None),
     "d64-soft-cap": (64, 64, "bfloat16", {**ALL, "logits_soft_cap": True}, None),
+    "d64-window-ends-at-tiles": (64, 64, "bfloat16", WINDOW, TILES),
     "d96-everything": (96, 96, "float16", {**ALL, "group": 3}, None),
     "d128-causal": (128, 128, "bfloat16", CAUSAL, SQUARE),
     "d128-everything": (
