@@ -128,6 +128,9 @@ SAME = {
     "window-int": ({"local_window_size": 2}, {"local_window_size": (2, 2)}),
     "window-list": ({"local_window_size": [2, None]}, {"local_window_size": (2, None)}),
     "window-numpy": ({"local_window_size": (np.int64(2), np.int32(1))}, {"local_window_size": (2, 1)}),
+    "window-array": ({"local_window_size": np.array([3, 0])}, {"local_window_size": (3, 0)}),
+    "window-jax": ({"local_window_size": jnp.array([3, 0])}, {"local_window_size": (3, 0)}),
+    "window-jax-sides": ({"local_window_size": (jnp.int32(2), None)}, {"local_window_size": (2, None)}),
     "window-huge": ({"local_window_size": (2**40, 2**40)}, {}),
     "scale-default": ({"scale": 8**-0.5}, {}),
     "scale-numpy": ({"scale": np.float32(0.25)}, {"scale": 0.25}),
@@ -158,7 +161,10 @@ SAME = {
         {"segment_ids": (jnp.array([[1] * 5, [2] * 5]), jnp.array([[1] * 7] * 2))},
     ),
     "causal-is-a-window": ({"is_causal": True}, {"local_window_size": (None, 0)}),
+    "causal-int": ({"is_causal": 1}, {"is_causal": True}),
+    "causal-jax": ({"is_causal": jnp.bool_(True)}, {"is_causal": True}),
     "deterministic": ({"deterministic": True}, {}),
+    "deterministic-numpy": ({"deterministic": np.int8(1)}, {}),
     "xla": ({"implementation": "xla"}, {}),
     "sinks-float16": ({"sinks": jnp.arange(6, dtype=jnp.float16)}, {"sinks": jnp.arange(6, dtype=jnp.float32)}),
 }
@@ -495,7 +501,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale-nan": ({"scale": float("nan")}, ValueError, r"`scale` is nan, expected a finite number"),
     "cap-zero": ({"logits_soft_cap": 0.0}, ValueError, r"`logits_soft_cap` is 0.0, expected a finite positive number"),
     "cap-negative": ({"logits_soft_cap": -2}, ValueError, r"`logits_soft_cap` is -2.0, expected a finite positive"),
-    "causal-int": ({"is_causal": 1}, TypeError, r"`is_causal` is int, expected a bool; pass True or False"),
+    "causal-two": ({"is_causal": 2}, ValueError, r"`is_causal` is 2, expected a bool; pass True or False"),
+    "causal-array": ({"is_causal": jnp.ones(1, bool)}, TypeError, r"`is_causal` is ArrayImpl, expected a bool"),
     "deterministic-string": ({"deterministic": "yes"}, TypeError, r"`deterministic` is str, expected a bool"),
     "residual-none": ({"return_residual": None}, TypeError, r"`return_residual` is NoneType, expected a bool"),
     "window-negative": (
@@ -510,6 +517,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "window-float": ({"local_window_size": 2.0}, TypeError, r"`local_window_size` is 2.0, expected an int or a pair"),
     "window-float-side": ({"local_window_size": (1, 2.0)}, TypeError, r"expected ints or None in \(left, right\)"),
+    "window-float-array": ({"local_window_size": np.array([3.0, 0.0])}, TypeError, r"expected an int or a pair"),
     "window-bool": ({"local_window_size": True}, TypeError, r"`local_window_size` is True, expected ints? or"),
     "implementation": (
         {"implementation": "triton"},
@@ -577,10 +585,16 @@ def test_wrong_argument_of_a_packed_call_says_so(name: str) -> None:
         attention_varlen(**good | arguments)
 
 
-@pytest.mark.parametrize("name", ["logits_soft_cap", "local_window_size", "is_causal"])
-def test_static_argument_that_is_traced_says_so(name: str) -> None:
-    with pytest.raises(TypeError, match=f"`{name}` is "):
-        jax.jit(lambda x: attention(Q, K, V, **{name: x}))(1)
+@pytest.mark.parametrize("pack", [lambda x: x, lambda x: (x, 0), lambda x: [None, x]], ids=["int", "left", "right"])
+def test_window_that_is_traced_says_to_mark_it_static(pack: Any) -> None:
+    message = "`local_window_size` is a traced value, expected Python integers; mark it static"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda x: attention(Q, K, V, local_window_size=pack(x)))(1)
+
+
+def test_soft_cap_that_is_traced_says_so() -> None:
+    with pytest.raises(TypeError, match="`logits_soft_cap` is a traced value, expected a Python float; mark it static"):
+        jax.jit(lambda x: attention(Q, K, V, logits_soft_cap=x))(1)
 
 
 @pytest.mark.parametrize("name", ["is_causal", "deterministic", "return_residual"])

@@ -61,7 +61,7 @@ def test_a_python_number_is_what_it_is_for_attention() -> None:
     [
         ({"query_offset": 2**40}, ValueError, "`query_offset`"),
         ({"key_value_seq_lengths": np.array([2**40, 4])}, ValueError, "`key_value_seq_lengths`"),
-        ({"return_residual": 3}, TypeError, "`return_residual` is int, expected a bool"),
+        ({"return_residual": 3}, ValueError, "`return_residual` is 3, expected a bool"),
     ],
 )
 def test_refuses_what_attention_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:

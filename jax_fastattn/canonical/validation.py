@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -276,27 +275,32 @@ def check_rows(name: str, x: Any) -> Any:
 
 
 def check_flag(name: str, x: Any) -> bool:
-    """Returns `x` as a Python bool; raises TypeError if it is anything else, such as a traced value."""
-    if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"`{name}` is a traced value, expected a Python bool; mark it static under jit")
-    if not isinstance(x, (bool, np.bool_)):
+    """Returns `x` as a Python bool; raises unless it is a bool, 0 or 1, of Python, NumPy or JAX, and not traced."""
+    if isinstance(x, bool):
+        return x
+    known = _on_host(name, x, "a Python bool")
+    if not isinstance(known, int):
         raise TypeError(f"`{name}` is {type(x).__name__}, expected a bool; pass True or False")
-    return bool(x)
+    if known not in (0, 1):
+        raise ValueError(f"`{name}` is {known}, expected a bool; pass True or False")
+    return bool(known)
 
 
-def check_window(window: int | Sequence[int | None] | None) -> tuple[int | None, int | None]:
+def check_window(window: Any) -> tuple[int | None, int | None]:
     """Returns the window as `(left, right)`, each None (unlimited) or >= 0; raises if it is no window."""
     if window is None:
         return None, None
-    sides = (window, window) if isinstance(window, (int, np.integer)) else window
+    name, expected = "local_window_size", "Python integers"
+    sides = _on_host(name, window, expected)
+    sides = (sides, sides) if isinstance(sides, int) else sides
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
-        raise TypeError(f"`local_window_size` is {window!r}, expected an int or a pair (left, right)")
-    for side in sides:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer))):
-            raise TypeError(f"`local_window_size` is {window!r}, expected ints or None in (left, right)")
+        raise TypeError(f"`{name}` is {window!r}, expected an int or a pair (left, right)")
+    left, right = (None if side is None else _on_host(name, side, expected) for side in sides)
+    for side in (left, right):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"`{name}` is {window!r}, expected ints or None in (left, right)")
         if side is not None and side < 0:
-            raise ValueError(f"`local_window_size` is {window!r}, expected sides >= 0; pass None for an unlimited side")
-    left, right = (None if side is None else int(side) for side in sides)
+            raise ValueError(f"`{name}` is {window!r}, expected sides >= 0; pass None for an unlimited side")
     return left, right
 
 
@@ -306,6 +310,19 @@ def check_layout(layout: Any) -> None:
         raise TypeError(f'`layout` is {type(layout).__name__}, expected "contiguous" or "zigzag"; pass a string')
     if layout not in ("contiguous", "zigzag"):
         raise ValueError(f'`layout` is {layout!r}, expected "contiguous" or "zigzag"; `zigzag` says what they are')
+
+
+def _on_host(name: str, x: Any, expected: str) -> Any:
+    """Returns an array of bools or integers as Python's, and anything else unchanged; raises for a traced value.
+
+    It waits for an array on a device: the value is part of the program.
+    """
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"`{name}` is a traced value, expected {expected}; mark it static under jit")
+    is_array = isinstance(x, (np.ndarray, np.generic, jax.Array))
+    if is_array and (x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.integer)):
+        return np.asarray(x).tolist()
+    return x
 
 
 def check_implementation(implementation: Any) -> None:

@@ -213,7 +213,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "dtype of lengths": ({"lengths": jnp.zeros(5)}, TypeError, "`lengths` has dtype float32, expected integer"),
     "dtype of offsets": ({"query_offset": 1.0}, TypeError, "`query_offset` has dtype float32, expected integer"),
-    "flag": ({"is_causal": 1}, TypeError, "`is_causal` is int, expected a bool"),
+    "flag": ({"is_causal": 1.0}, TypeError, "`is_causal` is float, expected a bool"),
     "window": ({"local_window_size": (1, -2)}, ValueError, "`local_window_size` is (1, -2), expected sides >= 0"),
     "residual": ({"return_residual": None}, TypeError, "`return_residual` is NoneType, expected a bool"),
     "implementation": ({"implementation": "cudnn"}, ValueError, "`implementation` is 'cudnn', expected None"),
