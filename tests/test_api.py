@@ -553,10 +553,10 @@ WRONG_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"`cu_seqlens_k` has shape \(2,\) .*, expected C = 3 as in `cu_seqlens_q`",
     ),
-    "no-sequence": (
-        {"cu_seqlens_q": STARTS[:1], "cu_seqlens_k": STARTS[:1]},
+    "no-boundary": (
+        {"cu_seqlens_q": STARTS[:0], "cu_seqlens_k": STARTS[:0]},
         ValueError,
-        r"`cu_seqlens_q` has 1 entries, expected one more than there are sequences",
+        r"`cu_seqlens_q` has C = 0 entries, expected one more than there are sequences; pass \[0\] for none",
     ),
     "starts-dtype": (
         {"cu_seqlens_q": STARTS.astype(float)},

@@ -180,6 +180,12 @@ def check_one_length(name: str, axes: Axes) -> None:
         )
 
 
+def check_boundaries(name: str, axes: Axes) -> None:
+    """Raises ValueError if there are no boundaries (C). One alone bounds no sequence."""
+    if is_known(axes["C"]) and axes["C"] == 0:
+        raise ValueError(f"`{name}` has C = 0 entries, expected one more than there are sequences; pass [0] for none")
+
+
 def check_offset(query_offset: Any) -> None:
     """Raises TypeError if the offset of a call is None or a word."""
     if query_offset is None or isinstance(query_offset, str):

@@ -170,6 +170,17 @@ def test_nan_stays_in_its_sequence(kernel: str, head_dim: int) -> None:
     check(configured(spec), Pack((70, 33, 64), (70, 33, 64), sizes=Sizes(kv_heads=2, right=0), broken=1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize(("family", "arch"), [("sm80", "sm_80"), ("sm90", "sm_90a")])
+def test_boundaries_with_one_entry_leave_padding_alone(family: Any, arch: str, op: Any) -> None:
+    """Zeros are stored for rows on both sides of the boundary, 3 and 7."""
+    spec = KernelSpec(op, arch, "bfloat16", 64, 64, family=family, packed=True, window_right=True)
+    check = emulated_packed.check_forward if op == "forward" else emulated_packed.check_backward
+    boundaries = np.array([3], np.int32), np.array([7], np.int32)
+    check(configured(spec), Pack((0,), (0,), sizes=Sizes(kv_heads=2, right=0), boundaries=boundaries))
+
+
 # Lengths about those of tiles, empty on one side or both; on one side other ones than on the other.
 STEPS, SQUARE = (1, 0, 63, 64, 65, 127, 129, 128), Sizes(kv_heads=2, right=0)
 UNPADDED = Pack((3, 64, 0, 140, 65), (200, 0, 5, 63, 129), padding=((0, 0), (0, 0)), sizes=Sizes(kv_heads=2))

@@ -132,6 +132,24 @@ def test_no_rows(rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "custom_call" not in calls.cuda_text(run, *(x.astype(jnp.bfloat16) for x in qkv))
 
 
+@pytest.mark.parametrize("boundary", [0, 4, 99], ids=["before", "inside", "past"])
+@pytest.mark.parametrize("offset", [0, "bottom_right", jnp.zeros(0, jnp.int32)], ids=["0", "bottom_right", "array"])
+def test_boundaries_with_one_entry_have_no_sequence(boundary: int, offset: Any) -> None:
+    """All rows are padding, as in a batch of no documents."""
+    query, key, value, sinks = draw(rows=(10, 12))
+    starts = jnp.array([boundary])
+
+    def results(*operands: jax.Array) -> Any:
+        return attention_varlen(
+            *operands, starts, starts, sinks=sinks, query_offset=offset, is_causal=True, return_residual=True
+        )
+
+    (out, lse), pullback = jax.vjp(results, query, key, value)
+    assert (out.shape, lse.shape) == ((10, 4, 16), (10, 4))
+    assert not out.any() and np.isneginf(lse).all()
+    assert not any(x.any() for x in pullback((jnp.ones_like(out), jnp.ones_like(lse))))
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("length", [2048, 256])
 def test_cost_grows_with_the_sum_of_squares(length: int, is_causal: bool) -> None:

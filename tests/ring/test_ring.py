@@ -110,8 +110,9 @@ def test_packed_rows_cross_devices(mask: str, layout: str) -> None:
     rings.check(2, arrays, layouts=[layout], **MASKS[mask])
 
 
-def test_packed_rows_with_sinks() -> None:
-    arrays = rings.draw(20, batch=1) | {"boundaries": jnp.array([[1, 6, 19]])}
+@pytest.mark.parametrize("boundaries", [(1, 6, 19), (6,)], ids=["two sequences", "none"])
+def test_packed_rows_with_sinks(boundaries: tuple[int, ...]) -> None:
+    arrays = rings.draw(20, batch=1) | {"boundaries": jnp.array([boundaries])}
     sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
     rings.check(2, arrays, layouts=["zigzag"], sinks=sinks, **CAUSAL)
 
@@ -309,10 +310,11 @@ def test_all_to_all_names_what_does_not_fit(extra: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        ({"boundaries": jnp.zeros((2, 0), int)}, "`boundaries` has C = 0 entries, expected one more"),
         ({"boundaries": jnp.array([0, 20])}, r"`boundaries` has shape \(2,\), expected 2 dimensions \(BC\)"),
         ({"bias": jnp.ones((10, 7))}, "`bias` .* with S = 7, expected 1 or S = 20 as in `key` on all devices; it must"),
     ],
-    ids=["boundaries", "bias"],
+    ids=["no-boundary", "boundaries", "bias"],
 )
 def test_a_ring_names_what_does_not_fit(extra: dict[str, Any], message: str) -> None:
     arrays = {name: x for name, x in rings.draw(20).items() if name != "dout"}

@@ -107,7 +107,8 @@ class Pack:
 
     def launch_sizes(self) -> Sizes:
         """Those of the launch, whose batch is the number of sequences."""
-        return dataclasses.replace(self.sizes, batch=len(self.queries) + 2, queries=self.total(0), keys=self.total(1))
+        sequences, totals = self.sequences().shape[1], (self.total(0), self.total(1))
+        return dataclasses.replace(self.sizes, batch=sequences, queries=totals[0], keys=totals[1])
 
 
 def draw(spec: KernelSpec, pack: Pack) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
