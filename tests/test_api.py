@@ -193,7 +193,12 @@ def test_bottom_right_alignment_is_an_offset() -> None:
 def test_numpy_arrays_and_lists() -> None:
     qkv = _qkv()
     out = attention(*(np.asarray(x) for x in qkv), key_value_seq_lengths=np.array([3, 6], np.int32))
-    calls.assert_same(out, attention(*qkv, key_value_seq_lengths=jnp.array([3, 6])), tolerance=0)
+    expected = attention(*qkv, key_value_seq_lengths=jnp.array([3, 6]))
+    calls.assert_same(out, expected, tolerance=0)
+    out = attention(*(x.tolist() for x in qkv), key_value_seq_lengths=[3, 6])
+    calls.assert_same(out, expected, tolerance=1e-6)
+    out = jax.jit(lambda *x: attention(*map(list, x), key_value_seq_lengths=[3, 6]))(*qkv)  # lists of traced arrays
+    calls.assert_same(out, expected, tolerance=1e-6)
 
 
 def test_results() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Literal, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastattn.api.options import BatchedOptions, SegmentIds, Window
