@@ -112,6 +112,7 @@ CALLS = [
     ["--heads", "6", "--head-dim", "128", "--soft-cap", "5", "--with", "query_seq_lengths", "key_value_seq_lengths"],
     ["--heads", "6/1", "--head-dim", "64", "--dtype", "float16", "--window", "none/0", "--with", "query_offset"],
     ["--heads", "6/2", "--head-dim", "64", "--bias", "bnts"],
+    ["--heads", "6/2", "--head-dim", "64/100"],
     ["--heads", "6/2", "--head-dim", "64", "--bias", "nts/float32", "--with", "mask"],
     ["--heads", "6/2", "--head-dim", "192/128", "--causal", "--with", "segment_ids"],
     ["--heads", "12", "--head-dim", "64", "--bias", "ts"],
@@ -208,6 +209,21 @@ def test_pages_have_the_number_of_kernels(page: str, text: str, arguments: list[
     options = options_of("warmup", *arguments)
     found = re.search(text, (Path(__file__).parents[1] / "docs" / f"{page}.md").read_text())
     assert found is not None and int(found[1]) == sum(len(warm_specs(arch, *arguments)) for arch in options.arch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        (["--dtype", "float16", "--bias", "bnts"], "float16"),
+        (["--bias", "nts"], "bfloat16"),
+        (["--dtype", "float16", "--bias", "nts/float32"], "float32"),
+    ],
+    ids=["float16", "bfloat16", "float32"],
+)
+def test_a_warm_bias_has_the_dtype_of_the_query_unless_another_is_named(arguments: list[str], dtype: str) -> None:
+    """`bench` and `warmup` take it from one place, so a comparison of the two does not show a wrong one."""
+    specs = warm_specs("sm_80", "--heads", "6/2", "--head-dim", "64", "--length", "64", *arguments)
+    assert specs and {spec.bias_dtype for spec in specs} == {dtype}
 
 
 def test_one_query_is_not_several() -> None:
