@@ -370,6 +370,7 @@ BAD = (
     np.array([5, 2**40]),
     np.array([5, 3], ">i4"),
     np.ones((1, 2, 5, 6, 8)),
+    np.ma.masked_array(np.ones((2, 5, 6, 8), np.float32), np.zeros((2, 5, 6, 8), bool)),
     jnp.ones(2),
 )
 ARGUMENTS = [

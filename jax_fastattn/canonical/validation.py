@@ -106,7 +106,8 @@ def as_array(name: str, x: Any) -> jax.Array:
                 f"`{name}` has dtype {dtype}, which is {order}-endian; JAX takes only the byte order of this machine, "
                 f'so pass `{name}.astype("{native}")`'
             ) from error
-        raise TypeError(f"`{name}` is {type(x).__name__}, expected an array") from error
+        remedy = f"; pass `{name}.filled(...)`" if isinstance(x, np.ma.MaskedArray) else ""
+        raise TypeError(f"`{name}` is {type(x).__name__}, expected an array{remedy}") from error
 
 
 def _foreign_byte_order(x: Any) -> str | None:
