@@ -251,7 +251,9 @@ def test_a_kernel_that_fails_stops_no_other(
     outcomes = iter(["compiled in 1.0 s", "failed: out of luck"])
     monkeypatch.setattr(warmup, "_prepared", lambda specs, *more: [(spec, next(outcomes)) for spec in specs[:2]])
     assert main(["warmup", *SHAPE, "--arch", "sm_80"]) == 1
-    assert "1 compiled, 8 in the cache before, 1 failed" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "1 compiled, 8 in the cache before, 1 failed" in printed.out
+    assert "out of luck" not in printed.out and printed.err.endswith(": failed: out of luck\n")
 
 
 @pytest.mark.parametrize(
@@ -450,6 +452,21 @@ def test_bench_says_what_jax_nn_lacks(more: list[str], capsys: pytest.CaptureFix
     assert "jax.nn xla: has no argument for " in capsys.readouterr().out
 
 
+def test_bench_prints_its_error_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table keeps the times of peers."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(bench, "attention", fail)
+    assert main(["bench", "--heads", "4/2", "--head-dim", "8", "--length", "32", "--seconds", "0.01"]) == 1
+    printed = capsys.readouterr()
+    assert "out of luck" not in printed.out and "jax.nn xla  " in printed.out
+    assert printed.err == "python -m jax_fastattn bench: call: ValueError: out of luck\n"
+
+
 def test_bench_leaves_out_what_the_memory_does_not_hold(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -484,6 +501,9 @@ WRONG = {
     "info --heads 4 --head-dim -8": "`-8` is not a head dim",
     "info --heads 4 --head-dim 8 --window 3": "`3` is not a window LEFT/RIGHT",
     "info --heads 4 --head-dim 8 --soft-cap nan": "`nan` is not a positive number",
+    "info --heads 4 --head-dim 8 --soft-cap 1e-50": "`1e-50` is not a positive number that float32 holds",
+    "warmup --heads 4 --head-dim 8 --soft-cap 1e300": "`1e300` is not a positive number that float32 holds",
+    "bench --heads 4 --head-dim 8 --length 8 --soft-cap 1e300": "`1e300` is not a positive number that float32 holds",
     "info --heads 4 --head-dim 8 --batch 99999999": "is over 65536",
     "info --heads 4 --head-dim 8 --with masks": "invalid choice: 'masks'",
     "info --heads 4 --head-dim 8 --bias tn": "`tn` is not axes of bnts in this order, such as nts, nor these",

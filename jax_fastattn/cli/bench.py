@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,11 +44,13 @@ class Times:
     Attributes:
         forward, backward: milliseconds; None if it was not measured.
         note: what ran, or why nothing did.
+        error: what stopped it.
     """
 
     forward: float | None
     backward: float | None
     note: str = ""
+    error: str = ""
 
 
 def add_parser(commands: Any) -> None:
@@ -88,7 +91,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"\n{name}: {shapes.describe(case)}", flush=True)
         times = _measured(case, options.seconds)
         print(_table(times))
-        status |= times["jax_fastattn"].forward is None
+        if error := times["jax_fastattn"].error:
+            print(f"{options.parser.prog}: {name}: {error}", file=sys.stderr)
+            status = 1
     return status
 
 
@@ -105,15 +110,17 @@ def _measured(case: Case, seconds: float) -> dict[str, Times]:
 
 
 def _times(attend: Attend, case: Case, operands: Operands, seconds: float) -> Times:
-    """Returns the times of one implementation; what it raises becomes its note."""
+    """Returns the times of one implementation; what a peer raises becomes its note."""
     note = str(dispatch.explain(case.problem())) if attend is _ours else ""
     found: dict[str, float] = {}
+    error_text = ""
     try:
         for mode in ("forward", "backward"):
             found[mode] = _milliseconds(*_compiled(attend, case, operands, mode), seconds)
     except Exception as error:
-        note = str(error) if isinstance(error, _Unsupported) else f"{type(error).__name__}: {_first_line(error)}"
-    return Times(found.get("forward"), found.get("backward"), note)
+        text = str(error) if isinstance(error, _Unsupported) else f"{type(error).__name__}: {_first_line(error)}"
+        note, error_text = ("", text) if attend is _ours else (text, "")
+    return Times(found.get("forward"), found.get("backward"), note, error_text)
 
 
 def _first_line(error: Exception) -> str:

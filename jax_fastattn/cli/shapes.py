@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import re
 from typing import Any, NoReturn
 
+from jax_fastattn.canonical import validation
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.coverage import COVERAGE
 from jax_fastattn.cases.models import MODELS, layers_by_name
@@ -259,9 +259,6 @@ def _bias(text: str) -> tuple[str, str | None]:
 
 def _soft_cap(text: str) -> float:
     try:
-        cap = float(text)
+        return validation.check_scalar("logits_soft_cap", float(text), positive=True)
     except ValueError:
-        _refuse(text, "a positive number")
-    if not (cap > 0 and math.isfinite(cap)):
-        _refuse(text, "a positive number")
-    return cap
+        _refuse(text, "a positive number that float32 holds")

@@ -13,6 +13,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -88,8 +89,10 @@ def run(options: argparse.Namespace) -> int:
     print(f"{len(specs)} kernels, by {_compiler()}, into {cache.directory()}", flush=True)
     failed, compiled = 0, 0
     for number, (spec, outcome) in enumerate(_prepared(specs, absent, options.processes), 1):
-        failed, compiled = failed + outcome.startswith("failed"), compiled + outcome.startswith("compiled")
-        print(f"[{number}/{len(specs)}] {describe(spec)}: {outcome}", flush=True)
+        has_failed = outcome.startswith("failed")
+        failed, compiled = failed + has_failed, compiled + outcome.startswith("compiled")
+        line = f"[{number}/{len(specs)}] {describe(spec)}: {outcome}"
+        print(line, file=sys.stderr if has_failed else sys.stdout, flush=True)
     _print_end(len(specs), compiled, failed)
     return 1 if failed else 0
 
