@@ -11,8 +11,9 @@ from jax.typing import ArrayLike
 
 from jax_fastattn.api.options import BatchedOptions, SegmentIds, Window
 from jax_fastattn.canonical import validation
-from jax_fastattn.canonical.arguments import restore
+from jax_fastattn.canonical.arguments import is_batched, restore
 from jax_fastattn.canonical.batched import canonicalize
+from jax_fastattn.keywords import explained
 from jax_fastattn.ops import dispatch, vjp
 from jax_fastattn.spec import Implementation
 
@@ -56,6 +57,7 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@explained
 def attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -162,4 +164,4 @@ def attention(
     )
     dispatch.note_call_site(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
+    return restore(results, batched=is_batched(query))

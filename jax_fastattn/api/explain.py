@@ -4,19 +4,20 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-from jax_fastattn import ffi
+from jax_fastattn import ffi, keywords
 from jax_fastattn.api.batched import attention
 from jax_fastattn.api.packed import attention_varlen
 from jax_fastattn.api.paged import paged_attention, paged_problem
 from jax_fastattn.canonical import batched, packed, validation
 from jax_fastattn.canonical.shapes import shapes_of
+from jax_fastattn.keywords import explained
 from jax_fastattn.ops import dispatch
 from jax_fastattn.ops.ring import describe
 
 
+@explained
 def explain(
     query: Any,
     key: Any,
@@ -61,11 +62,8 @@ def explain(
     if page_table is not None:
         function = paged_attention
         options = {"lengths": None} | options | {"page_table": page_table}
-    if unknown := [name for name in options if name not in inspect.signature(function).parameters]:
-        remedy = "; pass `page_table` too for `paged_attention`" if unknown == ["lengths"] else ""
-        raise TypeError(
-            f"explain() got an unexpected keyword argument '{unknown[0]}'; {function.__name__}() has none{remedy}"
-        )
+    if text := keywords.unknown("explain", options, of=function.__name__):
+        raise TypeError(text)
     return_residual = options.pop("return_residual", False)
     if page_table is not None:
         problem, note = paged_problem(query=query, key=key, value=value, **options), ""

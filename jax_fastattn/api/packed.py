@@ -13,6 +13,7 @@ from jax_fastattn.api.options import PackedOptions, Window
 from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import restore
 from jax_fastattn.canonical.packed import canonicalize
+from jax_fastattn.keywords import explained
 from jax_fastattn.ops import dispatch, vjp
 from jax_fastattn.spec import Implementation
 
@@ -56,6 +57,7 @@ def attention_varlen(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@explained
 def attention_varlen(
     query: ArrayLike,
     key: ArrayLike,

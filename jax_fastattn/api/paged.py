@@ -13,6 +13,7 @@ from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import restore
 from jax_fastattn.canonical.paged import canonicalize
 from jax_fastattn.canonical.shapes import shapes_of
+from jax_fastattn.keywords import explained
 from jax_fastattn.ops import dispatch, paged
 from jax_fastattn.spec import Implementation, Problem
 
@@ -68,6 +69,7 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@explained
 def paged_attention(
     query: ArrayLike,
     key_pages: ArrayLike,

@@ -14,8 +14,9 @@ from jax.typing import ArrayLike
 
 from jax_fastattn.api.options import SegmentIds, SplitOptions, Window
 from jax_fastattn.canonical import validation
-from jax_fastattn.canonical.arguments import restore
+from jax_fastattn.canonical.arguments import is_batched, restore
 from jax_fastattn.canonical.ring import canonicalize
+from jax_fastattn.keywords import explained
 from jax_fastattn.ops import all_to_all, dispatch, vjp
 from jax_fastattn.ops.ring.layout import Layout, chunk_starts, inverse, reorder, zigzag_order
 from jax_fastattn.spec import Implementation, Ring
@@ -71,6 +72,7 @@ def ring_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@explained
 def ring_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -157,7 +159,7 @@ def ring_attention(
     )
     dispatch.note_call_site(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
+    return restore(results, batched=is_batched(query))
 
 
 @overload
@@ -202,6 +204,7 @@ def all_to_all_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@explained
 def all_to_all_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -268,9 +271,10 @@ def all_to_all_attention(
         deterministic=deterministic,
     )
     results = all_to_all.attend(spec, operands, validation.check_flag("return_residual", return_residual))
-    return restore(results, batched=jnp.ndim(query) == 4)  # pyright: ignore (untyped in jax 0.10)
+    return restore(results, batched=is_batched(query))
 
 
+@explained
 def zigzag(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
     """Returns a whole array with its rows in zigzag order: device i of `size` gets the chunks i and 2 * size - 1 - i.
 
@@ -292,12 +296,14 @@ def zigzag(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
     return reorder(x, zigzag_order(size), axis)
 
 
+@explained
 def unzigzag(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
     """Inverts `zigzag`, whose arguments and errors it has."""
     x, size, axis = _checked(x, size, axis)
     return reorder(x, list(inverse(size)), axis)
 
 
+@explained
 def positions(axis_name: AxisNames, length: int, layout: Layout = "contiguous") -> jax.Array:
     """Returns where this device's rows stand in the whole sequence, inside `jax.shard_map`.
 

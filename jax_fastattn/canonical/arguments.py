@@ -117,6 +117,11 @@ def _check_scale(scale: jax.Array, dtype: Any) -> jax.Array:
     return scale.astype(np.promote_types(dtype, np.float32)).reshape(1, 1)
 
 
+def is_batched(query: Any) -> bool:
+    """Returns whether the query of a call has a batch axis; `jnp.ndim` takes no nested lists."""
+    return validation.as_array("query", query).ndim == 4
+
+
 def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Inverts all three on the results: drops an added batch axis, and a log-sum-exp that was not requested."""
     out, lse = results if batched else jax.tree.map(drop_batch, results)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_fastattn.canonical import arguments, validation
 from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands
@@ -29,7 +28,7 @@ def canonicalize(
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `api.attention` and gives them canonical shapes."""
     axes, (q, k, v) = arguments.check_qkv(query, key, value, packed=False)
-    batch, batched = axes["B"], jnp.ndim(query) == 4
+    batch, batched = axes["B"], arguments.is_batched(query)
 
     def per_batch(name: str, x: Any) -> jax.Array:
         x = arguments.to_int32(validation.as_integers(name, x))

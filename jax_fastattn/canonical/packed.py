@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_fastattn import packed
 from jax_fastattn.canonical import arguments, validation
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, is_known
+from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
 
 
 def canonicalize(
@@ -31,8 +31,7 @@ def canonicalize(
     starts_k = arguments.to_int32(validation.as_integers("cu_seqlens_k", cu_seqlens_k))
     axes.bind("cu_seqlens_q", starts_q, "C")
     axes.bind("cu_seqlens_k", starts_k, "C")
-    if is_known(axes["C"]) and axes["C"] < 2:
-        raise ValueError(f"`cu_seqlens_q` has {axes['C']} entries, expected one more than there are sequences")
+    validation.check_boundaries("cu_seqlens_q", axes)
     sequences = packed.sequences(starts_q, starts_k, (axes["T"], axes["S"]))
     offset = _packed_offset(query_offset, sequences)
     offset, static = arguments.near_offset(axes, offset, static)

@@ -24,7 +24,7 @@ def canonicalize(
     query_offset: Any = None,
     **static: Any,
 ) -> tuple[AttentionSpec, PagedOperands]:
-    """Checks the arguments of `api_paged.paged_attention`; lengths are clamped, ids are not."""
+    """Checks the arguments of `api.paged_attention`; lengths are clamped, ids are not."""
     axes = validation.Axes()
     pages = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     pages = {name: validation.as_array(name, x) for name, x in pages.items()}

@@ -47,7 +47,8 @@ def canonicalize(
     axes.bind("key", operands.key, "BMKH")
     axes.set("S", keys * ring.size, "`key` on all devices")
     planes = {
-        name: arguments.plane(axes, name, x, jnp.ndim(query) == 4) for name, x in (("bias", bias), ("mask", mask))
+        name: arguments.plane(axes, name, x, arguments.is_batched(query))
+        for name, x in (("bias", bias), ("mask", mask))
     }
     offset, window = arguments.fold_wide_window(
         arguments.offset_per_batch(query_offset, axes["B"]), spec.bounds, rows * ring.size, keys * ring.size
@@ -80,8 +81,7 @@ def _shared_sequences(axes: validation.Axes, boundaries: Any, rows: int, keys: i
         )
     ends = arguments.to_int32(validation.as_integers("boundaries", boundaries))
     axes.bind("boundaries", ends, "C" if ends.ndim == axes["B"] == 1 else "BC")
-    if axes["C"] < 2:
-        raise ValueError(f"`boundaries` has {axes['C']} entries, expected one more than there are sequences")
+    validation.check_boundaries("boundaries", axes)
     return jax.vmap(lambda x: packed.sequences(x, x, (rows, keys)))(arguments.add_batch(ends, 2))
 
 

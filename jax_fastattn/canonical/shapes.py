@@ -47,6 +47,6 @@ def _is_abstract(x: Any) -> bool:
 
 def _has_shape_alone(x: Any) -> bool:
     """Returns whether a call checks no value of x. It checks those of integers on the host."""
-    if isinstance(x, np.ndarray):
-        return x.dtype.isnative and x.dtype.name in ("bool", *validation.FLOATS)
+    if isinstance(x, np.ndarray):  # JAX refuses some subclasses, such as masked arrays
+        return type(x) is np.ndarray and x.dtype.isnative and x.dtype.name in ("bool", *validation.FLOATS)
     return _is_abstract(x)

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, H100_MULTIPROCESSORS
+from jax_fastattn.keywords import explained
 
 # Written into compiled programs and exported files: never changes.
 TARGET_NAME = "jax_fastattn_launch"
@@ -55,6 +56,7 @@ _lock = threading.Lock()
 _target: Any = jax.make_user_context(default_value=None)
 
 
+@explained
 def target_arch(arch: str | None) -> contextlib.AbstractContextManager[None]:
     """Names the GPU to lower for inside a `with` block, in this thread, instead of the local ones.
 
@@ -220,6 +222,7 @@ def compiler_reasons(arch: str | None) -> list[str]:
     ]
 
 
+@explained
 def register() -> None:
     """Registers the FFI target for CUDA with XLA. Lowering does so too; repeated calls have no effect.
 

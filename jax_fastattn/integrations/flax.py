@@ -32,11 +32,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
+from jax_fastattn import keywords
 from jax_fastattn.api import attention, attention_varlen
+from jax_fastattn.canonical import validation
+from jax_fastattn.keywords import explained
 
 
+@explained
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
@@ -63,6 +68,7 @@ class Packed:
         ]
 
 
+@explained
 def attention_fn(
     query: jax.Array,
     key: jax.Array,
@@ -127,9 +133,18 @@ def attention_fn(
         ValueError: for shapes that do not fit, or `is_causal` in a decoding step.
     """
     del input_positions
-    drops = bool(dropout_rate) and not deterministic
+    if text := keywords.unknown("attention_fn", options):
+        raise TypeError(text)
+    query, key, value = (validation.as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    bias = None if bias is None else validation.as_array("bias", bias)
+    mask = mask if mask is None or isinstance(mask, Packed) else _numbers("mask", mask)
+    is_causal = validation.check_flag("is_causal", is_causal)
+    deterministic_gradients = validation.check_flag("deterministic_gradients", deterministic_gradients)
+    has_dropout = not validation.check_flag("deterministic", deterministic)
+    drops = has_dropout and _rate("dropout_rate", dropout_rate) != 0
+    validation.check_implementation(options.get("implementation"))
     given = [
-        name for name, value in options.items() if value is not None and (name, value) != ("implementation", "xla")
+        name for name, value in options.items() if value is not None and (name != "implementation" or value != "xla")
     ]
     packed = mask.given() if isinstance(mask, Packed) else []
     _refuse(
@@ -137,10 +152,10 @@ def attention_fn(
         bias=bias is not None and "cu_seqlens" in packed,
         module=module is not None,
         precision=not drops and _precision_name(precision) == "",
-        einsum_dot_general=einsum_dot_general,
-        qk_attn_weights_einsum=qk_attn_weights_einsum,
-        attn_weights_value_einsum=attn_weights_value_einsum,
-        return_residual=options.pop("return_residual", False),
+        einsum_dot_general=einsum_dot_general is not None,
+        qk_attn_weights_einsum=qk_attn_weights_einsum is not None,
+        attn_weights_value_einsum=attn_weights_value_einsum is not None,
+        return_residual=validation.check_flag("return_residual", options.pop("return_residual", False)),
     )
     for name, array in {"query": query, "key": key, "value": value}.items():
         if array.ndim < 3 or array.shape[:-3] != query.shape[:-3]:
@@ -170,12 +185,12 @@ def attention_fn(
             precision=precision,
             force_fp32_for_softmax=force_fp32_for_softmax,
         )
-    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    dtype = _dtype(dtype, query=query, key=key, value=value)
     arrays = [x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)]
     options |= {"is_causal": is_causal, "deterministic": deterministic_gradients}
     if bias is not None:
         options["bias"] = _fold_broadcast("bias", bias, batch)
-    with contextlib.nullcontext() if precision is None else jax.default_matmul_precision(_precision_name(precision)):
+    with contextlib.nullcontext() if precision is None else _precision(precision):
         if isinstance(mask, Packed):
             out = _attend_packed(arrays, mask, batch, options)
         else:
@@ -185,6 +200,7 @@ def attention_fn(
     return out.reshape(*batch, *out.shape[1:])
 
 
+@explained
 def bind(*, is_causal: bool = False, **options: Any) -> Callable[..., jax.Array]:
     """Returns an `attention_fn` with options set, for options that a Flax module has no argument for.
 
@@ -203,7 +219,9 @@ def bind(*, is_causal: bool = False, **options: Any) -> Callable[..., jax.Array]
     Returns:
         A function with the signature of `attention_fn`. It raises `TypeError` if a bound option is passed to it again.
     """
-    bound_is_causal = is_causal
+    bound_is_causal = validation.check_flag("is_causal", is_causal)
+    if text := keywords.unknown("bind", options, of="attention_fn"):
+        raise TypeError(text)
 
     @functools.wraps(attention_fn)  # also hands on the signature, by which linen chooses what it passes
     def bound(
@@ -211,9 +229,10 @@ def bind(*, is_causal: bool = False, **options: Any) -> Callable[..., jax.Array]
     ) -> jax.Array:
         mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
         has_mask = mask is not None and not isinstance(mask, Packed)
+        query, key = (validation.as_array(name, x) for name, x in (("query", query), ("key", key)))
         lengths = query.shape[-3:-2] + key.shape[-3:-2]
         decodes = has_mask and lengths[:1] == (1,) < lengths[1:] and "query_offset" not in options
-        is_causal = is_causal or (bound_is_causal and not decodes)
+        is_causal = validation.check_flag("is_causal", is_causal) or (bound_is_causal and not decodes)
         return attention_fn(query, key, value, *args, is_causal=is_causal, **options, **kwargs)
 
     return bound
@@ -228,12 +247,19 @@ def _attend_packed(
         raise ValueError(f"`mask` is a `Packed` with {found}; expected `segment_ids` or `cu_seqlens`, one of them.")
     (name,) = packed.given()
     both = getattr(packed, name)
-    both = tuple(both) if isinstance(both, (tuple, list)) else (both, both)
+    is_pair = isinstance(both, (tuple, list)) and len(both) == 2
+    both = [validation.as_integers(name, x) for x in (both if is_pair else (both, both))]
     for x in both:
-        if x.shape[:-1] != batch:
+        if x.ndim == 0 or x.shape[:-1] != batch:
             raise ValueError(
                 f"`{name}` of `mask` has shape {x.shape}; expected the batch axes {batch} of `query` and one more."
             )
+    counts = [x.shape[-1] for x in both]
+    if name == "cu_seqlens" and (counts[0] != counts[1] or counts[0] == 0):
+        raise ValueError(
+            f"`{name}` of `mask` has {counts[0]} boundaries of queries and {counts[1]} of keys; expected as many of "
+            "both, one more than there are sequences."
+        )
     of_queries, of_keys = (x.reshape(math.prod(batch), x.shape[-1]) for x in both)
     if name == "segment_ids":
         return attention(*arrays, segment_ids=(of_queries, of_keys), **options)
@@ -300,8 +326,51 @@ def _refuse(**arguments: Any) -> None:
         )
 
 
+def _numbers(name: str, x: Any) -> jax.Array:
+    """Returns an array of bools or numbers."""
+    array = validation.as_array(name, x)
+    if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.number):
+        raise TypeError(f"`{name}` has dtype {array.dtype}; expected bool or numbers.")
+    return array
+
+
+def _rate(name: str, x: Any) -> float:
+    """Returns a share of the weights."""
+    rate = validation.check_scalar(name, x)
+    if not 0 <= rate <= 1:
+        raise ValueError(f"`{name}` is {rate}; expected a number from 0 to 1.")
+    return rate
+
+
+def _dtype(dtype: Any, **operands: jax.Array) -> Any:
+    """Returns the dtype that query, key and value are cast to."""
+    if dtype is None:
+        try:
+            return jnp.result_type(*operands.values())
+        except ValueError as error:
+            found = ", ".join(f"`{name}` has dtype {x.dtype}" for name, x in operands.items())
+            raise TypeError(f"{found}, which have no common dtype; pass `dtype`, or cast them.") from error
+    try:
+        found = None if isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in validation.FLOATS:
+        raise TypeError(f"`dtype` is {dtype!r}; expected one of {', '.join(validation.FLOATS)}.")
+    return found
+
+
+def _precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns the setting of JAX in which products have a precision that has a name."""
+    try:
+        return jax.default_matmul_precision(_precision_name(precision))
+    except ValueError as error:
+        raise ValueError(f"`precision` is {precision!r}; expected a name that JAX knows, such as highest.") from error
+
+
 def _precision_name(precision: Any) -> str:
     """Returns the name that `jax.default_matmul_precision` takes for a precision; "" if it has none."""
+    if isinstance(precision, (tuple, list)) and len(precision) != 2:
+        return ""
     if isinstance(precision, (tuple, list)):
         first, *others = {_precision_name(x) for x in precision}  # pyright: ignore (any objects)
         return "" if others else first

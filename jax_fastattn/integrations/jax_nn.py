@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jax_fastattn.api import attention
+from jax_fastattn.keywords import explained
 
 _NAME = "dot_product_attention"
 _replaced: list[Callable[..., Any]] = []
@@ -40,6 +41,7 @@ def dot_product_attention(*args: Any, implementation: str | None = None, **kwarg
     return attention(*args, implementation=None if implementation in ("xla", "cudnn") else implementation, **kwargs)  # pyright: ignore (attention checks it)
 
 
+@explained
 def install() -> None:
     """Puts `dot_product_attention` into `jax.nn`, until `uninstall`. A second call changes nothing."""
     if getattr(jax.nn, _NAME) is not dot_product_attention:
@@ -47,6 +49,7 @@ def install() -> None:
         setattr(jax.nn, _NAME, dot_product_attention)
 
 
+@explained
 def uninstall() -> None:
     """Restores the function that `install` replaced; does nothing if ours is not installed."""
     if getattr(jax.nn, _NAME) is dot_product_attention:
@@ -54,6 +57,7 @@ def uninstall() -> None:
 
 
 @contextlib.contextmanager
+@explained
 def installed() -> Generator[None, None, None]:
     """Installs the function inside a `with` block, and restores the previous one after the block."""
     before = getattr(jax.nn, _NAME)
