@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlib.version import __version_info__ as jaxlib_version
@@ -25,13 +26,17 @@ os.environ.setdefault(
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
+import kept
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A program of a test runs once. LLVM's optimization of it took 60 % of the CPU time of six tests of gradients and of
 # the XLA path. Programs in processes of their own, such as the examples, are optimized.
 jax.config.update("jax_disable_most_optimizations", True)
+
+kept.keep_programs()
 
 _ended = itertools.count()  # tests of this process
 
@@ -61,11 +66,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     sample, turn = config.getoption("--sample"), config.getoption("--turn")
     return [
         f"random calls: --seed {config.getoption('--seed')}",
+        kept.summary(),
         f"of each slow function: {'every case' if sample == 1 else f'one case in {sample}, --turn {turn}'}",
     ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        kept.prune()
     if arch := config.getoption("--arch"):
         from jax_fastattn.testing.borrow import borrow
 
@@ -81,8 +89,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Tests that take minutes begin first: at the end processes take over what is left of each other's, test by test.
     items.sort(key=lambda item: "serialise" not in item.name)
     found = _cuda_devices()
-    # The kernels are compared with XLA as it runs on a GPU.
+    # The kernels are compared with XLA as it runs on a GPU, and as it tunes its own kernels in each process.
     jax.config.update("jax_disable_most_optimizations", found == 0)
+    if found:
+        jax.config.update("jax_enable_compilation_cache", False)
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     for item in items:
         if "every_arch" in item.keywords and "every_arch" not in config.getoption("markexpr"):
             item.add_marker(pytest.mark.skip(reason="compiles every row for further GPUs: pytest -m every_arch"))
@@ -130,3 +141,14 @@ def _together(item: pytest.Item) -> str:
 def key() -> jax.Array:
     """A PRNG key."""
     return jax.random.key(2026)
+
+
+@pytest.fixture
+def compiles_anew() -> Iterator[None]:
+    """Compiles every program of the test: it reads what only the compiler of this process writes."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()

@@ -21,6 +21,7 @@ from typing import Any
 
 import calls
 import jax
+import kept
 import pytest
 from test_import import COMPILER, WITHOUT
 
@@ -52,7 +53,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def started(*command: str) -> subprocess.CompletedProcess[str]:
     """A process that sees no GPU."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "error"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONWARNINGS": ",".join(kept.STRICT)}
     # The package that this process has, which may be installed: the source tree need not have the extension.
     paths = [str(Path(jax_fastattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -16,6 +16,7 @@ import textwrap
 import tomllib
 from pathlib import Path
 
+import kept
 import pytest
 
 import jax_fastattn
@@ -35,9 +36,10 @@ def python(code: str, without: tuple[str, ...] = (), path: tuple[Path, ...] = (R
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "JAX_PLATFORMS": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": ",".join(kept.STRICT),
     }
     code = WITHOUT.format(names=without) + textwrap.dedent(code)
-    command = [sys.executable, "-P", "-W", "error", "-c", code]
+    command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()

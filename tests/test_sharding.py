@@ -218,6 +218,7 @@ SHARES = {
 }
 
 
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("name", SHARES)
 def test_shares_are_added_up_in_float32(partitioner: str, name: str, tmp_path: Path) -> None:
     """XLA for CPUs turns an all-reduce of bfloat16 into one of float32, so this reads what the partitioner wrote."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import resources
-from resources import KernelResources, inspect_kernel
+from resources import KernelResources, kept_resources
 
 from jax_fastattn.cases.coverage import ALL_ROWS, COVERAGE, ONE_ROW
 from jax_fastattn.kernels.architectures import shared_memory_limit
@@ -190,7 +190,7 @@ def _variants(spec: KernelSpec) -> list[KernelSpec]:
 def test_kernels_fit(family: str, arch: str, op: str, features: str, dims: tuple[int, int]) -> None:
     allowed = _local_bytes(arch, op, dims, features)
     for spec in _variants(_spec(family, op, arch, dims, FEATURES[features])):
-        _assert_fits(spec, inspect_kernel(spec), allowed)
+        _assert_fits(spec, kept_resources(spec), allowed)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_kernels_fit(family: str, arch: str, op: str, features: str, dims: tuple
 )
 def test_other_tilings_fit(arch: str, op: str, dims: tuple[int, int]) -> None:
     spec = _spec("sm80", op, arch, dims, CAUSAL)
-    _assert_fits(spec, inspect_kernel(spec), _local_bytes(arch, op, dims, "causal"))
+    _assert_fits(spec, kept_resources(spec), _local_bytes(arch, op, dims, "causal"))
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
@@ -207,7 +207,7 @@ def test_other_tilings_fit(arch: str, op: str, dims: tuple[int, int]) -> None:
 def test_one_row_of_each_kind_fits(arch: str, op: str) -> None:
     """`pytest -m every_arch` compiles every row for these GPUs."""
     spec = _spec("sm80", op, arch, (64, 64), EVERYTHING)
-    _assert_fits(spec, inspect_kernel(spec), _local_bytes(arch, op, (64, 64), "everything"))
+    _assert_fits(spec, kept_resources(spec), _local_bytes(arch, op, (64, 64), "everything"))
 
 
 def test_every_portable_tiling_is_compiled() -> None:
@@ -349,7 +349,7 @@ def _sinks_specs() -> list[KernelSpec]:
 @pytest.mark.parametrize("spec", _sinks_specs(), ids=lambda spec: _row_name("sinks", spec))
 def test_gradient_of_sinks_spills_nothing(spec: KernelSpec) -> None:
     """Other kernels of the launch have the local memory that they have without it."""
-    kernels = inspect_kernel(spec)
+    kernels = kept_resources(spec)
     _assert_fits(spec, kernels, _local_bytes(spec.arch, spec.op, (spec.head_dim, spec.v_head_dim), "causal"))
     found = [kernel.local_bytes for kernel in kernels if "preprocess" in kernel.name]
     assert found == [0] * (2 if spec.family == "sm90" and spec.config.adds_dq else 1), kernels
@@ -370,20 +370,20 @@ def _compared_specs() -> list[KernelSpec]:
 def test_portable_kernels_that_compare_rows_spill_little(spec: KernelSpec) -> None:
     """At head dim 64 a warp keeps sums of dK and of dV, and makes two words at a time."""
     is_single_role = spec.op == "backward" and spec.config.roles == 1
-    _assert_fits(spec, inspect_kernel(spec), 40 if is_single_role else 0)
+    _assert_fits(spec, kept_resources(spec), 40 if is_single_role else 0)
 
 
 @pytest.mark.parametrize("spec", _listed_specs(), ids=lambda spec: _row_name("listed", spec))
 def test_portable_kernels_with_lists_spill_no_more_than_with_a_causal_mask(spec: KernelSpec) -> None:
     allowed = _local_bytes(spec.arch, spec.op, (spec.head_dim, spec.v_head_dim), "causal")
-    _assert_fits(spec, inspect_kernel(spec), allowed)
+    _assert_fits(spec, kept_resources(spec), allowed)
 
 
 @pytest.mark.parametrize(
     ("spec", "local_bytes"), _portable_bias_specs().items(), ids=["-".join(map(str, x)) for x in PORTABLE_BIASES]
 )
 def test_portable_kernels_with_a_bias_spill_little(spec: KernelSpec, local_bytes: int) -> None:
-    _assert_fits(spec, inspect_kernel(spec), local_bytes)
+    _assert_fits(spec, kept_resources(spec), local_bytes)
 
 
 # Architecture, head dims and rows of decoding kernels, and how many bytes of local memory they may have. At head dim
@@ -420,7 +420,7 @@ def _decode_specs(features: str) -> dict[KernelSpec, int]:
 @pytest.mark.parametrize("features", DECODE)
 def test_decoding_kernels_fit(features: str) -> None:
     for spec, local_bytes in _decode_specs(features).items():
-        _assert_fits(spec, inspect_kernel(spec), local_bytes)
+        _assert_fits(spec, kept_resources(spec), local_bytes)
 
 
 def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
@@ -470,30 +470,54 @@ import dataclasses, pickle, sys
 from resources import inspect_kernel
 
 while True:
-    for spec in pickle.load(sys.stdin.buffer):
-        print("kernel", spec, flush=True)
-        print("resources", [dataclasses.astuple(kernel) for kernel in inspect_kernel(spec)], flush=True)
+    spec = pickle.load(sys.stdin.buffer)
+    print("kernel", spec, flush=True)
+    print("resources", [dataclasses.astuple(kernel) for kernel in inspect_kernel(spec)], flush=True)
     print("end", flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def compiler_with_remarks() -> Iterator[subprocess.Popen[bytes]]:
+class CompilerWithRemarks:
     """A process that runs `_SHOW_REMARKS`. It is shared, because it starts as long as a kernel or two compile."""
-    path = os.pathsep.join([str(Path(__file__).parent / "emulator"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}", "PYTHONPATH": path}
-    command = [sys.executable, "-c", _SHOW_REMARKS]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as process:
-        yield process
-        process.kill()
+
+    process: subprocess.Popen[bytes] | None = None
+
+    def printed(self, spec: KernelSpec) -> str:
+        """Returns what the process prints, or printed in an earlier run of the tests."""
+        import kept_kernels  # loads the compiler
+
+        return kept_kernels.kernel("remarks", spec, None, lambda: self._print(spec)).decode()
+
+    def _print(self, spec: KernelSpec) -> bytes:
+        if self.process is None:
+            path = os.pathsep.join([str(Path(__file__).parent / "emulator"), os.environ.get("PYTHONPATH", "")])
+            environment = {**os.environ, "CUTE_DSL_COMPILER_OPT": "remarks{ptx}", "PYTHONPATH": path}
+            command, pipe = [sys.executable, "-c", _SHOW_REMARKS], subprocess.PIPE
+            self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        pickle.dump(spec, self.process.stdin)
+        self.process.stdin.flush()
+        printed = b""
+        while (line := self.process.stdout.readline()) not in (b"end\n", b""):
+            printed += line
+        assert line, printed[-3000:].decode()  # else the process has ended
+        return printed
+
+
+@pytest.fixture(scope="module")
+def compiler_with_remarks() -> Iterator[CompilerWithRemarks]:
+    compiler = CompilerWithRemarks()
+    yield compiler
+    if compiler.process is not None:
+        with compiler.process as process:
+            process.kill()
 
 
 @pytest.mark.parametrize(
     ("features", "op"), [(x, op) for x in HOPPER for op in ("forward", "backward") if _hopper_specs(op, x)]
 )
 def test_hopper_rows_neither_spill_nor_serialise(
-    features: str, op: str, compiler_with_remarks: subprocess.Popen[bytes]
+    features: str, op: str, compiler_with_remarks: CompilerWithRemarks
 ) -> None:
     """ptxas reports products that it had to serialise as C75xx; nothing else shows it but the speed."""
     assert {(dims, False) for dims in DIMS} < set(HOPPER_ROWS)
@@ -502,7 +526,7 @@ def test_hopper_rows_neither_spill_nor_serialise(
 
 @pytest.mark.parametrize("features", BIASES)
 def test_hopper_rows_with_a_bias_spill_little_and_do_not_serialise(
-    features: str, compiler_with_remarks: subprocess.Popen[bytes]
+    features: str, compiler_with_remarks: CompilerWithRemarks
 ) -> None:
     specs, local_bytes = _hopper_specs("forward", features), BIAS_LOCAL_BYTES.get(features, 0)
     _assert_neither_spills_nor_serialises(compiler_with_remarks, specs, local_bytes)
@@ -510,25 +534,19 @@ def test_hopper_rows_with_a_bias_spill_little_and_do_not_serialise(
 
 @pytest.mark.parametrize("features", BIAS_GRADIENTS)
 def test_hopper_rows_with_the_gradient_of_a_bias_spill_little_and_do_not_serialise(
-    features: str, compiler_with_remarks: subprocess.Popen[bytes]
+    features: str, compiler_with_remarks: CompilerWithRemarks
 ) -> None:
     specs, local_bytes = _bias_gradient_specs(features), BIAS_GRADIENT_LOCAL_BYTES.get(features, 0)
     _assert_neither_spills_nor_serialises(compiler_with_remarks, specs, local_bytes)
 
 
 def _assert_neither_spills_nor_serialises(
-    process: subprocess.Popen[bytes], specs: Sequence[KernelSpec], local_bytes: int
+    compiler: CompilerWithRemarks, specs: Sequence[KernelSpec], local_bytes: int
 ) -> None:
-    assert process.stdin is not None and process.stdout is not None
-    pickle.dump(specs, process.stdin)
-    process.stdin.flush()
-    printed = ""
-    while (line := process.stdout.readline().decode()) not in ("end\n", ""):
-        printed += line
-    assert line, printed[-3000:]  # else the process has ended
-    found = re.findall(r"^resources (.*)$", printed, re.MULTILINE)
-    for spec, kernels in zip(specs, found, strict=True):
+    for spec in specs:
+        printed = compiler.printed(spec)
+        (kernels,) = re.findall(r"^resources (.*)$", printed, re.MULTILINE)
         _assert_fits(spec, [KernelResources(*kernel) for kernel in ast.literal_eval(kernels)], local_bytes)
-    remarks = {line for line in printed.splitlines() if re.search(r"C75\d\d|^kernel", line)}
-    assert "ptxas" in printed  # else the remarks have moved
-    assert remarks == {f"kernel {spec}" for spec in specs}, printed[-3000:]
+        remarks = [line for line in printed.splitlines() if re.search(r"C75\d\d|^kernel", line)]
+        assert "ptxas" in printed  # else the remarks have moved
+        assert remarks == [f"kernel {spec}"], printed[-3000:]

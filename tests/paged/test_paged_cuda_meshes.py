@@ -65,6 +65,7 @@ def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((2,), ("x",), axis_types=(kind,))
 
 
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("split", SPLITS)
 def test_each_device_reads_the_pages_of_its_share(

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+import kept
 import numpy as np
 import pytest
 
@@ -30,7 +31,7 @@ TINY = "--layers 2 --width 32 --heads 4 --kv-heads 2 --length 48 --batch 4 --ste
 def run(script: str, *options: str, devices: int = 1, optimized: bool = False) -> str:
     """Runs a script of the repository; gives what it printed. It compiles with few optimizations."""
     # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates; any other warning is an error.
-    warnings = ["error", "ignore:jax.array_ref is deprecated", "ignore:jax.ArrayRef is deprecated"]
+    warnings = [*kept.STRICT, "ignore:jax.array_ref is deprecated", "ignore:jax.ArrayRef is deprecated"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": ",".join(warnings),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cutlass
+import kept_kernels
 import numpy as np
 import warp_emulator
 from cutlass import cute
@@ -35,12 +36,16 @@ def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
     The name of a virtual architecture makes ptxas check the text and generate no code, which is a third of the work.
     """
     virtual = spec.gpu_arch.replace("sm_", "compute_")
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch {spec.gpu_arch} --keep-ptx --dump-dir {folder} --ptxas-options --gpu-name={virtual}"
-        with _without_code():
-            cute.compile(kernel, *fake_arguments(spec), options=options)
-        (path,) = Path(folder).glob("*.ptx")
-        ptx = path.read_text()
+    options = f"--gpu-arch {spec.gpu_arch} --ptxas-options --gpu-name={virtual}"
+
+    def compiled() -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            with _without_code():
+                cute.compile(kernel, *fake_arguments(spec), options=f"--keep-ptx --dump-dir {folder} {options}")
+            (path,) = Path(folder).glob("*.ptx")
+            return path.read_bytes()
+
+    ptx = kept_kernels.kernel(f"PTX, {options}", spec, kernel, compiled).decode()
     entries = re.split(r"(?=\.visible \.entry)", ptx)[1:]
     name = re.compile(r"cutlass_(\w+?)_jax_fastattnkernels[a-z0-9_]*([A-Z]\w*?)_object")
     found = [(name.search(text.split("(")[0]), text) for text in entries]

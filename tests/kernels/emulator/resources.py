@@ -11,6 +11,7 @@ another commit.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +52,20 @@ def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
     from jax_fastattn.ffi import compiler  # loads the compiler, which takes seconds
 
     return kernel_resources(*compiler.compile_launches(spec))
+
+
+def kept_resources(spec: KernelSpec) -> tuple[KernelResources, ...]:
+    """Returns the same as `inspect_kernel`, of an object that an earlier run of the tests may have compiled."""
+    import kept_kernels
+
+    from jax_fastattn.ffi import compiler
+
+    def compiled() -> bytes:
+        kernel, shared_bytes = compiler.compile_launches(spec)
+        return json.dumps(shared_bytes).encode() + b"\n" + kernel
+
+    shared_bytes, _, kernel = kept_kernels.kernel("object", spec, None, compiled).partition(b"\n")
+    return kernel_resources(kernel, json.loads(shared_bytes))
 
 
 def kernel_resources(kernel: bytes, shared_bytes: dict[str, int]) -> tuple[KernelResources, ...]:
