@@ -22,7 +22,7 @@ pytest.importorskip("trove_classifiers", reason="the extra `dev` is not installe
 pytest.importorskip("hatch_fancy_pypi_readme", reason="the extra `dev` is not installed")
 
 import distributions
-from distributions import PLACEHOLDER, ROOT, chosen, metadata_problems, notes, problems
+from distributions import PLACEHOLDER, ROOT, chosen, in_turn, metadata_problems, notes, problems
 from environments import Interpreter
 from hatch_fancy_pypi_readme._builder import build_text
 from hatch_fancy_pypi_readme._config import load_and_validate_config
@@ -162,6 +162,12 @@ def test_each_minor_version_that_the_tests_can_run_has_a_wheel() -> None:
     wanted = [python("3.11.7"), python("3.12.4"), python("3.13.0", "/pyenv")]
     others = [python("3.12.1"), python("3.13.0", "/shims"), python("3.15.0")]
     assert chosen([*reversed(wanted), *others], newest=(3, 13)) == wanted
+
+
+def test_pythons_take_turns() -> None:
+    pythons = [python("3.11.7"), python("3.12.4"), python("3.13.0")]
+    assert in_turn(pythons, None) == pythons
+    assert [in_turn(pythons, turn) for turn in (6, 7, 8)] == [[pythons[0]], [pythons[1]], [pythons[2]]]
 
 
 def test_notes_before_an_upload(page: str) -> None:
