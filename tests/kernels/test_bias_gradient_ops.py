@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+import calls
 import emulated_ops
 import jax
 import jax.numpy as jnp
@@ -96,8 +98,10 @@ def test_parts_of_the_keys_add_up(name: str) -> None:
     """As blocks of a ring, which have no sinks: the delta of a row is that of all keys."""
     spec, operands, dlse = draw(CASES[name])
     dout = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, operands.value.shape[3])), jnp.bfloat16)
-    out, lse = xla.forward(spec, operands)
-    wanted = xla.backward(spec, operands, out, lse, dout, dlse, ["bias"]).bias
+    out, lse = calls.quick_jit(functools.partial(xla.forward, spec))(operands)
+    wanted = calls.quick_jit(functools.partial(xla.backward, spec, wanted=["bias"]))(
+        operands, out, lse, dout, dlse
+    ).bias
     assert wanted is not None
     found = jnp.zeros_like(wanted)
     for keys in (slice(0, 64), slice(64, S)):
@@ -127,10 +131,11 @@ def test_rows_of_vague_log_sum_exps(arch: str, axes: str, head_dim: int, monkeyp
     emulated_ops.emulate(monkeypatch, arch)
     spec, operands, _ = draw({"bias": axes, "head_dim": head_dim})
     dout = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, head_dim)), jnp.bfloat16)
-    out, lse = xla.forward(spec, operands)
+    out, lse = calls.quick_jit(functools.partial(xla.forward, spec))(operands)
     spoiled: dict[str, Any] = {"query": np.s_[1, 20:50], "key": 1, "value": 1}
     spoiled |= {"bias": np.s_[1, :, 20:50]} if axes == "bnts" else {}
-    wanted = xla.backward(spec, operands, out, lse, dout.at[:, 20:50].set(0.0), None, spoiled)
+    gradients = calls.quick_jit(functools.partial(xla.backward, spec, wanted=spoiled))
+    wanted = gradients(operands, out, lse, dout.at[:, 20:50].set(0.0), None)
     lse = lse.at[0, 20:50].set(-(2.0**20)).at[1, 20:50].set(2.0**20)
     found = cuda.backward(spec, operands, out, lse, dout, None, spoiled)
     for name, where in spoiled.items():
@@ -150,9 +155,9 @@ def test_rows_that_see_no_key_of_a_call_with_sinks(step: float, monkeypatch: pyt
     assert operands.sinks is not None and operands.bias is not None
     operands = operands._replace(bias=operands.bias.at[1, :, :10].set(-40.0))  # a visible row whose sink is all
     dout = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, 64)), jnp.bfloat16)
-    out, lse = xla.forward(spec, operands)
+    out, lse = calls.quick_jit(functools.partial(xla.forward, spec))(operands)
     names = ("query", "key", "value", "bias", "sinks")
-    wanted = xla.backward(spec, operands, out, lse, dout, None, names)
+    wanted = calls.quick_jit(functools.partial(xla.backward, spec, wanted=names))(operands, out, lse, dout, None)
     sinks = operands.sinks.astype(jnp.float32)
     lse = lse.at[0, :30].set(jnp.nextafter(sinks, sinks + step))
     hidden, dout, _ = poison(spec, operands, dout)

@@ -103,7 +103,8 @@ def ours(
 
 def check(spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any) -> None:
     """Compares all three functions, at once and in chunks, in float64."""
-    arguments = operands, moved(operands, 3), moved(operands, 4), dout, dlse
+    u, w = calls.quick_jit(lambda x: (moved(x, 3), moved(x, 4)))(operands)
+    arguments = operands, u, w, dout, dlse
     expected = calls.quick_jit(functools.partial(derivatives, spec))(*arguments)
     assert all(np.any(x) for x in jax.tree.leaves(expected))
     for tuning in TUNINGS.values():
@@ -120,12 +121,14 @@ def test_second_derivatives_in_float64(case: calls.Case) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_packed_sequences() -> None:
-    query, key, value = (x[0].astype(jnp.float64) for x in EVERYTHING.operands(jax.random.key(0))[:3])
+    query, key, value = calls.quick_jit(lambda key: [x[0].astype(jnp.float64) for x in EVERYTHING.operands(key)[:3]])(
+        jax.random.key(0)
+    )
     starts = jnp.array([0, 2, 5]), jnp.array([0, 4, 7])
     spec, operands = canonical_packed.canonicalize(
         query, key, value, *starts, sinks=jnp.linspace(-1.0, 2.0, 6), query_offset=0, is_causal=True
     )
-    dout, dlse = EVERYTHING.cotangents(jax.random.key(1))
+    dout, dlse = calls.quick_jit(EVERYTHING.cotangents)(jax.random.key(1))
     check(spec, operands, dout[:1], None if dlse is None else dlse[:1])
 
 
@@ -144,7 +147,7 @@ def test_moving_all_logits_of_a_row_alike_in_bfloat16(which: str) -> None:
     u = {name: 10 * x if name in ("query", "key") else jnp.full_like(x, 10.0)}
     # The logits are bilinear in these two, so that a second derivative moves all of a row alike, too.
     w = {other: getattr(operands, other) for other in ("query", "key") if other != name}
-    out, lse = xla.forward(spec, operands)
+    out, lse = calls.quick_jit(functools.partial(xla.forward, spec))(operands)
     tuning = dataclasses.replace(SMALL, chunk=32, block=1 << 12)
     first = jax.jit(functools.partial(tangents.tangent, spec, tuning=tuning))(operands, out, lse, u)
     second = jax.jit(functools.partial(tangents.second_tangent, spec, tuning=tuning))(operands, out, lse, u, w)
