@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict JAX settings, eight CPU devices for sharding tests, and skips that say why."""
 
-import collections
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jaxlib.version import __version_info__ as jaxlib_version
@@ -28,6 +28,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import jax
 import kept
 import pytest
+import sampling
 from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -39,8 +40,10 @@ jax.config.update("jax_disable_most_optimizations", True)
 kept.keep_programs()
 
 _ended = itertools.count()  # tests of this process
+_ITEMS = pytest.StashKey[list[pytest.Item]]()
 
 
+@functools.cache
 def _cuda_devices() -> int:
     try:
         return len(jax.devices("cuda"))
@@ -59,7 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=34, help="of random calls (default: %(default)s)")
     parser.addoption("--part", default="0/1", help="I/N: part I of N of the tests, cases undivided")
     parser.addoption("--sample", type=int, default=1, help="of functions marked slow or numbers, one in so many cases")
-    parser.addoption("--turn", type=int, default=0, help="which cases a sample has: others for each number below N")
+    parser.addoption("--turn", type=int, default=0, help="which cases a sample has: others for each number")
+    parser.addoption("--mainly", default="", help="FILE,...: of each function of another file one case runs")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -80,10 +84,30 @@ def pytest_configure(config: pytest.Config) -> None:
         borrow(arch)
 
 
+class _NeedsGpu(pytest.Module):
+    """A file of cases that need a GPU. Where there is none, a single case stands for them, which is skipped."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """Returns the cases."""
+        mark = getattr(self.obj, "pytestmark", None)
+        if _cuda_devices() or mark is None or mark.name != "gpu":
+            return super().collect()
+        every_case = pytest.Function.from_parent(self, name="every_case", callobj=lambda: None)
+        every_case.add_marker(pytest.mark.skip(reason=f"{self.nodeid}: no case is collected without a CUDA device"))
+        return [every_case]
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return _NeedsGpu.from_parent(parent, path=module_path) if module_path.name.startswith("test_gpu") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part, parts = map(int, config.getoption("--part").split("/"))
     mine = [zlib.crc32(_together(item).encode()) % parts == part for item in items]
-    mine = [mine and sampled for mine, sampled in zip(mine, _sampled(items, config), strict=True)]
+    config.stash[_ITEMS] = [*items]
+    mainly = list(filter(None, config.getoption("--mainly").split(",")))
+    sampled = sampling.sampled(items, config.getoption("--sample"), config.getoption("--turn"), mainly)
+    mine = [mine and is_sampled for mine, is_sampled in zip(mine, sampled, strict=True)]
     config.hook.pytest_deselected(items=[item for item, is_mine in zip(items, mine, strict=True) if not is_mine])
     items[:] = [item for item, is_mine in zip(items, mine, strict=True) if is_mine]
     # Tests that take minutes begin first: at the end processes take over what is left of each other's, test by test.
@@ -111,23 +135,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         jax.clear_caches()
 
 
-def _sampled(items: list[pytest.Item], config: pytest.Config) -> list[bool]:
-    """Whether each item is in the sample. A function has at least one case in it."""
-    functions = [item.nodeid.partition("[")[0] for item in items]
-    counts, cases = collections.Counter(functions), collections.Counter[str]()
-    found = []
-    for item, function in zip(items, functions, strict=True):
-        one_in = min(_one_in(item, config), counts[function])
-        found.append((cases[function] + config.getoption("--turn")) % one_in == 0)
-        cases[function] += 1
-    return found
-
-
-def _one_in(item: pytest.Item, config: pytest.Config) -> int:
-    """Of how many cases of the item's function one is in the sample."""
-    return config.getoption("--sample") if {"numbers", "slow"} & {*item.keywords} else 1
-
-
 def _together(item: pytest.Item) -> str:
     """The same for tests that share work: those of a case, and of all draws of a kind, which share a program."""
     params = item.callspec.params if hasattr(item, "callspec") else {}  # pyright: ignore[reportAttributeAccessIssue]
@@ -152,3 +159,9 @@ def compiles_anew() -> Iterator[None]:
     yield
     jax.config.update("jax_enable_compilation_cache", before)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def every_case(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """All cases that were found, those that do not run in this turn included."""
+    return request.config.stash[_ITEMS]

@@ -43,9 +43,9 @@ def run(directory: Path, *arguments: str, failing: str = "nothing") -> tuple[int
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(stand_in)
         path.chmod(0o755)
-    nproc = directory / "nproc"
-    nproc.write_text(f"#!/bin/sh\necho {CORES}\n")
-    nproc.chmod(0o755)
+    for name, printed in (("nproc", CORES), ("git", "1234567")):
+        (directory / name).write_text(f"#!/bin/sh\necho {printed}\n")
+        (directory / name).chmod(0o755)
     environment = os.environ | {
         "PATH": f"{directory}:{os.environ['PATH']}",
         "FAILING": failing,
@@ -74,15 +74,20 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
     assert sorted(calls) == sorted(
         [*(f"newest/{tool}" for tool in TOOLS), "oldest/pytest", "newest", "oldest", "check", "compiler"]
     )
-    assert calls["newest/python"] == [["tests/distributions.py"]]
+    assert calls["newest/python"] == [["tests/distributions.py"]], "every wheel"
     assert calls["newest/mkdocs"] == [["build", "--strict"]]
     (newest, *programs), (oldest, *others) = calls["newest/pytest"], calls["oldest/pytest"]
     assert programs == others == [["-rs", "tests/test_gpu_programs.py"]]
     assert options(newest, "-n") == options(oldest, "-n") == [str(CORES)]
-    # The newest environment leaves nothing out; the oldest what no version of JAX can change, and cases of slow tests.
+    # The newest environment leaves nothing out; the oldest what no version of JAX can change, and most cases of others.
     assert not {"--ignore", "--deselect", "--sample", "-k", "-m"} & set(newest)
     assert not {"--deselect", "-k", "-m"} & set(oldest)
-    assert options(oldest, "--sample") == ["6"]
+    assert options(oldest, "--sample") == ["7"]
+    (mainly,) = options(oldest, "--mainly")
+    assert {"tests/test_grad.py", "tests/ring/test_ring_automatic.py", "tests/integrations/test_flax.py"} < {
+        *mainly.split(",")
+    }
+    assert all((ROOT / file).is_file() for file in mainly.split(","))
     left_out = options(oldest, "--ignore")
     assert left_out
     for path in left_out:
@@ -98,38 +103,21 @@ def test_ci_leaves_out_cases_alone(tmp_path: Path) -> None:
     (newest, *_), (every_newest, *_) = calls.pop("newest/pytest"), every.pop("newest/pytest")
     assert newest[: len(every_newest)] == every_newest
     sample = newest[len(every_newest) :]
-    assert sample in [["--sample", "6", "--turn", str(turn)] for turn in range(6)]
+    assert sample == ["--sample", "7", "--turn", str(0x1234567)]
     (oldest, *_), (every_oldest, *_) = calls.pop("oldest/pytest"), every.pop("oldest/pytest")
     assert [x for x in oldest if x not in sample] == [x for x in every_oldest if x not in sample]
     assert oldest[oldest.index("--sample") :][:4] == sample
+    assert calls.pop("newest/python") == [[*every.pop("newest/python")[0], *sample[2:]]]
     assert calls == every
 
 
-def collected(*arguments: str) -> list[str]:
-    """Returns the tests that pytest would run."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]
+def test_a_sample_has_most_cases_of_the_named_files() -> None:
+    files = ["tests/test_reference.py", "tests/test_split.py"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files, "--sample", "4", "--mainly", files[0]]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [line for line in printed.splitlines() if "::" in line]
-
-
-def functions(tests: list[str]) -> collections.Counter[str]:
-    return collections.Counter(test.partition("[")[0] for test in tests)
-
-
-def test_a_sample_has_a_case_of_each_function() -> None:
-    every, sample = collected("tests/test_reference.py"), collected("tests/test_reference.py", "--sample", "4")
-    assert set(sample) < set(every)
-    assert functions(sample) == {function: -(-cases // 4) for function, cases in functions(every).items()}
-
-
-def test_each_case_of_a_kernel_has_its_turn() -> None:
-    pytest.importorskip("cutlass")
-    files = ["tests/kernels/test_sm90_emulated.py", "tests/kernels/test_regions.py"]
-    every = collected(*files)
-    turns = [collected(*files, "--sample", "2", "--turn", str(turn)) for turn in range(2)]
-    assert set(every) == set().union(*turns)
-    assert all(functions(turn).keys() == functions(every).keys() for turn in turns)
-    assert max(map(len, turns)) < 0.75 * len(every)
+    counts = collections.Counter(line.partition("[")[0] for line in printed.splitlines() if "::" in line)
+    found = {file: [n for function, n in counts.items() if function.startswith(file)] for file in files}
+    assert max(found[files[0]]) > 1 and set(found[files[1]]) == {1}
 
 
 def test_without_arguments_it_runs_what_a_change_needs(tmp_path: Path) -> None:

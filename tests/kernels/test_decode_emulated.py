@@ -21,7 +21,7 @@ import emulated_decode
 from emulated_backward import Sizes
 from emulated_decode import check
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
 LENGTHS = {"key_value_seq_lengths": True}
 CAUSAL = {**LENGTHS, "window_right": True, "query_offset": True}

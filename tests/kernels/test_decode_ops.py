@@ -21,7 +21,7 @@ from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import poison
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
 # Queries, query heads, key/value heads and head dims; other arguments are those of `attention`.
 CASES: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {

@@ -9,7 +9,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_masks
 from emulated_prepass import Predicate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
 # Blocks of 64 make full and empty tiles, low densities keys that nobody sees.
 CASES = {

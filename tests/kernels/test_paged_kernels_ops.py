@@ -22,7 +22,7 @@ from jax_fastattn.paged import PagedOperands
 from jax_fastattn.reference import paged_reference
 from jax_fastattn.spec import AttentionSpec
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
 # Queries, query heads, key/value heads and rows of a page; other arguments are those of `paged_attention`.
 CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {

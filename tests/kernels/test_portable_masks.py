@@ -65,6 +65,7 @@ _, _SPEC = FORWARD["d64-dead-keys"]
 FORWARD["d64-two-stages"] = _DEAD, dataclasses.replace(_SPEC, config=dataclasses.replace(_SPEC.config, stages=2))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("predicate", "spec"), FORWARD.values(), ids=FORWARD)
 def test_forward(predicate: Predicate, spec: KernelSpec) -> None:
     emulated_portable_masks.check_forward(predicate, spec)

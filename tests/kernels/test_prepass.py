@@ -12,7 +12,7 @@ from emulated_prepass import Predicate
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
 # One kind of each: tiles of one and of several words, keys that fill no word, more rows than live words.
 TILES = (

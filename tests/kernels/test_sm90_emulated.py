@@ -119,6 +119,7 @@ def test_forward(name: str) -> None:
     emulated_hopper.check_forward(_spec("forward", *kernel), sizes)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("config", [
     ForwardConfig(2, 64, 6, ping_pong=True), ForwardConfig(2, 64, 5, overlap_qk_pv=False, persistent=True),
