@@ -121,7 +121,9 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv"):
 @pytest.mark.parametrize(("tiles", "limits"), [
     (Bounds.key_tiles, Bounds.key_limits), (Bounds.query_tiles, Bounds.query_limits),
 ])  # fmt: skip
-def test_no_sum_leaves_int32(tiles, limits) -> None:
+def test_plans_raise_nothing_on_integers_that_refuse_to_leave_int32(tiles, limits) -> None:
+    with pytest.raises(OverflowError):
+        Int32((1 << 31) - 1) + 1
     lengths = (0, 1, 1000, UNBOUNDED)
     widths, offsets = (0, 1000, UNBOUNDED), (-UNBOUNDED, -1000, 0, 1000, UNBOUNDED)
     for query_end, key_end, offset, left, right in itertools.product(lengths, lengths, offsets, widths, widths):

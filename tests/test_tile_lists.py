@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tile_list_rule import Entry, TileList, classify
 
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.tiles import lists as tile_lists
-from jax_fastattn.kernels.tiles.lists import Entry, PrepassConfig, Sizes, TileList, classify, list_words, shapes
+from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, list_words, shapes
 from jax_fastattn.kernels.tiles.plan import place_in_sections
 from jax_fastattn.spec import QKV, AttentionSpec, Problem
 

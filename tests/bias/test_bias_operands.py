@@ -38,7 +38,11 @@ def problem_of(shape: tuple[int, ...], dtype: str = "bfloat16", **options: objec
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_find_the_number_of_each_pair(shape: tuple[int, ...]) -> None:
-    """By the scalars of a launch, in whatever operand the kind has."""
+    """By the scalars of a launch and the planes of a device, in the operand that the kind has."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    from jax_fastattn.kernels.features.bias.planes import Planes
+    from jax_fastattn.kernels.features.places import Head
+
     bias = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
     problem = problem_of(shape, "float32")
     scalars = launch_scalars(problem, 132)
@@ -49,7 +53,7 @@ def test_kernels_find_the_number_of_each_pair(shape: tuple[int, ...]) -> None:
     ((name, array),) = bias_operands(kernel_spec(problem, op, "sm_90a"), bias, S, 0.5).items()
     array = np.asarray(array.astype(jnp.float32))
     for b, n, t, s in np.ndindex(B, N, T, S):
-        plane = b * scalars.bias_batch + n * scalars.bias_head + n // (N // K) * scalars.bias_kv_head
+        plane = Planes(scalars, N // K).of_head(Head(b, n))
         assert 0 <= plane < scalars.bias_planes
         if name == "bias":
             found = array.reshape(2, scalars.bias_planes, T, pitch)[:, plane, t, s].sum()

@@ -169,9 +169,11 @@ def test_target_arch_of_another_type(devices: list[Any]) -> None:
         ffi.target_arch(90)  # pyright: ignore[reportArgumentType] (the point of the test)
 
 
-def test_register_any_number_of_times() -> None:
+def test_only_the_first_registration_has_an_effect() -> None:
     ffi.register()
+    before = registry._register_once.cache_info()
     ffi.register()
+    assert registry._register_once.cache_info() == before._replace(hits=before.hits + 1)
 
 
 @pytest.mark.parametrize(

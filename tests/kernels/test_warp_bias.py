@@ -117,6 +117,7 @@ def test_terms_of_a_float32_bias_with_several_planes() -> None:
 _ACCESSES = re.compile(r"bar\.warp\.sync|bar\.sync|barrier\.sync|cp\.async\.c[ga]|cp\.async\.wait_group|ldmatrix")
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_lanes_wait_for_each_other_around_copies(op: str) -> None:
@@ -132,6 +133,7 @@ def test_lanes_wait_for_each_other_around_copies(op: str) -> None:
     assert not pairs["cp.async.wait_group", "ldmatrix"]
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_warps_wait_for_pieces() -> None:
     """Two roles, and three of eight pieces at a time: no other warp reads or writes them."""

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tile_list_rule
 from emulated_launch import compile_kernel, place, start
+from tile_list_rule import Entry, TileList
 
 from jax_fastattn.kernels.arguments.prepass import PrepassScalars
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
 from jax_fastattn.kernels.tiles import lists as tile_lists
-from jax_fastattn.kernels.tiles.lists import Entry, PrepassConfig, TileList
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.spec import UNBOUNDED
 
 
@@ -219,7 +221,7 @@ def check(predicate: Predicate, config: PrepassConfig, *, ctas: int = 1056) -> N
         heads = [plane * sizes.members + k for k in range(sizes.members)]
         end = predicate.query_lengths[entry] if predicate.query_lengths else predicate.queries
         planes = [seen[entry, head * step] for head in heads]
-        wanted = tile_lists.classify(config, planes, end)
+        wanted = tile_list_rule.classify(config, planes, end)
         _check_lists(config, found, (entry, plane), wanted)
         for head, matrix in zip(heads, planes, strict=True):
             _check_bits(config, found["bits"][entry, head], matrix, end, wanted)
