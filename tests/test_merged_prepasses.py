@@ -53,7 +53,7 @@ if jax.__version_info__ < (0, 9):
 
 
 @pytest.mark.parametrize("name", layers.STACKS)
-def test_forward(name: str) -> None:
+def test_all_layers_share_one_prepass_forward(name: str) -> None:
     found = layers.launches(compiled(layers.STACKS[name], *layers.shapes()))
     assert found == {"prepass": 1, "attention": layers.LAYERS}
 

@@ -67,7 +67,7 @@ def nested(function: Any, inner: tuple[str, ...], outer: tuple[str, ...], arrays
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("name", AXES)
-def test_gradients(name: str) -> None:
+def test_gradients_are_those_of_a_loop(name: str) -> None:
     """Those of each example, and those of the sum."""
     inner, outer = AXES[name]
     arrays, loss = arrays_of(inner, outer), calls.loss_of(CASE)

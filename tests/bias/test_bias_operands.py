@@ -63,7 +63,7 @@ def test_kernels_find_the_number_of_each_pair(shape: tuple[int, ...]) -> None:
         np.testing.assert_allclose(found, wanted[b, n, t, s], rtol=2.0**-17)
 
 
-def test_kinds() -> None:
+def test_a_shape_decides_the_kind_and_the_planes() -> None:
     kinds = {(shape[2] > 1, shape[3] > 1): bias_kind(shape) for shape in SHAPES}
     assert kinds == {(False, False): "rows", (True, False): "rows", (False, True): "keys", (True, True): "matrix"}
     planes = {(shape[0] > 1, shape[1]): BiasPlanes.of(shape, N) for shape in SHAPES}

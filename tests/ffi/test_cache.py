@@ -547,7 +547,7 @@ def test_sources_of_the_installed_package_are_found() -> None:
     assert (root / "ffi" / "compiler.py").is_file()
 
 
-def test_state(directory: Path) -> None:
+def test_state_counts_entries_that_can_be_used(directory: Path) -> None:
     assert cache.state() == cache.State(directory, is_writable=True), "the first entry creates it"
     cache.store(KEY, KERNEL)
     (directory / "notes").write_text("no entry")

@@ -133,7 +133,7 @@ def _runtime() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients(name: str) -> None:
+def test_gradients_match_the_reference(name: str) -> None:
     emulated_hopper.check_backward(*key(name))
 
 

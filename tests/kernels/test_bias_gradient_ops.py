@@ -84,7 +84,7 @@ def test_every_shape(axes: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients(name: str) -> None:
+def test_gradients_match_the_reference(name: str) -> None:
     emulated_ops.compare_with_reference(*draw(CASES[name]))
 
 

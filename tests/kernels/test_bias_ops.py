@@ -133,7 +133,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forward(name: str) -> None:
+def test_outputs_match_the_reference(name: str) -> None:
     compare(*draw(CASES[name]))
 
 

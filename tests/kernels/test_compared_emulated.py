@@ -92,7 +92,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, arch: str) -> Launches:
 @pytest.mark.parametrize(
     ("name", "arch", "dims"), CALLS, ids=[f"{arch}-{name}-d{dims[0]}" for name, arch, dims in CALLS]
 )
-def test_call(name: str, dims: tuple[int, int], launches: Launches) -> None:
+def test_calls_that_compare_rows_match_the_reference(name: str, dims: tuple[int, int], launches: Launches) -> None:
     emulated_ops.compare_with_reference(*draw(CASES[name] | {"head_dim": dims[0], "v_head_dim": dims[1]}))
     assert all(not kernel.config.bits if kernel.op == "prepass" else kernel.compared for kernel in launches)
 

@@ -80,7 +80,7 @@ BACKWARD = ("bnts-dead-keys", "b11s", "ts-lengths", "ids-causal-mask", "d192v128
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in BACKWARD])
-def test_forward(name: str) -> None:
+def test_outputs_match_the_reference(name: str) -> None:
     spec, operands = draw(CASES[name])
     poisoned, *_ = poison(spec, operands, jnp.zeros((B, T, N, operands.value.shape[3]), jnp.bfloat16))
     out, lse = cuda.forward(spec, poisoned)

@@ -67,7 +67,7 @@ FORWARD["d64-two-stages"] = _DEAD, dataclasses.replace(_SPEC, config=dataclasses
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("predicate", "spec"), FORWARD.values(), ids=FORWARD)
-def test_forward(predicate: Predicate, spec: KernelSpec) -> None:
+def test_outputs_match_the_reference(predicate: Predicate, spec: KernelSpec) -> None:
     emulated_portable_masks.check_forward(predicate, spec)
 
 
@@ -107,7 +107,7 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize(("predicate", "spec"), BACKWARD.values(), ids=BACKWARD)
-def test_backward(predicate: Predicate, spec: KernelSpec) -> None:
+def test_gradients_match_the_reference(predicate: Predicate, spec: KernelSpec) -> None:
     emulated_portable_masks.check_backward(predicate, spec)
 
 

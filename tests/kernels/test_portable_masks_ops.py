@@ -33,5 +33,5 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     ],
 )
 @pytest.mark.usefixtures("_emulated")
-def test_call(name: str) -> None:
+def test_calls_match_the_reference(name: str) -> None:
     emulated_ops.compare_with_reference(*draw(CASES[name]))

@@ -63,7 +63,7 @@ def test_a_bias_that_does_not_fit_stays_in_global_memory() -> None:
 @pytest.mark.parametrize(
     ("name", "arch"), [("d96-causal", "sm_86"), ("d128-one-stage", "sm_86"), ("rows-everything", "sm_80")]
 )
-def test_gradients(name: str, arch: str) -> None:
+def test_gradients_match_the_reference(name: str, arch: str) -> None:
     emulated_dkdv_dq.check(*key(name, arch))
 
 

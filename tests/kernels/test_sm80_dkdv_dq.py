@@ -127,7 +127,7 @@ _CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "sizes"), _CASES.values(), ids=_CASES.keys())
-def test_gradients(spec: KernelSpec, sizes: Sizes) -> None:
+def test_gradients_match_the_reference(spec: KernelSpec, sizes: Sizes) -> None:
     emulated_dkdv_dq.check(spec, sizes)
 
 

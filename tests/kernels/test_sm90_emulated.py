@@ -114,7 +114,7 @@ def _runtime() -> None:
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_forward(name: str) -> None:
+def test_outputs_match_the_reference(name: str) -> None:
     *kernel, sizes = FORWARD[name]
     emulated_hopper.check_forward(_spec("forward", *kernel), sizes)
 
@@ -158,7 +158,7 @@ def test_sinks_gradient_of_rows_that_see_nothing(v_head_dim: int, dlse: bool) ->
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-def test_backward(name: str) -> None:
+def test_gradients_match_the_reference(name: str) -> None:
     *kernel, sizes = BACKWARD[name]
     emulated_hopper.check_backward(_spec("backward", *kernel), sizes)
 
@@ -176,7 +176,7 @@ def test_ordered_backward(name: str) -> None:
 
 
 def _fused(ordered: bool) -> KernelSpec:
-    """Returns a key of `test_backward` and `test_ordered_backward`, whose texts are compiled once."""
+    """Returns a key of the tests of gradients, whose texts are compiled once."""
     return dataclasses.replace(_spec("backward", *BACKWARD["d8-causal"][:4]), ordered=ordered)
 
 

@@ -121,7 +121,7 @@ def test_the_turn_in_a_range() -> None:
     assert _checked(visit.turn(2, 3, lambda tile: TileRange(tile + 1, 4, 0, 0))) == (0, True, True)
 
 
-def test_planes() -> None:
+def test_planes_are_numbered_one_after_another() -> None:
     # Two entries of four query heads and two key/value heads, all with bits of their own.
     planes = Planes(4, 1, 0, 1)
     assert [planes.bits(b, h, h // 2) for b in range(2) for h in range(4)] == list(range(8))

@@ -100,7 +100,7 @@ FORWARD = {
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize("name", FORWARD)
-def test_forward(name: str) -> None:
+def test_outputs_match_the_reference(name: str) -> None:
     _open_runtime()
     emulated_forward.check(*FORWARD[name])
 

@@ -47,7 +47,7 @@ MASKS: dict[str, dict[str, Any]] = {
         (8, "causal", "zigzag"),
     ],
 )
-def test_masks(size: int, mask: str, layout: str) -> None:
+def test_a_ring_under_each_mask_computes_what_one_device_does(size: int, mask: str, layout: str) -> None:
     rings.check(size, rings.draw(size * 10), layouts=[layout], **MASKS[mask])
 
 
@@ -88,7 +88,7 @@ HALF = {
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("name", OPERANDS)
-def test_operands(name: str) -> None:
+def test_a_ring_with_each_operand_computes_what_one_device_does(name: str) -> None:
     layouts = ["zigzag"] if name in HALF else ["contiguous", "zigzag"]
     rings.check(2, rings.draw(20) | OPERANDS[name], layouts=layouts, **CAUSAL)
 

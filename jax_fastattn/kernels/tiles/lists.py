@@ -12,7 +12,7 @@ first and query lists the edge tiles, each group ascending. Where `PrepassConfig
 the last full one come last. Kernels visit a list from its last entry to its first one, except for the portable backward
 kernel, which ascends.
 
-Pure Python, no import of the DSL. The rule of the prepass on Python integers is `tests/kernels/emulator/tile_list_rule.py`.
+Imports no DSL. The rule of the prepass on Python integers is `tests/kernels/emulator/tile_list_rule.py`.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _without(ptx: str, remark: str) -> str:
     return "\n".join(line for line in ptx.splitlines() if not line.endswith(f"// {remark}"))
 
 
-def test_ring() -> None:
+def test_a_ring_of_buffers_that_is_synchronized_passes() -> None:
     _sum(_SUM)
 
 
@@ -213,7 +213,7 @@ def _multiply(ptx: str) -> None:
     np.testing.assert_array_equal(memory.read(out, (128,), np.float32), 16 * 1 + 16 * 4)
 
 
-def test_product() -> None:
+def test_a_product_that_is_waited_for_passes() -> None:
     _multiply(_MULTIPLY)
 
 
@@ -309,7 +309,7 @@ def _count(ptx: str) -> None:
     np.testing.assert_array_equal(memory.read(words, (3,), np.int32), [2, 1, 1])
 
 
-def test_count() -> None:
+def test_counts_in_global_memory_are_summed() -> None:
     _count(_COUNT)
 
 
