@@ -3,8 +3,8 @@
 """The folder in which test processes keep what they compile, and JAX's compilation cache in it.
 
 JAX finds a program by its text, its options, XLA's flags, the version of jaxlib and the features of the CPU. A change
-of the code that changes a program compiles it, and no test runs what other code compiled to. `kernels/emulator/kept_kernels.py`
-keeps what CuTe DSL compiles in the same folder. You may delete the folder at any time.
+of the code that changes a program compiles it, and no test runs what other code compiled to. The kernels that CuTe DSL
+compiles are in the same folder (`kernels/emulator/kept_kernels.py`). You may delete the folder at any time.
 """
 
 from __future__ import annotations
