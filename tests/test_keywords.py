@@ -124,7 +124,7 @@ def test_errors_from_inside_keep_their_text_and_add_one_frame() -> None:
     with pytest.raises(TypeError, match=r"^`query_offset` is None, expected") as caught:
         attention(X, X, X, query_offset=None)  # pyright: ignore
     frames = [Path(frame.filename).name for frame in traceback.extract_tb(caught.tb)]
-    assert frames[1:3] == ["keywords.py", "api/batched.py"] and frames.count("keywords.py") == 1
+    assert frames[1:3] == ["keywords.py", "batched.py"] and frames.count("keywords.py") == 1
     with pytest.raises(TypeError) as caught:
         attention(X, X, X, causal=True)  # pyright: ignore
     frames = [Path(frame.filename).name for frame in traceback.extract_tb(caught.tb)]

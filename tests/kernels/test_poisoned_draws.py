@@ -130,7 +130,7 @@ def listed_draws(suite: str) -> Iterator[Operands]:
     import test_masks_ops
     import test_portable_masks_ops
 
-    portable = [name for name, _ in cases_of(test_portable_masks_ops.test_call)]
+    portable = [name for name, _ in cases_of(test_portable_masks_ops.test_calls_match_the_reference)]
     for name in test_masks_ops.CASES if suite == "sm90 emulator" else portable:
         yield test_masks_ops.draw(test_masks_ops.CASES[name])[1]
 

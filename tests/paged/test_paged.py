@@ -247,9 +247,9 @@ def test_explain_says_that_pages_are_gathered() -> None:
     assert str(found).endswith(
         "; the pages are first gathered into dense keys and values, which takes a copy; there is no gradient"
     )
-    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'; paged_attention"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'; `attention` has it"):
         explain(query, *pages, mask=jnp.ones(1, bool), **arguments)
-    with pytest.raises(TypeError, match=r"'lengths'; .*; pass `page_table` too"):
+    with pytest.raises(TypeError, match=r"'lengths'; .*, and so has `explain` with `page_table`"):
         explain(query, *pages, lengths=arguments["lengths"])
     with pytest.raises(TypeError, match="`lengths` is NoneType, expected an array"):
         explain(query, *pages, page_table=arguments["page_table"])

@@ -167,7 +167,7 @@ def test_keys_without_a_query_are_not_read(key: jax.Array) -> None:
         spec, operands = case.spec(), case.operands(key)
         dout, _ = case.cotangents(key)
         poisoned, *cotangents = poison(spec, operands, dout)
-        assert not np.isfinite(poisoned.key[:, first:]).any()
+        assert not (np.abs(poisoned.key[:, first:]) < 1e37).any()
         for x, y in zip(run(spec, operands, dout), run(spec, poisoned, *cotangents), strict=True):
             np.testing.assert_array_equal(x, y)
 
