@@ -30,7 +30,7 @@ from jax_fastattn.xla.blocks import (
     zero_unseen_keys,
 )
 from jax_fastattn.xla.chunks import CPU, Index, Span, Tuning
-from jax_fastattn.xla.rows import Planes, Rows, RowSums, rows_of_chunks
+from jax_fastattn.xla.rows import Planes, Rows, Softmax, rows_of_chunks
 
 
 def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tuple[jax.Array, jax.Array]:
@@ -63,25 +63,17 @@ def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tu
 def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array, jax.Array]:
     """Returns output `[B, K, G, t, D]` and log-sum-exp of queries that see no key except `keys`.
 
-    Without sinks, each reduction is combined with its row only through a maximum with a constant, so XLA for GPUs
-    recognizes a softmax and compiles it to one kernel. With sinks there is no such kernel, and weights are rounded
-    before they are divided: the greatest one is then exactly 1, since the gradient of sinks sums small differences.
+    With sinks, weights are rounded before they are divided: the greatest one is then exactly 1, since the gradient of
+    sinks sums small differences.
     """
     visible = blocks.visible(queries, keys)
     logits, _ = blocks.logits(queries, keys, visible)
-    limits, sinks = jnp.finfo(logits.dtype), blocks.sinks()
-    top = jnp.max(logits, axis=-1, initial=-jnp.inf)
-    top = top if sinks is None else jnp.maximum(top, sinks)
-    # The maximum of a row that sees nothing is -inf; with a finite number in its place every exponential is 0.
-    shift = jnp.maximum(top, limits.min)
-    weights = jnp.exp(logits - shift[..., None])
-    total = weights.sum(-1)
-    total = total if sinks is None else total + jnp.exp(sinks - shift)
-    total = jnp.maximum(total, limits.tiny)
-    weights = weights if sinks is not None else weights / total[..., None]
+    sinks = blocks.sinks()
+    softmax = Softmax.of(logits, sinks)
+    weights = softmax.weights if sinks is None else softmax.exponentials
     out = blocks.weighted(weights, blocks.value, keys, visible)
-    out = out if sinks is None else out / total[..., None]
-    return out.astype(blocks.value.dtype), top + jnp.log(total)
+    out = out if sinks is None else out / softmax.total[..., None]
+    return out.astype(blocks.value.dtype), softmax.top + jnp.log(softmax.total)
 
 
 def _rows(blocks: Blocks, queries: Span) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +125,7 @@ def backward(
     dout_rows, lse_rows = rows_of(dout, num_kv_heads), rows_of(lse, num_kv_heads)
     dlse_rows = None if dlse is None else rows_of(dlse, num_kv_heads)
     if blocks.bands and not spec.is_part:
-        add = functools.partial(_add_rows, blocks, dout_rows, lse_rows, dlse_rows)
+        add = functools.partial(add_rows, blocks, dout_rows, lse_rows, dlse_rows)
         sums = sum_blocks(blocks, wanted, add)
         return gradients_of(operands, sums, sums.sinks)
     if spec.is_part or out.dtype == lse.dtype:
@@ -144,7 +136,7 @@ def backward(
     return gradients_of(operands, sums, rows.dsinks if "sinks" in wanted else None)
 
 
-def _add_rows(
+def add_rows(
     blocks: Blocks,
     dout: jax.Array,
     lse: jax.Array,
@@ -156,7 +148,11 @@ def _add_rows(
 ) -> tuple[jax.Array, Gradients]:
     """Adds what `add_block` does, for queries that see no key except `keys`, and the gradients of sinks by row."""
     planes = Planes.of(blocks, dout, queries, keys, skip_stored_queries=True)
-    rows = RowSums.start(blocks, queries).add(planes).rows(blocks, queries, lse, dlse)
+    if dlse is not None:
+        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        empty = blocks.take_query(lse, queries) == -jnp.inf
+        dlse = jnp.where(empty, 0.0, blocks.take_query(dlse, queries))
+    rows = Rows.of_planes(planes, blocks.sinks(), dlse)
     if sums.sinks is not None and rows.dsinks is not None:
         sums = sums._replace(sinks=queries.put(sums.sinks, rows.dsinks, 3))
     return _add_planes(blocks, planes, rows, queries, keys, dquery, sums)
@@ -178,15 +174,17 @@ def _add_planes(
 ) -> tuple[jax.Array, Gradients]:
     dtype, visible = blocks.query.dtype, planes.visible
     query = zero_unseeing_queries(blocks.take_query(blocks.query, queries), visible)
-    weights = rows.weights(planes.logits)
-    dlogits = weights * (planes.dweights - rows.delta[..., None])
+    # XLA for GPUs fuses both planes with what is before them only if each divides exponentials itself.
+    exponentials = jnp.exp(planes.logits - rows.shift[..., None])
+    weights = rows.of_exponentials(exponentials).astype(dtype)
+    dlogits = rows.of_exponentials(exponentials * (planes.dweights - rows.delta[..., None]))
     dlogits = dlogits if planes.slope is None else dlogits * planes.slope
     dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
     dbias = None if sums.bias is None else blocks.add_plane(sums.bias, dlogits, queries, keys)
-    rounded, weights = _rounded(dlogits, dtype), weights.astype(dtype)
+    rounded = _rounded(dlogits, dtype)
     dkey = keys.add(sums.key, blocks.product("bkgts,bkgth->bksh", rounded, query) * blocks.scale(4), 2)
     dvalue = keys.add(sums.value, blocks.product("bkgts,bkgtd->bksd", weights, planes.dout), 2)
-    dscaled = _of_scaled_query(blocks, dlogits, rounded, keys, visible)
+    dscaled = _of_scaled_query(blocks, dlogits, rounded, rows.dlogits, keys, visible)
     dscale = sums.scale
     if dscale is not None:
         products = dscaled.astype(dscale.dtype) * query.astype(dscale.dtype)
@@ -195,26 +193,41 @@ def _add_planes(
 
 
 def _of_scaled_query(
-    blocks: Blocks, dlogits: jax.Array, rounded: jax.Array, keys: Span, visible: jax.Array | None
+    blocks: Blocks,
+    dlogits: jax.Array,
+    rounded: jax.Array,
+    total: jax.Array | None,
+    keys: Span,
+    visible: jax.Array | None,
 ) -> jax.Array:
     """Returns the gradient of scaled queries `[B, K, G, t, H]` from those of logits and the same, rounded.
 
     If all keys are large in a channel, the terms of that channel nearly cancel, and the errors that rounding made
     remain. Their sum in a row, times the mean key, is taken back: 1.4 times the error of jax.nn is left of 20 times.
+
+    `total` is what the rows of `dlogits` add up to; None computes it.
     """
     key = zero_unseen_keys(blocks.take_key(blocks.key, keys), visible)
     dscaled = blocks.product("bkgts,bskh->bkgth", rounded, key)
     if rounded.dtype == dlogits.dtype:
         return dscaled
-    error = jnp.sum(dlogits - rounded.astype(dlogits.dtype), axis=-1)
+    wide = rounded.astype(dlogits.dtype)
+    error = jnp.sum(dlogits - wide, axis=-1) if total is None else total - jnp.sum(wide, axis=-1)
     mean = mean_of_seen_keys(key, visible, error.dtype)
     return dscaled + error[..., None] * mean[:, :, None, None]
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds x to another dtype. XLA would drop a plain conversion if the result is converted back."""
+    """Rounds x to another dtype.
+
+    XLA would drop a plain conversion if the result is converted back, and compute the plane once more for each use of
+    it if there were no barrier.
+    """
+    if x.dtype == dtype:
+        return x
     info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(dtype)
+    rounded = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(dtype)
+    return lax.optimization_barrier(rounded)
 
 
 def sum_blocks(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_fastattn.heads import product_or_zero, rows_of
 from jax_fastattn.spec import Operands
@@ -49,6 +50,46 @@ class Planes(NamedTuple):
         return cls(visible, logits, slope, dweights, dout)
 
 
+class Softmax(NamedTuple):
+    """The softmax of rows that have all of their logits `[B, K, G, t, s]`.
+
+    Forward and backward pass take their weights from here. Each row is thus divided by its own sum, and if both passes
+    are in one program, XLA finds what they share.
+
+    Attributes:
+        exponentials: of logits less the greatest one of their row, `[B, K, G, t, s]`.
+        top: the greatest logit of each row, sinks included, `[B, K, G, t]`. It has no derivative, since no weight
+            depends on it.
+        shift: the same, and a finite number for rows that see nothing, so that every exponential is 0.
+        total: the sums of exponentials, sinks included.
+    """
+
+    exponentials: jax.Array
+    top: jax.Array
+    shift: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, logits: jax.Array, sinks: jax.Array | None) -> Softmax:
+        """Computes it; sinks are `[b, K, G, 1]`.
+
+        Without sinks, each reduction is combined with its row only through a maximum with a constant, so XLA for GPUs
+        recognizes a softmax and compiles it to one kernel.
+        """
+        limits = jnp.finfo(logits.dtype)
+        top = jnp.max(lax.stop_gradient(logits), axis=-1, initial=-jnp.inf)
+        top = top if sinks is None else jnp.maximum(top, lax.stop_gradient(sinks))
+        shift = jnp.maximum(top, limits.min)
+        exponentials = jnp.exp(logits - shift[..., None])
+        total = exponentials.sum(-1)
+        total = total if sinks is None else total + jnp.exp(sinks - shift)
+        return cls(exponentials, top, shift, jnp.maximum(total, limits.tiny))
+
+    @property
+    def weights(self) -> jax.Array:
+        return self.exponentials / self.total[..., None]
+
+
 class Rows(NamedTuple):
     """What the gradients of a block take of its queries, `[B, K, G, t]`.
 
@@ -57,12 +98,33 @@ class Rows(NamedTuple):
         total: None for 1.
         delta: what is subtracted from the gradients of weights, and 0 for rows without a visible key.
         dsinks: what the row adds to the gradient of its sink; None without sinks.
+        dlogits: what the gradients of the logits of a row in the block add up to; None if it is not known.
     """
 
     shift: jax.Array
     total: jax.Array | None
     delta: jax.Array
     dsinks: jax.Array | None
+    dlogits: jax.Array | None = None
+
+    @classmethod
+    def of_planes(cls, planes: Planes, sinks: jax.Array | None, dlse: jax.Array | None) -> Rows:
+        """Computes the rows of queries that see no key except those of the block.
+
+        Args:
+            sinks: `[b, K, G, 1]`.
+            dlse: `[B, K, G, t]`, and 0 for rows without a visible key and for padding.
+        """
+        softmax, visible = Softmax.of(planes.logits, sinks), planes.visible
+        weighted = softmax.exponentials * planes.dweights
+        weighted = weighted if visible is None else jnp.where(visible, weighted, 0.0)
+        delta = weighted.sum(-1) / softmax.total
+        delta = delta if dlse is None else delta - dlse
+        dsinks = None if sinks is None else -jnp.exp(sinks - softmax.shift) / softmax.total * delta
+        # A row of logits and its sink move the log-sum-exp alone if they move alike. A soft cap does not let them.
+        dlogits = jnp.zeros_like(delta) if dlse is None else dlse
+        dlogits = dlogits if dsinks is None else dlogits - dsinks
+        return cls(softmax.shift, softmax.total, delta, dsinks, dlogits if planes.slope is None else None)
 
     @classmethod
     def of_results(
@@ -84,9 +146,9 @@ class Rows(NamedTuple):
     def take(self, blocks: Blocks, queries: Span) -> Rows:
         return jax.tree.map(lambda x: blocks.take_query(x, queries), self)
 
-    def weights(self, logits: jax.Array) -> jax.Array:
-        weights = jnp.exp(logits - self.shift[..., None])
-        return weights if self.total is None else weights / self.total[..., None]
+    def of_exponentials(self, x: jax.Array) -> jax.Array:
+        """Divides a plane that has exponentials `exp(logit - shift)` in the place of weights."""
+        return x if self.total is None else x / self.total[..., None]
 
 
 class RowSums(NamedTuple):
