@@ -4,7 +4,7 @@
 
 They are computed from all logits of a row, or taken from the results of a forward pass, as kernels do. The latter takes
 no pass over the keys, and has their rounding: `delta` is then off by that of the output, and every weight of a row by
-that of its log-sum-exp.
+that of its log-sum-exp. `Rows.divided` removes the latter.
 
 What stays out: gradients (`passes.py`).
 """
@@ -83,7 +83,8 @@ class Softmax(NamedTuple):
         exponentials = jnp.exp(logits - shift[..., None])
         total = exponentials.sum(-1)
         total = total if sinks is None else total + jnp.exp(sinks - shift)
-        return cls(exponentials, top, shift, jnp.maximum(total, limits.tiny))
+        # Rows that see nothing: what is divided by it, and by its square in derivatives, is 0.
+        return cls(exponentials, top, shift, jnp.maximum(total, float(limits.tiny) ** 0.5))
 
     @property
     def weights(self) -> jax.Array:
@@ -142,6 +143,29 @@ class Rows(NamedTuple):
             weights = jnp.where(empty, 0.0, jnp.exp(operands.sinks[:, None, :].astype(lse.dtype) - lse))
             dsinks = rows_of(-weights * delta, num_kv_heads)
         return cls(rows_of(lse, num_kv_heads), None, rows_of(delta, num_kv_heads), dsinks)
+
+    def divided(self, blocks: Blocks, empty: jax.Array) -> Rows:
+        """Returns rows from `of_results` divided by the sums of their weights, by a pass over the keys.
+
+        `empty` says which rows `[B, K, G, T]` have no weights.
+        """
+
+        def query_chunk(i: Index, totals: jax.Array) -> jax.Array:
+            queries = blocks.queries.span(i)
+            shift, sinks = blocks.take_query(self.shift, queries), blocks.sinks()
+
+            def key_chunk(j: Index, total: jax.Array) -> jax.Array:
+                keys = blocks.keys.span(j)
+                logits, _ = blocks.logits(queries, keys, blocks.visible(queries, keys))
+                return total + jnp.exp(logits - shift[..., None]).sum(-1)
+
+            total = jnp.zeros_like(shift) if sinks is None else jnp.exp(sinks - shift)
+            total = blocks.keys.loop(blocks.key_chunks(queries), key_chunk, total)
+            return queries.put(totals, total, 3)
+
+        totals = blocks.queries.loop((0, blocks.queries.count), query_chunk, jnp.zeros_like(self.shift))
+        total = jnp.where(empty, 1.0, totals)
+        return self._replace(total=total, dsinks=None if self.dsinks is None else self.dsinks / total)
 
     def take(self, blocks: Blocks, queries: Span) -> Rows:
         return jax.tree.map(lambda x: blocks.take_query(x, queries), self)

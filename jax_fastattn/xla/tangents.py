@@ -2,9 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tangents and second derivatives of attention in plain JAX, at once or in chunks as `passes.py` does it.
 
-With the saved log-sum-exp, one pass over the keys is enough. If ds is the tangent of a logit and P its probability,
+If ds is the tangent of a logit and P its probability,
 
     dlse = sum(P ds) + P_sink dsink        dout = sum(P (ds - dlse) v) + sum(P dv)
+
+With the saved log-sum-exp, one pass over the keys is enough. But it is rounded: the weights of a row add up to 1 + e,
+so that dlse is off by e times the size of ds, and ds - dlse may be much smaller. Each row is therefore divided by the
+sum of its weights, here and in second derivatives.
 
 Second derivatives are `jax.jvp` of a tangent or of the backward pass. Output and log-sum-exp are functions of the
 operands: along a direction of the operands, both move, and their tangents are computed here unless they are given.
@@ -26,8 +30,8 @@ from jax_fastattn.heads import merge_rows, rows_of, split_heads
 from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, AttentionSpec, Gradients, Operands
 from jax_fastattn.xla.blocks import Blocks, mean_of_seen_keys
 from jax_fastattn.xla.chunks import CPU, Index, Span, Tuning
-from jax_fastattn.xla.passes import add_block, gradients_of, sum_blocks
-from jax_fastattn.xla.rows import Rows
+from jax_fastattn.xla.passes import add_block, add_rows, gradients_of, sum_blocks
+from jax_fastattn.xla.rows import Rows, Softmax
 
 # Planes of logits in float32 that an op holds at once.
 TANGENT_PLANES = 5
@@ -89,20 +93,37 @@ def second_backward(
     As a map from `moved` to gradients it is a Hessian, and so its own transpose.
 
     Args:
-        results: what `tangent` returns along `moved`; None computes it.
+        results: what `tangent` returns along `moved`, which chunks take; None computes it.
     """
+    given = {name: getattr(operands, name) for name in moved}
+    blocks = Blocks.of(spec, operands, _second(tuning))
+    num_kv_heads = blocks.key.shape[2]
+    dout_rows, lse_rows = rows_of(dout, num_kv_heads), rows_of(lse, num_kv_heads)
+    dlse_rows = None if dlse is None else rows_of(dlse, num_kv_heads)
+    fields, dfields = _fields(given, num_kv_heads), _fields(moved, num_kv_heads)
+
+    def add_at_once(queries: Span, keys: Span, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
+        """Adds tangents; the rows are computed, and so move, in here."""
+
+        def along(fields: Tangents, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
+            moving = _with_fields(blocks, fields)
+            return add_rows(moving, dout_rows, lse_rows, dlse_rows, queries, keys, dquery, sums)
+
+        still = jax.tree.map(jnp.zeros_like, (dquery, sums))
+        return jax.jvp(along, (fields, *still), (dfields, dquery, sums))[1]
+
+    if blocks.bands:
+        sums = sum_blocks(blocks, wanted, add_at_once)
+        return gradients_of(operands, sums, sums.sinks)
+
     if results is None:
         results = tangent(spec, operands, out, lse, moved, tuning)
 
-    given = {name: getattr(operands, name) for name in moved}
-    blocks = Blocks.of(spec, operands, _second(tuning))
-
     def rows_of_call(given: Tangents, out: jax.Array, lse: jax.Array) -> Rows:
-        return Rows.of_results(operands._replace(**given), out, lse, dout, dlse)
+        rows = Rows.of_results(operands._replace(**given), out, lse, dout, dlse)
+        return rows.divided(_with_fields(blocks, _fields(given, num_kv_heads)), lse_rows == -jnp.inf)
 
     rows, drows = jax.jvp(rows_of_call, (given, out, lse), (dict(moved), *results))
-    num_kv_heads = blocks.key.shape[2]
-    dout_rows, fields, dfields = rows_of(dout, num_kv_heads), _fields(given, num_kv_heads), _fields(moved, num_kv_heads)
 
     def add(queries: Span, keys: Span, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
         """Adds tangents. Along a loop, `jax.jvp` would add up the gradients as well, which nothing reads."""
@@ -171,8 +192,8 @@ class _Motion:
         bias: `[b, k, g, t, s]`.
         scale: `[b, 1, 1, 1, 1]`.
         sinks: `[b, K, G, 1]`.
-        sink_weights: probabilities of sinks `[B, K, G, T]`; None without sinks.
-        has_keys: which rows `[B, K, G, T]` give their keys a weight that counts.
+        sink_weights: probabilities of sinks `[B, K, G, T]` by that lse; None without sinks.
+        empty: which rows `[B, K, G, T]` have an lse of -inf.
     """
 
     blocks: Blocks
@@ -185,7 +206,7 @@ class _Motion:
     scale: jax.Array | None
     sinks: jax.Array | None
     sink_weights: jax.Array | None
-    has_keys: jax.Array
+    empty: jax.Array
 
     @classmethod
     def of(cls, blocks: Blocks, out: jax.Array, lse: jax.Array, moved: Tangents) -> _Motion:
@@ -205,20 +226,27 @@ class _Motion:
             scale=moved["scale"].reshape(-1, 1, 1, 1, 1) if "scale" in moved else None,
             sinks=split_heads(moved["sinks"], num_kv_heads, 1).astype(dtype)[..., None] if "sinks" in moved else None,
             sink_weights=sink_weights,
-            has_keys=~empty if sink_weights is None else ~empty & (sink_weights < 0.999),
+            empty=empty,
         )
 
     def rows_at_once(self, queries: Span, keys: Span) -> Results:
         """Returns tangents `[B, K, G, t, D]` and `[B, K, G, t]` of queries that see no key except `keys`."""
-        visible, weights, dlogits = self._block(queries, keys)
-        dlse = self._from_sinks(queries, None)
+        blocks = self.blocks
+        visible, logits, dlogits = self._block(queries, keys)
+        sinks = blocks.sinks()
+        softmax = Softmax.of(logits, sinks)
+        weights = softmax.weights
+        dlse = blocks.full(softmax.total.shape, 0.0)
+        if sinks is not None and self.sinks is not None:
+            of_sinks = jnp.exp(sinks - softmax.shift) / softmax.total
+            dlse = dlse + jnp.where(blocks.take_query(self.empty, queries), 0.0, of_sinks) * self.sinks
         dlse = dlse if dlogits is None else dlse + jnp.sum(weights * dlogits, axis=-1)
         dout = self._no_dout(queries)
         if dlogits is not None or self.sinks is not None:
             dweights = weights * ((0.0 if dlogits is None else dlogits) - dlse[..., None])
-            dout = dout + self.blocks.weighted(dweights, self.blocks.value, keys, visible)
+            dout = dout + blocks.weighted(dweights, blocks.value, keys, visible)
         if self.value is not None:
-            dout = dout + self.blocks.weighted(weights, self.value, keys, visible)
+            dout = dout + blocks.weighted(weights, self.value, keys, visible)
         return dout, dlse
 
     def rows(self, queries: Span) -> Results:
@@ -229,19 +257,25 @@ class _Motion:
         """
         blocks, shift = self.blocks, self._shift(queries)
 
-        def key_chunk(j: Index, state: Results) -> Results:
-            dout, dlse = state
+        def key_chunk(j: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            dout, dlse, total = state
             keys = blocks.keys.span(j)
-            visible, weights, dlogits = self._block(queries, keys)
+            visible, logits, dlogits = self._block(queries, keys)
+            weights = jnp.exp(logits - blocks.take_query(self.lse, queries)[..., None])
             if dlogits is not None:
                 dweights = weights * (dlogits if shift is None else dlogits - shift[..., None])
                 dout, dlse = dout + blocks.weighted(dweights, blocks.value, keys, visible), dlse + dweights.sum(-1)
             if self.value is not None:
                 dout = dout + blocks.weighted(weights, self.value, keys, visible)
-            return dout, dlse
+            return dout, dlse, total + weights.sum(-1)
 
-        state = self._no_dout(queries), self._from_sinks(queries, shift)
-        dout, dlse = blocks.keys.loop(blocks.key_chunks(queries), key_chunk, state)
+        dlse = self._from_sinks(queries, shift)
+        total = jnp.zeros_like(dlse)
+        total = total if self.sink_weights is None else total + blocks.take_query(self.sink_weights, queries)
+        state = self._no_dout(queries), dlse, total
+        dout, dlse, total = blocks.keys.loop(blocks.key_chunks(queries), key_chunk, state)
+        total = jnp.where(blocks.take_query(self.empty, queries), 1.0, total)
+        dout, dlse = dout / total[..., None], dlse / total
         dout = dout - dlse[..., None] * blocks.take_query(self.out, queries).astype(dlse.dtype)
         return dout, dlse if shift is None else dlse + shift
 
@@ -249,7 +283,7 @@ class _Motion:
         return self.blocks.full((*self.lse.shape[:3], queries.size, self.out.shape[4]), 0.0)
 
     def _from_sinks(self, queries: Span, shift: jax.Array | None) -> jax.Array:
-        """Returns what a sink adds to dlse, `[B, K, G, t]`, if its tangent is reduced by `shift`."""
+        """Returns what a sink adds to dlse, `[B, K, G, t]`, if its tangent is reduced by `shift`; see `rows`."""
         moves = [x for x in (self.sinks, None if shift is None else -shift) if x is not None]
         nothing = self.blocks.full((*self.lse.shape[:3], queries.size), 0.0)
         if self.sink_weights is None or not moves:
@@ -257,14 +291,13 @@ class _Motion:
         return nothing + self.blocks.take_query(self.sink_weights, queries) * functools.reduce(jnp.add, moves)
 
     def _block(self, queries: Span, keys: Span) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-        """Returns which pairs are visible (None is all), and `[B, K, G, t, s]`: probabilities, tangents of logits.
+        """Returns which pairs are visible (None is all), and `[B, K, G, t, s]`: logits, and their tangents.
 
         The tangents are 0 where invisible, and None if no logit moves.
         """
         blocks = self.blocks
         visible = blocks.visible(queries, keys)
         logits, slope = blocks.logits(queries, keys, visible)
-        weights = jnp.exp(logits - blocks.take_query(self.lse, queries)[..., None])
         query, key = blocks.take_query(blocks.query, queries), blocks.take_key(blocks.key, keys)
 
         pairs: list[tuple[jax.Array, jax.Array]] = []
@@ -278,10 +311,10 @@ class _Motion:
         if self.bias is not None:
             terms.append(jnp.broadcast_to(self._moved_bias(queries, keys), logits.shape))
         if not terms:
-            return visible, weights, None
+            return visible, logits, None
         dlogits = functools.reduce(jnp.add, terms)
         dlogits = dlogits if slope is None else dlogits * slope
-        return visible, weights, dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
+        return visible, logits, dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
 
     def _shift(self, queries: Span) -> jax.Array | None:
         """Returns the mean of a row's tangents of logits over the first keys, `[B, K, G, t]`.
@@ -312,7 +345,8 @@ class _Motion:
             return None
         shift = functools.reduce(jnp.add, terms)
         # A query that sees no key may be NaN.
-        return jnp.where(blocks.take_query(self.has_keys, queries) & jnp.isfinite(shift), shift, 0.0)
+        has_keys = ~self.empty if self.sink_weights is None else ~self.empty & (self.sink_weights < 0.999)
+        return jnp.where(blocks.take_query(has_keys, queries) & jnp.isfinite(shift), shift, 0.0)
 
     def _moved_bias(self, queries: Span, keys: Span) -> jax.Array:
         """Returns the tangent of the bias in a block, and 0 where the bias counts as -inf."""

@@ -212,4 +212,49 @@ def test_chunks_add_up_tangents_alone() -> None:
     jaxpr = jax.make_jaxpr(run)(operands, *results, results[0], None, u, results)
     loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("scan", "while")]
     sums = [[x for x in eqn.outvars if getattr(x.aval, "ndim", 0)] for eqn in loops]
-    assert [len(x) for x in sums] == [3]  # of query, key and value
+    assert [len(x) for x in sums] == [2, 3]  # weights and their tangents; tangents of query, key and value
+
+
+# One key a chunk.
+ONE_KEY = dataclasses.replace(chunks.CPU, whole=0, block=1, chunk=1, min_chunk=1)
+
+
+@pytest.mark.parametrize("tuning", [chunks.CPU, ONE_KEY], ids=TUNINGS)
+@pytest.mark.parametrize("logit", [2.0, 50.0, 100.0, 640.0, 1600.0])
+def test_weights_that_do_not_add_up_to_one_lose_digits_of_large_tangents(logit: float, tuning: chunks.Tuning) -> None:
+    """Errors in float32 are at most four times those of `jax.nn`, or an ulp. The logits are exact."""
+    spec, dout = AttentionSpec(scale=1.0), np.array([1.0, -1.0]).reshape(1, 1, 1, 2)
+
+    def arrays(dtype: Any) -> tuple[Operands, Moved, Moved, jax.Array]:
+        query, key, value = (np.array(x) for x in ([1.0, 0.0], [[logit, 0.0], [logit - 1.5, 1.0]], np.eye(2)))
+        rows, directions = (1, 2, 1, 2), ([0.0, 100.0], [100.0, 3.0])
+        x = Operands(
+            *(jnp.asarray(x.reshape(y), dtype) for x, y in ((query, (1, 1, 1, 2)), (key, rows), (value, rows)))
+        )
+        u, w = ({"query": jnp.asarray(y, dtype).reshape(1, 1, 1, 2)} for y in directions)
+        return x, u, w, jnp.asarray(dout, dtype)
+
+    def of(x: Operands, u: Moved, w: Moved, dout: jax.Array, attend: Any) -> dict[str, jax.Array]:
+        f = lambda query: attend(query, x.key, x.value)
+        slope = lambda query: jax.jvp(f, (query,), (u["query"],))[1]
+        of_query = jax.grad(lambda query: jnp.sum(f(query) * dout))
+        return {
+            "tangent": slope(x.query),
+            "second_tangent": jax.jvp(slope, (x.query,), (w["query"],))[1],
+            "second_backward": jax.jvp(of_query, (x.query,), (u["query"],))[1],
+        }
+
+    with jax.enable_x64(True):
+        x, u, w, c = arrays(jnp.float64)
+        exact = of(x, u, w, c, lambda *y: attention_reference(spec, x._replace(query=y[0]))[0])
+    exact = {name: np.asarray(y) for name, y in exact.items()}
+    x, u, w, c = arrays(jnp.float32)
+    theirs = of(x, u, w, c, functools.partial(jax.nn.dot_product_attention, scale=1.0))
+    found = ours(tuning, spec, x, u, w, c, None)
+    found = {name: found[name]["query"] if name == "second_backward" else found[name][0] for name in exact}
+
+    def error(results: dict[str, jax.Array], name: str) -> float:
+        return float(np.max(np.abs(np.asarray(results[name], np.float64) - exact[name])))
+
+    for name, y in exact.items():
+        assert error(found, name) <= 4 * error(theirs, name) + 2.0**-23 * np.max(np.abs(y)), name
