@@ -129,6 +129,18 @@ def test_without_jit(disabled: bool) -> None:
     calls.assert_same(found, calls.quick_jit(hvp(plain))(*X), 5e-5)
 
 
+@pytest.mark.parametrize("length", [6, 470], ids=["at-once", "in-chunks"])
+def test_the_tangent_of_a_hessian_product_in_its_direction_is_another_one(length: int) -> None:
+    """The latter with its own direction, and with its own tangents of output and log-sum-exp, which chunks take."""
+    x, u, w = (qkv(seed, (1, length, length + 9, 1, 1, 8)) for seed in range(3))
+
+    def product(u: Any) -> Any:
+        return jax.jvp(jax.grad(loss(ours), ARGS), x, u)[1]
+
+    found, expected = calls.quick_jit(lambda: (jax.jvp(product, (u,), (w,))[1], product(w)))()
+    calls.assert_same(found, expected)
+
+
 def test_one_batch_entry_with_a_bias_of_its_own() -> None:
     """A tangent that is mapped alone: output, log-sum-exp and bias are not, and the batch is of size 1."""
     x, bias = [y[:1] for y in X], jax.random.normal(jax.random.key(3), (1, 1, 5, 7))
