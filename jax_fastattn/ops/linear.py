@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+from jax.experimental import jet
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 
@@ -121,6 +122,14 @@ def differentiate(primitive: Any, jvp: Callable[..., Any] | None = None, transpo
         ad.primitive_jvps[primitive] = rule(jvp)
     if transpose is not None:
         ad.primitive_transposes[primitive] = rule(transpose)
+    jet.jet_rules[primitive] = _refuse_taylor_mode
+
+
+def _refuse_taylor_mode(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "jax_fastattn.attention has no rule for `jax.experimental.jet`, which takes derivatives of any order. Use "
+        "`jax.jvp`, twice for a second derivative, or call `jax.nn.dot_product_attention` there."
+    )
 
 
 def _batch(op: Op, arrays: Any, dims: Any, *, needs_devices: Any, spec: AttentionSpec, **params: Any) -> Any:

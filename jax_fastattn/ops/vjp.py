@@ -17,13 +17,24 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
 
 from jax_fastattn.ops import linear
 from jax_fastattn.ops.backward import gradient
 from jax_fastattn.ops.forward import attend_p, forward
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.ops.ring import rules
-from jax_fastattn.ops.tangents import as_cotangents, is_zero, moving, pair, tangent, tangent_p, undefined, zeros
+from jax_fastattn.ops.tangents import (
+    as_cotangents,
+    is_zero,
+    moving,
+    none_if_zero,
+    pair,
+    tangent,
+    tangent_p,
+    undefined,
+    zeros,
+)
 from jax_fastattn.spec import AttentionSpec, Operands
 
 # For `jax.checkpoint` policies: saving both spares the backward pass the forward kernel.
@@ -44,6 +55,12 @@ def _forward_rule(operands: Any, tangents: Any, *, spec: AttentionSpec, mapped: 
     if not moved:
         return [out, lse], zeros([out, lse])
 
+    return [out, lse], _moving_results(spec, mapped, [*operands, out, lse], moved)
+
+
+def _moving_results(spec: AttentionSpec, mapped: tuple[bool, ...], saved: list[Any], moved: dict[str, Any]) -> Any:
+    """Returns the tangents of output and log-sum-exp, of operands of which some may have a mapped axis."""
+
     def one(saved: Any, moved: Any) -> Any:
         return tangent(spec, saved, moved)
 
@@ -51,7 +68,27 @@ def _forward_rule(operands: Any, tangents: Any, *, spec: AttentionSpec, mapped: 
         axes = [0 if is_mapped else None for is_mapped in mapped]
         of_moved = {name: axis for name, axis in zip(spec.present, axes, strict=True) if name in moved}
         one = jax.vmap(one, in_axes=([*axes, 0, 0], of_moved))
-    return [out, lse], one([*operands, out, lse], moved)
+    return one(saved, moved)
+
+
+def _transpose_rule(cotangents: Any, *operands: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> list[Any]:
+    """Transposes attention in values: the output is linear in them alone, and the log-sum-exp does not have them."""
+    names = undefined(spec.present, operands)
+    if names != ("value",):
+        raise NotImplementedError(
+            "jax_fastattn.attention is linear in `value` alone, and was asked for its transpose with respect to "
+            f"{' and '.join(f'`{name}`' for name in names)}. Call `jax.linear_transpose` of a function of `value`, or "
+            "`jax.vjp` for gradients."
+        )
+    dout, _ = none_if_zero(cotangents)
+    if dout is None:
+        return [None] * len(operands)
+    index = spec.present.index("value")
+    zeros = ad.instantiate_zeros(ad.Zero(operands[index].aval))
+    given = [zeros if i == index else x for i, x in enumerate(operands)]
+    saved = [*given, *forward(spec, given, mapped)]
+    transposed = jax.linear_transpose(lambda value: _moving_results(spec, mapped, saved, {"value": value})[0], zeros)
+    return [transposed(dout)[0] if i == index else None for i in range(len(operands))]
 
 
 def _backward_rule(cotangents: Any, *arrays: Any, spec: AttentionSpec, moved: Names) -> list[Any]:
@@ -65,5 +102,5 @@ def _backward_rule(cotangents: Any, *arrays: Any, spec: AttentionSpec, moved: Na
 
 
 rules.define()
-linear.differentiate(attend_p, _forward_rule)
+linear.differentiate(attend_p, _forward_rule, _transpose_rule)
 linear.differentiate(tangent_p, transpose=_backward_rule)

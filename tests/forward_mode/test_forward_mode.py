@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import jet
 
 from jax_fastattn import attention, attention_varlen
 from jax_fastattn.canonical import validation
@@ -431,6 +432,14 @@ def test_third_derivatives_name_attention_and_the_way_out() -> None:
         jax.jvp(twice, X[:1], U[:1])
     stopped = jax.grad(lambda q: jnp.vdot(hvp_of(jax.lax.stop_gradient(q)), q))(X[0])
     calls.assert_same(stopped, hvp_of(X[0]))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+def test_taylor_mode_names_attention_and_the_way_out(wrap: Any) -> None:
+    """It was a KeyError of a primitive."""
+    function = wrap(lambda q: jnp.sum(ours(q, *X[1:])))
+    with pytest.raises(NotImplementedError, match=r"jax_fastattn.attention.*jax.experimental.jet.*jax.jvp"):
+        jet.jet(function, X[:1], ([U[0], W[0]],))
 
 
 def test_export_of_a_jvp_and_its_gradient() -> None:
