@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""checkpoint, scan, donation and export."""
+"""checkpoint, scan, donation, checkify and export."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastattn import attention
@@ -122,6 +123,30 @@ def call_everything(arrays: calls.Arrays) -> Any:
 
 def round_trip(exported: Any, vjp_order: int = 0) -> Any:
     return jax.export.deserialize(exported.serialize(vjp_order=vjp_order))
+
+
+def test_checkify_finds_what_is_not_finite_by_a_check_of_the_result() -> None:
+    """As docs/semantics.md has it; `float_checks` alone does not look into a call."""
+    _, x = make_layers()
+
+    def unchecked(x: jax.Array) -> jax.Array:
+        return attention(x, x, x)
+
+    def checked(x: jax.Array) -> jax.Array:
+        out = unchecked(x)
+        checkify.check(jnp.isfinite(out).all(), "attention: not finite")
+        return out
+
+    def errors_of(function: Any, x: jax.Array) -> str | None:
+        errors = checkify.float_checks | checkify.user_checks
+        error, _ = jax.jit(checkify.checkify(function, errors=errors))(x)
+        return error.get()
+
+    bad = x.at[0, 0, 0, 0].set(jnp.inf)  # inf - inf in the softmax
+    assert np.isnan(unchecked(bad)).any()
+    assert errors_of(unchecked, bad) is None
+    assert "attention: not finite" in str(errors_of(checked, bad))
+    assert errors_of(checked, x) is None
 
 
 def test_export_runs_elsewhere_forward_and_backward() -> None:
