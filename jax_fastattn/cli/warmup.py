@@ -233,7 +233,7 @@ def describe(spec: KernelSpec) -> str:
         "dlse": "gradient of the log-sum-exp",
         "ordered": "dq in semaphore order",
     }
-    words = [spec.arch, spec.op, head_dims, f"group {spec.group}", spec.dtype]
+    words = [spec.arch, spec.op, head_dims, f"group {spec.group}", spec.operand_dtype]
     if spec.op == "prepass":
         side = "keys" if spec.config.transposed else "queries"
         words = [spec.arch, spec.op, f"tiles of {spec.config.rows}x{spec.config.keys}", f"lists of {side}"]

@@ -182,7 +182,7 @@ def prepass_spec(spec: AttentionSpec, config: PrepassConfig, arch: str) -> Kerne
         op="prepass",
         arch=arch,
         # Neither dtype nor head dims matter.
-        dtype="bfloat16",
+        operand_dtype="bfloat16",
         head_dim=64,
         v_head_dim=64,
         window_left=left is not None,
@@ -285,7 +285,7 @@ def kernel_spec(
     key = KernelSpec(
         op=op,
         arch=arch,
-        dtype=problem.dtype,  # pyright: ignore[reportArgumentType] (unsupported_reasons admits these two only)
+        operand_dtype=problem.dtype,  # pyright: ignore[reportArgumentType] (unsupported_reasons admits these two only)
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         group=problem.group,

@@ -27,7 +27,7 @@ class KernelSpec:
         arch: target architecture, such as "sm_80" or "sm_90a", or one of `architectures.BORROWED`, which may have a
             suffix.
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
-        dtype: "bfloat16" or "float16".
+        operand_dtype: of Q, K, V and cotangents in memory, "bfloat16" or "float16".
         head_dim, v_head_dim: multiples of 8, at most 256.
         group: query heads per key/value head.
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
@@ -62,7 +62,7 @@ class KernelSpec:
 
     op: Literal["forward", "decode", "backward", "prepass"]
     arch: str
-    dtype: Literal["bfloat16", "float16"]
+    operand_dtype: Literal["bfloat16", "float16"]
     head_dim: int
     v_head_dim: int
     group: int = 1
@@ -97,6 +97,16 @@ class KernelSpec:
     def gpu_arch(self) -> str:
         """The architecture that the compiler and the GPU know."""
         return self.arch.partition("-")[0]
+
+    @property
+    def product_dtype(self) -> str:
+        """The dtype of both factors of a matrix product: of tiles in shared memory, of rounded P and dS."""
+        return self.operand_dtype
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of the output and of the gradients of Q, K and V."""
+        return self.operand_dtype
 
     @property
     def offset_operand(self) -> bool:

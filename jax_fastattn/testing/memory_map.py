@@ -66,7 +66,7 @@ def _spec(family: Literal["sm80", "sm90"], op: Literal["forward", "decode", "bac
 
 def _with_bias(spec: KernelSpec) -> KernelSpec:
     """Returns a compile key of a Hopper backward pass with a bias of pairs and its gradient."""
-    spec = replace(spec, packed=False, bias="matrix", bias_dtype=spec.dtype, dbias=True)
+    spec = replace(spec, packed=False, bias="matrix", bias_dtype=spec.operand_dtype, dbias=True)
     return replace(spec, config=backward_configs(spec))
 
 

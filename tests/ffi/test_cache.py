@@ -391,7 +391,7 @@ def compiler_version(monkeypatch: pytest.MonkeyPatch) -> None:
 CHANGES = {
     "op": "backward",
     "arch": "sm_80",
-    "dtype": "float16",
+    "operand_dtype": "float16",
     "head_dim": 72,
     "v_head_dim": 64,
     "group": 4,

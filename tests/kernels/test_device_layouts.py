@@ -143,7 +143,7 @@ EMULATED = {
         {"scale": -0.4},
     ),
     "zero-scale-float16": (
-        dict(head_dim=64, v_head_dim=64, dtype="float16", key_value_seq_lengths=True),
+        dict(head_dim=64, v_head_dim=64, operand_dtype="float16", key_value_seq_lengths=True),
         {"scale": 0.0},
     ),
 }
@@ -168,7 +168,7 @@ def check_forward(case):
     from emulated_forward import check
 
     fields, sizes = EMULATED[case]
-    check(configured(KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields})), Sizes(**sizes))
+    check(configured(KernelSpec("forward", "sm_80", **{"operand_dtype": "bfloat16", **fields})), Sizes(**sizes))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")

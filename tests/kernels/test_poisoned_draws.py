@@ -46,7 +46,7 @@ def emulated(spec: KernelSpec, sizes: Any) -> Case:
         return values[: sizes.batch] if getattr(spec, name) else None
 
     return Case(
-        dtype=spec.dtype,
+        dtype=spec.operand_dtype,
         batch=sizes.batch,
         query_length=sizes.queries,
         key_length=sizes.keys,
@@ -85,7 +85,7 @@ def draws(suite: str) -> list[Case]:
 
     if suite == "sm80 emulator":
         rows = [
-            (KernelSpec("forward", "sm_80", **{"dtype": "bfloat16", **fields}), Sizes(**sizes))
+            (KernelSpec("forward", "sm_80", **{"operand_dtype": "bfloat16", **fields}), Sizes(**sizes))
             for fields, sizes in test_device_layouts.EMULATED.values()
         ]
         rows += test_sm80_dkdv_dq._CASES.values()

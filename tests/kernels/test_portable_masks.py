@@ -48,7 +48,7 @@ def _forward(predicate: Predicate, *dims: int, **features: object) -> tuple[Pred
 # Each tiling: 32 rows a warp with Q in registers or not, 16 rows a warp; 64, 48 and 32 keys.
 FORWARD = {
     "d64-random": _forward(Predicate(mask=(2, 1, 133, 201), group=2), 64),
-    "d64-full-tiles-f16": _forward(_BLOCKS, 64, dtype="float16"),
+    "d64-full-tiles-f16": _forward(_BLOCKS, 64, operand_dtype="float16"),
     "d64-dead-keys": _forward(_DEAD, 64),
     "d64-lengths": _forward(_LENGTHS, 64),
     "d64-cap-sinks": _forward(_DEAD, 64, logits_soft_cap=True, sinks=True),
@@ -85,7 +85,7 @@ _SOME = Predicate(mask=(2, 1, 133, 201), group=2, blocks=17, density=0.1)
 # One role, two roles; one stage, warps that exchange scores, 32 queries, 16 keys a warp.
 BACKWARD = {
     "d64-random": _backward(Predicate(mask=(2, 1, 133, 201), group=2), 64),
-    "d64-full-tiles-f16-ordered": _backward(_BLOCKS, 64, dtype="float16", ordered=True),
+    "d64-full-tiles-f16-ordered": _backward(_BLOCKS, 64, operand_dtype="float16", ordered=True),
     "d64-dead-rows": _backward(_SOME, 64),
     "d64-cap-sinks-dlse": _backward(_SOME, 64, logits_soft_cap=True, dsinks=True, dlse=True),
     "d64-lengths-sinks": _backward(_LENGTHS, 64, dsinks=True, dlse=True),

@@ -20,10 +20,10 @@ class Buffer:
 
     Attributes:
         role: "operand" is read only; a "result" is written in full; "scratch" is written and read, and then dropped.
-        dtype: its name; None is that of query.
+        dtype: its name; None is `KernelSpec.operand_dtype` for an operand, `result_dtype` for a result.
         needs: the attribute of `KernelSpec`, or of what it holds, that says whether the launch has the buffer, such as
             "config.adds_dq"; None if it always has.
-        dtype_of: the attribute of `KernelSpec` that names its dtype, where that is not always the same.
+        dtype_of: the attribute of `KernelSpec` that names its dtype, where it is another one.
     """
 
     role: Literal["operand", "result", "scratch"]

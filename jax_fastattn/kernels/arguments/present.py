@@ -51,7 +51,9 @@ def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
         if buffer is None:
             found |= added_buffers(spec)
         elif buffer.needs is None or operator.attrgetter(buffer.needs)(spec):
-            found[name] = replace(buffer, dtype=buffer.dtype or getattr(spec, buffer.dtype_of or "dtype"))
+            found[name] = replace(
+                buffer, dtype=buffer.dtype or getattr(spec, buffer.dtype_of or f"{buffer.role}_dtype")
+            )
         else:
             found[name] = None
     return found

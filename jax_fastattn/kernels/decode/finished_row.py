@@ -68,7 +68,7 @@ class FinishedRow(NamedTuple):
             values: the accumulated output, relative to the row's maximum.
         """
         spec, buffers, result = self.line.spec, self.line.buffers, self.end.result()
-        dtype = ptx.MMA_DTYPE[spec.dtype]
+        dtype = ptx.MMA_DTYPE[spec.result_dtype]
         values = [result.value(x) for x in values]
         pairs = [ptx.from_bits(ptx.pack(values[i], values[i + 1], dtype=dtype)) for i in (0, 2)]
         ptx.store_global_pair(buffers.out.toint() + (self.place * spec.v_head_dim + chunk * 4) * 2, *pairs)

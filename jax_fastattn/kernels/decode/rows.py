@@ -149,7 +149,7 @@ class DecodeRows:
     @property
     def mma_dtype(self) -> str:
         """The dtype of products, as instructions name it."""
-        return ptx.MMA_DTYPE[self.spec.dtype]
+        return ptx.MMA_DTYPE[self.spec.product_dtype]
 
     def begin(self, share: Share, unit: Unit) -> None:
         """Prepares for the first segment, given the CTA's share and its first unit."""

@@ -227,7 +227,7 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
         "dout": (sizes.batch, sizes.queries, heads, spec.v_head_dim),
         "dlse": (sizes.batch, sizes.queries, heads),
     }
-    dtypes = {name: np.dtype(DTYPES[spec.dtype if name != "dlse" else "float32"]) for name in shapes}
+    dtypes = {name: np.dtype(DTYPES[spec.operand_dtype if name != "dlse" else "float32"]) for name in shapes}
     shifts = {"query": sizes.shift, "key": -sizes.shift}
     drawn = {name: random.standard_normal(shape) + shifts.get(name, 0.0) for name, shape in shapes.items()}
     arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}

@@ -74,7 +74,7 @@ def check(
         scalars = scalars._replace(pages=len(arrays["key"]))
     run_launches(spec, buffers, memory, scalars)
 
-    tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
+    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
     got = memory.read(buffers.out, out.shape, dtype).astype(np.float64)
     np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
     np.testing.assert_allclose(memory.read(buffers.lse, lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)

@@ -59,7 +59,7 @@ class Run:
 
     def compare(self) -> None:
         """Raises an `AssertionError` if a gradient or a statistic is wrong."""
-        tolerance = 2**-6 if self.spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
+        tolerance = 2**-6 if self.spec.operand_dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
         for name in ("dq", "dk", "dv"):
             wanted = self.wanted[name]
             atol = tolerance * np.abs(wanted).max() + 1e-5

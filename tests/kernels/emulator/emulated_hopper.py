@@ -75,7 +75,7 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None) -> None:
     for launch in kernel.launches(buffers, launch_scalars(spec, sizes)):
         start(launch, texts, memory)
 
-    tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10
+    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10
     got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
     np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
     np.testing.assert_allclose(memory.read(buffers.lse, lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
@@ -105,7 +105,7 @@ def check_backward(spec: KernelSpec, sizes: Sizes | None = None) -> tuple[np.nda
     sizes = sizes or Sizes()
     arrays, wanted = draw_operands(spec, sizes)
     found = run_backward(spec, sizes, arrays)
-    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
+    tolerance = 2**-6 if spec.operand_dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
     for name in ("dq", "dk", "dv"):
         largest = np.abs(wanted[name]).max()
         np.testing.assert_allclose(found[name], wanted[name], atol=tolerance * largest + 1e-5, rtol=0, err_msg=name)

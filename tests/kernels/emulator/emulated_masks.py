@@ -39,7 +39,7 @@ def draw(predicate: Predicate, spec: KernelSpec) -> tuple[dict[str, np.ndarray],
 
 def rounded(spec: KernelSpec, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns query, key and value in the kernel's dtype."""
-    return {name: operands[name].astype(DTYPES[spec.dtype]) for name in ("query", "key", "value")}
+    return {name: operands[name].astype(DTYPES[spec.operand_dtype]) for name in ("query", "key", "value")}
 
 
 def poisoned(spec: KernelSpec, arrays: dict[str, np.ndarray], seen: np.ndarray) -> dict[str, np.ndarray]:
@@ -103,7 +103,7 @@ def check_forward(predicate: Predicate, head_dim: int, *, short: bool = True, on
     spec = KernelSpec(
         op="forward",
         arch="sm_90a",
-        dtype="bfloat16",
+        operand_dtype="bfloat16",
         head_dim=head_dim,
         v_head_dim=head_dim,
         group=predicate.group,

@@ -90,7 +90,7 @@ class Case:
             KernelSpec(
                 op="backward",
                 arch="sm_90a",
-                dtype=self.dtype,  # pyright: ignore[reportArgumentType]
+                operand_dtype=self.dtype,  # pyright: ignore[reportArgumentType]
                 head_dim=self.head_dim,
                 v_head_dim=self.v_head_dim or self.head_dim,
                 group=self.predicate.group,

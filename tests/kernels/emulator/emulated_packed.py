@@ -160,7 +160,7 @@ def check_forward(spec: KernelSpec, pack: Pack) -> None:
             emulated_hopper.start(launch, texts, memory)
         else:
             start(launch, texts, memory, schedule="random", finds_races=True)
-    tolerance, whole = 2**-7 if spec.dtype == "bfloat16" else 2**-10, pack.whole(0)
+    tolerance, whole = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10, pack.whole(0)
     got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
     np.testing.assert_allclose(got[:, whole], out[:, whole], atol=tolerance * np.abs(out).max(), rtol=tolerance)
     got = memory.read(buffers.lse, lse.shape, np.float32)
@@ -171,7 +171,7 @@ def check_backward(spec: KernelSpec, pack: Pack) -> None:
     """Runs the kernels of its family into buffers of NaN, and compares every gradient."""
     arrays, wanted = draw(spec, pack)
     found = run_backward(spec, pack, arrays)
-    tolerance = 2**-6 if spec.dtype == "bfloat16" else 2**-9
+    tolerance = 2**-6 if spec.operand_dtype == "bfloat16" else 2**-9
     for name in ("dq", "dk", "dv"):
         whole = pack.whole(0 if name in QUERY_SIDE else 1)
         got, expected = found[name].astype(np.float64)[:, whole], wanted[name][:, whole]

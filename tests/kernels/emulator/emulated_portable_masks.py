@@ -33,7 +33,7 @@ SIZES = Sizes(scale=emulated_masks.SCALE, cap=1.5)
 
 def forward_spec(predicate: Predicate, head_dim: int, v_head_dim: int | None = None, **features: Any) -> KernelSpec:
     """Returns the compile key of a forward call."""
-    key: dict[str, Any] = {"arch": "sm_80", "dtype": "bfloat16"} | features
+    key: dict[str, Any] = {"arch": "sm_80", "operand_dtype": "bfloat16"} | features
     key |= {"query_seq_lengths": bool(predicate.query_lengths)}
     spec = KernelSpec("forward", **key, head_dim=head_dim, v_head_dim=v_head_dim or head_dim, group=predicate.group)
     return configured(dataclasses.replace(spec, listed=True))
@@ -48,10 +48,10 @@ def scalars(predicate: Predicate, *, one_row: bool = False) -> Scalars:
 def draw(predicate: Predicate, spec: KernelSpec) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
     """Returns operands in the kernel's dtypes, what should be computed of them, and which query sees which key."""
     operands, seen = emulated_masks.draw(predicate, spec)
-    arrays = {name: operands[name].astype(DTYPES[spec.dtype]) for name in ("query", "key", "value")}
+    arrays = {name: operands[name].astype(DTYPES[spec.operand_dtype]) for name in ("query", "key", "value")}
     random = np.random.default_rng(1)
     shape = *arrays["query"].shape[:3], spec.v_head_dim
-    arrays["dout"] = random.standard_normal(shape).astype(DTYPES[spec.dtype])
+    arrays["dout"] = random.standard_normal(shape).astype(DTYPES[spec.operand_dtype])
     arrays["dlse"] = random.standard_normal(shape[:3]).astype(np.float32)
     arrays["sinks"] = random.standard_normal((predicate.batch, predicate.query_heads)).astype(np.float32)
     inside = np.ones((predicate.batch, predicate.queries), bool)
@@ -72,7 +72,7 @@ def poison(spec: KernelSpec, arrays: dict[str, np.ndarray], seen: np.ndarray) ->
 
 def backward_spec(predicate: Predicate, head_dim: int, v_head_dim: int | None = None, **features: Any) -> KernelSpec:
     """Returns the compile key of a backward call."""
-    key: dict[str, Any] = {"arch": "sm_80", "dtype": "bfloat16"} | features
+    key: dict[str, Any] = {"arch": "sm_80", "operand_dtype": "bfloat16"} | features
     spec = KernelSpec("backward", **key, head_dim=head_dim, v_head_dim=v_head_dim or head_dim, group=predicate.group)
     return configured(dataclasses.replace(spec, listed=True))
 
@@ -109,7 +109,7 @@ def check_forward(predicate: Predicate, spec: KernelSpec, *, one_row: bool = Fal
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype), "lse": np.full(lse.shape, np.nan, np.float32)}
     memory, buffers = place(spec, arrays)
     run_launches(spec, buffers, memory, scalars(predicate, one_row=one_row))
-    tolerance = 2**-7 if spec.dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
+    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
     got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
     np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
     np.testing.assert_allclose(memory.read(buffers.lse, lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
@@ -127,7 +127,10 @@ class BackwardRun:
         self.spec, self.kernel = spec, BackwardKernel(spec)
         clean, self.wanted, self.seen = draw(predicate, spec)
         lists = emulated_prepass.run(predicate, spec.config.prepass, clean, arch=spec.arch)
-        clean |= {"out": self.wanted["out"].astype(DTYPES[spec.dtype]), "lse": self.wanted["lse"].astype(np.float32)}
+        clean |= {
+            "out": self.wanted["out"].astype(DTYPES[spec.result_dtype]),
+            "lse": self.wanted["lse"].astype(np.float32),
+        }
         arrays = poison(spec, clean, self.seen)
         arrays |= {"query_lists": lists["lists"], "query_bits": lists["bits"], "key_tile_counts": lists["counts"]}
         for name, operand in (("dq", "query"), ("dk", "key"), ("dv", "value")):
@@ -152,7 +155,7 @@ class BackwardRun:
 
     def compare(self) -> None:
         """Raises an `AssertionError` if a gradient is wrong, or not exactly 0 where something is hidden."""
-        tolerance = 2**-6 if self.spec.dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
+        tolerance = 2**-6 if self.spec.operand_dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
         for name, operand in (("dq", "query"), ("dk", "key"), ("dv", "value")):
             found, wanted = self.read(name).astype(np.float64), self.wanted[name]
             atol = tolerance * np.abs(wanted).max() + 1e-5

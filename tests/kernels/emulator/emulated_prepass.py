@@ -132,7 +132,7 @@ class Predicate:
         return KernelSpec(
             op="prepass",
             arch=arch,
-            dtype="bfloat16",
+            operand_dtype="bfloat16",
             head_dim=64,
             v_head_dim=64,
             mask=self.mask is not None,

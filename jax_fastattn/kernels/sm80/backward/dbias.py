@@ -283,7 +283,7 @@ class DbiasCta:
         row, column = crossed_lane(thread_lane)
         load_b = mma.load_b(tile, self._address(stage, chunk, 1) + tile.offset(_read_lane().warp_column + row, column))
         # Zeros fill columns up to the next step.
-        mma.gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b, ptx.MMA_DTYPE[self.spec.dtype])
+        mma.gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b, ptx.MMA_DTYPE[self.spec.product_dtype])
         self.stage[0] = ptx.where(stage + 1 == self.memory.config.stages, Int32(0), stage + 1)
 
     def _weigh(self, weights: mma.Accumulator, score: Score, scores: ScoreTile, lse2: list[Float32]) -> None:

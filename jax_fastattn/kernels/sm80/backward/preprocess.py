@@ -66,7 +66,7 @@ class PreprocessKernel:
         config: DkdvDqConfig = spec.config
         self.spec, self.config = spec, config
         self.schedule = schedule(spec, config.queries)
-        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
+        self.result_dtype = ptx.MMA_DTYPE[spec.result_dtype]
         self.reduce = dq_reduce(spec, config)
         self.log2_factor = float(gradient.log2_probability_factor(spec, config))
 
@@ -163,7 +163,7 @@ class PreprocessKernel:
                 for source in (rows.out, rows.dout)
             )
             for x, y in zip(out, dout, strict=True):
-                pair = zip(ptx.unpack(x, dtype=self.mma_dtype), ptx.unpack(y, dtype=self.mma_dtype), strict=True)
+                pair = zip(ptx.unpack(x, dtype=self.result_dtype), ptx.unpack(y, dtype=self.result_dtype), strict=True)
                 for left, right in pair:
                     if self._hides_rows:
                         right = ptx.where(left == Float32(0.0), Float32(0.0), right)

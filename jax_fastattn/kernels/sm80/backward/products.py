@@ -31,7 +31,7 @@ class Products:
 
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config = spec, config
-        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
+        self.mma_dtype = ptx.MMA_DTYPE[spec.product_dtype]
         self.memory = config.memory(spec.head_dim, spec.v_head_dim)
         self.row_blocks = config.keys_per_warp // 16
         self.score_blocks = (self.row_blocks, config.part // (8 * config.column_warps))
@@ -205,7 +205,8 @@ class Products:
         blocks, at = self.grad_blocks(which), state.at
         gradient.finish_rows(acc, blocks, at.warp_row + accumulator_lane(at.lane)[0], state.valid_rows, factor)
         corner = tile.offset(at.warp_row, at.column_warp * (8 * blocks[1]))
-        gradient.scatter(acc, blocks, tile, at.shared + start + corner, at.lane, self.mma_dtype)
+        result_dtype = ptx.MMA_DTYPE[self.spec.result_dtype]
+        gradient.scatter(acc, blocks, tile, at.shared + start + corner, at.lane, result_dtype)
 
     def store_keys(self, state: DkdvDqState) -> None:
         """Stores dk and dv from the tiles of K and V, rows of 16 by warp."""

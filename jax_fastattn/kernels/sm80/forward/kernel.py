@@ -63,7 +63,7 @@ class ForwardKernel:
         self.spec = spec
         self.config: ForwardConfig = spec.config
         self.schedule = schedule(spec, self.config.rows)
-        self.mma_dtype = ptx.MMA_DTYPE[spec.dtype]
+        self.mma_dtype = ptx.MMA_DTYPE[spec.product_dtype]
         self.query_tile = SharedTile(self.config.rows, spec.head_dim)
         self.key_tile = SharedTile(self.config.keys, spec.head_dim)
         self.value_tile = SharedTile(self.config.keys, spec.v_head_dim)
@@ -379,12 +379,13 @@ class ForwardKernel:
         warp_row = at.warp * rows
         shared = at.shared + warp_row * shape.pitch
         lane_address = shared + shape.offset(*accumulator_lane(at.lane))
+        result_dtype = ptx.MMA_DTYPE[self.spec.result_dtype]
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         for i, result in enumerate(results):
             for n in range(self.out_blocks):
                 index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2
-                pair = result.pair(state.rows.out[index], state.rows.out[index + 1], self.mma_dtype)
+                pair = result.pair(state.rows.out[index], state.rows.out[index + 1], result_dtype)
                 ptx.store_shared(lane_address + shape.offset(8 * i, 8 * n), pair)
         cute.arch.sync_warp()
         stride = Int64(scalars.num_heads) * (2 * self.spec.v_head_dim)

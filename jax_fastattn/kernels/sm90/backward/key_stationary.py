@@ -64,7 +64,7 @@ class KeyStationary:
     def of(cls, spec: KernelSpec) -> "KeyStationary":
         """Returns the part of the kernel of a compile key."""
         memory = BackwardMemory.of(spec, spec.config.main)
-        return cls(spec, memory, key_schedule(spec, memory), wgmma.OPERAND_DTYPE[spec.dtype])
+        return cls(spec, memory, key_schedule(spec, memory), wgmma.OPERAND_DTYPE[spec.product_dtype])
 
     @property
     def config(self) -> BackwardConfig:

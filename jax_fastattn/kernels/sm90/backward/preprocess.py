@@ -320,7 +320,7 @@ class PreprocessKernel:
                 if self.spec.listed:
                     douts = [ptx.where(_are_zeros(out), Int32(0), pair) for out, pair in zip(outs, douts, strict=True)]
                 for pairs in zip(outs, douts, strict=True):
-                    left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.dtype]) for pair in pairs)
+                    left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.result_dtype]) for pair in pairs)
                     for x, y in zip(left, right, strict=True):
                         deltas[i] = ptx.fma(x, y, deltas[i])
         return self._own(deltas, lane)

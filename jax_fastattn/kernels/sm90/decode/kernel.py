@@ -39,7 +39,7 @@ class DecodeKernel:
         self.spec = spec
         self.config: DecodeConfig = spec.config
         self.memory = DecodeMemory.of(spec, self.config)
-        self.dtype = wgmma.OPERAND_DTYPE[spec.dtype]
+        self.dtype = wgmma.OPERAND_DTYPE[spec.product_dtype]
 
     @cute.jit
     def __call__(self, buffers: DecodeBuffers, scalars: Scalars, stream: cuda.CUstream):

@@ -41,7 +41,7 @@ class ForwardKernel:
         self.config: ForwardConfig = spec.config
         self.memory = SharedMemory.of(spec, self.config)
         self.schedule = forward_schedule(spec, self.config)
-        self.dtype = wgmma.OPERAND_DTYPE[spec.dtype]
+        self.dtype = wgmma.OPERAND_DTYPE[spec.product_dtype]
 
     @property
     def begins_early(self) -> bool:

@@ -241,7 +241,7 @@ class OnlineSoftmax:
             sums of the lane's two rows, and whether the assumption is wrong for a row of the warp.
         """
         sums = score.exponentials(self.products.scores, tile, self.maxima)
-        limit = Float32(_SUM_LIMITS[self.call.spec.dtype])
+        limit = Float32(_SUM_LIMITS[self.call.spec.product_dtype])
         holds = Boolean((sums[0] < limit) & (sums[1] < limit))
         return sums, cute.arch.vote_any_sync(Boolean(holds == Boolean(False)))
 

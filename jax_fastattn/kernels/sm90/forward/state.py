@@ -102,8 +102,8 @@ class Call:
 
     @property
     def mma_dtype(self) -> str:
-        """The operands' dtype as PTX names it."""
-        return ptx.MMA_DTYPE[self.spec.dtype]
+        """The dtype of products as PTX names it."""
+        return ptx.MMA_DTYPE[self.spec.product_dtype]
 
     def each_tile(self, visit: Callable[[QueryTile], None]) -> None:
         """Calls `visit` for each tile of queries of the CTA; the producer and the consumers visit the same ones."""

@@ -56,7 +56,7 @@ class DbiasKernel:
         self.memory = DbiasMemory.of(spec)
         self.config = self.memory.config
         self.schedule = DbiasSchedule(spec)
-        self.dtype = wgmma.OPERAND_DTYPE[spec.dtype]
+        self.dtype = wgmma.OPERAND_DTYPE[spec.product_dtype]
 
     def launch(self, buffers: BackwardBuffers, scalars: Scalars) -> Launch:
         """Returns the launch of the kernel."""

@@ -200,5 +200,5 @@ class DkdvConsumer:
             row=self.state.row,
             end=work.keys.length - work.row,
             quad_lane=self.state.thread % 4,
-            mma_dtype=ptx.MMA_DTYPE[self.state.spec.dtype],
+            mma_dtype=ptx.MMA_DTYPE[self.state.spec.result_dtype],
         )

@@ -96,7 +96,7 @@ class WeightExchange:
 
     @property
     def _mma_dtype(self) -> str:
-        return ptx.MMA_DTYPE[self.spec.dtype]
+        return ptx.MMA_DTYPE[self.spec.product_dtype]
 
     def _stats(self, stage: Int32, which: int) -> list[Float32]:
         """Returns the log-sum-exps (0) or delta (1) of the queries of the lane's columns, two of each 8 queries."""

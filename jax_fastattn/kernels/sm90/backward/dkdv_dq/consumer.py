@@ -227,5 +227,5 @@ class DkdvDqConsumer:
                 row=lane.row,
                 end=work.keys.length - work.row,
                 quad_lane=lane.thread % 4,
-                mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
+                mma_dtype=ptx.MMA_DTYPE[self.spec.result_dtype],
             ).store_live(acc, copies.Rows(None, work.bounds.key_end - work.row), factor)

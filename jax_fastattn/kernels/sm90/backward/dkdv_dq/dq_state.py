@@ -279,5 +279,5 @@ class DqWarpgroup:
             row=self.row + chunk.row_block * BLOCK,
             end=work.queries.length - rows.first,
             quad_lane=self.thread % 4,
-            mma_dtype=ptx.MMA_DTYPE[spec.dtype],
+            mma_dtype=ptx.MMA_DTYPE[spec.result_dtype],
         ).store_live(self.dq, copies.Rows(None, work.bounds.query_end - rows.first), self.scale)

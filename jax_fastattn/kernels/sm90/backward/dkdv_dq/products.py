@@ -193,7 +193,7 @@ class DkdvDqProducts:
 
     @property
     def _mma_dtype(self) -> str:
-        return ptx.MMA_DTYPE[self.spec.dtype]
+        return ptx.MMA_DTYPE[self.spec.product_dtype]
 
     def _minus(self, stage: Int32, which: int) -> wgmma.Step:
         """Returns a step of a product that adds minus the log-sum-exps (0) or delta (1) of its queries."""

@@ -224,7 +224,7 @@ class DqConsumer:
                 at = tile.at(i)
                 value = score[i] * (dscore[i] - self.stats[at.i].delta)
                 values.append(value if edge is None else edge.select(value, at))
-            pairs[pair] = ptx.pack(*values, dtype=ptx.MMA_DTYPE[self.spec.dtype])
+            pairs[pair] = ptx.pack(*values, dtype=ptx.MMA_DTYPE[self.spec.product_dtype])
 
     def _load_bits(self, index: Int32, *, first: bool) -> "_ListedEdge | None":
         """Loads the bits of an edge tile of a list, long before they are used.
@@ -302,7 +302,7 @@ class DqConsumer:
             row=self.row,
             end=work.queries.length - work.row,
             quad_lane=self.thread % 4,
-            mma_dtype=ptx.MMA_DTYPE[self.spec.dtype],
+            mma_dtype=ptx.MMA_DTYPE[self.spec.result_dtype],
         )
         if work.listed is not None:
             # Padding is dead in lists, and may be part of a full tile.

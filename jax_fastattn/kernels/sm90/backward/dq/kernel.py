@@ -47,7 +47,7 @@ class DqKernel:
         self.config: DqConfig = spec.config.dq
         self.memory = DqMemory.of(spec, self.config)
         self.schedule = dq_schedule(spec, self.config.rows)
-        self.dtype = wgmma.OPERAND_DTYPE[spec.dtype]
+        self.dtype = wgmma.OPERAND_DTYPE[spec.product_dtype]
 
     def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of the kernel."""
