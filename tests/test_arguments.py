@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fastattn import ffi
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.present import absent_scalars, buffers_type, launch_buffers, present_buffers
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, SCALAR_DTYPES, VISIT_SCALARS, Scalars, Sizes
 from jax_fastattn.kernels.choose import configured, kernel_spec
@@ -48,8 +49,7 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     sinks = {"sinks", "dsinks_terms"}
     bias = {"bias", "key_bias", "row_bias", "dbias", "dkey_bias", "key_classes"}
     assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks | bias
-    # Backward, sinks alone do not say that their gradient is asked for.
-    full = dataclasses.replace(plain, sinks=True, **dict.fromkeys(absent, True))
+    full = dataclasses.replace(plain, **dict.fromkeys(absent, True))
     assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | sinks | bias
     full = dataclasses.replace(full, dsinks=True)
     assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | bias
@@ -90,7 +90,7 @@ def test_a_bias_has_the_buffer_of_its_kind() -> None:
     assert found("backward", **matrix, dbias=True, splits_dbias=True) == {"bias": "float16", "dbias": "float32"}
     assert found("backward", bias="keys", dbias=True) == {"key_bias": "float32", "dkey_bias": "float32"}
     assert found("backward", bias="rows", dbias=True) == {}
-    rows = {"bias": "rows", "logits_soft_cap": True}
+    rows = {"bias": "rows", "features": (codes.SOFT_CAP,)}
     assert found("backward", **rows) == {"row_bias": "float32"}
     assert found("backward", **rows, dbias=True) == {"row_bias": "float32", "dbias": "float32"}
 
@@ -128,6 +128,7 @@ def test_the_extension_takes_a_launch_with_every_feature(spec: KernelSpec) -> No
     most = dict(re.findall(r"constexpr size_t (kMax\w+) = (\d+);", source))
     flags = [field.name for field in dataclasses.fields(KernelSpec) if isinstance(field.default, bool)]
     everything: Any = {name: name != "packed" for name in flags} | {"bias": "matrix", "bias_dtype": "float32"}
+    everything |= {"features": () if spec.op == "backward" else (codes.SINKS,)}
     buffers = [name for name, dtype in launch_buffers(dataclasses.replace(spec, **everything)).items() if dtype]
     assert {"query_offset", "sinks", "bias", "lse"} <= {*buffers}
     assert len(buffers) <= int(most["kMaxBuffers"])

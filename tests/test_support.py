@@ -15,6 +15,7 @@ from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.coverage import COVERAGE
 from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.ffi import registry
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
 from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
@@ -179,7 +180,8 @@ def test_tiles_are_described(arch: str, deterministic: bool, head_dims: tuple[in
 @pytest.mark.parametrize("cap", [False, True], ids=["", "soft-cap"])
 def test_hopper_backward_fits_for_every_head_dim(cap: bool) -> None:
     for head_dims in itertools.product(range(8, MAX_HEAD_DIM + 1, 8), repeat=2):
-        spec = KernelSpec("backward", "sm_90a", "bfloat16", *head_dims, family="sm90", logits_soft_cap=cap)
+        spec = KernelSpec("backward", "sm_90a", "bfloat16", *head_dims, family="sm90")
+        spec = dataclasses.replace(spec, features=(codes.SOFT_CAP,) if cap else ())
         config = configured(spec).config
         assert BackwardMemory.of(spec, config.main).fits
         assert config.adds_dq == (max(head_dims) <= DKDV_DQ_HEAD_DIM)
@@ -205,8 +207,9 @@ def test_both_passes_have_the_same_tanh(arch: str, sinks: str | None, packed: bo
     forward, backward = (kernel_spec(case.problem(), op, arch) for op in ("forward", "backward"))
     is_portable = arch != "sm_90a"
     assert backward.family == ("sm80" if is_portable else "sm90")
-    assert forward.exact_cap == backward.exact_cap == (is_portable or sinks is not None)
-    assert not kernel_spec(dataclasses.replace(BASE, sinks=sinks).problem(), "backward", arch).sinks
+    cap = codes.EXACT_SOFT_CAP if is_portable or sinks is not None else codes.SOFT_CAP
+    assert forward.features == ((cap,) if sinks is None else (cap, codes.SINKS)) and backward.features == (cap,)
+    assert kernel_spec(dataclasses.replace(BASE, sinks=sinks).problem(), "backward", arch).features == ()
 
 
 @pytest.mark.parametrize("cap", [None, 50.0])

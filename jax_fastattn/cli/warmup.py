@@ -222,13 +222,11 @@ def describe(spec: KernelSpec) -> str:
         "segment_ids": "segment ids",
         "listed": "lists of tiles",
         "row_bits": "bits of rows",
-        "logits_soft_cap": "soft cap",
         "matrix_bias": "bias of pairs",
         "key_bias": "bias of keys",
         "key_bias_parts": "bias of keys",
         "row_bias": "bias of queries",
         "dbias": "gradient of the bias",
-        "sinks": "sinks",
         "dsinks": "gradient of sinks",
         "dlse": "gradient of the log-sum-exp",
         "ordered": "dq in semaphore order",
@@ -240,6 +238,7 @@ def describe(spec: KernelSpec) -> str:
     if spec.op == "decode":
         words.append(f"{BLOCK_ROWS * spec.config.row_blocks} rows" + ("" if spec.config.splits else " of whole heads"))
     words += [text for name, text in flags.items() if getattr(spec, name)]
+    words += [code.name for code in spec.features]
     return ", ".join(words) + f" ({cache.kernel_key(spec)[:8]})"
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.bias_shapes import bias_kind, stored_dtype
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, MAX_ROWS
 from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
@@ -119,8 +121,10 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
     else:
         config = (sm90_backward.backward_configs if spec.family == "sm90" else sm80_backward.dkdv_dq_config)(spec)
-    exact_cap = spec.logits_soft_cap and (spec.exact_cap or spec.sinks or spec.family == "sm80")
-    return replace(spec, config=config, exact_cap=exact_cap)
+    if codes.SINKS in spec.features or spec.family == "sm80":
+        exact = {codes.SOFT_CAP: codes.EXACT_SOFT_CAP}
+        spec = replace(spec, features=tuple(exact.get(code, code) for code in spec.features))
+    return replace(spec, config=config)
 
 
 def is_listed(problem: Problem) -> bool:
@@ -266,6 +270,16 @@ def forward_spec(problem: Problem, arch: str) -> KernelSpec:
     return kernel_spec(problem, "decode" if splits_keys(problem) else "forward", arch)
 
 
+def _features(spec: AttentionSpec, op: str) -> tuple[Code, ...]:
+    """Returns the features of a call, in the order in which logits pass through them."""
+    has_sinks = "sinks" in spec.present
+    chosen = {
+        codes.EXACT_SOFT_CAP if has_sinks else codes.SOFT_CAP: spec.logits_soft_cap is not None,
+        codes.SINKS: has_sinks and op != "backward",
+    }
+    return tuple(code for code, is_present in chosen.items() if is_present)
+
+
 def kernel_spec(
     problem: Problem,
     op: Literal["forward", "decode", "backward"],
@@ -299,14 +313,12 @@ def kernel_spec(
         listed=predicated and not row_bits,
         row_bits=row_bits,
         page=problem.page if op == "decode" else 0,
-        logits_soft_cap=spec.logits_soft_cap is not None,
-        exact_cap="sinks" in spec.present,
-        sinks="sinks" in spec.present and op != "backward",
         dlse=dlse,
         dsinks=dsinks,
         bias=bias,
         bias_dtype=stored_dtype(problem.bias_dtype) if bias == "matrix" and problem.bias_dtype else None,
         dbias=dbias,
+        features=_features(spec, op),
         family=family,
     )
     has_bias = key.matrix_bias or key.key_bias_parts

@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.bias_shapes import BiasDtype, BiasKind
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import BoundsKind
 
@@ -35,9 +37,6 @@ class KernelSpec:
         dsinks: whether the backward pass computes the gradient of sinks, for which it takes them.
         query_offset: whether there are offsets: an operand, or where sequences are packed in their records.
         packed: whether rows are those of packed sequences, see `tiles/records.py`.
-        sinks: whether the forward pass has that operand.
-        logits_soft_cap: whether logits pass through cap * tanh(x / cap).
-        exact_cap: whether that tanh is exact, see `features/softcap.py`; the same in both passes.
         ordered: `adds_in_order`: CTAs that take keys of a head add to sums of dq in one order, so that dq has the same
             bits in every run.
         listed: whether tiles are visited by lists, which stand for the whole predicate. The key then has no window, no
@@ -53,8 +52,8 @@ class KernelSpec:
         bias_dtype: of a matrix; "float32" stands for two terms in bfloat16, `bias_terms`. None for other kinds.
         dbias: whether the backward pass computes the gradient of the bias.
         splits_dbias: whether that of a matrix has parts, which the caller adds up.
-        programs: score functions compiled into the kernel, in the order in which they apply; see kernels/features.
-            Their `repr` names them in the cache.
+        features: what becomes of scores, in the order in which logits pass through it; a bias comes before all of it.
+            Sinks are one in the forward pass alone.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
             or for the backward pass `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper), or for the prepass
             `PrepassConfig`. None in a key that `choose.configured` has yet to complete.
@@ -72,9 +71,6 @@ class KernelSpec:
     key_value_seq_lengths: bool = False
     query_offset: bool = False
     packed: bool = False
-    logits_soft_cap: bool = False
-    exact_cap: bool = False
-    sinks: bool = False
     dlse: bool = False
     dsinks: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
@@ -90,7 +86,7 @@ class KernelSpec:
     bias_dtype: BiasDtype | None = None
     dbias: bool = False
     splits_dbias: bool = False
-    programs: tuple[Any, ...] = ()
+    features: tuple[Code, ...] = ()
     config: Any = None
 
     @property
@@ -143,14 +139,26 @@ class KernelSpec:
         return self.op == "forward" and self.packed and self.config.persistent
 
     @property
+    def codes(self) -> tuple[Code, ...]:
+        """All features of scores, in the order in which logits pass through them."""
+        bias: tuple[Code, ...] = ()
+        if self.matrix_bias:
+            bias = (codes.pair_bias(self.bias_terms),)
+        elif self.key_bias:
+            bias = (codes.KEY_BIAS,)
+        elif self.row_bias:
+            bias = (codes.ROW_SHIFT if self.folds_lse else codes.ROW_BIAS,)
+        return (*bias, *self.features)
+
+    @property
     def folds_lse(self) -> bool:
-        """Whether a logit is a factor times the product q . k, plus a bias, so that the product may have its lse."""
-        return not (self.logits_soft_cap or any(program.changes_logits for program in self.programs))
+        """Whether a logit is a factor times the product q . k, plus terms, so that the product may have its lse."""
+        return all("term" in code.hooks for code in self.features if "logit" in code.hooks)
 
     @property
     def is_affine(self) -> bool:
         """Whether a logit is a factor times the product q . k alone."""
-        return self.folds_lse and not (self.matrix_bias or self.key_bias)
+        return not any("logit" in code.hooks for code in self.codes)
 
     @property
     def matrix_bias(self) -> bool:
@@ -169,8 +177,8 @@ class KernelSpec:
 
     @property
     def row_bias(self) -> bool:
-        """Whether there is a bias of queries. The backward pass takes it only if there is a soft cap."""
-        return self.bias == "rows" and (self.op != "backward" or self.logits_soft_cap)
+        """Whether there is a bias of queries. The backward pass takes it only if a function takes the logits."""
+        return self.bias == "rows" and not (self.op == "backward" and self.folds_lse)
 
     @property
     def bias_terms(self) -> int:
@@ -217,6 +225,6 @@ class KernelSpec:
             key_end=self.key_value_seq_lengths,
             offset=self.query_offset,
             packed=self.packed,
-            rules=any(program.has_rule for program in self.programs),
+            rules=any("sees" in code.hooks for code in self.features),
             listed=self.listed,
         )

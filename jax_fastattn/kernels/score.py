@@ -18,27 +18,19 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.arguments.buffers import Buffers, DecodeBuffers, ForwardBuffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
-from jax_fastattn.kernels.device.tma import TmaOperand
+from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.features import stages
-from jax_fastattn.kernels.features.bias.global_memory import GlobalBias
-from jax_fastattn.kernels.features.bias.keys import KeyBias
-from jax_fastattn.kernels.features.bias.pairs import PairBias
-from jax_fastattn.kernels.features.bias.planes import Planes
-from jax_fastattn.kernels.features.bias.rows import row_bias
-from jax_fastattn.kernels.features.bias.staged import StagedBias
-from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
+from jax_fastattn.kernels.features.of_launch import features_of
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
-from jax_fastattn.kernels.features.sinks import Sinks
-from jax_fastattn.kernels.features.softcap import SoftCap
-from jax_fastattn.kernels.features.stages import MatrixStage
 from jax_fastattn.kernels.features.visible.bits import BitRow, Bits, LiveColumns, LiveRow
 from jax_fastattn.kernels.features.visible.bounds import Visibility, hide
 from jax_fastattn.kernels.features.visible.row_bits import SeenKeys
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.tiles.plan import BoundsKind, Limits, LiveRange
+from jax_fastattn.kernels.tiles.plan import Limits, LiveRange
 
 # Stands for a scale of 0: small enough to make every finite product vanish, yet -inf times it is still -inf.
 _TINY_SCALE = 2.0**-120
@@ -74,6 +66,7 @@ class Score:
         factor: from products to logits in base 2.
         unit: from what `logits` leaves to logits in base 2, greater than 0 in the forward pass.
         features: in the order in which they change logits.
+        codes: what the compile key says of each.
         negative: whether the forward kernel has to negate Q, since the scale is negative; None where it never has to.
         hides_keys: whether there is a bias of keys, in a product or as a feature. It may hide them.
         joins_lse: whether a backward pass adds what a feature adds and the log-sum-exp as one term.
@@ -82,6 +75,7 @@ class Score:
     factor: Float32
     unit: Float32
     features: tuple[Feature, ...] = ()
+    codes: tuple[Code, ...] = ()
     negative: Boolean | None = None
     hides_keys: bool = False
     joins_lse: bool = True
@@ -92,19 +86,18 @@ class Score:
         spec: KernelSpec,
         buffers: ForwardBuffers | DecodeBuffers,
         scalars: Scalars,
-        bias: TmaOperand | PairBias | None = None,
+        copied_bias: Feature | None = None,
     ) -> "Score":
-        """Returns that of a forward launch; see `backward` for `bias`."""
+        """Returns that of a forward launch; see `backward` for `copied_bias`."""
         if not spec.is_affine:
-            score = cls.backward(spec, buffers, scalars, scalars.scale, bias)
+            score = cls.backward(spec, buffers, scalars, scalars.scale, copied_bias)
         else:
             negative = scalars.scale < Float32(0.0)
             magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
             factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
-            score = cls(factor, factor, _features(spec, buffers, scalars, bias), negative)
-        score = replace(score, hides_keys=spec.bias == "keys")
-        sinks = Sinks.of(spec, buffers, scalars)
-        return score if sinks is None else replace(score, features=(*score.features, sinks))
+            features = features_of(FeatureArguments(spec, buffers, scalars, scalars.scale))
+            score = cls(factor, factor, features, spec.codes, negative)
+        return replace(score, hides_keys=spec.bias == "keys")
 
     @classmethod
     def backward(
@@ -113,7 +106,7 @@ class Score:
         buffers: Buffers | DecodeBuffers,
         scalars: Scalars | Sizes,
         scale: Float32,
-        bias: TmaOperand | PairBias | None = None,
+        copied_bias: Feature | None = None,
     ) -> "Score":
         """Returns that of a backward launch, with a scale of any sign.
 
@@ -122,14 +115,14 @@ class Score:
             buffers: of the launch.
             scalars: of the launch.
             scale: the factor on products.
-            bias: a bias of pairs as TMA loads it, or from what the kernel copies; None if the kernel has no room for
-                it.
+            copied_bias: a bias of pairs that the kernel copies to shared memory; None if it copies none.
         """
-        features = _features(spec, buffers, scalars, bias)
-        factor, is_scaled = scale * LOG2_E, bool(_with(features, "logit"))
-        if cap := SoftCap.of(spec, scalars, Float32(LN_2) if is_scaled else scale):
-            return cls(factor, cap.factor, (*features, cap))
-        return cls(factor, Float32(1.0) if is_scaled else factor, features)
+        factor = scale * LOG2_E
+        features = features_of(FeatureArguments(spec, buffers, scalars, scale, copied_bias))
+        unit = factor
+        if steps := _with(features, "logit"):
+            unit = steps[-1].unit() if steps[-1].defines("unit") else Float32(1.0)
+        return cls(factor, unit, features, spec.codes)
 
     @property
     def steps(self) -> tuple[Feature, ...]:
@@ -182,18 +175,20 @@ class Score:
 
     # What features load for a tile, see `features/stages.py`.
 
+    def loaded_nbytes(self, queries: int, keys: int) -> int:
+        """Returns how many bytes are loaded for a tile."""
+        return stages.loaded_nbytes(self.codes, queries, keys)
+
     def copy(self, tile: LoadedTile, address: Int32, barrier: cute.Pointer) -> None:
         """Starts the copies of a stage, at its address in shared memory."""
-        for feature, offset, _ in stages.parts(self.features, tile.queries, tile.keys):
-            feature.copy(tile, address + offset, barrier)
+        for index, offset, _ in stages.parts(self.codes, tile.queries, tile.keys):
+            self.features[index].copy(tile, address + offset, barrier)
 
     def load(self, tile: LoadedTile, address: Int32) -> "Score":
         """Returns the composition with what features have loaded for a tile."""
-        offsets = {id(feature): offset for feature, offset, _ in stages.parts(self.features, tile.queries, tile.keys)}
-        loaded = [
-            feature.load(tile, address + offsets[id(feature)]) if id(feature) in offsets else feature
-            for feature in self.features
-        ]
+        loaded = list(self.features)
+        for index, offset, _ in stages.parts(self.codes, tile.queries, tile.keys):
+            loaded[index] = loaded[index].load(tile, address + offset)
         return replace(self, features=tuple(loaded))
 
     def read(self, tile: ScoreTile) -> "Score":
@@ -312,48 +307,6 @@ class Score:
     def edges(self, rows: EdgeRows) -> Edge:
         """Returns what is hidden in an edge tile, given what its rows see."""
         return Edge(rows, self.rules)
-
-
-def _features(
-    spec: KernelSpec, buffers: Any, scalars: Scalars | Sizes, bias: TmaOperand | PairBias | None
-) -> tuple[Feature, ...]:
-    """Returns the features of a launch before the soft cap: a bias, then programs."""
-    found: list[Feature] = []
-    planes = Planes(scalars, spec.group)
-    if spec.matrix_bias:
-        found.append(_matrix_bias(spec, buffers, planes, bias))
-    if spec.key_bias:
-        found.append(KeyBias(buffers.key_bias, planes))
-    if spec.row_bias:
-        found.append(row_bias(spec, buffers.row_bias, planes))
-    return (*found, *_each(spec.programs, "bind", buffers))
-
-
-def _matrix_bias(spec: KernelSpec, buffers: Any, planes: Planes, operand: TmaOperand | PairBias | None) -> PairBias:
-    """Returns the bias of pairs of a launch that has one.
-
-    Args:
-        spec: the compile key.
-        buffers: of the launch.
-        planes: of the bias.
-        operand: see `Score.backward`.
-    """
-    if isinstance(operand, PairBias):
-        return operand
-    if operand is None:
-        return GlobalBias(buffers.bias, spec.bias_storage, spec.bias_terms, planes)
-    return StagedBias(MatrixStage(spec.bias_terms), spec.bias_storage, planes, operand, _held_tile(spec))
-
-
-def _held_tile(spec: KernelSpec) -> tuple[int, int] | None:
-    """Returns `StagedBias.held_tile`, None where the register would spill.
-
-    At head dim 128 bounds, groups and second terms take it. A soft cap takes it from head dim 96 on.
-    """
-    largest = max(spec.head_dim, spec.v_head_dim)
-    is_plain = spec.bounds_kind == BoundsKind() and spec.group == 1 and spec.bias_terms == 1
-    has_register = largest <= 64 or (spec.folds_lse and largest <= (128 if is_plain else 96))
-    return (spec.config.main.queries, spec.config.main.keys) if spec.op == "backward" and has_register else None
 
 
 def weighed(probability: Float32, weight: Float32, at: Element, edge: Edge | None) -> tuple[Float32, Float32]:

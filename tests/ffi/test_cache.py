@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from jax_fastattn.ffi import cache, call, registry
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 
@@ -412,14 +413,11 @@ CHANGES = {
     "bias_dtype": "float32",
     "dbias": True,
     "splits_dbias": True,
-    "logits_soft_cap": True,
-    "exact_cap": True,
-    "sinks": True,
     "dlse": True,
     "dsinks": True,
     "family": "sm90",
     "ordered": True,
-    "programs": ("slope per head",),
+    "features": (codes.SINKS,),
     "config": configured(SPEC, short=True).config,
 }
 

@@ -19,6 +19,7 @@ from test_masks_backward_emulated import FUSED, SPLIT
 from test_sm90_emulated import ALL, CAUSAL
 
 from jax_fastattn.ffi.compiler import _open_runtime
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec
@@ -33,7 +34,7 @@ Dtype = Literal["bfloat16", "float16"]
 MATRIX = {"bias": "matrix", "bias_dtype": "bfloat16", "dbias": True}
 GROUPS = {**MATRIX, "group": 2}
 KEYS = {"bias": "keys", "dbias": True}
-ROWS = {"bias": "rows", "dbias": True, "logits_soft_cap": True}
+ROWS = {"bias": "rows", "dbias": True, "features": (codes.SOFT_CAP,)}
 
 # By name: head dims, dtype, features, sizes. Compiling takes most of the time, and cases of the same features share it.
 CASES: dict[str, tuple[int, int, Dtype, dict[str, Any], Sizes]] = {
@@ -46,7 +47,7 @@ CASES: dict[str, tuple[int, int, Dtype, dict[str, Any], Sizes]] = {
         {**ALL, **MATRIX, "group": 2, "dlse": True, "bias_dtype": "float16"},
         Sizes(bias=(3, 2, 133, 201)),
     ),
-    "d64-cap": (64, 64, "bfloat16", {**ALL, **MATRIX, "logits_soft_cap": True}, Sizes(bias=(3, 1, 133, 201))),
+    "d64-cap": (64, 64, "bfloat16", {**ALL, **MATRIX, "features": (codes.SOFT_CAP,)}, Sizes(bias=(3, 1, 133, 201))),
     "d64-sinks": (64, 64, "bfloat16", {**ALL, **MATRIX, "dlse": True, "dsinks": True}, Sizes(bias=(1, 1, 133, 201))),
     "d64-per-kv-head": (64, 64, "bfloat16", GROUPS, Sizes(2, 133, 140, 2, bias=(2, 2, 133, 140))),
     "d96-causal": (96, 96, "bfloat16", {**CAUSAL, **MATRIX}, Sizes(2, 133, 140, 1, right=0, bias=(1, 1, 133, 140))),
@@ -101,7 +102,7 @@ CASES: dict[str, tuple[int, int, Dtype, dict[str, Any], Sizes]] = {
         {**CAUSAL, **KEYS, "group": 2, "ordered": True},
         Sizes(2, 133, 140, 2, right=0, bias=(2, 2, 1, 140)),
     ),
-    "keys-cap": (64, 64, "bfloat16", {**ALL, **KEYS, "logits_soft_cap": True}, Sizes(bias=(3, 1, 1, 201))),
+    "keys-cap": (64, 64, "bfloat16", {**ALL, **KEYS, "features": (codes.SOFT_CAP,)}, Sizes(bias=(3, 1, 1, 201))),
     "keys-d192v128": (192, 128, "bfloat16", {**ALL, **KEYS}, Sizes(bias=(1, 1, 1, 201))),
     "rows-everything": (
         64,

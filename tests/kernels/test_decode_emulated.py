@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 
@@ -82,21 +83,21 @@ CASES = {
     "fewer-whole-units-than-ctas": Case({"batch": 1, "keys": 70}, split={"multiprocessors": 4}, config=_WHOLE),
     "whole-units-side-by-side": Case(
         {"queries": 2, "batch": 3, "kv_heads": 4, "left": 20},
-        {"window_left": True, "sinks": True},
+        {"window_left": True, "features": (codes.SINKS,)},
         split={"multiprocessors": 5, "side_heads": 2},
         config=_WHOLE,
     ),
     # Each unit has a CTA of its own, with or without tiles.
     "whole-units-of-lengths": Case(
         {"batch": 5, "key_lengths": (0, 300, 1, 64, 0), "query_lengths": (1, 1, 0, 1, 0)},
-        {**LENGTHS, "query_seq_lengths": True, "sinks": True},
+        {**LENGTHS, "query_seq_lengths": True, "features": (codes.SINKS,)},
         split={"multiprocessors": 11},
         config=_WHOLE,
     ),
     "whole-units-of-lengths-in-turn": Case(
         {"batch": 40, "keys": 130, "kv_heads": 1, "queries": 2, "left": 70}
         | {"key_lengths": _MANY, "offsets": tuple(x - 2 for x in _MANY)},
-        {**BAND, "logits_soft_cap": True},
+        {**BAND, "features": (codes.SOFT_CAP,)},
         split={"multiprocessors": 4},
         config=_WHOLE,
     ),
@@ -113,7 +114,7 @@ CASES = {
     "ratio-7": Case({"queries": 3, "keys": 301, "key_lengths": (250, 77), "offsets": (240, 70)}, CAUSAL, group=7),
     "64-rows-sinks": Case(
         {"queries": 16, "keys": 301, "kv_heads": 1, "key_lengths": (301, 20), "offsets": (285, 4)},
-        {**CAUSAL, "sinks": True},
+        {**CAUSAL, "features": (codes.SINKS,)},
     ),
     "128-rows": Case(
         {"queries": 32, "keys": 301, "kv_heads": 1, "key_lengths": (301, 40), "offsets": (269, 8)}, CAUSAL
@@ -121,7 +122,7 @@ CASES = {
     "window-sinks": Case(
         {"queries": 3, "keys": 601, "batch": 3, "kv_heads": 1, "left": 150}
         | {"key_lengths": (601, 330, 77), "offsets": (590, 300, -200)},
-        {**BAND, "sinks": True},
+        {**BAND, "features": (codes.SINKS,)},
     ),
     "window-without-offset": Case(
         {"queries": 9, "keys": 70, "left": 3}, {"window_left": True, "window_right": True}, group=2
@@ -132,10 +133,12 @@ CASES = {
     ),
     "query-lengths-sinks": Case(
         {"queries": 4, "batch": 3, "query_lengths": (4, 0, 1), "key_lengths": (300, 77, 129)},
-        {**LENGTHS, "query_seq_lengths": True, "sinks": True},
+        {**LENGTHS, "query_seq_lengths": True, "features": (codes.SINKS,)},
         group=3,
     ),
-    "soft-cap-negative-scale-float16": Case({"scale": -0.3}, {"logits_soft_cap": True, "dtype": "float16"}, group=2),
+    "soft-cap-negative-scale-float16": Case(
+        {"scale": -0.3}, {"features": (codes.SOFT_CAP,), "dtype": "float16"}, group=2
+    ),
     "negative-scale": Case({"keys": 200, "batch": 1, "scale": -0.3}, group=8),
     "large-scores": Case({"keys": 500, "batch": 1, "kv_heads": 1, "scale": 3.0}),
     "d64": Case(
@@ -167,7 +170,11 @@ PAGED = {
         16, (1200, 4, 729), 1200, head_dims=(64, 64), split={"multiprocessors": 4, "side_heads": 2}
     ),
     "page16-4-queries": _pages(
-        16, (300, 4, 129), 320, sizes={"queries": 4, "offsets": (296, 0, 125)}, features={**CAUSAL, "sinks": True}
+        16,
+        (300, 4, 129),
+        320,
+        sizes={"queries": 4, "offsets": (296, 0, 125)},
+        features={**CAUSAL, "features": (codes.SINKS,)},
     ),
     "page16-ratio-7": _pages(16, (301, 77), 304, sizes={"queries": 3, "offsets": (298, 74)}, features=CAUSAL, group=7),
     # A strip has 32 keys, two boxes, by TMA; 16 keys by cp.async.
@@ -187,7 +194,7 @@ PAGED = {
             (601, 330, 77),
             640,
             sizes={"queries": 3, "kv_heads": 1, "left": 150, "offsets": (590, 300, -200)},
-            features={**BAND, "sinks": True},
+            features={**BAND, "features": (codes.SINKS,)},
         )
         for page in (16, 128)
     },
@@ -203,7 +210,7 @@ PAGED = {
         16, (300, 300), 304, sizes={"queries": 3, "offsets": (-1, -2)}, features=CAUSAL, group=2
     ),
     "page16-float16-cap": _pages(
-        16, (200, 33), 208, sizes={"scale": -0.3}, features={"logits_soft_cap": True, "dtype": "float16"}, group=2
+        16, (200, 33), 208, sizes={"scale": -0.3}, features={"features": (codes.SOFT_CAP,), "dtype": "float16"}, group=2
     ),
 }
 FAMILIES = {"sm90": "sm_90a", "sm80": "sm_80"}

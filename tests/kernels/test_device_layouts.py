@@ -7,6 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import ARCHITECTURES, shared_memory_limit
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device.layout import (
@@ -136,8 +137,7 @@ EMULATED = {
             v_head_dim=136,
             query_seq_lengths=True,
             key_value_seq_lengths=True,
-            sinks=True,
-            logits_soft_cap=True,
+            features=(codes.SOFT_CAP, codes.SINKS),
             window_right=True,
         ),
         {"scale": -0.4},

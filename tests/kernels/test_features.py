@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,11 +18,12 @@ import emulated_hopper
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from emulated_backward import Sizes
 
-from jax_fastattn.kernels.arguments.buffers import Buffer
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import LOG2_E
-from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel as PortableBackwardKernel
@@ -42,13 +42,10 @@ class Distance(Feature):
     operand: Any = None
     slope: Any = None
 
-    def buffers(self) -> Mapping[str, Buffer]:
-        """Returns the operand: slopes float32 `[N]`."""
-        return {"slopes": Buffer("operand", "float32")}
-
-    def bind(self, buffers: Any) -> Distance:
-        """Returns the feature with the slopes of a launch."""
-        return replace(self, operand=buffers.added.slopes)
+    @classmethod
+    def of(cls, code: Code, arguments: FeatureArguments) -> Distance:
+        """Returns the feature with the slopes of a launch, float32 `[N]`."""
+        return cls(arguments.buffers.added.slopes)
 
     def start(self, head: Head) -> Distance:
         """Returns the feature with the slope of a head."""
@@ -65,13 +62,15 @@ class Distance(Feature):
 
     # What the emulators' reference asks.
 
-    def draw(self, random: np.random.Generator, heads: int, queries: int, keys: int) -> dict[str, np.ndarray]:
+    @staticmethod
+    def draw(random: np.random.Generator, heads: int, queries: int, keys: int) -> dict[str, np.ndarray]:
         """Returns the operand."""
         del queries, keys
         return {"slopes": (0.02 * random.standard_normal(heads)).astype(np.float32)}
 
+    @staticmethod
     def reference(
-        self, logits: np.ndarray, seen: np.ndarray, head: int, arrays: dict[str, np.ndarray]
+        logits: np.ndarray, seen: np.ndarray, head: int, arrays: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns logits `[T, S]` and what is visible."""
         distance = np.arange(logits.shape[1]) - np.arange(logits.shape[0])[:, None]
@@ -82,17 +81,24 @@ class Distance(Feature):
 class Parity(Feature):
     """Hides the scores of which query + key is even, and changes no logit."""
 
+    @classmethod
+    def of(cls, code: Code, arguments: FeatureArguments) -> Parity:
+        """Returns the feature of a launch."""
+        return cls()
+
     def sees(self, at: Element) -> Boolean:
         """Returns whether a score counts."""
         return Boolean((at.query + at.key) % 2 != 0)
 
     # What the emulators' reference asks.
 
-    def draw(self, *_: Any) -> dict[str, np.ndarray]:
+    @staticmethod
+    def draw(*_: Any) -> dict[str, np.ndarray]:
         """Returns no operand."""
         return {}
 
-    def reference(self, logits: np.ndarray, seen: np.ndarray, *_: Any) -> tuple[np.ndarray, np.ndarray]:
+    @staticmethod
+    def reference(logits: np.ndarray, seen: np.ndarray, *_: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns logits `[T, S]` and what is visible."""
         return logits, seen & (sum(np.indices(logits.shape)) % 2 != 0)
 
@@ -108,17 +114,10 @@ class Plane(Feature):
     # Elements of a row of the operand in memory; rows and columns past T and S exist.
     PITCH: ClassVar[int] = 384
 
-    def buffers(self) -> Mapping[str, Buffer]:
-        """Returns the operand."""
-        return {"plane": Buffer("operand", "float32")}
-
-    def bind(self, buffers: Any) -> Plane:
+    @classmethod
+    def of(cls, code: Code, arguments: FeatureArguments) -> Plane:
         """Returns the feature with the operand of a launch."""
-        return replace(self, operand=buffers.added.plane)
-
-    def stage_nbytes(self, queries: int, keys: int) -> int:
-        """Returns the bytes of a tile."""
-        return queries * keys * 4
+        return cls(arguments.buffers.added.plane)
 
     def copy(self, tile: LoadedTile, address: Int32, barrier: cute.Pointer) -> None:
         """Copies a tile row by row."""
@@ -139,19 +138,25 @@ class Plane(Feature):
 
     # What the emulators' reference asks.
 
-    def draw(self, random: np.random.Generator, heads: int, queries: int, keys: int) -> dict[str, np.ndarray]:
+    @staticmethod
+    def draw(random: np.random.Generator, heads: int, queries: int, keys: int) -> dict[str, np.ndarray]:
         """Returns the operand. Of every other 64 keys the logits are so large that full tiles are computed twice."""
         del heads, queries, keys
-        plane = random.standard_normal((self.PITCH, self.PITCH)) + 30.0 * (np.arange(self.PITCH) // 64 % 2 == 0)
+        plane = random.standard_normal((Plane.PITCH, Plane.PITCH)) + 30.0 * (np.arange(Plane.PITCH) // 64 % 2 == 0)
         return {"plane": plane.astype(np.float32)}
 
+    @staticmethod
     def reference(
-        self, logits: np.ndarray, seen: np.ndarray, head: int, arrays: dict[str, np.ndarray]
+        logits: np.ndarray, seen: np.ndarray, head: int, arrays: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns logits `[T, S]` and what is visible."""
         del head
         return logits + arrays["plane"][: logits.shape[0], : logits.shape[1]], seen
 
+
+DISTANCE = Code("Distance", "test_features:Distance", ("logit", "sees"), operands=(("slopes", "float32"),))
+PARITY = Code("Parity", "test_features:Parity", ("sees",))
+PLANE = Code("Plane", "test_features:Plane", ("logit",), operands=(("plane", "float32"),), score_nbytes=4)
 
 # By name: head dims, features, sizes.
 CASES = {
@@ -165,7 +170,7 @@ CASES = {
             "query_seq_lengths": True,
             "key_value_seq_lengths": True,
             "query_offset": True,
-            "logits_soft_cap": True,
+            "features": (codes.SOFT_CAP,),
         },
         Sizes(),
     ),
@@ -185,7 +190,8 @@ def key(case: str, op: str, family: str) -> tuple[KernelSpec, Sizes]:
     """Returns a compile key with the feature, and the sizes of its launch."""
     head_dim, v_head_dim, features, sizes = CASES[case]
     arch = "sm_90a" if family == "sm90" else "sm_80"
-    spec = KernelSpec(op, arch, "bfloat16", head_dim, v_head_dim, family=family, programs=(Distance(),), **features)
+    spec = KernelSpec(op, arch, "bfloat16", head_dim, v_head_dim, family=family, **features)
+    spec = replace(spec, features=(DISTANCE, *spec.features))
     return configured(spec), sizes
 
 
@@ -215,7 +221,7 @@ def test_forward_loads_tiles_into_stages_of_its_own(cap: bool) -> None:
     config = ForwardConfig(2, 64, 4)
     sizes = Sizes(batch=2, queries=300, keys=330, kv_heads=1, right=3, shift=0.0)
     spec = KernelSpec("forward", "sm_90a", "bfloat16", 64, 64, 2, family="sm90", window_right=True)
-    spec = replace(spec, programs=(Plane(),), logits_soft_cap=cap, config=config)
+    spec = replace(spec, features=(PLANE, codes.SOFT_CAP) if cap else (PLANE,), config=config)
     emulated_hopper.check_forward(spec, sizes)
 
 
@@ -226,7 +232,7 @@ def test_a_rule_alone_leaves_logits_as_they_are(family: str, scale: float) -> No
     sizes = Sizes(batch=1, queries=70, keys=140, kv_heads=1, right=3, scale=scale)
     arch = {"sm80": "sm_80", "sm90": "sm_90a"}[family]
     for op in ("forward", "backward"):
-        spec = KernelSpec(op, arch, "bfloat16", 64, 64, family=family, window_right=True, programs=(Parity(),))
+        spec = KernelSpec(op, arch, "bfloat16", 64, 64, family=family, window_right=True, features=(PARITY,))
         assert spec.is_affine
         CHECKS[family, op](configured(spec), sizes)
 
@@ -243,14 +249,14 @@ KERNELS = {
 )
 def test_kernels_without_stages_refuse_what_loads(family: str, op: str, head_dim: int) -> None:
     arch = {"sm80": "sm_80", "sm90": "sm_90a"}[family]
-    spec = KernelSpec(op, arch, "bfloat16", head_dim, head_dim, family=family, programs=(Plane(),))
+    spec = KernelSpec(op, arch, "bfloat16", head_dim, head_dim, family=family, features=(PLANE,))
     with pytest.raises(NotImplementedError, match="no stages for what Plane"):
         KERNELS[family, op](configured(spec))
 
 
-@pytest.mark.parametrize("programs", [(Plane(),), (Distance(), Plane())], ids=["alone", "after-another"])
-def test_dkdv_dq_loads_tiles_with_those_of_q(programs: tuple[Feature, ...]) -> None:
+@pytest.mark.parametrize("features", [(PLANE,), (DISTANCE, PLANE)], ids=["alone", "after-another"])
+def test_dkdv_dq_loads_tiles_with_those_of_q(features: tuple[Code, ...]) -> None:
     config = BackwardConfigs(BackwardConfig(64, 2, 72))
     sizes = Sizes(batch=2, queries=200, keys=230, kv_heads=1, right=3)
     spec = KernelSpec("backward", "sm_90a", "bfloat16", 64, 64, 2, family="sm90", window_right=True)
-    emulated_hopper.check_backward(replace(spec, programs=programs, config=config), sizes)
+    emulated_hopper.check_backward(replace(spec, features=features, config=config), sizes)

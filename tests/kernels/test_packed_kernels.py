@@ -15,6 +15,7 @@ import pytest
 from jax_fastattn import packed
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.records import Record, slot_count
@@ -73,7 +74,7 @@ ALL = {
     "window_right": True,
     "query_offset": True,
     "group": 2,
-    "logits_soft_cap": True,
+    "features": (codes.SOFT_CAP,),
 }
 # Lengths about those of tiles, empty on one side or both. Every case of this file has two key/value heads: with one, no
 # stride between heads counts.
@@ -99,7 +100,8 @@ def test_portable_kernels(name: str, op: str) -> None:
     everything = name.startswith("all")
     spec = dataclasses.replace(spec, packed=True)
     if op == "forward":
-        emulated_packed.check_forward(configured(dataclasses.replace(spec, sinks=everything)), pack)
+        sinks = (codes.SINKS,) if everything else ()
+        emulated_packed.check_forward(configured(dataclasses.replace(spec, features=(*spec.features, *sinks))), pack)
     else:
         spec = dataclasses.replace(spec, op="backward", dlse=everything, dsinks=everything, ordered=op == "ordered")
         emulated_packed.check_backward(configured(spec), pack)
@@ -109,7 +111,7 @@ def test_portable_kernels(name: str, op: str) -> None:
 HOPPER_CASES = {
     "causal-d64": ((64, 64), {"window_right": True}, CAUSAL),
     "causal-d64-short": ((64, 64), {"window_right": True, "group": 2}, CAUSAL),
-    "all-d128": ((128, 128), {**ALL, "sinks": True}, OTHERS),
+    "all-d128": ((128, 128), {**ALL, "features": (codes.SOFT_CAP, codes.SINKS)}, OTHERS),
     "full-d72-40": ((72, 40), {}, dataclasses.replace(OTHERS, offsets=())),
     "causal-d256": ((256, 256), {"window_right": True, "group": 2}, CAUSAL),
 }

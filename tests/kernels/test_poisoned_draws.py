@@ -17,6 +17,7 @@ import test_gpu
 import test_passes
 
 from jax_fastattn.cases.case import Case
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda import passes as cuda
@@ -57,7 +58,7 @@ def emulated(spec: KernelSpec, sizes: Any) -> Case:
         query_seq_lengths=entries("query_seq_lengths", sizes.query_lengths),
         key_value_seq_lengths=entries("key_value_seq_lengths", sizes.key_lengths),
         query_offset=entries("query_offset", sizes.offsets),
-        sinks="bn" if spec.sinks or spec.dsinks else None,
+        sinks="bn" if codes.SINKS in spec.features or spec.dsinks else None,
         dlse=spec.dlse,
         deterministic=spec.ordered,
     )

@@ -14,6 +14,7 @@ from emulated_portable_masks import backward_spec, forward_spec
 from emulated_prepass import Predicate
 from warp_emulator import SCHEDULES
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 
@@ -51,8 +52,8 @@ FORWARD = {
     "d64-full-tiles-f16": _forward(_BLOCKS, 64, operand_dtype="float16"),
     "d64-dead-keys": _forward(_DEAD, 64),
     "d64-lengths": _forward(_LENGTHS, 64),
-    "d64-cap-sinks": _forward(_DEAD, 64, logits_soft_cap=True, sinks=True),
-    "d40-72-sinks": _forward(_EMPTY, 40, 72, sinks=True),
+    "d64-cap-sinks": _forward(_DEAD, 64, features=(codes.SOFT_CAP, codes.SINKS)),
+    "d40-72-sinks": _forward(_EMPTY, 40, 72, features=(codes.SINKS,)),
     "d128-per-head": _forward(_PER_HEAD, 128),
     "d128-per-kv-head-small": _forward(_PER_KV_HEAD, 128, arch="sm_86"),
     "d128-ids-causal": _forward(_IDS, 128),
@@ -87,10 +88,10 @@ BACKWARD = {
     "d64-random": _backward(Predicate(mask=(2, 1, 133, 201), group=2), 64),
     "d64-full-tiles-f16-ordered": _backward(_BLOCKS, 64, operand_dtype="float16", ordered=True),
     "d64-dead-rows": _backward(_SOME, 64),
-    "d64-cap-sinks-dlse": _backward(_SOME, 64, logits_soft_cap=True, dsinks=True, dlse=True),
+    "d64-cap-sinks-dlse": _backward(_SOME, 64, features=(codes.SOFT_CAP,), dsinks=True, dlse=True),
     "d64-lengths-sinks": _backward(_LENGTHS, 64, dsinks=True, dlse=True),
     "d64-two-roles": _backward(_SOME, 64, arch="sm_86"),
-    "d64-two-roles-cap-dlse": _backward(_SMALL, 64, arch="sm_86", logits_soft_cap=True, dlse=True),
+    "d64-two-roles-cap-dlse": _backward(_SMALL, 64, arch="sm_86", features=(codes.SOFT_CAP,), dlse=True),
     "d40-72-empty-sinks": _backward(_EMPTY, 40, 72, dsinks=True),
     "d128-per-head": _backward(_PER_HEAD, 128),
     "d128-per-kv-head-ordered": _backward(_PER_KV_HEAD, 128, ordered=True),

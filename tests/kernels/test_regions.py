@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
@@ -105,7 +106,9 @@ def test_kernels_with_a_bias_fit() -> None:
 
 def _tables() -> Iterator[tuple[object, SharedTable]]:
     for dims, cap in itertools.product(DIMS, (False, True)):
-        backward = KernelSpec("backward", "sm_90a", "bfloat16", *dims, family="sm90", logits_soft_cap=cap)
+        backward = KernelSpec(
+            "backward", "sm_90a", "bfloat16", *dims, family="sm90", features=(codes.SOFT_CAP,) if cap else ()
+        )
         yield backward, BackwardMemory.of(backward, backward_config(backward)).table
         yield backward, DqMemory.of(backward, dq_config(backward)).table
         for short, packed in ((False, False), (True, False), (False, True)):

@@ -21,6 +21,7 @@ import resources
 from resources import KernelResources, kept_resources
 
 from jax_fastattn.cases.coverage import ALL_ROWS, COVERAGE, ONE_ROW
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS
@@ -39,13 +40,13 @@ EVERYTHING = {
     "query_seq_lengths": True,
     "key_value_seq_lengths": True,
     "query_offset": True,
-    "logits_soft_cap": True,
+    "features": (codes.SOFT_CAP,),
 }
 SINKS = {**CAUSAL, "dlse": True, "dsinks": True}
 FEATURES = {
     "full": {},
     "causal": CAUSAL,
-    "soft-cap": {**CAUSAL, "logits_soft_cap": True},
+    "soft-cap": {**CAUSAL, "features": (codes.SOFT_CAP,)},
     "groups": {**CAUSAL, "group": 4},
     "everything": EVERYTHING,
     "sinks": SINKS,
@@ -59,7 +60,7 @@ FEATURES = {
     "bias-alike": {"listed": True, "alike": True, "bias": "matrix", "bias_dtype": "bfloat16"},
     "key-bias": {"bias": "keys"},
     "row-bias": {"bias": "rows"},
-    "capped-row-bias": {**CAUSAL, "bias": "rows", "logits_soft_cap": True},
+    "capped-row-bias": {**CAUSAL, "bias": "rows", "features": (codes.SOFT_CAP,)},
 }
 # How dq is added up where one kernel computes all gradients.
 BACKWARD_VARIANTS = [{}, {"ordered": True}]
@@ -111,7 +112,8 @@ def _local_bytes(arch: str, op: str, dims: tuple[int, int], features: str) -> in
 def _spec(family: str, op: str, arch: str, dims: tuple[int, int], features: dict[str, object]) -> KernelSpec:
     spec = KernelSpec(op, arch, "bfloat16", *dims, family=family, **features)  # pyright: ignore[reportArgumentType]
     if features is EVERYTHING:
-        spec = dataclasses.replace(spec, sinks=op == "forward", dlse=op == "backward")
+        sinks = (codes.SINKS,) if op == "forward" else ()
+        spec = dataclasses.replace(spec, features=(*spec.features, *sinks), dlse=op == "backward")
     return configured(spec)
 
 
@@ -397,11 +399,14 @@ DECODE_ROWS = {
     **{(arch, dims, 128): 0 for arch in ("sm_90a", "sm_80") for dims in ((64, 64), (128, 128))},
     ("sm_86", (128, 128), 16): 0,
 }
-DECODE = {"lengths": {"key_value_seq_lengths": True, "group": 4}, "everything": {**EVERYTHING, "sinks": True}}
+DECODE = {
+    "lengths": {"key_value_seq_lengths": True, "group": 4},
+    "everything": {**EVERYTHING, "features": (codes.SOFT_CAP, codes.SINKS)},
+}
 DECODE["pages"] = {**DECODE["everything"], "page": 16}
 DECODE["whole"] = DECODE["lengths"]
 BITS = {"row_bits": True, "window_left": True, "query_offset": True, "key_value_seq_lengths": True}
-DECODE["bits"] = {**BITS, "group": 4, "query_seq_lengths": True, "sinks": True, "logits_soft_cap": True}
+DECODE["bits"] = {**BITS, "group": 4, "query_seq_lengths": True, "features": (codes.SOFT_CAP, codes.SINKS)}
 
 
 def _decode_specs(features: str) -> dict[KernelSpec, int]:

@@ -15,6 +15,7 @@ from emulated_backward import Sizes
 from test_bias_backward_emulated import CASES
 from warp_emulator import Race
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
@@ -41,7 +42,7 @@ def test_every_head_dim_has_a_variant(arch: str, bias_dtype: str | None) -> None
         for v_head_dim in (8, head_dim, 256):
             features: dict[str, Any] = {"bias": "matrix", "bias_dtype": bias_dtype, "dbias": True}
             if bias_dtype is None:
-                features = {"bias": "rows", "dbias": True, "logits_soft_cap": True}
+                features = {"bias": "rows", "dbias": True, "features": (codes.SOFT_CAP,)}
             memory = DbiasMemory.of(KernelSpec("backward", arch, "bfloat16", head_dim, v_head_dim, **features))
             assert memory.nbytes <= shared_memory_limit(arch)
             # Copies run at most one item ahead.

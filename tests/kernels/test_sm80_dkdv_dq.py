@@ -22,6 +22,7 @@ from emulated_dkdv_dq import Run
 from ptx_emulator import Memory
 from warp_emulator import SCHEDULES, Race
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
@@ -90,8 +91,8 @@ _CASES = {
     "ordered-d64-f16": (_spec(64, 64, "float16", ordered=True, **_ALL), Sizes()),
     "all-d64-two-roles": (_spec(64, 64, arch="sm_86", **_ALL), Sizes()),
     "all-d128-ordered": (_spec(128, 128, ordered=True, **_ALL), Sizes()),
-    "cap-d128-negative-scale": (_spec(128, 128, arch="sm_86", logits_soft_cap=True, **_ALL), Sizes(scale=-0.3)),
-    "cap-d64-small": (_spec(64, 64, arch="sm_86", logits_soft_cap=True, window_right=True), _SMALL),
+    "cap-d128-negative-scale": (_spec(128, 128, arch="sm_86", features=(codes.SOFT_CAP,), **_ALL), Sizes(scale=-0.3)),
+    "cap-d64-small": (_spec(64, 64, arch="sm_86", features=(codes.SOFT_CAP,), window_right=True), _SMALL),
     "sinks-d40-72": (
         _spec(40, 72, dsinks=True, **_ALL),
         Sizes(2, 70, 40, 2, offsets=(-30, 5), query_lengths=(70, 50), key_lengths=(40, 40)),

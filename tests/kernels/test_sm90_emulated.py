@@ -19,6 +19,7 @@ import numpy as np
 from emulated_backward import Sizes, draw_operands, stored_queries, visibility
 
 from jax_fastattn.ffi.compiler import _open_runtime
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
@@ -39,11 +40,11 @@ SQUARE = Sizes(batch=2, kv_heads=3, queries=300, keys=400, right=0)
 # A row of each table: head dims, dtype, features, sizes.
 FORWARD = {
     "d64-short-everything": (64, 64, "bfloat16", {**ALL, "group": 2, "short": True}, None),
-    "d64-causal": (64, 64, "float16", {**CAUSAL, "sinks": True}, SQUARE),
+    "d64-causal": (64, 64, "float16", {**CAUSAL, "features": (codes.SINKS,)}, SQUARE),
     "d96-short": (96, 96, "bfloat16", {**CAUSAL, "short": True}, None),
     "d96-everything": (96, 96, "bfloat16", {**ALL, "group": 3}, None),
     "d128-full": (128, 128, "bfloat16", {}, SQUARE),
-    "d128-everything": (128, 128, "bfloat16", {**ALL, "group": 2, "logits_soft_cap": True, "sinks": True}, None),
+    "d128-everything": (128, 128, "bfloat16", {**ALL, "group": 2, "features": (codes.SOFT_CAP, codes.SINKS)}, None),
     "d128-sections-of-heads": (
         128,
         128,
@@ -60,7 +61,7 @@ BACKWARD = {
     "d16v48": (16, 48, "float16", {}, None),
     "d64-causal-negative-scale": (64, 64, "bfloat16", CAUSAL, Sizes(2, 300, 400, 3, right=0, scale=-0.3)),
     "d64-everything": (64, 64, "bfloat16", {**ALL, "group": 2, "dlse": True}, None),
-    "d64-soft-cap": (64, 64, "bfloat16", {**ALL, "logits_soft_cap": True}, None),
+    "d64-soft-cap": (64, 64, "bfloat16", {**ALL, "features": (codes.SOFT_CAP,)}, None),
     "d64-window-ends-at-tiles": (64, 64, "bfloat16", WINDOW, TILES),
     "d96-everything": (96, 96, "float16", {**ALL, "group": 3}, None),
     "d128-causal": (128, 128, "bfloat16", CAUSAL, SQUARE),
@@ -68,14 +69,14 @@ BACKWARD = {
         128,
         128,
         "bfloat16",
-        {**ALL, "group": 2, "logits_soft_cap": True, "sinks": True, "dlse": True, "dsinks": True},
+        {**ALL, "group": 2, "features": (codes.EXACT_SOFT_CAP,), "dlse": True, "dsinks": True},
         None,
     ),
     "d128-two-heads-of-odd-lengths": (128, 128, "bfloat16", {**ALL, "group": 2, "dlse": True}, None),
     "d128-one-tile-of-keys": (128, 128, "float16", {"group": 3}, Sizes(1, 100, 70, 1)),
     "d64v128-lengths": (64, 128, "bfloat16", {"query_seq_lengths": True, "key_value_seq_lengths": True}, None),
     "d128v64-left": (128, 64, "bfloat16", {"window_left": True}, None),
-    "d160-soft-cap": (160, 160, "float16", {"logits_soft_cap": True, "key_value_seq_lengths": True}, None),
+    "d160-soft-cap": (160, 160, "float16", {"features": (codes.SOFT_CAP,), "key_value_seq_lengths": True}, None),
     "d192v128-causal": (192, 128, "bfloat16", CAUSAL, SQUARE),
     "d40v256-full": (40, 256, "bfloat16", {}, None),
     "d256-everything": (256, 256, "bfloat16", {**ALL, "group": 2, "dlse": True}, None),
@@ -248,7 +249,7 @@ def test_sums_of_other_ctas_are_not_read_from_l1(ordered: bool) -> None:
 
 # Scores differ by hundreds, and some warps have to compute a full tile again.
 JUMPS = Sizes(batch=1, kv_heads=2, queries=133, keys=520, scale=2.0, cap=200.0)
-CAPPED_JUMPS = _spec("forward", 128, 128, "bfloat16", {"logits_soft_cap": True})
+CAPPED_JUMPS = _spec("forward", 128, 128, "bfloat16", {"features": (codes.SOFT_CAP,)})
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -259,7 +260,7 @@ def test_no_rough_tanh_with_sinks(sinks: bool) -> None:
         forward, backward = (
             _spec(op, *table["d128-everything"][:4]) for op, table in (("forward", FORWARD), ("backward", BACKWARD))
         )
-    assert forward.sinks == backward.sinks == sinks
+    assert (codes.SINKS in forward.features) == backward.dsinks == sinks
     for texts in (emulated_hopper.forward_texts(forward), emulated_hopper.backward_texts(backward)):
         assert any("tanh.approx" in ptx for ptx in texts.values()) != sinks
 

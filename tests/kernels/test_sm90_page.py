@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.device.regions import Barriers
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardMemory, backward_config
@@ -39,7 +40,7 @@ def test_a_drawing_has_every_barrier_of_its_kernel(title: str) -> None:
 
 def _spec(op: str, head_dim: int, *, soft_cap: bool = False) -> KernelSpec:
     spec = KernelSpec(op, "sm_90a", "bfloat16", head_dim, head_dim, family="sm90")  # pyright: ignore[reportArgumentType]
-    return dataclasses.replace(spec, logits_soft_cap=soft_cap)
+    return dataclasses.replace(spec, features=(codes.SOFT_CAP,) if soft_cap else ())
 
 
 def _kib(nbytes: int) -> str:

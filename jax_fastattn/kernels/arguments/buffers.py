@@ -45,12 +45,11 @@ class ForwardBuffers(NamedTuple):
         query_tiles: `[slots, 8]`, records of tiles of packed sequences, see `tiles/records.py`.
         key_lists, key_bits: of tiles of queries, see `tiles/lists.py`.
         query_records, key_ids: what edge tiles compare in the place of bits, see `visits/compared.py`.
-        sinks: `[b, N]`.
         bias: `[terms, planes, T, bias_pitch]`, see `bias_shapes.py`; the terms add up to it. Columns past S are finite.
         key_bias: `[planes, bias_pitch]`, times log2(e).
         key_bias_parts: `[planes, bias_pitch, 8]`, over the scale: three columns add up to it, others are 0.
         row_bias: `[planes, bias_pitch]`, times log2(e).
-        added: a named tuple with the operands that programs add; None if there are none.
+        added: a named tuple with the operands that features add, such as sinks `[b, N]`; None if there are none.
         out: `[B, T, N, D]`.
         lse: `[B, T, N]`.
         tile_counter: `[1]`, how many tiles CTAs have fetched.
@@ -67,7 +66,6 @@ class ForwardBuffers(NamedTuple):
     key_bits: Annotated[Any, Buffer("operand", "int32", needs="listed")]
     query_records: Annotated[Any, Buffer("operand", "int32", needs="compared")]
     key_ids: Annotated[Any, Buffer("operand", "int32", needs="compared")]
-    sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
     bias: Annotated[Any, Buffer("operand", needs="matrix_bias", dtype_of="bias_storage")]
     key_bias: Annotated[Any, Buffer("operand", "float32", needs="key_bias")]
     key_bias_parts: Annotated[Any, Buffer("operand", "bfloat16", needs="key_bias_parts")]
@@ -82,7 +80,7 @@ class DecodeBuffers(NamedTuple):
     """Buffers of a decoding launch, which splits the keys of few queries, see `decode/split.py`.
 
     Attributes:
-        query, query_seq_lengths, key_value_seq_lengths, query_offset, sinks, out, lse: see `ForwardBuffers`.
+        query, query_seq_lengths, key_value_seq_lengths, query_offset, added, out, lse: see `ForwardBuffers`.
         key, value: `[B, S, K, H or D]`, or with `spec.page` pages `[P, page, K, H or D]`.
         page_table: `[B, S / page]`, the page of so many keys; entries past the last key are not read.
         row_bits: `[planes, rows, ceil(S / 32)]`, the keys that each row sees, see `ops/cuda/row_bits.py`.
@@ -100,7 +98,7 @@ class DecodeBuffers(NamedTuple):
     key_value_seq_lengths: Annotated[Any, Buffer("operand", "int32", needs="key_value_seq_lengths")]
     query_offset: Annotated[Any, Buffer("operand", "int32", needs="offset_operand")]
     row_bits: Annotated[Any, Buffer("operand", "int32", needs="row_bits")]
-    sinks: Annotated[Any, Buffer("operand", "float32", needs="sinks")]
+    added: Any
     out: Annotated[Any, Buffer("result")]
     lse: Annotated[Any, Buffer("result", "float32")]
     partial_out: Annotated[Any, Buffer("scratch", "float32", needs="config.splits")]

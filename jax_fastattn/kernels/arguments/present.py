@@ -60,9 +60,8 @@ def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
 
 
 def added_buffers(spec: KernelSpec) -> dict[str, Buffer]:
-    """Returns the operands that programs add to a launch, by name."""
-    programs = [program for program in spec.programs if program.defines("buffers")]
-    return {name: buffer for program in programs for name, buffer in program.buffers().items()}
+    """Returns the operands that features add to a launch, by name."""
+    return {name: Buffer("operand", dtype) for code in spec.features for name, dtype in code.operands}
 
 
 def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> AnyBuffers:
@@ -81,6 +80,6 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
 
 @functools.cache
 def _definition(buffers: type[AnyBuffers]) -> Mapping[str, Buffer | None]:
-    """Returns the members of a launch's buffers; None for those that programs add."""
+    """Returns the members of a launch's buffers; None for those that features add."""
     hints = get_type_hints(buffers, include_extras=True)
     return {name: None if name == "added" else hint.__metadata__[0] for name, hint in hints.items()}

@@ -29,12 +29,13 @@ from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.tiles.plan import Limits
 
 
-def refuse_programs(spec: KernelSpec) -> None:
-    """Raises if a compile key has programs, which are told of one query head at a time."""
-    if spec.programs:
+def refuse_placed(spec: KernelSpec) -> None:
+    """Raises if a feature asks where a score lies, or for its head."""
+    placed = [code.name for code in spec.features if code.is_placed]
+    if placed:
         raise NotImplementedError(
-            f"decoding kernels have rows of several query heads, and take no programs; found {spec.programs}; use the "
-            "forward kernel"
+            "decoding kernels have rows of several query heads, and take no feature that asks for one; found "
+            f"{', '.join(placed)}; use the forward kernel"
         )
 
 

@@ -2,23 +2,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hooks of a feature. docs/design.md says which kernels call them, and in which order."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from cutlass import Boolean, Float32, Int32, cute
 
-from jax_fastattn.kernels.arguments.buffers import Buffer
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.plan import LiveRange
+
+
+class FeatureArguments(NamedTuple):
+    """What a launch has for its features.
+
+    Attributes:
+        buffers: operands of features are in `buffers.added`, by name.
+        scalars: `Scalars`, or `Sizes` in Hopper's backward kernels.
+        scale: the factor, of any sign, from what enters a feature to logits.
+        copied_bias: a bias of pairs that the kernel copies to shared memory; None if it copies none.
+    """
+
+    spec: KernelSpec
+    buffers: Any
+    scalars: Any
+    scale: Float32
+    copied_bias: "Feature | None" = None
 
 
 @dataclass(frozen=True)
 class Feature:
     """What a kernel may be told about scores. A hook that a feature does not define emits nothing.
 
-    An instance in `KernelSpec.programs` is hashable, has a `repr` that says what it computes, and holds no device
-    value. `bind`, `start` and `end` return a copy that holds some.
+    Each public method here but `defines` is a hook, and a feature has no other public methods. `of` makes the feature
+    of a launch. Of the others, those that read return a copy that holds what was read.
 
     Attributes:
         hides_in_full: whether it may hide all that a row sees, other than by `sees`: tiles without an edge may then be
@@ -32,22 +49,9 @@ class Feature:
         """Returns whether a feature defines a hook."""
         return getattr(cls, hook) is not getattr(Feature, hook)
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether a logit is not a factor times the product q . k."""
-        return self.defines("logit")
-
-    @property
-    def has_rule(self) -> bool:
-        """Whether it hides scores one by one."""
-        return self.defines("sees")
-
-    def buffers(self) -> Mapping[str, Buffer]:
-        """Returns the operands that it adds to a launch, by name."""
-        raise NotImplementedError
-
-    def bind(self, buffers: Any) -> "Feature":
-        """Returns the feature with the addresses of a launch."""
+    @classmethod
+    def of(cls, code: Code, arguments: FeatureArguments) -> "Feature":
+        """Returns the feature of a launch whose compile key has a code of this class."""
         raise NotImplementedError
 
     def start(self, head: Head) -> "Feature":
@@ -71,12 +75,8 @@ class Feature:
         """
         raise NotImplementedError
 
-    def stage_nbytes(self, queries: int, keys: int) -> int:
-        """Returns how many bytes it loads for each tile of scores `[queries, keys]`, a multiple of 16."""
-        raise NotImplementedError
-
     def copy(self, tile: LoadedTile, address: Int32, barrier: cute.Pointer) -> None:
-        """Starts bulk copies of these bytes to an address in shared memory, in one warp, on a barrier."""
+        """Starts bulk copies of a tile to shared memory, of `Code.score_nbytes` a score, in one warp, on a barrier."""
         raise NotImplementedError
 
     def load(self, tile: LoadedTile, address: Int32) -> "Feature":
@@ -92,7 +92,11 @@ class Feature:
         raise NotImplementedError
 
     def logit(self, x: Logit, at: Element) -> Logit:
-        """Returns what becomes of a logit. A program leaves no factor, since others follow (`Logit.plus`)."""
+        """Returns what becomes of a logit: a logit in base 2 over `unit`."""
+        raise NotImplementedError
+
+    def unit(self) -> Float32:
+        """Returns the factor that `logit` leaves to what comes next; without this hook it is 1 (`Logit.plus`)."""
         raise NotImplementedError
 
     def term(self, at: Element, less: Float32) -> Float32:

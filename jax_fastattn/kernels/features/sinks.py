@@ -11,14 +11,13 @@ from typing import Any
 
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import DecodeBuffers, ForwardBuffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.softmax import LOG2_E
-from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Head
-from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import UNBOUNDED
 
 # The maximum of a row that has seen no key.
@@ -40,9 +39,10 @@ class Sinks(Feature):
     sink: Any = None
 
     @classmethod
-    def of(cls, spec: KernelSpec, buffers: ForwardBuffers | DecodeBuffers, scalars: Scalars) -> "Sinks | None":
-        """Returns the sinks of a forward launch, if it has some."""
-        return None if not spec.sinks else cls(buffers.sinks, scalars.sinks_stride)
+    def of(cls, code: Code, arguments: FeatureArguments) -> "Sinks":
+        """Returns the sinks of a forward launch."""
+        del code
+        return cls(arguments.buffers.added.sinks, arguments.scalars.sinks_stride)
 
     def end(self, head: Head) -> "Sinks":
         """Returns the feature with the sink of a head."""

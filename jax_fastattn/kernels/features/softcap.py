@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from cutlass import Float32
 
-from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
-from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Element, Logit
-from jax_fastattn.kernels.key import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -29,18 +28,20 @@ class SoftCap(Feature):
     exact: bool
 
     @classmethod
-    def of(cls, spec: KernelSpec, scalars: Scalars | Sizes, scale: Float32) -> "SoftCap | None":
-        """Returns the cap of a launch, if it has one, given the factor from what enters it to logits, of any sign."""
-        if not spec.logits_soft_cap:
-            return None
-        cap = scalars.logits_soft_cap
-        return cls(cap * LOG2_E, scale / cap * (2 * LOG2_E), spec.exact_cap)
+    def of(cls, code: Code, arguments: FeatureArguments) -> "SoftCap":
+        """Returns the cap of a launch."""
+        (exact,), cap = code.constants, arguments.scalars.logits_soft_cap
+        return cls(cap * LOG2_E, arguments.scale / cap * (2 * LOG2_E), exact)
 
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the capped logit."""
         del at
         capped = (_tanh if self.exact else _rough_tanh)(x, self.inner)
         return x.then(capped, self.factor, lambda: ptx.fma(-capped, capped, Float32(1.0)))
+
+    def unit(self) -> Float32:
+        """Returns the factor of the tanh."""
+        return self.factor
 
 
 def _tanh(x: Logit, inner: Float32) -> Float32:

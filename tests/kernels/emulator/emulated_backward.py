@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
 from jax_fastattn.kernels.key import KernelSpec
@@ -95,9 +98,9 @@ def gradients(
         logits, slope = sizes.scale * query[b, :, n] @ key[b, :, kv].T, 1.0
         if sizes.bias is not None:
             logits = logits + bias_of(arrays, b, n, heads)
-        for program in spec.programs:
-            logits, seen = program.reference(logits, seen, n, arrays)
-        if spec.logits_soft_cap:
+        for feature in foreign_features(spec):
+            logits, seen = feature.reference(logits, seen, n, arrays)
+        if {codes.SOFT_CAP, codes.EXACT_SOFT_CAP} & {*spec.features}:
             tanh = np.tanh(logits / sizes.cap)
             logits, slope = sizes.cap * tanh, 1 - tanh**2
         lse = np.logaddexp.reduce(np.where(seen, logits, -np.inf), axis=1)
@@ -122,6 +125,13 @@ def gradients(
         result["dk"][b, :, kv] += ds.T @ query[b, :, n]
         result["dv"][b, :, kv] += p.T @ dout[b, :, n]
     return result
+
+
+def foreign_features(spec: KernelSpec) -> list[Any]:
+    """Returns classes of features that tests add, which say what they compute by `draw` and `reference`."""
+    return [
+        pkgutil.resolve_name(code.feature) for code in spec.features if not code.feature.startswith("jax_fastattn.")
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -231,8 +241,8 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
     shifts = {"query": sizes.shift, "key": -sizes.shift}
     drawn = {name: random.standard_normal(shape) + shifts.get(name, 0.0) for name, shape in shapes.items()}
     arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
-    for program in spec.programs:
-        arrays |= program.draw(random, heads, sizes.queries, sizes.keys)
+    for feature in foreign_features(spec):
+        arrays |= feature.draw(random, heads, sizes.queries, sizes.keys)
     arrays |= draw_bias(spec, sizes, random, visibility(spec, sizes)[2][:, None])
     if spec.dsinks:
         arrays["sinks"] = draw_sinks(spec, sizes)

@@ -15,6 +15,7 @@ from emulated_launch import MULTIPROCESSORS, compile_kernel, launch_scalars, pla
 from ptx_emulator import Memory
 
 from jax_fastattn.ffi.compiler import KERNELS
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.decode.config import decode_scratch
 from jax_fastattn.kernels.key import KernelSpec
@@ -59,7 +60,7 @@ def check(
         with np.errstate(invalid="ignore"):  # gradients, which are not compared
             wanted = reference(spec, sizes, arrays)
     out, lse = wanted["out"], wanted["lse"]
-    if spec.sinks:
+    if codes.SINKS in spec.features:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
     dtype = arrays["query"].dtype
     if spec.page:

@@ -8,6 +8,7 @@ import numpy as np
 from emulated_backward import Sizes, draw_operands, with_sinks
 from emulated_launch import compile_kernel, launch_scalars, place, start
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.forward.kernel import ForwardKernel
 
@@ -19,7 +20,7 @@ def check(spec: KernelSpec, sizes: Sizes | None = None) -> None:
     texts = compile_kernel(kernel, spec)
     arrays, wanted = draw_operands(spec, sizes)
     out, lse = wanted["out"], wanted["lse"]
-    if spec.sinks:
+    if codes.SINKS in spec.features:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}

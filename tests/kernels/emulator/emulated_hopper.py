@@ -23,6 +23,7 @@ from hopper_emulator import Operand
 from hopper_emulator import launch as emulate
 from ptx_emulator import Memory
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device.launch import Launch
@@ -66,7 +67,7 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None) -> None:
     kernel = ForwardKernel(spec)
     arrays, wanted = draw_operands(spec, sizes)
     out, lse = wanted["out"], wanted["lse"]
-    if spec.sinks:
+    if codes.SINKS in spec.features:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
     arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
     arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}

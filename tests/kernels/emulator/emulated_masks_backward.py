@@ -26,6 +26,7 @@ from emulated_hopper import backward_texts, few_heads, start
 from emulated_launch import place
 from emulated_prepass import Predicate
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import configured
@@ -98,7 +99,7 @@ class Case:
                 listed=True,
                 alike=self.alike,
                 ordered=self.ordered,
-                logits_soft_cap=self.cap,
+                features=(codes.SOFT_CAP,) if self.cap else (),
                 dlse=self.sinks,
                 dsinks=self.sinks,
                 bias=bias,

@@ -16,6 +16,7 @@ from emulated_launch import compile_kernel, launch_scalars, place, start
 
 from jax_fastattn import packed
 from jax_fastattn.cases.case import Case
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.key import KernelSpec
@@ -119,7 +120,7 @@ def draw(spec: KernelSpec, pack: Pack) -> tuple[dict[str, np.ndarray], dict[str,
         offsets = (pack.offsets[b],) if pack.offsets else ()
         sizes = dataclasses.replace(pack.sizes, batch=1, queries=queries, keys=keys, offsets=offsets)
         arrays, wanted = draw_operands(alone, sizes, seed=b)
-        if spec.sinks:
+        if codes.SINKS in spec.features:
             arrays["sinks"], wanted["out"], wanted["lse"] = with_sinks(alone, sizes, wanted)
         if b == pack.broken:
             names = ("query", "key", "value", "out", "lse", "dout", "dlse")
@@ -130,7 +131,7 @@ def draw(spec: KernelSpec, pack: Pack) -> tuple[dict[str, np.ndarray], dict[str,
     fill = {"lse": -np.inf}
     arrays = {name: _join(pack, name, parts, fill.get(name) if spec.dsinks else None) for name in names}
     wanted = {name: _join(pack, name, results, fill.get(name, 0.0)) for name in results[0]}
-    if spec.sinks or spec.dsinks:
+    if codes.SINKS in spec.features or spec.dsinks:
         arrays["sinks"] = parts[0]["sinks"]
     return arrays, wanted
 

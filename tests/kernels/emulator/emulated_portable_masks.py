@@ -20,6 +20,7 @@ from emulated_launch import compile_kernel, place, start
 from emulated_prepass import Predicate
 from ptx_emulator import Memory
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.choose import configured
@@ -57,7 +58,7 @@ def draw(predicate: Predicate, spec: KernelSpec) -> tuple[dict[str, np.ndarray],
     inside = np.ones((predicate.batch, predicate.queries), bool)
     if predicate.query_lengths:
         inside = np.arange(predicate.queries) < operands["query_seq_lengths"][:, None]
-    has_sinks = spec.sinks or spec.dsinks
+    has_sinks = codes.SINKS in spec.features or spec.dsinks
     wanted = gradients(dataclasses.replace(spec, dsinks=has_sinks), SIZES, arrays, seen, inside)
     return operands | arrays, wanted, seen
 

@@ -8,10 +8,12 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.bias.pairs import PairBias, total
 from jax_fastattn.kernels.features.bias.planes import Planes
+from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
 
 
@@ -34,6 +36,15 @@ class GlobalBias(PairBias):
     planes: Planes
     first: Any = None
     registers: Any = None
+
+    @classmethod
+    def of(cls, code: Code, arguments: FeatureArguments) -> Feature:
+        """Returns the bias of a launch: what the kernel copies, else what lanes load from global memory."""
+        del code
+        if arguments.copied_bias is not None:
+            return arguments.copied_bias
+        spec, planes = arguments.spec, Planes.of(arguments)
+        return cls(arguments.buffers.bias, spec.bias_storage, spec.bias_terms, planes)
 
     def start(self, head: Head) -> "GlobalBias":
         """Returns the feature with the plane of a query head."""

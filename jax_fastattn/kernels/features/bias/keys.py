@@ -7,9 +7,10 @@ from typing import Any
 
 from cutlass import Boolean, Float32, Int32, cute
 
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.features.bias.planes import Planes
-from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
 from jax_fastattn.kernels.tiles.plan import LiveRange
 
@@ -31,6 +32,12 @@ class KeyBias(Feature):
     plane: Any = None
     own: Any = None
     loaded: Any = None
+
+    @classmethod
+    def of(cls, code: Code, arguments: FeatureArguments) -> "KeyBias":
+        """Returns the bias of a launch."""
+        del code
+        return cls(arguments.buffers.key_bias, Planes.of(arguments))
 
     def start(self, head: Head) -> "KeyBias":
         """Returns the feature with the plane of a query head."""
@@ -55,13 +62,13 @@ class KeyBias(Feature):
 
     def term(self, at: Element, less: Float32) -> Float32:
         """Returns the number of a key, less another one."""
-        return self.value(at) - less
+        return self._value(at) - less
 
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the logit with the number of its key."""
-        return x.plus(self.value(at))
+        return x.plus(self._value(at))
 
-    def value(self, at: Element) -> Float32:
+    def _value(self, at: Element) -> Float32:
         """Returns the number of a key."""
         which = at.i if at.tile.transposed else at.column
         if which not in self.loaded:

@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.features.feature import FeatureArguments
 from jax_fastattn.kernels.features.places import Head
 
 
@@ -22,6 +23,11 @@ class Planes(NamedTuple):
 
     scalars: Scalars | Sizes
     group: int
+
+    @classmethod
+    def of(cls, arguments: FeatureArguments) -> "Planes":
+        """Returns the planes of the bias of a launch."""
+        return cls(arguments.scalars, arguments.spec.group)
 
     def of_head(self, head: Head) -> Int32:
         """Returns the plane of a query head."""

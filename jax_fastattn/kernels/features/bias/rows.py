@@ -11,12 +11,12 @@ from typing import Any
 
 from cutlass import Boolean, Float32, Int32, cute
 
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import NEVER
 from jax_fastattn.kernels.features.bias.planes import Planes
-from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
-from jax_fastattn.kernels.key import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,12 @@ class RowShift(Feature):
     planes: Planes
     plane: Any = None
 
+    @classmethod
+    def of(cls, code: Code, arguments: FeatureArguments) -> "RowShift":
+        """Returns the bias of a launch."""
+        del code
+        return cls(arguments.buffers.row_bias, Planes.of(arguments))
+
     def end(self, head: Head) -> "RowShift":
         """Returns the feature with the plane of a query head."""
         return replace(self, plane=self.planes.vector(self.operand, head))
@@ -48,7 +54,7 @@ class RowShift(Feature):
 
 @dataclass(frozen=True)
 class RowBias(Feature):
-    """Adds the number of its query to each logit, from global memory: what a soft cap needs.
+    """Adds the number of its query to each logit, from global memory: what a function of logits needs.
 
     Attributes:
         operand: see `ForwardBuffers.row_bias`.
@@ -63,6 +69,12 @@ class RowBias(Feature):
     plane: Any = None
     kept: Any = None
     loaded: Any = None
+
+    @classmethod
+    def of(cls, code: Code, arguments: FeatureArguments) -> "RowBias":
+        """Returns the bias of a launch."""
+        del code
+        return cls(arguments.buffers.row_bias, Planes.of(arguments))
 
     def start(self, head: Head) -> "RowBias":
         """Returns the feature with the plane of a query head."""
@@ -83,14 +95,3 @@ class RowBias(Feature):
         if which not in self.loaded:
             self.loaded[which] = self.plane.load(at.query)
         return x.plus(self.loaded[which])
-
-
-def row_bias(spec: KernelSpec, operand: cute.Pointer, planes: Planes) -> RowBias | RowShift:
-    """Returns the bias of rows of a launch that has one.
-
-    Args:
-        spec: the compile key.
-        operand: see `ForwardBuffers.row_bias`.
-        planes: of the bias.
-    """
-    return RowBias(operand, planes) if spec.logits_soft_cap else RowShift(operand, planes)

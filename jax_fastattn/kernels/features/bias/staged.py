@@ -10,6 +10,7 @@ from typing import Any
 
 from cutlass import Float32, Int8, Int32, cute
 
+from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
 from jax_fastattn.kernels.device.tma import TmaOperand
@@ -17,7 +18,7 @@ from jax_fastattn.kernels.device.warp_scores import swizzled_offset
 from jax_fastattn.kernels.features.bias.pairs import PairBias, total
 from jax_fastattn.kernels.features.bias.planes import Planes
 from jax_fastattn.kernels.features.places import Element, LoadedTile, ScoreTile
-from jax_fastattn.kernels.features.stages import MatrixStage
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.plan import LiveRange
 
 
@@ -26,7 +27,7 @@ class StagedBias(PairBias):
     """Adds a matrix that TMA loads. A stage has the tile `[queries, keys]` of each term, one after the other.
 
     Attributes:
-        stage: what it loads for a tile.
+        terms: their number.
         dtype: of a term.
         planes: of the bias.
         operand: the terms, `[T, columns, 1, terms planes]`.
@@ -38,7 +39,7 @@ class StagedBias(PairBias):
         registers: of the lane, by the 16 rows and the 16 columns that they belong to, since `read`.
     """
 
-    stage: MatrixStage
+    terms: int
     dtype: str
     planes: Planes
     operand: TmaOperand
@@ -49,15 +50,24 @@ class StagedBias(PairBias):
     lane: Any = None
     registers: Any = None
 
-    def stage_nbytes(self, queries: int, keys: int) -> int:
-        """Returns the bytes of a tile."""
-        return self.stage.stage_nbytes(queries, keys)
+    @classmethod
+    def of_stages(
+        cls,
+        spec: KernelSpec,
+        scalars: Scalars | Sizes,
+        operand: TmaOperand | None,
+        held_tile: tuple[int, int] | None = None,
+    ) -> "StagedBias | None":
+        """Returns the bias of a launch, given its terms; None if TMA loads none."""
+        if operand is None:
+            return None
+        return cls(spec.bias_terms, spec.bias_storage, Planes(scalars, spec.group), operand, held_tile)
 
     def copy(self, tile: LoadedTile, address: Int32, barrier: cute.Pointer) -> None:
         """Starts the copies of a tile."""
         shape, plane = (tile.queries, tile.keys), self.planes.of_head(tile.head)
-        for term in range(self.stage.terms):
-            start = address + term * self.stage.term_nbytes(*shape)
+        for term in range(self.terms):
+            start = address + term * _term_nbytes(*shape)
             target = cute.make_ptr(Int8, start, cute.AddressSpace.smem, assumed_align=1024)
             shared = wgmma.staged_tile(target, wgmma.OPERAND_DTYPE[self.dtype], shape, 1, shape[0] * shape[1])
             entry = plane + term * self.planes.scalars.bias_planes
@@ -80,7 +90,7 @@ class StagedBias(PairBias):
 
     def preload(self, tile: ScoreTile) -> "StagedBias":
         """Returns the feature with all that a pass reads in registers, before the pass begins."""
-        terms, rows = range(self.stage.terms), tile.n_blocks // 2
+        terms, rows = range(self.terms), tile.n_blocks // 2
         registers = {block: [self._load_block(tile, block, term) for term in terms] for block in range(rows)}
         return replace(self, registers=registers)
 
@@ -88,7 +98,7 @@ class StagedBias(PairBias):
         """Returns the bias of a pair, the sum of its terms."""
         block, half = divmod(at.column // 8, 2)
         if block not in self.registers:
-            self.registers[block] = [self._load_block(at.tile, block, term) for term in range(self.stage.terms)]
+            self.registers[block] = [self._load_block(at.tile, block, term) for term in range(self.terms)]
         words = [registers[2 * half + at.i] for registers in self.registers[block]]
         return total([ptx.unpack(word, dtype=ptx.MMA_DTYPE[self.dtype])[at.column % 2] for word in words])
 
@@ -102,7 +112,7 @@ class StagedBias(PairBias):
     def _load_block(self, tile: ScoreTile, block: int, term: int) -> list[Int32]:
         """Loads what a lane needs for 16 columns of the accumulator: of both of its rows, then 8 columns further."""
         queries, keys = self.tile.queries, self.tile.keys
-        columns, start = wgmma.atom_columns(keys), term * self.stage.term_nbytes(queries, keys)
+        columns, start = wgmma.atom_columns(keys), term * _term_nbytes(queries, keys)
         if tile.transposed:
             # The swizzle repeats every 8 rows.
             address = self.lane + (start + block * (16 * 2 * columns))
@@ -111,6 +121,11 @@ class StagedBias(PairBias):
             atom, step = divmod(block, columns // 16)
             address = (self.lane ^ (32 * step)) + (start + atom * (queries * 2 * columns))
         return ptx.ldmatrix(address, transpose=tile.transposed)
+
+
+def _term_nbytes(queries: int, keys: int) -> int:
+    """Returns the bytes of the tile of a term."""
+    return 2 * queries * keys
 
 
 def _lane_offset(queries: int, keys: int, *, transposed: bool) -> Int32:

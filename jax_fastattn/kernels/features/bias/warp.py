@@ -51,7 +51,9 @@ class WarpBias(PairBias):
     registers: Any = None
 
     @classmethod
-    def of(cls, spec: KernelSpec, operand: cute.Pointer, scalars: Scalars, shared: Int32, row: Int32) -> "WarpBias":
+    def of_pieces(
+        cls, spec: KernelSpec, operand: cute.Pointer, scalars: Scalars, shared: Int32, row: Int32
+    ) -> "WarpBias":
         """Returns the matrix of a launch, given the address of the warp's pieces and its first row."""
         planes = Planes(scalars, spec.group)
         return cls(operand, spec.bias_storage, planes, spec.config.bias_ring, shared, row)

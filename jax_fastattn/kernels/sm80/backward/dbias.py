@@ -62,7 +62,7 @@ class DbiasKernel:
     """
 
     def __init__(self, spec: KernelSpec):
-        stages.refuse(spec.programs, "the kernel of a bias's gradient")
+        stages.refuse(spec.features, "the kernel of a bias's gradient")
         self.spec = spec
         self.memory = DbiasMemory.of(spec)
         self.schedule = DbiasSchedule(spec)

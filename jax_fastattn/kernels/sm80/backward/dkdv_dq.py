@@ -52,7 +52,7 @@ class DkdvDqKernel:
     """
 
     def __init__(self, spec: KernelSpec):
-        stages.refuse(spec.programs, "the portable backward kernel")
+        stages.refuse(spec.features, "the portable backward kernel")
         config: DkdvDqConfig = spec.config
         self.spec, self.config = spec, config
         self.schedule, self.query_tiles = schedule(spec, config.keys), schedule(spec, config.queries)
@@ -199,7 +199,7 @@ class DkdvDqKernel:
             return None
         nbytes = self.config.bias_ring.nbytes
         address = at.shared + self.products.memory.table.offset("bias") + at.role_warp * nbytes
-        return WarpBias.of(self.spec, buffers.bias, scalars, address, at.row + at.warp_row)
+        return WarpBias.of_pieces(self.spec, buffers.bias, scalars, address, at.row + at.warp_row)
 
     def _load_first(self, state: DkdvDqState) -> None:
         """Starts the copies of K, V and the first part of Q and dO, by all threads."""

@@ -59,7 +59,7 @@ class ForwardKernel:
     """
 
     def __init__(self, spec: KernelSpec):
-        stages.refuse(spec.programs, "the portable forward kernel")
+        stages.refuse(spec.features, "the portable forward kernel")
         self.spec = spec
         self.config: ForwardConfig = spec.config
         self.schedule = schedule(spec, self.config.rows)

@@ -63,7 +63,9 @@ class Place:
         if not spec.config.bias_pieces:
             return None
         address = self.shared + table.offset("bias") + self.warp * table["bias"].pitch
-        return WarpBias.of(spec, buffers.bias, scalars, address, self.row + self.warp * spec.config.rows_per_warp)
+        return WarpBias.of_pieces(
+            spec, buffers.bias, scalars, address, self.row + self.warp * spec.config.rows_per_warp
+        )
 
     @classmethod
     def of(cls, work: Work, rows: int, thread: Int32) -> "Place":

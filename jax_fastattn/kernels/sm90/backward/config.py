@@ -18,7 +18,7 @@ from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig, dq_config
 from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, Registers, padded_head_dim
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
-from jax_fastattn.kernels.tiles.plan import Order
+from jax_fastattn.kernels.tiles.plan import BoundsKind, Order
 from jax_fastattn.kernels.tiles.records import slot_count
 
 # Query rows to a multiple of which statistics and sums of dq are padded.
@@ -60,6 +60,7 @@ class BackwardConfig:
             of them the next one; else a head visits all its tiles before the next head does. In the kernel that
             computes dq only. CTAs that add in one order then have one pace: one that visits few tiles of each head does
             not wait until others have visited the rest.
+        holds_offset: whether a lane's offset in a loaded tile of a bias stays in a register.
     """
 
     queries: int
@@ -68,6 +69,7 @@ class BackwardConfig:
     kv_in_regs: int = 0
     shared_ones: bool = False
     interleaves_heads: bool = False
+    holds_offset: bool = False
 
     @property
     def adds_dq(self) -> bool:
@@ -149,7 +151,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
         """Returns the layout of a compile key."""
-        rows = stages.stage_rows(stages.loading(spec), config.queries, config.keys, config.stages)
+        rows = stages.stage_rows(spec.codes, config.queries, config.keys, config.stages)
         if spec.reads_edges:
             rows = (*rows, Region(BITS, spec.tiles_of(config).tile_nbytes, config.stages))
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), rows)
@@ -302,7 +304,19 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
         return replace(config, queries=128)
     # A soft cap's slopes wait in registers; with those of ones over head dim 96 some would spill.
     config = replace(config, shared_ones=not spec.folds_lse and largest > 96)
-    return _with_most_stages(spec, config) if spec.matrix_bias else config
+    if not spec.matrix_bias:
+        return config
+    return _with_most_stages(spec, replace(config, holds_offset=_has_register(spec)))
+
+
+def _has_register(spec: KernelSpec) -> bool:
+    """Returns whether a register for `BackwardConfig.holds_offset` would not spill.
+
+    At head dim 128 bounds, groups and second terms take it. A function of logits takes it from head dim 96 on.
+    """
+    largest = max(spec.head_dim, spec.v_head_dim)
+    is_plain = spec.bounds_kind == BoundsKind() and spec.group == 1 and spec.bias_terms == 1
+    return largest <= 64 or (spec.folds_lse and largest <= (128 if is_plain else 96))
 
 
 def _with_most_stages(spec: KernelSpec, config: BackwardConfig) -> BackwardConfig:

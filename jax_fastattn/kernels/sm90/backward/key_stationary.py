@@ -15,6 +15,7 @@ from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
+from jax_fastattn.kernels.features.bias.staged import StagedBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
@@ -96,7 +97,7 @@ class KeyStationary:
             begin: called before a tile of keys is loaded, with the tile and the phase of its barriers.
         """
         cute.arch.setmaxregister_decrease(self.config.registers.producer)
-        score = Score.backward(self.spec, call.buffers, call.sizes, call.sizes.scale, call.tma.bias)
+        score = Score.backward(self.spec, call.buffers, call.sizes, call.sizes.scale, self._copied_bias(call))
         load = Producer(self.spec.group, self.memory).start(shared, call.tma, call.buffers.stats, score, begin)
         return lambda: self.schedule.each(shared, call, load, fetches=True)
 
@@ -108,6 +109,11 @@ class KeyStationary:
         cute.arch.setmaxregister_increase(self.config.registers.consumer)
         folds_lse = self.config.adds_dq and self.spec.folds_lse
         factor = gradient.nonzero(scale) if folds_lse else scale
-        score = Score.backward(self.spec, buffers, call.sizes, factor, call.tma.bias)
+        score = Score.backward(self.spec, buffers, call.sizes, factor, self._copied_bias(call))
         consumer = start(self.spec, shared, score, thread, warp_index)
         self.schedule.each(shared, call, lambda work, phase: consumer.run(work, phase, buffers, scale))
+
+    def _copied_bias(self, call: Call) -> StagedBias | None:
+        """Returns the bias of pairs that TMA loads."""
+        tile = self.config.queries, self.config.keys
+        return StagedBias.of_stages(self.spec, call.sizes, call.tma.bias, tile if self.config.holds_offset else None)

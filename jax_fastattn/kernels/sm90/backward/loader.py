@@ -49,7 +49,7 @@ class Producer:
                 and V may be loaded at once.
         """
         config, memory, table = self.config, self.memory, self.memory.table
-        loaded_nbytes = stages.loaded_nbytes(score.features, config.queries, config.keys)
+        loaded_nbytes = score.loaded_nbytes(config.queries, config.keys)
         queries = wgmma.Ring(shared.query_full, shared.query_empty, config.stages)
         douts = wgmma.Ring(shared.dout_full, shared.dout_empty, config.stages)
         groups = config.keys // WARPGROUP_ROWS

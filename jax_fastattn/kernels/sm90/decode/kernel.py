@@ -16,7 +16,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.decode.combine import decode_launches
 from jax_fastattn.kernels.decode.config import DecodeConfig
 from jax_fastattn.kernels.decode.line import Line
-from jax_fastattn.kernels.decode.rows import DecodeRows, refuse_programs
+from jax_fastattn.kernels.decode.rows import DecodeRows, refuse_placed
 from jax_fastattn.kernels.decode.walk import each
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
@@ -35,7 +35,7 @@ class DecodeKernel:
     """
 
     def __init__(self, spec: KernelSpec):
-        refuse_programs(spec)
+        refuse_placed(spec)
         self.spec = spec
         self.config: DecodeConfig = spec.config
         self.memory = DecodeMemory.of(spec, self.config)

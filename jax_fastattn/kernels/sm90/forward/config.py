@@ -140,7 +140,7 @@ class SharedMemory:
     def of(cls, spec: KernelSpec, config: ForwardConfig) -> SharedMemory:
         """Returns the layout of a compile key with that config, which may be a candidate."""
         has_tile_counter = spec.packed and config.persistent
-        rows = stages.ring_rows(stages.loading(spec), WARPGROUP_ROWS, config.keys, config.warpgroups)
+        rows = stages.ring_rows(spec.codes, WARPGROUP_ROWS, config.keys, config.warpgroups)
         if spec.key_bias_parts:
             rows = (*rows, Region(KEY_BIAS, config.keys * _KEY_BIAS_NBYTES, config.stages, align=128))
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), has_tile_counter, rows)

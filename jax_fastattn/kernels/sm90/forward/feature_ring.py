@@ -57,7 +57,7 @@ class FeatureRing:
         """Loads the next stage of each warpgroup for a key tile, in the producer."""
         if self.at is None:
             return
-        config, nbytes = tile.config, stages.loaded_nbytes(score.features, WARPGROUP_ROWS, tile.config.keys)
+        config, nbytes = tile.config, score.loaded_nbytes(WARPGROUP_ROWS, tile.config.keys)
         stage, phase = self.at[0], self.at[1] ^ 1
         wgmma.advance(self.at, stages.RING_STAGES)
         for group in range(config.warpgroups):

@@ -19,6 +19,7 @@ from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.tile_counter import ResetKernel
 from jax_fastattn.kernels.device.tma import Tma
+from jax_fastattn.kernels.features.bias.staged import StagedBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig, SharedMemory
@@ -97,5 +98,5 @@ class ForwardKernel:
         schedule = self.schedule
         if isinstance(schedule, PersistentPackedTiles):
             schedule = dataclasses.replace(schedule, next_tile=shared.next_tile)
-        score = Score.forward(self.spec, buffers, scalars, tma.bias)
+        score = Score.forward(self.spec, buffers, scalars, StagedBias.of_stages(self.spec, scalars, tma.bias))
         return Call(self.spec, self.memory, schedule, tma, buffers, scalars, score)

@@ -31,6 +31,7 @@ from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.features.bias.staged import StagedBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward import gradient
@@ -51,7 +52,7 @@ class DbiasKernel:
     """
 
     def __init__(self, spec: KernelSpec):
-        stages.refuse(spec.programs, "the kernel of a bias's gradient")
+        stages.refuse(spec.features, "the kernel of a bias's gradient")
         self.spec = spec
         self.memory = DbiasMemory.of(spec)
         self.config = self.memory.config
@@ -86,7 +87,7 @@ class DbiasKernel:
         """Returns the map from products to probabilities."""
         folds_lse = self.spec.config.adds_dq and self.spec.folds_lse
         scale = gradient.nonzero(sizes.scale) if folds_lse else sizes.scale
-        return Score.backward(self.spec, buffers, sizes, scale, tma.bias)
+        return Score.backward(self.spec, buffers, sizes, scale, StagedBias.of_stages(self.spec, sizes, tma.bias))
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +156,7 @@ class DbiasLoader:
         """Loads the bias of a tile."""
         full = self.shared.barrier("bias_full")
         wgmma.wait(self.shared.barrier("bias_empty"), phase)
-        wgmma.expect(full, stages.loaded_nbytes(self.score.features, ROWS, KEYS))
+        wgmma.expect(full, self.score.loaded_nbytes(ROWS, KEYS))
         self.score.copy(tile.any_item().scores(), self.shared.bias, full)
 
     def _stats_copy(self, item: DbiasItem) -> Callable[[Int32, cute.Pointer], None]:

@@ -42,7 +42,7 @@ class DqKernel:
     """
 
     def __init__(self, spec: KernelSpec):
-        stages.refuse(spec.programs, "the dq kernel")
+        stages.refuse(spec.features, "the dq kernel")
         self.spec = spec
         self.config: DqConfig = spec.config.dq
         self.memory = DqMemory.of(spec, self.config)

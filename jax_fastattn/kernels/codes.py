@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Features as a compile key holds them: what the host knows of a feature.
+
+A code holds no device value and is made without the compiler. It names the class that a kernel makes of it
+(`features/of_launch.py`). The built-in codes are here; a code may be made anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Code:
+    """A feature in a compile key. Its `repr` names it in the cache.
+
+    Attributes:
+        name: the feature in words.
+        feature: module and class of what kernels make of it, a `Feature`, as "module:Class".
+        hooks: which of `HOST_HOOKS` that class has.
+        constants: what else is compiled in, hashable.
+        operands: name and dtype of each array that it adds to a launch.
+        score_nbytes: bytes that it loads to shared memory for each score of a tile.
+        is_placed: whether it asks where a score lies, or for the head of one. Decoding kernels, whose rows have several
+            heads, refuse such a feature.
+    """
+
+    name: str
+    feature: str
+    hooks: tuple[str, ...] = ()
+    constants: tuple[Any, ...] = ()
+    operands: tuple[tuple[str, str], ...] = ()
+    score_nbytes: int = 0
+    is_placed: bool = True
+
+
+# Hooks by which the host chooses: whether a logit changes, whether by a term alone, and whether scores are hidden.
+HOST_HOOKS = ("logit", "term", "sees")
+
+
+_FEATURES = "jax_fastattn.kernels.features"
+
+# Of a soft cap, whether the tanh is exact, see `features/softcap.py`.
+SOFT_CAP, EXACT_SOFT_CAP = (
+    Code("soft cap", f"{_FEATURES}.softcap:SoftCap", ("logit",), constants=(exact,), is_placed=False)
+    for exact in (False, True)
+)
+SINKS = Code("sinks", f"{_FEATURES}.sinks:Sinks", operands=(("sinks", "float32"),), is_placed=False)
+KEY_BIAS = Code("bias of keys", f"{_FEATURES}.bias.keys:KeyBias", ("logit", "term"))
+# A bias of rows: added to logits that a function takes, else to the maximum of a row.
+ROW_BIAS = Code("bias of queries", f"{_FEATURES}.bias.rows:RowBias", ("logit",))
+ROW_SHIFT = Code("bias of queries", f"{_FEATURES}.bias.rows:RowShift")
+
+
+def pair_bias(terms: int) -> Code:
+    """Returns the code of a bias of pairs, whose terms have 16 bits each."""
+    return Code(
+        "bias of pairs", f"{_FEATURES}.bias.global_memory:GlobalBias", ("logit", "term"), score_nbytes=2 * terms
+    )
