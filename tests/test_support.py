@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -18,6 +18,7 @@ from jax_fastattn.ffi import registry
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
 from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, forward_spec, kernel_spec
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import (
     DKDV_DQ_HEAD_DIM,
@@ -189,6 +190,33 @@ def test_hopper_backward_fits_for_every_head_dim(cap: bool) -> None:
         assert DqMemory.of(spec, dq).fits
         # V and K of a tile and the next V; with overlap the last K, both tiles of this step and of the next one.
         assert dq.stages >= (5 if dq.overlap else 3)
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+@pytest.mark.parametrize(("terms", "bias_dtype"), [(1, "bfloat16"), (2, "float32")])
+def test_a_feature_that_loads_as_much_as_a_bias_has_its_config(
+    op: Literal["forward", "backward"], head_dim: int, terms: int, bias_dtype: Literal["bfloat16", "float32"]
+) -> None:
+    """Tables that ask for a bias leave no room for the stages of another feature."""
+    plain = KernelSpec(op, "sm_90a", "bfloat16", head_dim, head_dim, family="sm90")
+    other = Code("other", "", ("logit", "term"), score_nbytes=2 * terms)
+    bias, found = (
+        configured(dataclasses.replace(plain, **changes)).config
+        for changes in ({"bias": "matrix", "bias_dtype": bias_dtype}, {"features": (other,)})
+    )
+    assert found == (dataclasses.replace(bias, shares_bias=False) if op == "forward" else bias)
+
+
+def test_features_that_hold_numbers_leave_fewer_registers_to_q() -> None:
+    plain = KernelSpec("forward", "sm_90a", "bfloat16", 128, 128, family="sm90")
+    others = [Code("other", "", ("logit",), registers=count) for count in (0, 2)]
+    features = [(), (codes.SOFT_CAP,), *((other,) for other in others)]
+    found = [configured(dataclasses.replace(plain, features=x)).config.q_in_regs for x in features]
+    assert found == [8, 6, 6, 5]
+    rows = dataclasses.replace(plain, bias="rows")
+    found = [configured(dataclasses.replace(rows, features=x)).config.q_in_regs for x in features[:2]]
+    assert found == [8, 5]
 
 
 def test_one_kernel_computes_dq() -> None:

@@ -27,7 +27,7 @@ from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
 from jax_fastattn.ffi import cache, registry
-from jax_fastattn.kernels.choose import SHORT_BIAS_LENGTH, SHORT_LENGTH
+from jax_fastattn.kernels.choose import SHORT_LENGTH, SHORT_LOADING_LENGTH
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
@@ -52,7 +52,7 @@ def biased() -> Iterator[shapes.Size]:
 
     A batch that shares a bias computes its gradient in parts if it is short, and one of 264 does at any length.
     """
-    for batch, length in ((1, SHORT_BIAS_LENGTH), (264, SHORT_BIAS_LENGTH + 128)):
+    for batch, length in ((1, SHORT_LOADING_LENGTH), (264, SHORT_LOADING_LENGTH + 128)):
         yield shapes.Size(batch, length, length)
     for size in SIZES:
         yield dataclasses.replace(size, query_length=1)

@@ -27,8 +27,8 @@ from jax_fastattn.spec import AttentionSpec, Problem, is_known
 # Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
 SHORT_LENGTH = 2048
 
-# The same of the forward pass with a bias of keys or of pairs.
-SHORT_BIAS_LENGTH = 1024
+# The same of the forward pass if its features load tiles.
+SHORT_LOADING_LENGTH = 1024
 
 # From how many keys on those of few queries are split; fewer were not timed.
 MIN_SPLIT_KEYS = 128
@@ -321,8 +321,8 @@ def kernel_spec(
         features=_features(spec, op),
         family=family,
     )
-    has_bias = key.matrix_bias or key.key_bias_parts
-    short = max(problem.query_length, problem.key_length) <= (SHORT_BIAS_LENGTH if has_bias else SHORT_LENGTH)
+    loads = key.cost.score_nbytes or key.cost.key_nbytes
+    short = max(problem.query_length, problem.key_length) <= (SHORT_LOADING_LENGTH if loads else SHORT_LENGTH)
     key = configured(key, short=short, rows=problem.query_length * problem.group)
     if op == "decode" and _takes_whole_units(problem, key):
         return replace(key, config=replace(key.config, splits=False))

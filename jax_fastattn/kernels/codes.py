@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Features as a compile key holds them: what the host knows of a feature.
+"""Features as a compile key holds them: what the host and the tables of configs know of a feature.
 
 A code holds no device value and is made without the compiler. It names the class that a kernel makes of it
 (`features/of_launch.py`). The built-in codes are here; a code may be made anywhere.
@@ -9,7 +9,7 @@ A code holds no device value and is made without the compiler. It names the clas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Code:
         constants: what else is compiled in, hashable.
         operands: name and dtype of each array that it adds to a launch.
         score_nbytes: bytes that it loads to shared memory for each score of a tile.
+        registers: registers of a lane that keep its numbers from tile to tile.
         is_placed: whether it asks where a score lies, or for the head of one. Decoding kernels, whose rows have several
             heads, refuse such a feature.
     """
@@ -33,12 +34,30 @@ class Code:
     constants: tuple[Any, ...] = ()
     operands: tuple[tuple[str, str], ...] = ()
     score_nbytes: int = 0
+    registers: int = 0
     is_placed: bool = True
 
 
 # Hooks by which the host chooses: whether a logit changes, whether by a term alone, and whether scores are hidden.
 HOST_HOOKS = ("logit", "term", "sees")
 
+
+class Cost(NamedTuple):
+    """What the features of a launch load and hold. Tables of configs choose rows by it.
+
+    Attributes:
+        score_nbytes: bytes in shared memory for each score of a tile.
+        key_nbytes: bytes in shared memory for each key of a tile.
+        registers: registers of a lane that keep their numbers from tile to tile.
+    """
+
+    score_nbytes: int
+    key_nbytes: int
+    registers: int
+
+
+# Bytes of a key in what a bias of keys loads where it is a step of the product q . k.
+KEY_PART_NBYTES = 32
 
 _FEATURES = "jax_fastattn.kernels.features"
 
@@ -48,9 +67,9 @@ SOFT_CAP, EXACT_SOFT_CAP = (
     for exact in (False, True)
 )
 SINKS = Code("sinks", f"{_FEATURES}.sinks:Sinks", operands=(("sinks", "float32"),), is_placed=False)
-KEY_BIAS = Code("bias of keys", f"{_FEATURES}.bias.keys:KeyBias", ("logit", "term"))
+KEY_BIAS = Code("bias of keys", f"{_FEATURES}.bias.keys:KeyBias", ("logit", "term"), registers=2)
 # A bias of rows: added to logits that a function takes, else to the maximum of a row.
-ROW_BIAS = Code("bias of queries", f"{_FEATURES}.bias.rows:RowBias", ("logit",))
+ROW_BIAS = Code("bias of queries", f"{_FEATURES}.bias.rows:RowBias", ("logit",), registers=2)
 ROW_SHIFT = Code("bias of queries", f"{_FEATURES}.bias.rows:RowShift")
 
 

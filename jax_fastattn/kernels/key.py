@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.bias_shapes import BiasDtype, BiasKind
-from jax_fastattn.kernels.codes import Code
+from jax_fastattn.kernels.codes import Code, Cost
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import BoundsKind
 
@@ -149,6 +149,15 @@ class KernelSpec:
         elif self.row_bias:
             bias = (codes.ROW_SHIFT if self.folds_lse else codes.ROW_BIAS,)
         return (*bias, *self.features)
+
+    @property
+    def cost(self) -> Cost:
+        """What the features load and hold."""
+        return Cost(
+            score_nbytes=sum(code.score_nbytes for code in self.codes),
+            key_nbytes=codes.KEY_PART_NBYTES if self.key_bias_parts else 0,
+            registers=sum(code.registers for code in self.codes),
+        )
 
     @property
     def folds_lse(self) -> bool:

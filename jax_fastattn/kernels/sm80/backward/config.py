@@ -236,7 +236,7 @@ class DkdvDqMemory:
 def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
     """Returns the tiling for a compile key. A matrix does not change it: pieces of one take what it leaves."""
     config = first_fit(_candidates(padded(max(spec.head_dim, spec.v_head_dim))), spec)
-    return with_bias(config, spec, _bias_pieces(config)) if spec.matrix_bias else config
+    return with_bias(config, spec, _bias_pieces(config)) if spec.cost.score_nbytes else config
 
 
 def _bias_pieces(config: DkdvDqConfig) -> tuple[int, ...]:

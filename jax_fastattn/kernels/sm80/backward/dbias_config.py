@@ -82,7 +82,7 @@ class DbiasMemory:
     def of(cls, spec: KernelSpec) -> DbiasMemory:
         """Returns the layout for a compile key: the first one that fits."""
         limit = shared_memory_limit(spec.arch)
-        memories = (cls._with(spec, config) for config in _candidates(copies_bias=spec.matrix_bias))
+        memories = (cls._with(spec, config) for config in _candidates(copies_bias=spec.cost.score_nbytes > 0))
         return next(memory for memory in memories if memory.nbytes <= limit)
 
     @classmethod

@@ -110,9 +110,9 @@ class ForwardConfig:
 
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:
-    """Returns the tiling for a compile key. A matrix does not change it: pieces of one take what it leaves."""
+    """Returns the tiling for a compile key. What features load does not change it: pieces of it take what is left."""
     config = first_fit(_forward_candidates(spec), spec)
-    if not spec.matrix_bias:
+    if not spec.cost.score_nbytes:
         return config
     count = config.bias_ring.count
     # With fewer, most of a tile would be copied while it is read.

@@ -300,11 +300,11 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     # The gradient of a bias of keys is a sum over the tiles of one head after the other.
     interleaves_heads = spec.group > 1 and (spec.listed or waits) and not spec.dkey_bias
     config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads)
-    if largest <= 64 and spec.folds_lse and not spec.matrix_bias:
+    if largest <= 64 and spec.folds_lse and not spec.cost.score_nbytes:
         return replace(config, queries=128)
-    # A soft cap's slopes wait in registers; with those of ones over head dim 96 some would spill.
+    # Slopes of a function of logits wait in registers; with those of ones over head dim 96 some would spill.
     config = replace(config, shared_ones=not spec.folds_lse and largest > 96)
-    if not spec.matrix_bias:
+    if not spec.cost.score_nbytes:
         return config
     return _with_most_stages(spec, replace(config, holds_offset=_has_register(spec)))
 
@@ -315,7 +315,7 @@ def _has_register(spec: KernelSpec) -> bool:
     At head dim 128 bounds, groups and second terms take it. A function of logits takes it from head dim 96 on.
     """
     largest = max(spec.head_dim, spec.v_head_dim)
-    is_plain = spec.bounds_kind == BoundsKind() and spec.group == 1 and spec.bias_terms == 1
+    is_plain = spec.bounds_kind == BoundsKind() and spec.group == 1 and spec.cost.score_nbytes == 2
     return largest <= 64 or (spec.folds_lse and largest <= (128 if is_plain else 96))
 
 

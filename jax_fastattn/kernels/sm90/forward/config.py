@@ -28,9 +28,8 @@ from jax_fastattn.kernels.tiles.lists import PrepassConfig
 # By consumer warpgroups: an SM has 64 K registers.
 _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
 
-# Name of the region of a bias of keys, a stage of which comes with a stage of K, and bytes of a key.
+# Name of the region of a bias of keys, a stage of which comes with a stage of K.
 KEY_BIAS = "key_bias"
-_KEY_BIAS_NBYTES = 32
 
 # Of a tile that the tile counter gives: its record and its head, see `schedule.py`.
 NEXT_TILE_WORDS = tile_records.WORDS + 1
@@ -141,8 +140,8 @@ class SharedMemory:
         """Returns the layout of a compile key with that config, which may be a candidate."""
         has_tile_counter = spec.packed and config.persistent
         rows = stages.ring_rows(spec.codes, WARPGROUP_ROWS, config.keys, config.warpgroups)
-        if spec.key_bias_parts:
-            rows = (*rows, Region(KEY_BIAS, config.keys * _KEY_BIAS_NBYTES, config.stages, align=128))
+        if key_nbytes := spec.cost.key_nbytes:
+            rows = (*rows, Region(KEY_BIAS, config.keys * key_nbytes, config.stages, align=128))
         return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), has_tile_counter, rows)
 
     @property
@@ -191,42 +190,43 @@ def forward_config(spec: KernelSpec, *, short: bool) -> ForwardConfig:
     for config in _candidates(spec, short):
         if SharedMemory.of(spec, config).fits:
             return config
-    # A bias of keys takes the place of a stage.
+    # What is loaded for keys takes the place of a stage.
     for config in _candidates(spec, short):
         fewer = replace(config, stages=config.stages - 1)
-        if spec.key_bias_parts and SharedMemory.of(spec, fewer).fits:
+        if spec.cost.key_nbytes and SharedMemory.of(spec, fewer).fits:
             return fewer
     raise AssertionError(f"no forward variant fits {spec}")
 
 
 def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
     """Returns the variants that may fit, best first; notebook/sm90.md has the sweeps that they come from."""
-    columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
-    if spec.matrix_bias:
-        return (_with_bias(columns, spec.bias_terms, short),)
+    columns, cost = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)), spec.cost
+    if cost.score_nbytes:
+        config = _with_stages(columns, cost.score_nbytes, short)
+        return (replace(config, shares_bias=config.shares_bias and spec.matrix_bias),)
     if columns <= 64:
         if short:
-            # A bias of keys takes registers for its step.
-            return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=3 if spec.key_bias_parts else 4),)
+            # What is loaded for keys takes registers in a step of the product.
+            return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=3 if cost.key_nbytes else 4),)
         return (ForwardConfig(3, 128, 10, ping_pong=True),)
     if columns <= 96:
         if short:
             return (ForwardConfig(2, 128, 7, ping_pong=True, persistent=True, q_in_regs=6, pv_wait_after_exp=True),)
         return (ForwardConfig(3, 96, 8, ping_pong=True, persistent=True),)
     if columns <= 128:
-        # A cap takes registers, above all next to a bias of rows, and a bias of keys too.
-        q_in_regs, late = 8 if spec.is_affine and not spec.key_bias_parts else 6, not spec.key_bias_parts
-        if spec.row_bias and not spec.is_affine:
-            q_in_regs = 5
+        # What changes a logit takes registers, as does what is loaded for keys, and more if it holds numbers.
+        q_in_regs, late = 8 if spec.is_affine and not cost.key_nbytes else 6, not cost.key_nbytes
+        if cost.registers:
+            q_in_regs -= 1
         return (ForwardConfig(2, 128, 6, ping_pong=True, persistent=True, q_in_regs=q_in_regs, pv_wait_after_exp=late),)
     if columns <= 192:
         return (ForwardConfig(2, 80, 5, ping_pong=True, persistent=True, q_in_regs=8, pv_wait_after_exp=True),)
     return (ForwardConfig(2, 64, 5, persistent=True, pv_wait_after_exp=True),)
 
 
-def _with_bias(columns: int, terms: int, short: bool) -> ForwardConfig:
-    """Returns the variant with a bias of pairs, of which each warpgroup has two stages."""
-    if terms == 2:
+def _with_stages(columns: int, score_nbytes: int, short: bool) -> ForwardConfig:
+    """Returns the variant with features that load bytes for each score, of which each warpgroup has two stages."""
+    if score_nbytes > 2:
         configs = {
             64: ForwardConfig(3, 64, 12, ping_pong=True),
             96: ForwardConfig(2, 64, 10, ping_pong=True),
