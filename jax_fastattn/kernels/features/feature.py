@@ -34,8 +34,15 @@ class FeatureArguments(NamedTuple):
 class Feature:
     """What a kernel may be told about scores. A hook that a feature does not define emits nothing.
 
-    Each public method here but `defines` is a hook, and a feature has no other public methods. `of` makes the feature
-    of a launch. Of the others, those that read return a copy that holds what was read.
+    Each public method here except `defines` is a hook. Hooks that read return a copy of the feature which holds what
+    was read, and are called when
+
+        of                      a launch begins
+        start                   a warp comes to a query head
+        hold, hold_queries      a lane comes to its two keys or queries
+        load                    a tile is in shared memory
+        read, preload           a pass over the scores of a tile begins
+        end                     all scores of a head's rows are in
 
     Attributes:
         hides_in_full: whether it may hide all that a row sees, other than by `sees`: tiles without an edge may then be
