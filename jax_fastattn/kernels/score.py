@@ -68,7 +68,7 @@ class Score:
         features: in the order in which they change logits.
         codes: what the compile key says of each.
         negative: whether the forward kernel has to negate Q, since the scale is negative; None where it never has to.
-        hides_keys: whether there is a bias of keys, in a product or as a feature. It may hide them.
+        hides_keys: whether a bias of keys is a step of the product, and so no feature. It may hide keys.
         joins_lse: whether a backward pass adds what a feature adds and the log-sum-exp as one term.
     """
 
@@ -90,14 +90,12 @@ class Score:
     ) -> "Score":
         """Returns that of a forward launch; see `backward` for `copied_bias`."""
         if not spec.is_affine:
-            score = cls.backward(spec, buffers, scalars, scalars.scale, copied_bias)
-        else:
-            negative = scalars.scale < Float32(0.0)
-            magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
-            factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
-            features = features_of(FeatureArguments(spec, buffers, scalars, scalars.scale))
-            score = cls(factor, factor, features, spec.codes, negative)
-        return replace(score, hides_keys=spec.bias == "keys")
+            return cls.backward(spec, buffers, scalars, scalars.scale, copied_bias)
+        negative = scalars.scale < Float32(0.0)
+        magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
+        factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
+        features = features_of(FeatureArguments(spec, buffers, scalars, scalars.scale))
+        return cls(factor, factor, features, spec.codes, negative)
 
     @classmethod
     def backward(

@@ -3,7 +3,7 @@
 """A bias of keys: one number for each key, the same for all queries."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from cutlass import Boolean, Float32, Int32, cute
 
@@ -26,6 +26,9 @@ class KeyBias(Feature):
         own: numbers of the lane's two keys since `hold`, where rows of the accumulator are keys.
         loaded: numbers by the key that they belong to, since `read`.
     """
+
+    # By -inf.
+    hides_in_full: ClassVar[bool] = True
 
     operand: cute.Pointer
     planes: Planes

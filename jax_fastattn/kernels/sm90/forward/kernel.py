@@ -99,4 +99,5 @@ class ForwardKernel:
         if isinstance(schedule, PersistentPackedTiles):
             schedule = dataclasses.replace(schedule, next_tile=shared.next_tile)
         score = Score.forward(self.spec, buffers, scalars, StagedBias.of_stages(self.spec, scalars, tma.bias))
+        score = dataclasses.replace(score, hides_keys=self.spec.key_bias_parts)
         return Call(self.spec, self.memory, schedule, tma, buffers, scalars, score)
