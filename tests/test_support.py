@@ -15,9 +15,9 @@ from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.coverage import COVERAGE
 from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.ffi import registry
-from jax_fastattn.kernels import codes
+from jax_fastattn.kernels import choose, codes
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
-from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, forward_spec, kernel_spec
+from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import (
@@ -217,6 +217,16 @@ def test_features_that_hold_numbers_leave_fewer_registers_to_q() -> None:
     rows = dataclasses.replace(plain, bias="rows")
     found = [configured(dataclasses.replace(rows, features=x)).config.q_in_regs for x in features[:2]]
     assert found == [8, 5]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_feature_that_asks_for_a_head_has_no_decoding_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding kernels, whose rows have several heads, refuse it where the call is lowered."""
+    problem = Case("bfloat16", 2, 1, 256, num_kv_heads=2, group=4, head_dim=64).problem()
+    problem = dataclasses.replace(problem, page=16, pages=32) if paged else problem
+    assert forward_spec(problem, "sm_90a").op == "decode" and reads_pages(problem) == paged
+    monkeypatch.setattr(choose, "_features", lambda *_: (Code("other", ""),))
+    assert forward_spec(problem, "sm_90a").op == "forward" and not reads_pages(problem)
 
 
 def test_one_kernel_computes_dq() -> None:

@@ -213,7 +213,7 @@ def splits_keys(problem: Problem) -> bool:
     rows = problem.query_length * problem.group
     if problem.page:
         return reads_pages(problem)
-    if problem.bias_shape:
+    if problem.bias_shape or _has_placed_features(problem):
         return False
     # The forward kernel reads keys once, too, where a head has them to itself, and has faster products.
     whole_heads_suffice = problem.group == 1 and rows > BLOCK_ROWS and _fills_gpu(problem)
@@ -257,7 +257,14 @@ def reads_pages(problem: Problem) -> bool:
     """
     is_aligned = problem.head_dim % 8 == 0 and problem.v_head_dim % 8 == 0
     is_small = is_known(problem.query_length) and problem.query_length * problem.group <= MAX_SPLIT_ROWS
-    return problem.page > 0 and is_known(problem.pages) and is_small and is_aligned
+    return (
+        problem.page > 0 and is_known(problem.pages) and is_small and is_aligned and not _has_placed_features(problem)
+    )
+
+
+def _has_placed_features(problem: Problem) -> bool:
+    """Returns whether a feature asks where a score lies, see `Code.is_placed`."""
+    return any(code.is_placed for code in _features(problem.spec, "decode"))
 
 
 def _fills_gpu(problem: Problem) -> bool:

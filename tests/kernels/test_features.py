@@ -27,9 +27,11 @@ from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel as PortableBackwardKernel
+from jax_fastattn.kernels.sm80.decode.kernel import DecodeKernel as PortableDecodeKernel
 from jax_fastattn.kernels.sm80.forward.kernel import ForwardKernel as PortableForwardKernel
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardConfigs
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel
+from jax_fastattn.kernels.sm90.decode.kernel import DecodeKernel
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 
 pytestmark = pytest.mark.slow
@@ -252,6 +254,14 @@ def test_kernels_without_stages_refuse_what_loads(family: str, op: str, head_dim
     spec = KernelSpec(op, arch, "bfloat16", head_dim, head_dim, family=family, features=(PLANE,))
     with pytest.raises(NotImplementedError, match="no stages for what Plane"):
         KERNELS[family, op](configured(spec))
+
+
+@pytest.mark.parametrize("kernel", [PortableDecodeKernel, DecodeKernel], ids=["sm80", "sm90"])
+def test_decoding_kernels_refuse_what_asks_for_a_head(kernel: type[PortableDecodeKernel | DecodeKernel]) -> None:
+    family, arch = ("sm90", "sm_90a") if kernel is DecodeKernel else ("sm80", "sm_80")
+    spec = KernelSpec("decode", arch, "bfloat16", 64, 64, family=family, features=(DISTANCE, codes.SOFT_CAP))
+    with pytest.raises(NotImplementedError, match="found Distance; use the forward kernel"):
+        kernel(configured(spec))
 
 
 @pytest.mark.parametrize("features", [(PLANE,), (DISTANCE, PLANE)], ids=["alone", "after-another"])
