@@ -10,7 +10,7 @@ dS is the gradient of scale q . k; the factor `scale` is applied to dq and dk wh
 key has lse2 = +inf and delta = 0, so that its P and dS vanish without a predicate if its scores are numbers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -56,6 +56,11 @@ class Edge(NamedTuple):
         for rule in self.rules:
             x = ptx.where(rule.sees(at), x, Float32(0.0))
         return x
+
+    def weigh(self, probability: Float32, weight: Float32, at: Element) -> tuple[Float32, Float32]:
+        """Returns P and its weight where the score counts, else 0."""
+        seen = self.select(probability, at)
+        return seen, seen if weight is probability else self.select(weight, at)
 
 
 @dataclass(frozen=True)
@@ -291,7 +296,7 @@ class Score:
         """Returns P of a product, and its weight; 0 where an edge tile hides them."""
         probability, slope = self._probability(x, lse2, at)
         weight = probability if slope is None else probability * slope()
-        return weighed(probability, weight, at, edge)
+        return (probability, weight) if edge is None else edge.weigh(probability, weight, at)
 
     def _probability(self, x: Float32, lse2: Float32, at: Element) -> tuple[Float32, Callable[[], Float32] | None]:
         """Returns P of a product, and the derivative of its logit; None for 1."""
@@ -305,23 +310,6 @@ class Score:
     def edges(self, rows: EdgeRows) -> Edge:
         """Returns what is hidden in an edge tile, given what its rows see."""
         return Edge(rows, self.rules)
-
-
-def weighed(probability: Float32, weight: Float32, at: Element, edge: Edge | None) -> tuple[Float32, Float32]:
-    """Returns P and weight, or 0 where an edge tile hides them."""
-    if edge is None:
-        return probability, weight
-    seen = edge.select(probability, at)
-    return seen, seen if weight is probability else edge.select(weight, at)
-
-
-def packed_weights(weighed: Iterable[tuple[Float32, Float32]], mma_dtype: str) -> tuple[list[Int32], list[Int32]]:
-    """Rounds P and weights of the elements of an accumulator, in its order, to pairs of 16 bits."""
-    probabilities, weights, elements = [], [], iter(weighed)
-    for first in elements:
-        for pairs, values in zip((probabilities, weights), zip(first, next(elements), strict=True), strict=True):
-            pairs.append(ptx.pack(*values, dtype=mma_dtype))
-    return probabilities, weights
 
 
 def _with(features: tuple[Feature, ...], hook: str) -> tuple[Feature, ...]:

@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from jax_fastattn.kernels.decode.line import Entry, Line
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.products import result_words
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.log_sum_exp import RowEnd
 from jax_fastattn.kernels.score import Score
@@ -68,9 +69,9 @@ class FinishedRow(NamedTuple):
             values: the accumulated output, relative to the row's maximum.
         """
         spec, buffers, result = self.line.spec, self.line.buffers, self.end.result()
-        dtype = ptx.MMA_DTYPE[spec.result_dtype]
+        words = result_words(spec)
         values = [result.value(x) for x in values]
-        pairs = [ptx.from_bits(ptx.pack(values[i], values[i + 1], dtype=dtype)) for i in (0, 2)]
+        pairs = [ptx.from_bits(words.pair(values[i], values[i + 1])) for i in (0, 2)]
         ptx.store_global_pair(buffers.out.toint() + (self.place * spec.v_head_dim + chunk * 4) * 2, *pairs)
         address = buffers.lse.toint() + self.place * 4
         cutlass.if_generate(chunk == 0, lambda: ptx.store_global(address, self.end.lse))

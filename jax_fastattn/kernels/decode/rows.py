@@ -22,11 +22,13 @@ from jax_fastattn.kernels.decode.line import Entry, Line, Segment, Share, Unit
 from jax_fastattn.kernels.decode.merge import MergeMemory, SegmentMerge
 from jax_fastattn.kernels.device import mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.products import Words, product_words
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.row_bits import RowBits, SeenKeys
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.tiles.plan import Limits
+from jax_fastattn.kernels.weights import Weights
 
 
 def refuse_placed(spec: KernelSpec) -> None:
@@ -148,9 +150,9 @@ class DecodeRows:
         return self.line.spec
 
     @property
-    def mma_dtype(self) -> str:
-        """The dtype of products, as instructions name it."""
-        return ptx.MMA_DTYPE[self.spec.product_dtype]
+    def words(self) -> Words:
+        """What P becomes."""
+        return product_words(self.spec)
 
     def begin(self, share: Share, unit: Unit) -> None:
         """Prepares for the first segment, given the CTA's share and its first unit."""
@@ -227,19 +229,16 @@ class DecodeRows:
         place = self.source.wait(segment, i)
         scores = mma.zeros(1, blocks)
         load_key, load_value = self.source.key(place), self.source.value(place)
-        mma.gemm(scores, (1, blocks, steps), lambda _, k: self._query(k), load_key, self.mma_dtype)
+        self.words.gemm(scores, (1, blocks, steps), lambda _, k: self._query(k), load_key)
         column = segment.entry.first + self.part * config.strip + own.column
         tile = ScoreTile(own.rows[0], segment.tile + i, config.keys, column, blocks)
+        weights = Weights(self.score, tile, scores)
         bits = self._take_bits(segment, i, own, tile)
-        check_low = self.spec.bounds_kind.left
-        self.score.edge(scores, tile, own.limits if bits is None else bits, check_low=check_low)
+        weights.edge(own.limits if bits is None else bits, check_low=self.spec.bounds_kind.left)
         self._rescale(self._exponentials(scores, blocks))
         load_value = self._live_values(load_value, segment.entry, tile.column, bits)
-
-        def weights(m: int, k: int) -> mma.Fragment:
-            return mma.pack_fragment(scores, blocks, m, k, self.mma_dtype)
-
-        mma.gemm(self.out, (1, memory.v_head_dim // 8, config.strip // 16), weights, load_value, self.mma_dtype)
+        shape = (1, memory.v_head_dim // 8, config.strip // 16)
+        self.words.gemm(self.out, shape, lambda m, k: weights.fragment(self.words, m, k), load_value)
         self.source.release(place)
 
     def _take_bits(self, segment: Segment, i: Int32, own: _Own, tile: ScoreTile) -> SeenKeys | None:

@@ -76,11 +76,3 @@ def load_b(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
 def load_b_transposed(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:
     """Loads B from a tile stored [k, n]; `address` is the first row plus `tile.offset(*plain_lane(lane))`."""
     return lambda n, k: ptx.ldmatrix(address + tile.offset(16 * k, 8 * n), transpose=True)
-
-
-def pack_fragment(acc: Accumulator, n_blocks: int, m: int, k: int, dtype: str) -> Fragment:
-    """Returns the A fragment of columns 16 k .. 16 k + 15 of an accumulator, rounded to 16 bits."""
-    left = (m * n_blocks + 2 * k) * 4
-    right = left + 4
-    pairs = [(left, left + 1), (left + 2, left + 3), (right, right + 1), (right + 2, right + 3)]
-    return [ptx.pack(acc[low], acc[high], dtype=dtype) for low, high in pairs]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of a warpgroup's accumulator to global memory in 16 bits, from registers."""
+"""Stores of a warpgroup's accumulator to global memory in words of 16 bits, from registers."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.device.products import Words
 
 
 class ResultRow(NamedTuple):
@@ -29,9 +30,9 @@ class ResultRow(NamedTuple):
         # A select, not a product: an element of a row without a result can be NaN.
         return ptx.where(self.live, self._scaled(x), Float32(0.0))
 
-    def pair(self, x: Float32, y: Float32, dtype: str) -> Int32:
-        """Returns what two elements of the row are stored as in 16 bits; `dtype` as PTX names it."""
-        return ptx.where(self.live, ptx.pack(self._scaled(x), self._scaled(y), dtype=dtype), Int32(0))
+    def pair(self, x: Float32, y: Float32, words: Words) -> Int32:
+        """Returns what two elements of the row are stored as."""
+        return ptx.where(self.live, words.pair(self._scaled(x), self._scaled(y)), Int32(0))
 
     def _scaled(self, x: Float32) -> Float32:
         return x if self.factor is None else x * self.factor
@@ -52,7 +53,7 @@ class RowStore:
         row: the lane's first row; the other one is 8 further.
         end: rows from there on are not stored.
         quad_lane: index of the lane among the four that share its rows.
-        mma_dtype: "bf16" or "f16".
+        words: what elements are stored as.
     """
 
     address: Callable[[Int32], Int64]
@@ -60,7 +61,7 @@ class RowStore:
     row: Int32
     end: Int32
     quad_lane: Int32
-    mma_dtype: str
+    words: Words
 
     def store(self, acc: Accumulator, rows: Iterable[ResultRow]) -> None:
         """Stores an accumulator `[64, padded columns]`; all lanes call it.
@@ -99,4 +100,4 @@ class RowStore:
     def _pair(self, acc: Accumulator, block: int, i: int, result: ResultRow) -> Int32:
         """Returns the lane's two elements of a block of 8 columns, in row i of its two."""
         first = 4 * block + 2 * i
-        return result.pair(acc[first], acc[first + 1], self.mma_dtype)
+        return result.pair(acc[first], acc[first + 1], self.words)

@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, softmax
+from jax_fastattn.kernels.device.products import Native
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits, LiveColumns
 from jax_fastattn.kernels.features.visible.bounds import Visibility
@@ -198,11 +199,9 @@ class MatrixSum(DbiasSum):
 
     def _store_rounded(self, tile: MatrixTile, lane: Lane, first: Int64, i: int, exists: Boolean) -> None:
         """Stores a row of the lane in 16 bits: 16 bytes a lane, 64 neighboring bytes of a row the quad."""
-        quad_lane = lane.thread & 3
+        quad_lane, words = lane.thread & 3, Native(self.spec.dbias_dtype)
         for block in range(0, self.n_blocks, 4):
-            pairs = [
-                ptx.pack(*self._pair(i, j), dtype=ptx.MMA_DTYPE[self.spec.dbias_dtype]) for j in range(block, block + 4)
-            ]
+            pairs = [words.pair(*self._pair(i, j)) for j in range(block, block + 4)]
             chunk = ptx.transpose_quad(pairs, quad_lane)
             column = tile.column * KEYS + 8 * (block + quad_lane) + lane.warp_column
             address = self.buffers.dbias.toint() + (first + column) * 2

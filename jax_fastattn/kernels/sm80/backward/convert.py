@@ -7,9 +7,10 @@ from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
-from jax_fastattn.kernels.device import copies, ptx
+from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.products import result_words
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
@@ -28,7 +29,7 @@ class ConvertKernel:
         config: DkdvDqConfig = spec.config
         self.spec, self.config = spec, config
         self.schedule = schedule(spec, config.queries)
-        self.result_dtype = ptx.MMA_DTYPE[spec.result_dtype]
+        self.words = result_words(spec)
         self.reduce = dq_reduce(spec, config)
         self.tile = self.reduce.tile.shared
         self.threads = 32 * config.dq_warps
@@ -67,7 +68,7 @@ class ConvertKernel:
     def _scatter(self, acc: list[Float32], shared: Int32, warp: Int32, lane: Int32, end: Int32, scale: Float32) -> None:
         blocks, (row, column) = self.reduce.tile.blocks, self.reduce.tile.place(warp)
         gradient.finish_rows(acc, blocks, row + accumulator_lane(lane)[0], end, scale * self.factor)
-        gradient.scatter(acc, blocks, self.tile, shared + self.tile.offset(row, column), lane, self.result_dtype)
+        gradient.scatter(acc, blocks, self.tile, shared + self.tile.offset(row, column), lane, self.words)
 
     def _store(self, shared: Int32, target: Int64, warp: Int32, lane: Int32, stride: Int64, stored_rows: Int32) -> None:
         """Stores rows of 16, which go round the warps."""

@@ -29,6 +29,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.device.products import product_words
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bias.copied import CopiedBias
@@ -283,7 +284,7 @@ class DbiasCta:
         row, column = crossed_lane(thread_lane)
         load_b = mma.load_b(tile, self._address(stage, chunk, 1) + tile.offset(_read_lane().warp_column + row, column))
         # Zeros fill columns up to the next step.
-        mma.gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b, ptx.MMA_DTYPE[self.spec.product_dtype])
+        product_words(self.spec).gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b)
         self.stage[0] = ptx.where(stage + 1 == self.memory.config.stages, Int32(0), stage + 1)
 
     def _weigh(self, weights: mma.Accumulator, score: Score, scores: ScoreTile, lse2: list[Float32]) -> None:

@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane
+from jax_fastattn.kernels.device.products import Words
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 
@@ -39,13 +40,13 @@ def finish_rows(
 
 
 def scatter(
-    acc: mma.Accumulator, blocks: tuple[int, int], tile: SharedTile, shared: Int32, lane: Int32, dtype: str
+    acc: mma.Accumulator, blocks: tuple[int, int], tile: SharedTile, shared: Int32, lane: Int32, words: Words
 ) -> None:
-    """Rounds an accumulator to 16 bits into a tile, its element (0, 0) to address `shared`."""
+    """Stores the pairs of an accumulator to a tile, its element (0, 0) to address `shared`."""
     address = shared + tile.offset(*accumulator_lane(lane))
     for m in range(blocks[0]):
         for n in range(blocks[1]):
             for half in range(2):
                 index = (m * blocks[1] + n) * 4 + 2 * half
                 target = address + tile.offset(16 * m + 8 * half, 8 * n)
-                ptx.store_shared(target, ptx.pack(acc[index], acc[index + 1], dtype=dtype))
+                words.store(target, words.pair(acc[index], acc[index + 1]))

@@ -10,6 +10,7 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.device.products import Native, Words, product_words, result_words
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import gradient
@@ -31,7 +32,9 @@ class Products:
 
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config = spec, config
-        self.mma_dtype = ptx.MMA_DTYPE[spec.product_dtype]
+        self.words = product_words(spec)
+        # P crosses from one role to the other in float16: three bits more than bfloat16.
+        self.crossing = Native("float16")
         self.memory = config.memory(spec.head_dim, spec.v_head_dim)
         self.row_blocks = config.keys_per_warp // 16
         self.score_blocks = (self.row_blocks, config.part // (8 * config.column_warps))
@@ -128,7 +131,7 @@ class Products:
         load_b = mma.load_b(columns, ring + columns.offset(state.at.column_warp * self.score_columns + row, column))
         acc = mma.zeros(*self.score_blocks)
         # Zero-filled columns past the last whole step add nothing.
-        mma.gemm(acc, (*self.score_blocks, (rows.columns + 15) // 16), load_a, load_b, self.mma_dtype)
+        self.words.gemm(acc, (*self.score_blocks, (rows.columns + 15) // 16), load_a, load_b)
         return acc
 
     def accumulate(
@@ -140,7 +143,7 @@ class Products:
         row, column = plain_lane(state.at.lane)
         first_column = state.at.column_warp * (8 * blocks[1])
         load_b = mma.load_b_transposed(tile, self._stage(state, start, stage) + tile.offset(row, column + first_column))
-        mma.gemm(acc, (*blocks, self.config.part // 16), load_a, load_b, self.mma_dtype)
+        self.words.gemm(acc, (*blocks, self.config.part // 16), load_a, load_b)
 
     def dq(self, state: DkdvDqState) -> mma.Accumulator:
         """Returns the warp's part of dQ = dS K of one key tile."""
@@ -152,23 +155,14 @@ class Products:
         row, column = plain_lane(state.at.lane)
         load_b = mma.load_b_transposed(keys, state.at.shared + keys.offset(row, column + first_column))
         acc = mma.zeros(*blocks)
-        mma.gemm(acc, (*blocks, self.config.keys // 16), load_a, load_b, self.mma_dtype)
+        self.words.gemm(acc, (*blocks, self.config.keys // 16), load_a, load_b)
         return acc
 
     # Scores on their way from one product to the next.
 
-    def pack(self, acc: mma.Accumulator, dtype: str | None = None) -> list[Int32]:
-        """Returns the pairs of an accumulator, rounded to 16 bits."""
-        return [ptx.pack(acc[i], acc[i + 1], dtype=dtype or self.mma_dtype) for i in range(0, len(acc), 2)]
-
     def packed_loader(self, packed: list[Int32]) -> Callable[[int, int], mma.Fragment]:
         """Returns the loader of A from pairs of scores in registers."""
-
-        def load(m: int, k: int) -> mma.Fragment:
-            left = (m * self.score_blocks[1] + 2 * k) * 2
-            return packed[left : left + 4]
-
-        return load
+        return lambda m, k: self.words.fragment(lambda i: packed[i], self.score_blocks[1], m, k)
 
     def exchanged_loader(self, state: DkdvDqState, start: int) -> Callable[[int, int], mma.Fragment]:
         """Returns the loader of A from the tile of scores at `start`, the warp's key rows."""
@@ -191,11 +185,11 @@ class Products:
             for half in range(2)
         ]
 
-    def store_scores(self, state: DkdvDqState, start: int, packed: list[Int32], first_query: Any) -> None:
+    def store_scores(self, state: DkdvDqState, start: int, words: Words, packed: list[Int32], first_query: Any) -> None:
         """Stores pairs of scores to the tile at `start`; `first_query` is the warp's first query in it."""
         address = self.score_address(state, start, first_query)
         for i, offset in self.pair_offsets():
-            ptx.store_shared(address + offset, packed[i])
+            words.store(address + offset, packed[i])
 
     # Results.
 
@@ -205,8 +199,7 @@ class Products:
         blocks, at = self.grad_blocks(which), state.at
         gradient.finish_rows(acc, blocks, at.warp_row + accumulator_lane(at.lane)[0], state.valid_rows, factor)
         corner = tile.offset(at.warp_row, at.column_warp * (8 * blocks[1]))
-        result_dtype = ptx.MMA_DTYPE[self.spec.result_dtype]
-        gradient.scatter(acc, blocks, tile, at.shared + start + corner, at.lane, result_dtype)
+        gradient.scatter(acc, blocks, tile, at.shared + start + corner, at.lane, result_words(self.spec))
 
     def store_keys(self, state: DkdvDqState) -> None:
         """Stores dk and dv from the tiles of K and V, rows of 16 by warp."""

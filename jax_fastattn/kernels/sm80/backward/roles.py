@@ -33,6 +33,7 @@ from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.products import pairs
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.score import Score
@@ -43,6 +44,7 @@ from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.sm80.backward.warp import QueryHead, Warp, arrive, copied_by, wait
 from jax_fastattn.kernels.tiles.plan import Order
 from jax_fastattn.kernels.visits.visit import Phase
+from jax_fastattn.kernels.weights import Weights
 
 
 class Role(Protocol):
@@ -142,9 +144,10 @@ class ProbabilityRole:
         packed, crossing = self._probabilities(head.score, stage, warp.first_row(index), bits, masked=masked)
         if config.lagged:
             wait(RoleBarrier.READY, config.threads)
-        products.store_scores(state, memory.table.offset("dscore"), crossing, warp.first_query())
+        first_query = warp.first_query()
+        products.store_scores(state, memory.table.offset("dscore"), products.crossing, crossing, first_query)
         if config.exchanges:
-            products.store_scores(state, memory.table.offset("exchange"), packed, warp.first_query())
+            products.store_scores(state, memory.table.offset("exchange"), products.words, packed, first_query)
         arrive(RoleBarrier.PAIR, 64, state.at.role_warp)
         if config.lagged:
             warp.load_next(0, stage, head.member, index)
@@ -164,19 +167,19 @@ class ProbabilityRole:
     def _probabilities(
         self, score: Score, stage: Any, first: Int32, bits: Bits | None, *, masked: bool
     ) -> tuple[list[Int32], list[Int32]]:
-        """Returns pairs of P^T, and of what dP - delta has to be multiplied by in float16."""
+        """Returns pairs of P^T, and of what dP - delta has to be multiplied by, which cross to the other role."""
         products = self.warp.products
         scores = products.scores(self.warp.state, QUERY, stage)
         tile = self.warp.score_tile(first + self.warp.first_query())
         weights = self._weigh(score, scores, tile, stage)
         if masked:
             self.warp.mask(score, scores, tile, bits)
-        packed = products.pack(scores)
+        packed = Weights(score, tile, scores).pairs(products.words)
         if weights is None:
-            return packed, packed if products.mma_dtype == "f16" else products.pack(scores, "f16")
+            return packed, packed if products.crossing == products.words else pairs(products.crossing, scores)
         if masked:
             self.warp.mask(score, weights, tile, bits)
-        return packed, products.pack(weights, "f16")
+        return packed, pairs(products.crossing, weights)
 
     def _weigh(self, score: Score, scores: mma.Accumulator, tile: ScoreTile, stage: Any) -> mma.Accumulator | None:
         """Turns S^T into P^T in place; returns weights, see `score.py`, or None where they are P."""
@@ -255,14 +258,14 @@ class GradientRole:
         start = products.memory.table.offset("dscore")
         address = products.score_address(self.warp.state, start, self.warp.first_query())
         packed: list[Any] = [None] * (len(dscore) // 2)
-        pairs: dict[int, list[Float32]] = {}
+        statistics: dict[int, list[Float32]] = {}
         for i, offset in products.pair_offsets():
             n = i // 2 % n_blocks
-            if n not in pairs:
-                pairs[n] = ptx.load_shared_pairs(stats + 64 * n)
-            p = ptx.unpack(ptx.load_shared(address + offset), dtype="f16")
-            ds = [p[e] * (dscore[2 * i + e] - pairs[n][1 + 2 * e]) for e in range(2)]
+            if n not in statistics:
+                statistics[n] = ptx.load_shared_pairs(stats + 64 * n)
+            p = products.crossing.numbers(products.crossing.load(address + offset))
+            ds = [p[e] * (dscore[2 * i + e] - statistics[n][1 + 2 * e]) for e in range(2)]
             self.warp.add_dkey_bias(i, ds)
-            packed[i] = ptx.pack(*ds, dtype=products.mma_dtype)
-            ptx.store_shared(address + offset, packed[i])
+            packed[i] = products.words.pair(*ds)
+            products.words.store(address + offset, packed[i])
         return packed

@@ -11,6 +11,7 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.products import pairs
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
@@ -19,6 +20,7 @@ from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.sm80.backward.warp import QueryHead, Warp
 from jax_fastattn.kernels.tiles.plan import Order
 from jax_fastattn.kernels.visits.visit import Phase
+from jax_fastattn.kernels.weights import Weights
 
 
 @final
@@ -53,15 +55,16 @@ class SingleRole:
                 warp.zero_dead_queries(head, index, stage, (QUERY, DOUT), part)
             cute.arch.sync_threads()
             self._load_next_part(stage, part, head.member, index)
-            differentiated = self._differentiated(head.score, stage, first, bits, masked=masked)
+            weights, dscores = self._differentiated(head.score, stage, first, bits, masked=masked)
             if state.bias is not None:
                 self._load_next_bias(part, head.member, index)
-            for i in range(0, len(differentiated[1]), 2):
-                warp.add_dkey_bias(i // 2, differentiated[1][i : i + 2])
-            packed = [products.pack(x) for x in differentiated]
-            products.store_scores(state, products.memory.table.offset("dscore"), packed[1], part * config.part)
-            for pairs, which in zip(packed, (DOUT, QUERY), strict=True):
-                products.accumulate(state, warp.grads[which], products.packed_loader(pairs), which, stage)
+            for i in range(0, len(dscores), 2):
+                warp.add_dkey_bias(i // 2, dscores[i : i + 2])
+            words, start = products.words, products.memory.table.offset("dscore")
+            packed = weights.pairs(words), pairs(words, dscores)
+            products.store_scores(state, start, words, packed[1], part * config.part)
+            for factor, which in zip(packed, (DOUT, QUERY), strict=True):
+                products.accumulate(state, warp.grads[which], products.packed_loader(factor), which, stage)
         cute.arch.sync_threads()
         warp.add_dq(head.member, index)
 
@@ -97,7 +100,7 @@ class SingleRole:
 
     def _differentiated(
         self, score: Score, stage: Any, first: Int32, bits: Bits | None, *, masked: bool
-    ) -> tuple[mma.Accumulator, mma.Accumulator]:
+    ) -> tuple[Weights, mma.Accumulator]:
         """Returns P^T and dS^T of the part from query `first` on."""
         products, state, tile = self.warp.products, self.warp.state, self.warp.score_tile(first)
         scores, dscores = (products.scores(state, which, stage) for which in (QUERY, DOUT))
@@ -105,13 +108,13 @@ class SingleRole:
         reading = score.read(tile)
         stats = products.statistics(state, stage, 0) + accumulator_lane(state.at.lane)[1] * 8
         for n in range(n_blocks):
-            pairs = ptx.load_shared_pairs(stats + 64 * n)
+            rows = ptx.load_shared_pairs(stats + 64 * n)
             for m in range(m_blocks):
                 for e in range(4):
                     i = (m * n_blocks + n) * 4 + e
-                    lse2, delta = pairs[:2] if e % 2 == 0 else pairs[2:]
+                    lse2, delta = rows[:2] if e % 2 == 0 else rows[2:]
                     scores[i], dscores[i] = reading.differentiate(scores[i], lse2, dscores[i] - delta, tile.at(i))
         if masked:
             self.warp.mask(score, scores, tile, bits)
             self.warp.mask(score, dscores, tile, bits)
-        return scores, dscores
+        return Weights(score, tile, scores), dscores

@@ -31,6 +31,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
+from jax_fastattn.kernels.device.products import product_words, result_words
 from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.places import ScoreTile
@@ -45,6 +46,7 @@ from jax_fastattn.kernels.tiles.plan import Bounds, Limits, Order
 from jax_fastattn.kernels.visits.lists import TileBits
 from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
 from jax_fastattn.kernels.visits.visit import Edges, Visit
+from jax_fastattn.kernels.weights import Weights
 
 # A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
 # bfloat16, float16 (65504) and the float32 sums.
@@ -63,7 +65,7 @@ class ForwardKernel:
         self.spec = spec
         self.config: ForwardConfig = spec.config
         self.schedule = schedule(spec, self.config.rows)
-        self.mma_dtype = ptx.MMA_DTYPE[spec.product_dtype]
+        self.words = product_words(spec)
         self.query_tile = SharedTile(self.config.rows, spec.head_dim)
         self.key_tile = SharedTile(self.config.keys, spec.head_dim)
         self.value_tile = SharedTile(self.config.keys, spec.v_head_dim)
@@ -255,26 +257,26 @@ class ForwardKernel:
             stage = (state.last - index) % 2
             cutlass.if_generate(index > tile.visit.begin, load_next)
             cute.arch.cp_async_commit_group()
-            scores = self._scores(state, stage)
-            self._softmax(state, scores, index, seen)
+            weights = self._weights(state, index, stage)
+            self._softmax(state, weights, seen)
             tile.load_next_bias(index)
         else:
             # Of a matrix, pieces on their way would wait for a K that is.
             late = tile.bias is not None and tile.bias.ring.refills
             self._load_value(tile, index, 0, partial=masked)
             cute.arch.cp_async_commit_group()
-            scores = self._scores(state, stage)
+            weights = self._weights(state, index, stage)
             cute.arch.sync_threads()
             if not late:
                 cutlass.if_generate(index > tile.visit.begin, load_next)
                 cute.arch.cp_async_commit_group()
-            self._softmax(state, scores, index, seen)
+            self._softmax(state, weights, seen)
             tile.load_next_bias(index, load_next if late else None)
             cute.arch.cp_async_wait_group(1 if tile.bias is None or late else 2)
             if partial:
                 self._zero_dead_values(tile, index, stage)
             cute.arch.sync_threads()
-        self._add_values(state, scores, stage)
+        self._add_values(state, weights, stage)
 
     def _seen(self, tile: QueryTile, index: Int32) -> list[Limits] | Bits:
         """Returns what the lane's rows see of an edge tile; bits are on their way when its product is issued."""
@@ -295,28 +297,26 @@ class ForwardKernel:
 
         cutlass.if_generate(Boolean(tile.visit.has_dead_rows(entry)), zero)
 
-    def _scores(self, state: ForwardState, stage: Any) -> list[Float32]:
-        """Returns Q K^T of one key tile."""
-        at, query = state.tile.at, state.query
+    def _weights(self, state: ForwardState, index: Int32, stage: Any) -> Weights:
+        """Returns the weights of one key tile, which are still Q K^T."""
+        tile, at, query = state.tile, state.tile.at, state.query
         lane_offset = self.key_tile.offset(*crossed_lane(at.lane))
         keys = at.shared + (self.key_start + lane_offset) + stage * self.key_tile.nbytes
         scores = mma.zeros(self.m_blocks, self.score_blocks)
         shape = (self.m_blocks, self.score_blocks, self.key_tile.padded_columns // 16)
         load_a = self._query_loader(at) if query is None else lambda m, k: query[m][k]
-        mma.gemm(scores, shape, load_a, mma.load_b(self.key_tile, keys), self.mma_dtype)
-        return scores
+        self.words.gemm(scores, shape, load_a, mma.load_b(self.key_tile, keys))
+        place = ScoreTile(tile.first_row, tile.visit.tile(index), self.config.keys, tile.column, self.score_blocks)
+        return Weights(tile.score, place, scores)
 
-    def _softmax(
-        self, state: ForwardState, scores: list[Float32], index: Int32, seen: list[Limits] | Bits | None
-    ) -> None:
+    def _softmax(self, state: ForwardState, weights: Weights, seen: list[Limits] | Bits | None) -> None:
         """Turns scores into probabilities relative to the running maxima, in place; a full tile has no `seen`."""
-        tile, rows, score = state.tile, state.rows, state.tile.score
+        tile, rows, score, scores = state.tile, state.rows, weights.score, weights.acc
         blocks = (self.m_blocks, self.score_blocks)
-        at = ScoreTile(tile.first_row, tile.visit.tile(index), self.config.keys, tile.column, self.score_blocks)
         if seen is not None:
-            score.edge(scores, at, seen, check_low=tile.visit.edges.low)
+            weights.edge(seen, check_low=tile.visit.edges.low)
         else:
-            score.full(scores, at)
+            weights.full()
         self._raise_maxima(rows, softmax.row_maxima(scores, *blocks), score.unit)
         maxima = [rows.maxima[i] for i in range(2 * self.m_blocks)]
         if seen is not None or score.hides_in_full:
@@ -350,18 +350,18 @@ class ForwardKernel:
 
         cutlass.if_generate(cute.arch.vote_any_sync(grown), rescale)
 
-    def _add_values(self, state: ForwardState, scores: list[Float32], stage: Any) -> None:
+    def _add_values(self, state: ForwardState, weights: Weights, stage: Any) -> None:
         """Adds P V of one key tile to O."""
         at = state.tile.at
         lane_offset = self.value_tile.offset(*plain_lane(at.lane))
         values = at.shared + (self.value_start + lane_offset) + stage * self.value_tile.nbytes
 
         def probabilities(m: int, k: int) -> mma.Fragment:
-            return mma.pack_fragment(scores, self.score_blocks, m, k, self.mma_dtype)
+            return weights.fragment(self.words, m, k)
 
         shape = (self.m_blocks, self.out_blocks, self.config.keys // 16)
         load_b = mma.load_b_transposed(self.value_tile, values)
-        mma.gemm(state.rows.out, shape, probabilities, load_b, self.mma_dtype)
+        self.words.gemm(state.rows.out, shape, probabilities, load_b)
 
     # Results.
 
@@ -375,7 +375,7 @@ class ForwardKernel:
 
     def _store(self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars, results: list[ResultRow]) -> None:
         """Stores the output tile, through shared memory so that global stores are 16 bytes wide."""
-        at, shape, rows = state.tile.at, self.out_tile, self.config.rows_per_warp
+        at, shape, rows, words = state.tile.at, self.out_tile, self.config.rows_per_warp, result_words(self.spec)
         warp_row = at.warp * rows
         shared = at.shared + warp_row * shape.pitch
         lane_address = shared + shape.offset(*accumulator_lane(at.lane))
@@ -385,7 +385,7 @@ class ForwardKernel:
         for i, result in enumerate(results):
             for n in range(self.out_blocks):
                 index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2
-                pair = result.pair(state.rows.out[index], state.rows.out[index + 1], result_dtype)
+                pair = result.pair(state.rows.out[index], state.rows.out[index + 1], words)
                 ptx.store_shared(lane_address + shape.offset(8 * i, 8 * n), pair)
         cute.arch.sync_warp()
         stride = Int64(scalars.num_heads) * (2 * self.spec.v_head_dim)

@@ -19,6 +19,7 @@ import cutlass
 from cutlass import Float32, Int32
 
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.products import Native
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 
 
@@ -44,10 +45,10 @@ def in_products(lse: Float32, scale: Float32) -> Float32:
 
 def split_bf16x3(x: Float32) -> list[Int32]:
     """Returns eight bfloat16: three that add up to x, the largest first, and zeros."""
-    parts = []
+    parts, words = [], Native("bfloat16")
     for _ in range(3):
-        part = ptx.unpack(ptx.pack(x, Float32(0.0)))[0]
+        part = words.numbers(words.pair(x, Float32(0.0)))[0]
         # Nothing is left of an infinity.
         x = ptx.where(cutlass.max(part, -part) < Float32(float("inf")), x - part, Float32(0.0))
         parts.append(part)
-    return [ptx.pack(parts[0], parts[1]), ptx.pack(parts[2], Float32(0.0)), Int32(0), Int32(0)]
+    return [words.pair(parts[0], parts[1]), words.pair(parts[2], Float32(0.0)), Int32(0), Int32(0)]

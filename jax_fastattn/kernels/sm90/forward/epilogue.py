@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cutlass import Int32, Int64
 
-from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.device.products import result_words
 from jax_fastattn.kernels.device.row_store import RowStore
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax
@@ -47,5 +47,5 @@ class ForwardOutput:
             row=first_row,
             end=tile.queries.length,
             quad_lane=self.lane.column // 2,
-            mma_dtype=ptx.MMA_DTYPE[call.spec.result_dtype],
+            words=result_words(call.spec),
         ).store(self.out, rows)

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.device.products import LeftFactor, Words, product_words
 from jax_fastattn.kernels.sm90.forward.key_bias import KeyBiasStep
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.weights import Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,30 +28,30 @@ class ForwardProducts:
     Attributes:
         call: what the roles share.
         lane: the thread.
+        words: what P becomes.
         shared_query: Q of all warpgroups, `[rows, columns, warpgroup]`.
         score_mma: S = Q K^T, both factors from shared memory.
         fragment_mma: the same with Q from registers.
-        out_mma: O += P V, P from registers.
         query: descriptors of this warpgroup's Q.
         key: descriptors of the stages as K.
         value: descriptors of the stages as V.
         scores: accumulator `[64, keys]` of S.
-        probabilities: left factor `[64, keys]`, P in 16 bits.
+        probabilities: P `[64, keys]` as left factor of O.
         out: accumulator `[64, columns of V]` of O.
         key_bias: one more step of S; None without a bias of keys.
     """
 
     call: Call
     lane: Lane
+    words: Words
     shared_query: cute.Tensor
     score_mma: cute.TiledMma
     fragment_mma: cute.TiledMma
-    out_mma: cute.TiledMma
     query: cute.Tensor
     key: cute.Tensor
     value: cute.Tensor
     scores: Accumulator
-    probabilities: cute.Tensor
+    probabilities: LeftFactor
     out: Accumulator
     key_bias: KeyBiasStep | None
 
@@ -59,18 +61,19 @@ class ForwardProducts:
         dtype, keys, v_head_dim = shared.query.element_type, call.config.keys, call.memory.v_head_dim
         score_mma = wgmma.product(dtype, keys, a_in_registers=False, b_transposed=False)
         out_mma = wgmma.product(dtype, v_head_dim, a_in_registers=True, b_transposed=True)
+        words = product_words(call.spec)
         return cls(
             call=call,
             lane=lane,
+            words=words,
             shared_query=shared.query,
             score_mma=score_mma,
             fragment_mma=wgmma.product(dtype, keys, a_in_registers=True, b_transposed=False),
-            out_mma=out_mma,
             query=wgmma.operand_a(score_mma, shared.query)[None, None, None, lane.group],
             key=wgmma.operand_b(score_mma, shared.key),
             value=wgmma.operand_b(out_mma, wgmma.transposed(shared.value)),
             scores=wgmma.accumulator(score_mma, (WARPGROUP_ROWS, keys)),
-            probabilities=wgmma.fragment_a(out_mma, (WARPGROUP_ROWS, keys), dtype),
+            probabilities=words.left_factor(out_mma, (WARPGROUP_ROWS, keys)),
             out=wgmma.accumulator(out_mma, (WARPGROUP_ROWS, v_head_dim)),
             key_bias=KeyBiasStep.start(call, shared, lane),
         )
@@ -102,17 +105,11 @@ class ForwardProducts:
 
     def add_values(self, stage: Int32) -> None:
         """Starts O += P V."""
-        values = self.value[None, None, None, stage]
-        wgmma.gemm(self.out_mma, self.out, self.probabilities, values, accumulate=True)
+        self.probabilities.multiply(self.out, self.value[None, None, None, stage])
 
-    def round_probabilities(self, *, floor: bool = False) -> None:
-        """Rounds P, which is where S was, to 16 bits: the accumulator's fragments are those of the left factor.
-
-        With a `floor` negative numbers become 0.
-        """
-        pairs = cute.recast_tensor(self.probabilities, Int32)
-        for i in range(cute.size(self.scores) // 2):
-            pairs[i] = ptx.pack(self.scores[2 * i], self.scores[2 * i + 1], dtype=self.call.mma_dtype, floor=floor)
+    def round_probabilities(self, weights: Weights, *, floor: bool = False) -> None:
+        """Makes P, which is where S was, the left factor of O. With a `floor` negative numbers become 0."""
+        weights.round(self.words, self.probabilities, floor=floor)
 
     def rescale_out(self, factors: Accumulator, grown: Boolean) -> None:
         """Multiplies the two rows of O of a lane by their factors, if a row of the warp has a larger maximum now."""

@@ -23,6 +23,7 @@ from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane
 from jax_fastattn.kernels.tiles import plan
+from jax_fastattn.kernels.weights import Weights
 
 # Upper limit on a lane's sum of unnormalized probabilities in a full tile. P has to fit its 16 bits, O and the sums
 # float32.
@@ -94,9 +95,10 @@ class OnlineSoftmax:
             rows: what becomes of the scores of the lane's two rows.
             is_edge: whether the tile needs a mask; None if it counts as masked in any case.
         """
-        self._hide(index, rows, is_edge)
+        weights = self._weights(index, rows)
+        self._hide(weights, rows, is_edge)
         self._raise_maxima()
-        self.products.round_probabilities()
+        self.products.round_probabilities(weights)
 
     def masked_tile(self, index: Int32, stage: Int32, rows: ScoreRows) -> None:
         """Turns the scores of a masked tile into P, with products in flight that it then awaits; rescales O.
@@ -106,11 +108,12 @@ class OnlineSoftmax:
             stage: of K, which is released.
             rows: what becomes of the scores of the lane's two rows.
         """
+        weights = self._weights(index, rows)
         self.ring.consumer_release(stage)
-        self._hide(index, rows)
+        self._hide(weights, rows)
         grown = self._raise_maxima()
         warpgroup.wait_group(0)
-        self.products.round_probabilities()
+        self.products.round_probabilities(weights)
         self.products.rescale_out(self.factors, grown)
 
     def full_tile(self, index: Int32, stage: Int32, rows: ScoreRows) -> None:
@@ -121,19 +124,19 @@ class OnlineSoftmax:
             stage: of K, which is released.
             rows: what becomes of the scores of the lane's two rows.
         """
-        tile = self._tile(index, rows)
-        sums, failed = self._attempt(rows.score, tile)
+        weights = self._weights(index, rows)
+        sums, failed = self._attempt(weights)
         late = self.call.config.pv_wait_after_exp
 
         def wait() -> None:
             # All warps of a warpgroup have to wait in the same place: not on the two sides of a warp's branch.
             warpgroup.wait_group(0)
-            self.products.round_probabilities()
+            self.products.round_probabilities(weights)
 
         def recompute() -> None:
-            self._recompute(stage, rows.score, tile)
+            self._recompute(stage, weights)
             if not late:
-                self.products.round_probabilities()
+                self.products.round_probabilities(weights)
 
         if not late:
             wait()
@@ -162,10 +165,10 @@ class OnlineSoftmax:
             stage: of K, which is released.
             rows: what becomes of the scores of the lane's two rows.
         """
+        weights, grown = self._weights(index, rows), cute.make_rmem_tensor((1,), Int32)
         self.ring.consumer_release(stage)
-        scores, grown = self.products.scores, cute.make_rmem_tensor((1,), Int32)
-        rows.score.full(scores, self._tile(index, rows))
-        found = softmax.row_maxima(scores, *self._blocks, keep_nan=True)
+        weights.full()
+        found = softmax.row_maxima(self.products.scores, *self._blocks, keep_nan=True)
         grown[0] = Int32(0)
 
         def see() -> None:
@@ -176,22 +179,22 @@ class OnlineSoftmax:
         hidden = Boolean((found[0] == Float32(softmax.NEVER)) & (found[1] == Float32(softmax.NEVER)))
         cutlass.if_generate(cute.arch.vote_any_sync(Boolean(hidden == Boolean(False))), see)
         warpgroup.wait_group(0)
-        self.products.round_probabilities(floor=True)
+        self.products.round_probabilities(weights, floor=True)
         self.products.rescale_out(self.factors, Boolean(grown[0] != 0))
 
     # The usual softmax.
 
-    def _tile(self, index: Int32, rows: ScoreRows) -> ScoreTile:
-        """Returns where the lane's scores of a key tile lie."""
-        return ScoreTile(rows.first, index, self.call.config.keys, self.lane.column, self._blocks[1])
+    def _weights(self, index: Int32, rows: ScoreRows) -> Weights:
+        """Returns the lane's weights of a key tile, given its scores."""
+        tile = ScoreTile(rows.first, index, self.call.config.keys, self.lane.column, self._blocks[1])
+        return Weights(rows.score, tile, self.products.scores)
 
-    def _hide(self, index: Int32, rows: ScoreRows, is_edge: Boolean | None = None) -> None:
+    def _hide(self, weights: Weights, rows: ScoreRows, is_edge: Boolean | None = None) -> None:
         """Turns the scores of a key tile into logits, and hides those that do not count."""
-        tile, scores = self._tile(index, rows), self.products.scores
-        rows.score.full(scores, tile)
+        weights.full()
 
         def hide() -> None:
-            rows.score.hide(scores, tile, rows.seen, Float32(softmax.NEVER), check_low=rows.check_low)
+            weights.hide(rows.seen, Float32(softmax.NEVER), check_low=rows.check_low)
 
         if is_edge is None:
             hide()
@@ -230,7 +233,7 @@ class OnlineSoftmax:
 
     # The optimistic one.
 
-    def _attempt(self, score: Score, tile: ScoreTile) -> tuple[list[Float32], Boolean]:
+    def _attempt(self, weights: Weights) -> tuple[list[Float32], Boolean]:
         """Turns the scores of a full tile into probabilities, assuming that they lie not far above the maxima.
 
         No maximum, no exchange between lanes: the probabilities may exceed 1, which costs nothing in floating point.
@@ -240,7 +243,7 @@ class OnlineSoftmax:
         Returns:
             sums of the lane's two rows, and whether the assumption is wrong for a row of the warp.
         """
-        sums = score.exponentials(self.products.scores, tile, self.maxima)
+        sums = weights.exponentials(self.maxima)
         limit = Float32(_SUM_LIMITS[self.call.spec.product_dtype])
         holds = Boolean((sums[0] < limit) & (sums[1] < limit))
         return sums, cute.arch.vote_any_sync(Boolean(holds == Boolean(False)))
@@ -251,7 +254,7 @@ class OnlineSoftmax:
         for i, total in enumerate(sums):
             self.sums[i] = self.sums[i] + total
 
-    def _recompute(self, stage: Int32, score: Score, tile: ScoreTile) -> None:
+    def _recompute(self, stage: Int32, weights: Weights) -> None:
         """Repeats the softmax of a full tile as usual: the scores are gone, the tiles still in shared memory."""
         memory = self.call.memory
         warp_scores.warp_scores(
@@ -267,7 +270,7 @@ class OnlineSoftmax:
         if self.products.key_bias is not None:
             self.products.key_bias.add(self.products.scores, stage)
         self.ring.consumer_release(stage)
-        score.full(self.products.scores, tile)
+        weights.full()
         self._raise_maxima()
 
     @property

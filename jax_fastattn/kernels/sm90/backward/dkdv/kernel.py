@@ -22,9 +22,10 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
-from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.products import product_words, result_words
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
@@ -116,10 +117,11 @@ class DkdvConsumer:
         mma = wgmma.product(shared.query.element_type, config.queries, a_in_registers=False, b_transposed=False)
         group, stage = warp_index // 4, wgmma.Uniform(Int32(0), Int32(0))
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
-        mask = QueryMask(spec, shared, row, lane_column)
+        mask, words = QueryMask(spec, shared, row, lane_column), product_words(spec)
         return cls(
             state=DkdvState(
                 spec=spec,
+                words=words,
                 shared=shared,
                 thread=thread,
                 score=score,
@@ -130,7 +132,7 @@ class DkdvConsumer:
                 product=product,
             ),
             group=group,
-            weights=WeightExchange(spec, shared, thread, lane_column, mask, stage, product, KeySums.of(spec)),
+            weights=WeightExchange(spec, words, shared, thread, lane_column, mask, stage, product, KeySums.of(spec)),
         )
 
     def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
@@ -200,5 +202,5 @@ class DkdvConsumer:
             row=self.state.row,
             end=work.keys.length - work.row,
             quad_lane=self.state.thread % 4,
-            mma_dtype=ptx.MMA_DTYPE[self.state.spec.result_dtype],
+            words=result_words(self.state.spec),
         )

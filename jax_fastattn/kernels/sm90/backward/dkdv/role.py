@@ -13,6 +13,7 @@ from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.products import LeftFactor, Words
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
@@ -60,6 +61,7 @@ class DkdvState:
 
     Attributes:
         spec: the compile key.
+        words: what P and dS become.
         shared: tiles and barriers.
         thread: index of this thread in the CTA.
         score: from products to probabilities.
@@ -71,6 +73,7 @@ class DkdvState:
     """
 
     spec: KernelSpec
+    words: Words
     shared: BackwardShared
     thread: Int32
     score: Score
@@ -93,21 +96,20 @@ class DkdvState:
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """What one of the two warpgroups does for a tile of keys: `product = left right^T`, `sum += fragment^T added`.
+    """What one of the two warpgroups does for a tile of keys: `product = left right^T`, `sum += factor^T added`.
 
     Attributes:
         state: what both warpgroups have.
         work: the tile of keys.
-        differentiate: from the product to the fragment, in 16 bits.
+        differentiate: from the product to the left factor of the sum.
         right_empty: barriers on which stages of the right factor are given back.
         added_empty: barriers on which stages of the right factor of the sum are given back.
         left: left factor of the product, of the keys.
         right: descriptors of its right factor.
-        sum_mma: the product that is added to the sum, its left factor from registers.
+        factor: left factor of the product that is added to the sum, P or dS.
         added: descriptors of its right factor.
-        fragment: its left factor in 16 bits.
         sum: accumulator `[64, columns]` of dk or dv.
-        previous: stage of the last tile whose fragment is there.
+        previous: stage of the last tile whose left factor is there.
         finish_head: called after each query head of the group, with its index; None if there is nothing to do.
     """
 
@@ -118,9 +120,8 @@ class Role:
     added_empty: cute.Pointer
     left: list[_LeftStep]
     right: cute.Tensor
-    sum_mma: cute.TiledMma
+    factor: LeftFactor
     added: cute.Tensor
-    fragment: cute.Tensor
     sum: cute.Tensor
     previous: wgmma.Uniform
     finish_head: Callable[[Int32], None] | None = None
@@ -143,7 +144,7 @@ class Role:
             left: left factor of the product, `[64, columns, 1]` in shared memory.
             right: its right factor.
             added: right factor of the sum.
-            differentiate: from the product to the fragment.
+            differentiate: from the product to the left factor of the sum.
         """
         config, dtype, mma = state.config, state.dtype, state.mma
         columns, shape = cute.size(added.tiles, mode=[1]), (WARPGROUP_ROWS, config.queries)
@@ -163,9 +164,8 @@ class Role:
             added_empty=added.empty,
             left=factors,
             right=descriptors,
-            sum_mma=sum_mma,
+            factor=state.words.left_factor(sum_mma, shape),
             added=wgmma.operand_b(sum_mma, wgmma.transposed(added.tiles)),
-            fragment=wgmma.fragment_a(sum_mma, shape, dtype),
             sum=wgmma.accumulator(sum_mma, (WARPGROUP_ROWS, columns)),
             previous=wgmma.Uniform(Int32(0)),
         )
@@ -220,9 +220,8 @@ class Role:
         wgmma.release(self.right_empty + stage)
         if adds_previous:
             self._finish_sum()
-        fragment = cute.recast_tensor(self.fragment, Int32)
         for i, pair in enumerate(pairs):
-            fragment[i] = ptx.move(pair)
+            self.factor.put(i, ptx.move(pair))
         self.previous[0] = stage
         wgmma.advance(state.stage, state.config.stages)
         if not overlap:
@@ -242,9 +241,8 @@ class Role:
             rows.zero_hidden_queries(work, index, stage)
 
     def _start_sum(self) -> None:
-        """Starts the sum of the last tile whose fragment is there."""
-        added = self.added[None, None, None, self.previous[0]]
-        wgmma.gemm(self.sum_mma, self.sum, self.fragment, added, accumulate=True)
+        """Starts the sum of the last tile whose left factor is there."""
+        self.factor.multiply(self.sum, self.added[None, None, None, self.previous[0]])
 
     def _finish_sum(self) -> None:
         """Waits for all products and gives the stage back."""

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """P and dS of the warpgroups of `kernel.py`, and the weights that pass from one warpgroup to the other.
 
-Weights are the factors of dP - delta in dS, see `score.py`. They lie in shared memory in 16 bits, in the
-order of the registers.
+Weights are the factors of dP - delta in dS, see `score.py`. Their pairs lie in shared memory in the order of the
+registers.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,9 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.products import Words, round_weights
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, packed_weights
+from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
@@ -29,10 +30,11 @@ Differentiate = Callable[[QueryHead, Int32, Edges | None, int, bool], list[Int32
 
 @dataclass(frozen=True, eq=False)
 class WeightExchange:
-    """Emits the way of a warpgroup from its product to pairs in 16 bits.
+    """Emits the way of a warpgroup from its product to pairs.
 
     Attributes:
         spec: the compile key.
+        words: what P and dS become.
         shared: tiles and barriers.
         thread: index of this thread in the CTA.
         lane_column: the lane's first column of the product.
@@ -43,6 +45,7 @@ class WeightExchange:
     """
 
     spec: KernelSpec
+    words: Words
     shared: BackwardShared
     thread: Int32
     lane_column: Int32
@@ -63,7 +66,7 @@ class WeightExchange:
         # Of each 8 queries the lane has two columns.
         lses = [lse2[i // 4 * 2 + i % 2] for i in range(cute.size(self.product))]
         weighed = (reading.gradient(self.product[i], x, at.at(i), edge) for i, x in enumerate(lses))
-        pairs, weights = packed_weights(weighed, self._mma_dtype)
+        pairs, weights = round_weights(self.words, weighed)
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
         cute.arch.barrier_arrive(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
@@ -79,11 +82,11 @@ class WeightExchange:
         pairs = []
         for i in range(0, config.queries // 4, 4):
             for j, chunk in enumerate(ptx.load_shared_chunk(self._address(stage, i)), i):
-                weights = ptx.unpack(chunk, dtype=self._mma_dtype)
+                weights = self.words.numbers(chunk)
                 values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
                 if self.key_sums is not None:
                     self.key_sums.add(j % 2, values)
-                pairs.append(ptx.pack(*values, dtype=self._mma_dtype))
+                pairs.append(self.words.pair(*values))
         return pairs
 
     def _edge(self, head: QueryHead, index: Int32, edges: Edges | None, *, first: bool) -> Edge | None:
@@ -93,10 +96,6 @@ class WeightExchange:
         if self.spec.listed:
             return self.mask.listed_edge(head, index, self.stage[0], first=first)
         return self.mask.edge(head, index, edges)
-
-    @property
-    def _mma_dtype(self) -> str:
-        return ptx.MMA_DTYPE[self.spec.product_dtype]
 
     def _stats(self, stage: Int32, which: int) -> list[Float32]:
         """Returns the log-sum-exps (0) or delta (1) of the queries of the lane's columns, two of each 8 queries."""

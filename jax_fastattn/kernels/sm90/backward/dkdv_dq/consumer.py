@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, warp_scores, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.products import result_words
 from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
@@ -227,5 +228,5 @@ class DkdvDqConsumer:
                 row=lane.row,
                 end=work.keys.length - work.row,
                 quad_lane=lane.thread % 4,
-                mma_dtype=ptx.MMA_DTYPE[self.spec.result_dtype],
+                words=result_words(self.spec),
             ).store_live(acc, copies.Rows(None, work.bounds.key_end - work.row), factor)

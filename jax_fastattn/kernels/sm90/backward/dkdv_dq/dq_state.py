@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.products import result_words
 from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, ROW_ALIGNMENT
@@ -279,5 +280,5 @@ class DqWarpgroup:
             row=self.row + chunk.row_block * BLOCK,
             end=work.queries.length - rows.first,
             quad_lane=self.thread % 4,
-            mma_dtype=ptx.MMA_DTYPE[spec.result_dtype],
+            words=result_words(spec),
         ).store_live(self.dq, copies.Rows(None, work.bounds.query_end - rows.first), self.scale)

@@ -17,9 +17,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.device.products import LeftFactor, Words, pairs, product_words, round_weights
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, Score, packed_weights, weighed
+from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.shared import STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sums.key_sums import KeySums
@@ -30,10 +31,8 @@ class DkdvDqProducts:
     """Emits the products of one warpgroup.
 
     Attributes:
-        spec: the compile key.
+        words: what P^T and dS^T become.
         score_mma: S^T and dP^T, both factors from shared memory.
-        dk_mma: dK, dS^T from registers.
-        dv_mma: dV, P^T from registers.
         stats_mma: the step that adds statistics.
         key: descriptors of this warpgroup's K.
         value: descriptors of this warpgroup's V.
@@ -44,16 +43,14 @@ class DkdvDqProducts:
         stats: descriptors of the ring of statistics.
         ones: left factor of the step that adds statistics.
         scores: accumulator `[64, queries]` of S^T, then of dP^T.
-        p_fragment: P^T in 16 bits.
-        ds_fragment: dS^T in 16 bits.
+        p_factor: P^T as left factor of dV.
+        ds_factor: dS^T as left factor of dK.
         dk: accumulator `[64, columns of K]`.
         dv: accumulator `[64, columns of V]`.
     """
 
-    spec: KernelSpec
+    words: Words
     score_mma: cute.TiledMma
-    dk_mma: cute.TiledMma
-    dv_mma: cute.TiledMma
     stats_mma: cute.TiledMma
     key: cute.Tensor
     value: cute.Tensor
@@ -64,8 +61,8 @@ class DkdvDqProducts:
     stats: cute.Tensor
     ones: Any
     scores: Accumulator
-    p_fragment: cute.Tensor
-    ds_fragment: cute.Tensor
+    p_factor: LeftFactor
+    ds_factor: LeftFactor
     dk: Accumulator
     dv: Accumulator
 
@@ -86,12 +83,10 @@ class DkdvDqProducts:
         stats_mma = wgmma.product(
             cutlass.BFloat16, config.queries, a_in_registers=not config.shared_ones, b_transposed=False
         )
-        shape = (WARPGROUP_ROWS, config.queries)
+        shape, words = (WARPGROUP_ROWS, config.queries), product_words(spec)
         return cls(
-            spec=spec,
+            words=words,
             score_mma=score_mma,
-            dk_mma=dk_mma,
-            dv_mma=dv_mma,
             stats_mma=stats_mma,
             stats=wgmma.operand_b(stats_mma, shared.stats),
             key=wgmma.operand_a(score_mma, shared.key)[None, None, None, group],
@@ -101,8 +96,8 @@ class DkdvDqProducts:
             query_t=wgmma.operand_b(dk_mma, wgmma.transposed(shared.query)),
             dout_t=wgmma.operand_b(dv_mma, wgmma.transposed(shared.dout)),
             scores=wgmma.accumulator(score_mma, shape),
-            p_fragment=wgmma.fragment_a(dv_mma, shape, dtype),
-            ds_fragment=wgmma.fragment_a(dk_mma, shape, dtype),
+            p_factor=words.left_factor(dv_mma, shape),
+            ds_factor=words.left_factor(dk_mma, shape),
             dk=wgmma.accumulator(dk_mma, (WARPGROUP_ROWS, memory.head_dim)),
             dv=wgmma.accumulator(dv_mma, (WARPGROUP_ROWS, memory.v_head_dim)),
             ones=_ones(stats_mma, shared.ones, thread),
@@ -116,7 +111,7 @@ class DkdvDqProducts:
     # The products of a tile of queries, in order.
 
     def compute_scores(self, score: Score, stage: Int32, tile: ScoreTile) -> tuple[Score, list[Int32]]:
-        """Computes logits less log-sum-exps; returns pairs of their slopes in 16 bits, empty where slopes are 1.
+        """Computes logits less log-sum-exps; returns pairs of their slopes, empty where slopes are 1.
 
         Logits are over `score.factor` where they are products times a factor, maybe plus a bias, which is not yet
         added: their log-sum-exps are then part of the product. Else they are in base 2, and the product with the
@@ -141,14 +136,13 @@ class DkdvDqProducts:
         return score, slopes
 
     def probabilities(self, score: Score, slopes: list[Int32], tile: ScoreTile, edge: Edge | None) -> list[Int32]:
-        """Turns S into P in 16 bits; returns pairs of weights, see `score.py`."""
+        """Turns S into P, the left factor of dV; returns pairs of weights, see `score.py`."""
         weighed = (self._weighed(score, i, slopes, tile.at(i), edge) for i in range(cute.size(self.scores)))
-        probabilities, weights = packed_weights(weighed, self._mma_dtype)
-        pairs = cute.recast_tensor(self.p_fragment, Int32)
+        probabilities, weights = round_weights(self.words, weighed)
         for i, pair in enumerate(probabilities):
-            pairs[i] = pair
-        # Where slopes are 1 weights are P. No register that a product in flight reads may be read by others.
-        return weights if slopes else _copied(self.p_fragment)
+            self.p_factor.put(i, pair)
+        # Where slopes are 1 weights are P.
+        return weights if slopes else self.p_factor.copied()
 
     def _weighed(
         self, score: Score, i: int, slopes: list[Int32], at: Element, edge: Edge | None
@@ -159,8 +153,8 @@ class DkdvDqProducts:
             logit = logit * score.factor if score.is_affine else score.logit(logit, at).value
         weight = probability = ptx.exp2(logit)
         if slopes:
-            weight = probability * ptx.unpack(slopes[i // 2], dtype=self._mma_dtype)[i % 2]
-        return weighed(probability, weight, at, edge)
+            weight = probability * self.words.numbers(slopes[i // 2])[i % 2]
+        return (probability, weight) if edge is None else edge.weigh(probability, weight, at)
 
     def start_dp(self, stage: Int32) -> None:
         """Starts dP - delta, in the registers of the scores."""
@@ -169,45 +163,40 @@ class DkdvDqProducts:
 
     def add_dv(self, stage: Int32) -> None:
         """Starts dV += P^T dO."""
-        wgmma.gemm(self.dv_mma, self.dv, self.p_fragment, self.dout_t[None, None, None, stage], accumulate=True)
+        self.p_factor.multiply(self.dv, self.dout_t[None, None, None, stage])
 
     def dscores(self, weights: list[Int32], sums: KeySums | None) -> list[Int32]:
-        """Turns dP - delta into dS in 16 bits, which it adds to sums; returns it in registers of its own.
+        """Turns dP - delta into dS, the left factor of dK, which it adds to sums; returns its pairs.
 
-        Weights have 16 bits, too, so that half as many registers wait.
+        Weights are pairs, too, so that half as many registers wait.
         """
-        pairs = cute.recast_tensor(self.ds_fragment, Int32)
         for i, pair in enumerate(weights):
-            factors = ptx.unpack(pair, dtype=self._mma_dtype)
+            factors = self.words.numbers(pair)
             values = [factors[e] * self.scores[2 * i + e] for e in range(2)]
             if sums is not None:
                 sums.add(i % 2, values)
-            pairs[i] = ptx.pack(*values, dtype=self._mma_dtype)
-        return _copied(self.ds_fragment)
+            self.ds_factor.put(i, self.words.pair(*values))
+        return self.ds_factor.copied()
 
     def add_dk(self, stage: Int32) -> None:
         """Starts dK += dS^T Q."""
-        wgmma.gemm(self.dk_mma, self.dk, self.ds_fragment, self.query_t[None, None, None, stage], accumulate=True)
+        self.ds_factor.multiply(self.dk, self.query_t[None, None, None, stage])
 
     # Their parts.
-
-    @property
-    def _mma_dtype(self) -> str:
-        return ptx.MMA_DTYPE[self.spec.product_dtype]
 
     def _minus(self, stage: Int32, which: int) -> wgmma.Step:
         """Returns a step of a product that adds minus the log-sum-exps (0) or delta (1) of its queries."""
         return self.stats_mma, self.ones, self.stats[None, None, 0, 2 * stage + which]
 
     def _change_logits(self, score: Score, tile: ScoreTile) -> list[Int32]:
-        """Turns S into logits in base 2; returns pairs of slopes in 16 bits, none where they are 1."""
+        """Turns S into logits in base 2; returns pairs of slopes, none where they are 1."""
         slopes, reading = [], score.read(tile)
         for i in range(cute.size(self.scores)):
             logit = reading.logit(self.scores[i], tile.at(i))
             self.scores[i] = logit.value if logit.factor is None else logit.value * logit.factor
             if logit.slopes:
                 slopes.append(logit.slope())
-        return [ptx.pack(*slopes[i : i + 2], dtype=self._mma_dtype) for i in range(0, len(slopes), 2)]
+        return pairs(self.words, slopes)
 
 
 def _ones(stats_mma: cute.TiledMma, shared_ones: cute.Tensor | None, thread: Int32) -> Any:
@@ -215,9 +204,3 @@ def _ones(stats_mma: cute.TiledMma, shared_ones: cute.Tensor | None, thread: Int
     if shared_ones is not None:
         return wgmma.operand_a(stats_mma, shared_ones)[None, None, 0, 0]
     return wgmma.ones(stats_mma, (WARPGROUP_ROWS, STEP), thread)
-
-
-def _copied(fragment: cute.Tensor) -> list[Int32]:
-    """Returns the pairs of a fragment in registers of their own."""
-    pairs = cute.recast_tensor(fragment, Int32)
-    return [ptx.move(pairs[i]) for i in range(cute.size(pairs))]

@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import copies, ptx, wgmma, zeroing
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.products import product_words, result_words
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
@@ -66,7 +67,7 @@ class DqConsumer:
         work: the CTA's tile of queries.
         score: from products to probabilities.
         ring: the warpgroup's position in the ring.
-        key_stage: register `[1]` with the stage of K whose dS is in the fragment.
+        key_stage: register `[1]` with the stage of K whose dS is the left factor of dQ.
         group: the warpgroup.
         thread: index of this thread in the warpgroup.
         row: the lane's first row, counted from the CTA's first row; the other one is 8 further.
@@ -124,7 +125,7 @@ class DqConsumer:
             thread=thread % 128,
             row=row,
             lane_column=lane_column,
-            products=DqProducts.start(shared, group),
+            products=DqProducts.start(product_words(spec), shared, group),
             stats=_load_statistics(stats, work, work.row + row),
         )
 
@@ -215,16 +216,15 @@ class DqConsumer:
             _, weights[i] = reading.gradient(weights[i], self.stats[at.i].lse2, at)
 
     def _dscores(self, tile: ScoreTile, edge: Edge | None) -> None:
-        """Turns dP into dS in 16 bits, 0 where a query does not see the key: what is there may be no number."""
-        score, dscore = self.products.score, self.products.dscore
-        pairs = cute.recast_tensor(self.products.fragment, Int32)
+        """Turns dP into dS, the left factor of dQ, 0 where a query does not see the key: it may be no number there."""
+        products, score, dscore = self.products, self.products.score, self.products.dscore
         for pair in range(cute.size(score) // 2):
             values = []
             for i in (2 * pair, 2 * pair + 1):
                 at = tile.at(i)
                 value = score[i] * (dscore[i] - self.stats[at.i].delta)
                 values.append(value if edge is None else edge.select(value, at))
-            pairs[pair] = ptx.pack(*values, dtype=ptx.MMA_DTYPE[self.spec.product_dtype])
+            products.factor.put(pair, products.words.pair(*values))
 
     def _load_bits(self, index: Int32, *, first: bool) -> "_ListedEdge | None":
         """Loads the bits of an edge tile of a list, long before they are used.
@@ -302,7 +302,7 @@ class DqConsumer:
             row=self.row,
             end=work.queries.length - work.row,
             quad_lane=self.thread % 4,
-            mma_dtype=ptx.MMA_DTYPE[self.spec.result_dtype],
+            words=result_words(self.spec),
         )
         if work.listed is not None:
             # Padding is dead in lists, and may be part of a full tile.

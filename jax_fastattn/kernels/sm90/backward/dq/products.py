@@ -14,6 +14,7 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.device.products import LeftFactor, Words
 from jax_fastattn.kernels.sm90.backward.dq.shared import DqShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
@@ -23,8 +24,8 @@ class DqProducts:
     """Emits the products of one warpgroup.
 
     Attributes:
+        words: what dS becomes.
         score_mma: S and dP, both factors from shared memory.
-        dq_mma: dQ, dS from registers.
         query: descriptors of this warpgroup's Q.
         dout: descriptors of this warpgroup's dO.
         key: descriptors of the ring as tiles of K.
@@ -32,12 +33,12 @@ class DqProducts:
         key_t: descriptors of the ring as right factor of dQ.
         score: accumulator `[64, keys]` of S, then P times the slope of a soft cap if there is one.
         dscore: accumulator `[64, keys]` of dP.
-        fragment: dS in 16 bits.
+        factor: dS as left factor of dQ.
         dq: accumulator `[64, columns of Q]`.
     """
 
+    words: Words
     score_mma: cute.TiledMma
-    dq_mma: cute.TiledMma
     query: cute.Tensor
     dout: cute.Tensor
     key: cute.Tensor
@@ -45,11 +46,11 @@ class DqProducts:
     key_t: cute.Tensor
     score: Accumulator
     dscore: Accumulator
-    fragment: cute.Tensor
+    factor: LeftFactor
     dq: Accumulator
 
     @classmethod
-    def start(cls, shared: DqShared, group: Int32) -> "DqProducts":
+    def start(cls, words: Words, shared: DqShared, group: Int32) -> "DqProducts":
         """Returns the products of a warpgroup with their registers."""
         dtype: Any = shared.query.element_type
         memory, config = shared.memory, shared.memory.config
@@ -57,8 +58,8 @@ class DqProducts:
         dq_mma = wgmma.product(dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
         scores = (WARPGROUP_ROWS, config.keys)
         return cls(
+            words=words,
             score_mma=score_mma,
-            dq_mma=dq_mma,
             query=wgmma.operand_a(score_mma, shared.query)[None, None, None, group],
             dout=wgmma.operand_a(score_mma, shared.dout)[None, None, None, group],
             key=wgmma.operand_b(score_mma, shared.key),
@@ -66,7 +67,7 @@ class DqProducts:
             key_t=wgmma.operand_b(dq_mma, wgmma.transposed(shared.key)),
             score=wgmma.accumulator(score_mma, scores),
             dscore=wgmma.accumulator(score_mma, scores),
-            fragment=wgmma.fragment_a(dq_mma, scores, dtype),
+            factor=words.left_factor(dq_mma, scores),
             dq=wgmma.accumulator(dq_mma, (WARPGROUP_ROWS, memory.head_dim)),
         )
 
@@ -80,4 +81,4 @@ class DqProducts:
 
     def start_dq(self, stage: Int32) -> None:
         """Starts dQ += dS K."""
-        wgmma.gemm(self.dq_mma, self.dq, self.fragment, self.key_t[None, None, None, stage], accumulate=True)
+        self.factor.multiply(self.dq, self.key_t[None, None, None, stage])

@@ -1,0 +1,67 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a tile, from products q . k to the words of the next product.
+
+A kernel makes one of these objects where a tile begins. So what rounds P knows whose weights it rounds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cutlass import Float32, Int32, cute
+
+from jax_fastattn.kernels.device.mma import Accumulator, Fragment
+from jax_fastattn.kernels.device.products import LeftFactor, Words
+from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.visible.bits import Bits
+from jax_fastattn.kernels.features.visible.row_bits import SeenKeys
+from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.tiles.plan import Limits
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Products, logits and P of a tile, one after the other in the same registers.
+
+    Attributes:
+        score: from products to probabilities of the query head.
+        tile: where the scores lie.
+        acc: their accumulator.
+    """
+
+    score: Score
+    tile: ScoreTile
+    acc: Accumulator
+
+    def full(self) -> None:
+        """Turns products into logits, see `Score.full`."""
+        self.score.full(self.acc, self.tile)
+
+    def edge(self, seen: Sequence[Limits] | Bits | SeenKeys, *, check_low: bool) -> None:
+        """Does the same, and hides what does not count, see `Score.edge`."""
+        self.score.edge(self.acc, self.tile, seen, check_low=check_low)
+
+    def hide(self, seen: Sequence[Limits] | Bits | SeenKeys, hidden: Float32, *, check_low: bool) -> None:
+        """Puts `hidden` where a score does not count, see `Score.hide`."""
+        self.score.hide(self.acc, self.tile, seen, hidden, check_low=check_low)
+
+    def exponentials(self, maxima: Accumulator) -> list[Float32]:
+        """Turns products into P, and returns the sums of rows, see `Score.exponentials`."""
+        return self.score.exponentials(self.acc, self.tile, maxima)
+
+    def pair(self, words: Words, i: int, *, floor: bool = False) -> Int32:
+        """Returns what a pair of P becomes. With a `floor` negative numbers become 0."""
+        return words.pair(self.acc[2 * i], self.acc[2 * i + 1], floor=floor)
+
+    def pairs(self, words: Words) -> list[Int32]:
+        """Returns what all pairs of P become, if they are a list."""
+        return [self.pair(words, i) for i in range(len(self.acc) // 2)]
+
+    def fragment(self, words: Words, m: int, k: int) -> Fragment:
+        """Returns P of 16 rows and 16 columns as left factor of a warp's product, see `Words.fragment`."""
+        return words.fragment(lambda i: self.pair(words, i), self.tile.n_blocks, m, k)
+
+    def round(self, words: Words, into: LeftFactor, *, floor: bool = False) -> None:
+        """Makes P the left factor of a warpgroup's product; see `pair` for `floor`."""
+        for i in range(cute.size(self.acc) // 2):
+            into.put(i, self.pair(words, i, floor=floor))
