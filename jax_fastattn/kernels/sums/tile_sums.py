@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sums that a warp of the dbias kernel of either family keeps in registers: what it adds, and the result.
 
+Both kinds are `Sums` of the items of a tile, of which a launch has one.
+
 The gradient of a matrix is a sum of dS for each score. The gradient of a bias of rows comes from three sums for each
 row.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -43,6 +45,34 @@ class Lane(NamedTuple):
     row: Int32
     column: Int32
     warp_column: Int32 | int = 0
+
+
+class ItemPart(NamedTuple):
+    """What an item adds.
+
+    Attributes:
+        scores: where the lane's scores lie.
+        weight: returns the weight of an element, see `score.py`.
+        change: returns dP of an element, less delta if the sums are `centered`.
+        edge: what is hidden; None if nothing is.
+    """
+
+    scores: ScoreTile
+    weight: Callable[[int], Float32]
+    change: Callable[[int, Element], Float32]
+    edge: Edge | None
+
+
+class TilePlace(NamedTuple):
+    """Where a thread's sums are stored.
+
+    Attributes:
+        tile: the tile of the CTA.
+        lane: the thread's part of it.
+    """
+
+    tile: DbiasTile
+    lane: Lane
 
 
 class Hidden(NamedTuple):
@@ -132,7 +162,12 @@ class DbiasSum:
         row = tile.row * ROWS + lane.row + 8 * i
         return row, Boolean(row < self.sizes.query_length)
 
+    def clear(self) -> None:
+        """Begins with a tile."""
+        self.total.fill(0.0)
 
+
+@final
 @dataclass(frozen=True, eq=False)
 class MatrixSum(DbiasSum):
     """The sum of dS = P (dP - delta) for each score of a tile of a matrix."""
@@ -144,34 +179,22 @@ class MatrixSum(DbiasSum):
     def start(
         cls, schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
     ) -> "MatrixSum":
-        """Returns a sum of 0."""
-        total = _zeros(lane_rows * 2 * n_blocks)
+        """Returns the registers."""
+        total = _registers(lane_rows * 2 * n_blocks)
         return cls(schedule.spec, schedule, *launch, lane_rows, n_blocks, total)
 
     def keep(self, i: int, probability: Float32) -> None:
         """Takes P of an element, of which it needs the weight alone."""
 
-    def add(
-        self,
-        scores: ScoreTile,
-        weight: Callable[[int], Float32],
-        change: Callable[[int, Element], Float32],
-        edge: Edge | None,
-    ) -> None:
-        """Adds an item.
-
-        Args:
-            scores: where the lane's scores lie.
-            weight: the weight of an element, see `score.py`.
-            change: dP - delta of an element.
-            edge: what is hidden.
-        """
+    def add(self, part: ItemPart) -> None:
+        """Adds an item."""
         for i in range(self.count):
-            at = scores.at(i)
-            self._add(i, weight(i), change(i, at), at, edge)
+            at = part.scores.at(i)
+            self._add(i, part.weight(i), part.change(i, at), at, part.edge)
 
-    def store(self, tile: DbiasTile, lane: Lane) -> None:
+    def store(self, place: TilePlace) -> None:
         """Stores the sum."""
+        tile, lane = place
         assert isinstance(tile, MatrixTile)
         for i in range(self.lane_rows):
             row, exists = self._row(tile, lane, i)
@@ -212,6 +235,7 @@ class MatrixSum(DbiasSum):
             cutlass.if_generate(Boolean(exists & (column < self.sizes.bias_pitch)), store)
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class RowSums(DbiasSum):
     """Three sums over the keys of each query: of P' dP, of P' and of P dP, where P' is the weight.
@@ -236,36 +260,26 @@ class RowSums(DbiasSum):
     def start(
         cls, schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
     ) -> "RowSums":
-        """Returns sums of 0."""
-        total, probabilities = (_zeros(lane_rows * count) for count in (ROW_SUMS, 2 * n_blocks))
+        """Returns the registers."""
+        total, probabilities = (_registers(lane_rows * count) for count in (ROW_SUMS, 2 * n_blocks))
         return cls(schedule.spec, schedule, *launch, lane_rows, n_blocks, total, probabilities)
 
     def keep(self, i: int, probability: Float32) -> None:
         """Takes P of an element."""
         self.probabilities[i] = probability
 
-    def add(
-        self,
-        scores: ScoreTile,
-        weight: Callable[[int], Float32],
-        change: Callable[[int, Element], Float32],
-        edge: Edge | None,
-    ) -> None:
-        """Adds an item.
-
-        Args:
-            scores, weight, edge: see `MatrixSum.add`.
-            change: dP of an element.
-        """
+    def add(self, part: ItemPart) -> None:
+        """Adds an item."""
         for i in range(self.count):
-            at = scores.at(i)
-            first, dprobability = ROW_SUMS * at.i, change(i, at)
-            self._add(first, weight(i), dprobability, at, edge)
-            self._add(first + 1, weight(i), Float32(1.0), at, edge)
-            self._add(first + 2, self.probabilities[i], dprobability, at, edge)
+            at = part.scores.at(i)
+            first, dprobability, weight = ROW_SUMS * at.i, part.change(i, at), part.weight(i)
+            self._add(first, weight, dprobability, at, part.edge)
+            self._add(first + 1, weight, Float32(1.0), at, part.edge)
+            self._add(first + 2, self.probabilities[i], dprobability, at, part.edge)
 
-    def store(self, tile: DbiasTile, lane: Lane) -> None:
+    def store(self, place: TilePlace) -> None:
         """Stores the sums of the warp's columns: one lane of the quad stores those over the quad."""
+        tile, lane = place
         columns = 8 * self.n_blocks
         warp = Int64(tile.target) * (KEYS // columns) + lane.warp_column // columns
         for i in range(self.lane_rows):
@@ -280,16 +294,13 @@ class RowSums(DbiasSum):
             cutlass.if_generate(Boolean(exists & Boolean((lane.thread & 3) == 0)), store)
 
 
-def _zeros(count: int) -> cute.Tensor:
-    """Returns so many registers, cleared."""
-    found = cute.make_rmem_tensor((count,), Float32)
-    found.fill(0.0)
-    return found
+def _registers(count: int) -> cute.Tensor:
+    return cute.make_rmem_tensor((count,), Float32)
 
 
 def start_sum(
     schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
 ) -> MatrixSum | RowSums:
-    """Returns the sums of a warp, 0, see `DbiasSum`."""
+    """Returns the sums of a warp, before `clear`; see `DbiasSum`."""
     kind = RowSums if schedule.spec.drow_bias else MatrixSum
     return kind.start(schedule, launch, lane_rows, n_blocks)

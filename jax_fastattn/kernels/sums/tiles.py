@@ -15,7 +15,7 @@ from jax_fastattn.kernels.tiles.lists import PrepassConfig
 # Queries and keys of a tile of scores, which is one of the bias if that is a matrix.
 ROWS, KEYS = 128, 128
 
-# Sums over the keys of a query that make the gradient of a bias of rows, see `dbias_sum.RowSums`.
+# Sums over the keys of a query that make the gradient of a bias of rows, see `tile_sums.RowSums`.
 ROW_SUMS = 3
 
 # Warps side by side along the keys of a tile, by family.

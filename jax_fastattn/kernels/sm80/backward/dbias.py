@@ -12,7 +12,7 @@ some columns at a time, so that any head dim fits. Items whose tile is hidden ar
 sums in memory: the same bits in every run.
 
 Of a bias of rows, which kernels differentiate under a soft cap alone, a tile is 128 queries of a head, and its items
-are the tiles of their keys. A row has three sums (`dbias_sum.RowSums`).
+are the tiles of their keys. A row has three sums (`tile_sums.RowSums`).
 
 Nothing that is hidden is zeroed: whatever it holds reaches its own pairs only, which are selected away. Reads the
 statistics that `preprocess.py` writes.
@@ -48,7 +48,7 @@ from jax_fastattn.kernels.sm80.backward.dbias_config import (
 )
 from jax_fastattn.kernels.sm80.backward.visible_items import Item, VisibleItems
 from jax_fastattn.kernels.sums.schedule import FULL, HIDDEN, DbiasItem, DbiasSchedule, DbiasTile
-from jax_fastattn.kernels.sums.tile_sums import Hidden, Lane, MatrixSum, RowSums, start_sum
+from jax_fastattn.kernels.sums.tile_sums import Hidden, ItemPart, Lane, MatrixSum, RowSums, TilePlace, start_sum
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
 # Blocks of 16 rows and of 8 columns of a warp.
@@ -145,6 +145,7 @@ class DbiasCta:
 
     def run(self) -> None:
         """Computes the tile, and stores it: zeros if no item sees anything."""
+        self.sum.clear()
         first = self.items.next()
         cutlass.if_generate(first.kind != HIDDEN, lambda: self._begin(first))
         with while_generate(first.values(), lambda *values: Boolean(Item.of(*values).kind != HIDDEN)) as values:
@@ -153,7 +154,7 @@ class DbiasCta:
             yield_out(following.values())
         cute.arch.cp_async_wait_group(0)
         self._scale()
-        self.sum.store(self.tile, _read_lane())
+        self.sum.store(TilePlace(self.tile, _read_lane()))
 
     def _scale(self) -> None:
         """Takes the factor on P off the sum."""
@@ -258,7 +259,7 @@ class DbiasCta:
             return self.sum.edge(self.score, place, _read_lane(), hidden)
 
         def add(edge: Edge | None) -> None:
-            self.sum.add(scores, lambda i: weights[i], lambda i, at: change[i], edge)
+            self.sum.add(ItemPart(scores, lambda i: weights[i], lambda i, at: change[i], edge))
 
         cutlass.if_generate(item.kind == FULL, lambda: add(None), lambda: add(edge()))
 

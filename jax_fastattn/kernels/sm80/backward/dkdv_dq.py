@@ -189,7 +189,7 @@ class DkdvDqKernel:
             score=score,
             dq_scratch=DqScratch(accum, tile_count, semaphore),
             bits=bits,
-            dkey_bias=buffers.dkey_bias,
+            buffers=buffers,
             bias=bias,
         )
 

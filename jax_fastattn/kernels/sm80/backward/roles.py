@@ -265,7 +265,7 @@ class GradientRole:
                 statistics[n] = ptx.load_shared_pairs(stats + 64 * n)
             p = products.crossing.numbers(products.crossing.load(address + offset))
             ds = [p[e] * (dscore[2 * i + e] - statistics[n][1 + 2 * e]) for e in range(2)]
-            self.warp.add_dkey_bias(i, ds)
+            self.warp.add_to_sums(i, ds)
             packed[i] = products.words.pair(*ds)
             products.words.store(address + offset, packed[i])
         return packed

@@ -59,7 +59,7 @@ class SingleRole:
             if state.bias is not None:
                 self._load_next_bias(part, head.member, index)
             for i in range(0, len(dscores), 2):
-                warp.add_dkey_bias(i // 2, dscores[i : i + 2])
+                warp.add_to_sums(i // 2, dscores[i : i + 2])
             words, start = products.words, products.memory.table.offset("dscore")
             packed = weights.pairs(words), pairs(words, dscores)
             products.store_scores(state, start, words, packed[1], part * config.part)

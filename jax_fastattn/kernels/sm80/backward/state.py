@@ -8,8 +8,9 @@ member is assigned afterwards; what changes from query tile to query tile are re
 
 from dataclasses import dataclass, replace
 
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64
 
+from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.bias.warp import WarpBias
 from jax_fastattn.kernels.score import Score
@@ -141,7 +142,7 @@ class DkdvDqState:
         score: from products to probabilities.
         dq_scratch: where dQ is added.
         bits: which scores of edge tiles of a list count; None without lists.
-        dkey_bias: the gradient of a bias of keys; None if it is not asked for.
+        buffers: of the launch.
         bias: a matrix that the warps which compute S^T copy; None without one, or if lanes load it themselves.
     """
 
@@ -156,5 +157,5 @@ class DkdvDqState:
     score: Score
     dq_scratch: DqScratch
     bits: GroupBits | None
-    dkey_bias: cute.Pointer | None
+    buffers: PortableBackwardBuffers
     bias: WarpBias | None

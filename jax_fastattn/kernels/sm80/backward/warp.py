@@ -19,7 +19,8 @@ from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, RoleBarrier
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
-from jax_fastattn.kernels.sums.key_sums import KeySums, LaneKeys
+from jax_fastattn.kernels.sums.head_sums import head_sums
+from jax_fastattn.kernels.sums.sums import DscorePair, HeadSums, LaneKeys
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.visits.lists import TileBits
 
@@ -49,7 +50,7 @@ class Warp:
         state: device values of the kernel.
         grads: registers of the gradients that the role sums up: dV (`DOUT`), dK (`QUERY`).
         due: what `reduce` keeps from tile to tile.
-        key_sums: the gradient of a bias of keys; None if the role does not compute it.
+        sums: gradients that are sums of dS over the queries of a head, if the role has dS.
     """
 
     products: Products
@@ -57,14 +58,14 @@ class Warp:
     state: DkdvDqState
     grads: dict[str, cute.Tensor]
     due: cute.Tensor | None
-    key_sums: KeySums | None
+    sums: tuple[HeadSums, ...]
 
     @classmethod
     def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState, *computed: str) -> "Warp":
         """Returns the warp with its registers, given the gradients that its role sums up."""
         grads = {which: products.zeros(which) for which in computed}
         # The role that has dS.
-        sums = KeySums.of(products.spec, 2 * products.row_blocks) if QUERY in computed else None
+        sums = head_sums(products.spec, *products.score_blocks) if QUERY in computed else ()
         return cls(products, reduce, state, grads, reduce.start(), sums)
 
     def finish(self, scale: Float32) -> None:
@@ -82,26 +83,34 @@ class Warp:
 
     def begin_head(self) -> None:
         """Begins the sums of a query head."""
-        if self.key_sums is not None:
-            self.key_sums.clear()
+        for kind in self.sums:
+            kind.clear()
 
     def end_head(self, member: Int32) -> None:
-        """Stores the sums of a query head of the group. Warps that share keys have sums of their own."""
-        if self.key_sums is None:
-            return
+        """Stores the sums of a query head of the group."""
+        for kind in self.sums:
+            kind.store(self._keys(member))
+
+    def _keys(self, member: Int32) -> LaneKeys:
+        """Returns the lane's keys in a query head of the group. Warps that share keys have planes of their own."""
         at, heads, config = self.state.at, self.state.operands.heads, self.products.config
         row, column = accumulator_lane(at.lane)
         head = at.sequence.queries.head(heads, at.kv_head * self.products.spec.group + member)
         plane = head * config.column_warps + at.column_warp
-        keys = LaneKeys(plane, at.sequence.keys.length, at.row + at.warp_row + row, column)
         log2_factor = gradient.log2_probability_factor(self.products.spec, config)
-        self.key_sums.store(self.state.dkey_bias, keys, None, 2.0**-log2_factor if log2_factor else None)
+        return LaneKeys(
+            buffers=self.state.buffers,
+            head=plane,
+            length=at.sequence.keys.length,
+            first=at.row + at.warp_row + row,
+            column=column,
+            factor=2.0**-log2_factor if log2_factor else None,
+        )
 
-    def add_dkey_bias(self, pair: int, values: list[Float32]) -> None:
+    def add_to_sums(self, pair: int, values: list[Float32]) -> None:
         """Adds a pair of dS^T to the sums, given its index."""
-        if self.key_sums is not None:
-            block, half = divmod(pair, 2)
-            self.key_sums.add(block // self.products.score_blocks[1] * 2 + half, values)
+        for kind in self.sums:
+            kind.add(DscorePair(pair, values))
 
     def add_dq(self, member: Int32, index: Int32) -> None:
         """Computes the warp's part of dQ of a tile and adds it up."""

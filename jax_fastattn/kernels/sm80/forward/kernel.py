@@ -386,7 +386,7 @@ class ForwardKernel:
             for n in range(self.out_blocks):
                 index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2
                 pair = result.pair(state.rows.out[index], state.rows.out[index + 1], words)
-                ptx.store_shared(lane_address + shape.offset(8 * i, 8 * n), pair)
+                words.store(lane_address + shape.offset(8 * i, 8 * n), pair)
         cute.arch.sync_warp()
         stride = Int64(scalars.num_heads) * (2 * self.spec.v_head_dim)
         first = at.row + warp_row

@@ -22,7 +22,7 @@ from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared, Item, Items
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS, padded_head_dim
 from jax_fastattn.kernels.sums.schedule import FULL, DbiasItem, DbiasSchedule, DbiasTile
-from jax_fastattn.kernels.sums.tile_sums import Hidden, Lane, MatrixSum, RowSums, start_sum
+from jax_fastattn.kernels.sums.tile_sums import Hidden, ItemPart, Lane, MatrixSum, RowSums, TilePlace, start_sum
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
 
@@ -134,7 +134,7 @@ class DbiasConsumer:
 
     def _tile(self, tile: DbiasTile) -> None:
         """Computes one tile, and stores it: zeros if no item sees anything."""
-        self.sum.total.fill(0.0)
+        self.sum.clear()
         first = self.items.get()
         some, bias = first.kind >= 0, self.shared.barrier("bias_full")
         cutlass.if_generate(some, lambda: wgmma.wait(bias, self.bias_phase[0]))
@@ -148,7 +148,7 @@ class DbiasConsumer:
             self.bias_phase[0] = self.bias_phase[0] ^ 1
 
         cutlass.if_generate(some, give_back)
-        self.sum.store(tile, _read_lane())
+        self.sum.store(TilePlace(tile, _read_lane()))
 
     # One item.
 
@@ -193,7 +193,7 @@ class DbiasConsumer:
         def change(i: int, at: Element) -> Float32:
             return Float32(products.dscore[i]) if deltas is None else products.dscore[i] - deltas[at.i]
 
-        self.sum.add(scores, lambda i: products.score[i], change, edge)
+        self.sum.add(ItemPart(scores, lambda i: products.score[i], change, edge))
 
     def _weights(self, place: DbiasItem, stage: Int32) -> list[Float32]:
         """Turns S into weights, see `score.py`; returns the log-sum-exps of the lane's rows."""

@@ -12,7 +12,7 @@ any head dim fits. Items whose tile is hidden are left out. There are no atomics
 every run. CTAs walk through tiles, and the loads for the next tile run while this one is stored.
 
 Of a bias of rows, which kernels differentiate under a soft cap alone, a tile is 128 queries of a head, and its items
-are the tiles of their keys. A row has three sums (`dbias_sum.RowSums`).
+are the tiles of their keys. A row has three sums (`tile_sums.RowSums`).
 
 Rows that see nothing need no zeros: whatever they hold reaches their own pairs only, which are selected away. Reads the
 statistics that are described in `gradient.py`.

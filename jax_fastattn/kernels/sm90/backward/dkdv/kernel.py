@@ -39,7 +39,8 @@ from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-from jax_fastattn.kernels.sums.key_sums import KeySums, LaneKeys
+from jax_fastattn.kernels.sums.head_sums import head_sums
+from jax_fastattn.kernels.sums.sums import LaneKeys
 
 
 class DkdvKernel:
@@ -118,6 +119,7 @@ class DkdvConsumer:
         group, stage = warp_index // 4, wgmma.Uniform(Int32(0), Int32(0))
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
         mask, words = QueryMask(spec, shared, row, lane_column), product_words(spec)
+        sums = head_sums(spec, 1, config.queries // 8)
         return cls(
             state=DkdvState(
                 spec=spec,
@@ -132,7 +134,7 @@ class DkdvConsumer:
                 product=product,
             ),
             group=group,
-            weights=WeightExchange(spec, words, shared, thread, lane_column, mask, stage, product, KeySums.of(spec)),
+            weights=WeightExchange(spec, words, shared, thread, lane_column, mask, stage, product, sums),
         )
 
     def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
@@ -145,14 +147,15 @@ class DkdvConsumer:
         dk = _Result(buffers.dk, state.spec.head_dim, scale)
         dv = _Result(buffers.dv, state.spec.v_head_dim, None)
 
-        sums = self.weights.key_sums
+        sums = self.weights.sums
 
         def finish_head(member: Int32) -> None:
-            assert sums is not None
-            head = work.queries.head(work.num_heads, work.first_head + member)
-            keys = LaneKeys(head, work.keys.length, work.row + state.row, self.weights.lane_column)
-            sums.store(buffers.dkey_bias, keys, self._are_live(work))
-            sums.clear()
+            plane, first = work.queries.head(work.num_heads, work.first_head + member), work.row + state.row
+            live = self._are_live(work)
+            keys = LaneKeys(buffers, plane, work.keys.length, first, self.weights.lane_column, live)
+            for kind in sums:
+                kind.store(keys)
+                kind.clear()
 
         def compute_dv() -> None:
             role = Role.start(state, work, shared.key, queries, douts, self.weights.give)
@@ -161,9 +164,10 @@ class DkdvConsumer:
 
         def compute_dk() -> None:
             role = Role.start(state, work, shared.value, douts, queries, self.weights.take)
-            if sums is not None:
-                sums.clear()
-                role = replace(role, finish_head=finish_head)
+            for kind in sums:
+                kind.clear()
+            # A head without tiles of queries has sums, too.
+            role = replace(role, finish_head=finish_head if sums else None)
             role.run()
             self._store_sum(work, role.sum, dk)
 

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
-from jax_fastattn.kernels.sums.key_sums import KeySums
+from jax_fastattn.kernels.sums.sums import DscorePair, HeadSums
 from jax_fastattn.kernels.visits.visit import Edges
 
 # Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the position of the tile of
@@ -41,7 +41,7 @@ class WeightExchange:
         mask: what the lane's rows see.
         stage: stage of the rings of Q and dO, and the parity of its lap.
         product: the accumulator `[64, queries]` of S^T or dP^T.
-        key_sums: the gradient of a bias of keys; None if that is not asked for.
+        sums: gradients that are sums of dS over the queries of a head.
     """
 
     spec: KernelSpec
@@ -52,7 +52,7 @@ class WeightExchange:
     mask: QueryMask
     stage: wgmma.Uniform
     product: cute.Tensor
-    key_sums: KeySums | None
+    sums: tuple[HeadSums, ...]
 
     def give(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
         """Returns P of S, and gives the weights to the other warpgroup; see `Differentiate`."""
@@ -84,8 +84,8 @@ class WeightExchange:
             for j, chunk in enumerate(ptx.load_shared_chunk(self._address(stage, i)), i):
                 weights = self.words.numbers(chunk)
                 values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
-                if self.key_sums is not None:
-                    self.key_sums.add(j % 2, values)
+                for kind in self.sums:
+                    kind.add(DscorePair(j, values))
                 pairs.append(self.words.pair(*values))
         return pairs
 

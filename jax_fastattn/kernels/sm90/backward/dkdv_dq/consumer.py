@@ -25,7 +25,8 @@ from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
-from jax_fastattn.kernels.sums.key_sums import KeySums, LaneKeys
+from jax_fastattn.kernels.sums.head_sums import head_sums
+from jax_fastattn.kernels.sums.sums import HeadSums, LaneKeys
 from jax_fastattn.kernels.visits.visit import Edges, Phase
 
 
@@ -45,7 +46,7 @@ class DkdvDqConsumer:
         rows: what it zeroes in shared memory.
         mask: what the lane's rows see.
         products: S, dP, dV and dK.
-        key_sums: the gradient of a bias of keys; None if that is not asked for.
+        sums: gradients that are sums of dS over the queries of a head.
     """
 
     spec: KernelSpec
@@ -59,7 +60,7 @@ class DkdvDqConsumer:
     rows: SharedRows
     mask: QueryMask
     products: DkdvDqProducts
-    key_sums: KeySums | None
+    sums: tuple[HeadSums, ...]
 
     @classmethod
     def start(
@@ -80,7 +81,7 @@ class DkdvDqConsumer:
             buffer=wgmma.Uniform(Int32(0), Int32(0)),
             rows=SharedRows(spec, shared.memory, shared),
             products=DkdvDqProducts.start(spec, shared, thread, group),
-            key_sums=KeySums.of(spec),
+            sums=head_sums(spec, 1, shared.memory.config.queries // 8),
         )
 
     @property
@@ -110,13 +111,12 @@ class DkdvDqConsumer:
             head = QueryHead.start(work, member, self.score, self.mask.row)
             if spec.packed:
                 self.rows.zero_last_queries(work, self.stage)
-            if self.key_sums is not None:
-                self.key_sums.clear()
+            for kind in self.sums:
+                kind.clear()
             visit_tiles(lambda _, index, edges: self._tile(head, index, edges))
-            if self.key_sums is not None:
-                lane, head = read_lane(config), work.queries.head(work.num_heads, work.first_head + member)
-                keys = LaneKeys(head, work.keys.length, work.row + lane.row, lane.column)
-                self.key_sums.store(buffers.dkey_bias, keys, None)
+            for kind in self.sums:
+                lane, plane = read_lane(config), work.queries.head(work.num_heads, work.first_head + member)
+                kind.store(LaneKeys(buffers, plane, work.keys.length, work.row + lane.row, lane.column))
 
         def visit_tile(member: Int32, index: Int32, edges: Edges | None) -> None:
             self._tile(QueryHead.start(work, member, self.score, self.mask.row), index, edges)
@@ -170,7 +170,7 @@ class DkdvDqConsumer:
         products.start_dp(stage)
         products.add_dv(stage)
         warpgroup.wait_group(1)
-        dscores = products.dscores(weights, self.key_sums)
+        dscores = products.dscores(weights, self.sums)
         products.add_dk(stage)
         self._wait_for_room()
         self._give_dscores(dscores)

@@ -23,7 +23,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.shared import STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-from jax_fastattn.kernels.sums.key_sums import KeySums
+from jax_fastattn.kernels.sums.sums import DscorePair, HeadSums
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class DkdvDqProducts:
         """Starts dV += P^T dO."""
         self.p_factor.multiply(self.dv, self.dout_t[None, None, None, stage])
 
-    def dscores(self, weights: list[Int32], sums: KeySums | None) -> list[Int32]:
+    def dscores(self, weights: list[Int32], sums: tuple[HeadSums, ...]) -> list[Int32]:
         """Turns dP - delta into dS, the left factor of dK, which it adds to sums; returns its pairs.
 
         Weights are pairs, too, so that half as many registers wait.
@@ -173,8 +173,8 @@ class DkdvDqProducts:
         for i, pair in enumerate(weights):
             factors = self.words.numbers(pair)
             values = [factors[e] * self.scores[2 * i + e] for e in range(2)]
-            if sums is not None:
-                sums.add(i % 2, values)
+            for kind in sums:
+                kind.add(DscorePair(i, values))
             self.ds_factor.put(i, self.words.pair(*values))
         return self.ds_factor.copied()
 

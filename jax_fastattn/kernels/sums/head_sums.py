@@ -1,0 +1,18 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The sums over queries that kernels which compute dk keep for a launch."""
+
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sums.key_sums import KeySums
+from jax_fastattn.kernels.sums.sums import HeadSums
+
+
+def head_sums(spec: KernelSpec, m_blocks: int, n_blocks: int) -> tuple[HeadSums, ...]:
+    """Returns the registers of a lane for each gradient that is asked for.
+
+    Args:
+        spec: the compile key.
+        m_blocks: blocks of 16 keys of the accumulator of dS.
+        n_blocks: its blocks of 8 queries.
+    """
+    return (KeySums.start(m_blocks, n_blocks),) if spec.dkey_bias else ()
