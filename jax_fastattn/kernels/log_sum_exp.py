@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The end of the softmax of query rows: their log-sum-exps, and what becomes of their rows of the output.
-
-And which log-sum-exps a backward pass with a bias can use.
-"""
+"""The end of the softmax of query rows: their log-sum-exps, and what becomes of their rows of the output."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +11,6 @@ from cutlass import Boolean, Float32, Int32
 
 from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
-from jax_fastattn.kernels.bias_shapes import VAGUE_LSE
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.device.sequences import Span
@@ -55,20 +51,6 @@ class RowEnd(NamedTuple):
     def result(self) -> ResultRow:
         """Returns what the row of the output is stored as."""
         return ResultRow(self.live, self.weight * ptx.reciprocal(self.total))
-
-
-def weighable(lse: Float32, live: Boolean) -> tuple[Float32, Boolean]:
-    """Returns the log-sum-exp from which a backward pass with a bias computes weights, and whether the row has some.
-
-    A row has none from `-VAGUE_LSE` on downwards, as if it saw no key, and weights of NaN from `VAGUE_LSE` on upwards.
-
-    Args:
-        lse: the log-sum-exp of the forward pass.
-        live: whether the row sees some key.
-    """
-    hidden = lse <= Float32(-VAGUE_LSE)
-    live = Boolean(live & (hidden == Boolean(False)))
-    return ptx.where(lse >= Float32(VAGUE_LSE), Float32(float("nan")), lse), live
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,6 @@ from jax_fastattn.kernels.sums.sums import HeadSums
 def head_sums(spec: KernelSpec, m_blocks: int, n_blocks: int) -> tuple[HeadSums, ...]:
     """Returns the registers of a lane for each gradient that is asked for.
 
-    Args:
-        spec: the compile key.
-        m_blocks: blocks of 16 keys of the accumulator of dS.
-        n_blocks: its blocks of 8 queries.
+    The accumulator of dS has `m_blocks` of 16 keys and `n_blocks` of 8 queries.
     """
     return (KeySums.start(m_blocks, n_blocks),) if spec.dkey_bias else ()

@@ -44,7 +44,6 @@ class LaneKeys(NamedTuple):
     """The keys of a lane in a query head. They are accumulator rows 8 apart.
 
     Attributes:
-        buffers: of the launch.
         head: index of their plane in the result.
         length: keys of a plane.
         first: the first one of them.

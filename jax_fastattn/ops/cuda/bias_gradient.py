@@ -99,7 +99,7 @@ def bias_gradient(
 
 
 def _row_gradient(sums: jax.Array, dlse: jax.Array | None, products: jax.Array | None) -> jax.Array:
-    """Returns what each row adds to the gradient of a bias of rows, `[B, N, T]`, from `dbias_sum.RowSums`.
+    """Returns what each row adds to the gradient of a bias of rows, `[B, N, T]`, from `tile_sums.RowSums`.
 
     Rows without weights add 0: they see nothing, and their dlse may be no number.
     """
@@ -127,7 +127,7 @@ class RowBias:
         self._is_dead = _sees_nothing(sinks, out, lse) | (self._rows <= HIDDEN_BIAS)
 
     def lse(self) -> jax.Array:
-        """Returns the log-sum-exps without the bias, -inf of rows that see nothing; see `log_sum_exp.weighable`."""
+        """Returns the log-sum-exps without the bias, -inf of rows that see nothing; see `row_preprocess.weighable`."""
         told = jnp.where(self._lse >= VAGUE_LSE, jnp.nan, self._lse - self._rows)
         return jnp.where(self._is_dead | (self._lse <= -VAGUE_LSE), -jnp.inf, told)
 

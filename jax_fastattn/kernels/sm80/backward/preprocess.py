@@ -14,16 +14,16 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
-from jax_fastattn.kernels.device import copies, ptx, softmax
+from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.log_sum_exp import weighable
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.schedule import schedule
+from jax_fastattn.kernels.sums.row_preprocess import Base2, OutputDelta, ReadRow, RowPreprocess
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PreprocessKernel:
         self.schedule = schedule(spec, config.queries)
         self.result_dtype = ptx.MMA_DTYPE[spec.result_dtype]
         self.reduce = dq_reduce(spec, config)
-        self.log2_factor = float(gradient.log2_probability_factor(spec, config))
+        self.preprocess = RowPreprocess.of(spec, Base2(float(gradient.log2_probability_factor(spec, config))))
 
     def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, query_tiles: Int32) -> Launch:
         """Returns the kernel's launch; `query_tiles` is how many there are of all heads."""
@@ -112,34 +112,25 @@ class PreprocessKernel:
             product = self._row_product(rows, shape, index, chunk, live)
             # The log-sum-exp of a row that sees no key may still depend on a sink.
             exists = live if rows.sink is None else Boolean((index < tile.rows) & (index < stored_rows))
-            lse, row_delta = self._lse_and_delta(rows, index, product, exists)
-            lse_scaled, delta = self._statistics(lse, row_delta, live)
+            read = self._read(rows, index, product, live, exists)
+            lse_scaled, delta = self.preprocess.statistics(read)
             writes = Boolean((index < tile.rows) & (chunk == 0) & (index < stored_rows))
             address = rows.stats + Int64(index) * 8
             cutlass.if_generate(writes, lambda a=address, x=lse_scaled, y=delta: ptx.store_global_pair(a, x, y))
             if rows.sink is not None and rows.dsinks_terms is not None:
-                term = sinks.gradient_term(rows.sink, lse, row_delta, exists)
+                term = read.sink_term(rows.sink, exists)
                 address = rows.dsinks_terms + Int64(index) * 4
                 cutlass.if_generate(writes, lambda a=address, x=term: ptx.store_global(a, x))
 
-    def _lse_and_delta(
-        self, rows: QueryRows, index: Int32, product: Float32, exists: Boolean
-    ) -> tuple[Float32, Float32]:
-        """Returns the log-sum-exp and rowsum(out * dout) - dlse of one row, or of the first one if it does not exist.
+    def _read(self, rows: QueryRows, index: Int32, product: Float32, live: Boolean, exists: Boolean) -> ReadRow:
+        """Returns the numbers of one row, or of the first one if it does not exist.
 
-        `product` is that sum, and 0 if the row sees no key.
+        `product` is rowsum(out * dout), and 0 if the row sees no key.
         """
         offset = ptx.where(exists, Int64(index) * (Int64(rows.heads) * 4), Int64(0))
         lse = ptx.load_global(rows.lse + offset)
-        return lse, product if rows.dlse is None else product - ptx.load_global(rows.dlse + offset)
-
-    def _statistics(self, lse: Float32, delta: Float32, live: Boolean) -> tuple[Float32, Float32]:
-        """Returns (lse_scaled, delta) of one row."""
-        live = Boolean(live & (lse != Float32(float("-inf"))))
-        if self.spec.matrix_bias or self.spec.key_bias:
-            lse, live = weighable(lse, live)
-        lse_scaled = ptx.where(live, lse * softmax.LOG2_E - self.log2_factor, Float32(float("inf")))
-        return lse_scaled, ptx.where(live, delta, Float32(0.0))
+        dlse = None if rows.dlse is None else ptx.load_global(rows.dlse + offset)
+        return ReadRow(live, lse, OutputDelta(product, dlse))
 
     @property
     def _hides_rows(self) -> bool:

@@ -142,7 +142,6 @@ class DkdvDqState:
         score: from products to probabilities.
         dq_scratch: where dQ is added.
         bits: which scores of edge tiles of a list count; None without lists.
-        buffers: of the launch.
         bias: a matrix that the warps which compute S^T copy; None without one, or if lanes load it themselves.
     """
 

@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The statistics (lse2, delta) of query rows as the Hopper backward kernels read them; `score.py` has the formulas.
+"""The statistics (lse2, delta) of query rows as the Hopper backward kernels read them.
 
-Where one kernel computes dq too, the products subtract the statistics. The logit of a score is then a factor times the
-product q . k, and lse / scale takes the place of lse2:
+`sums/row_preprocess.py` makes them, `score.py` has the formulas. Where one kernel computes dq too, the products
+subtract the statistics. The logit of a score is then a factor times the product q . k, and lse / scale takes the
+place of lse2:
 
     P = 2^(log2(e) scale (q . k - lse / scale))        dS = P (dout . v - delta)
 
@@ -20,27 +21,6 @@ from cutlass import Float32, Int32
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.products import Native
-from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
-
-
-def nonzero(scale: Float32) -> Float32:
-    """Returns the scale, or a tiny one instead of 0 that a log-sum-exp can be divided by."""
-    tiny = Float32(1e-30)
-    return ptx.where(cutlass.max(scale, -scale) < tiny, tiny, scale)
-
-
-def in_products(lse: Float32, scale: Float32) -> Float32:
-    """Returns the product q . k of which a finite log-sum-exp is the logit, rounded once.
-
-    The forward pass multiplied a product by log2(e) scale, and then by log(2). What undoes both is a reciprocal in two
-    parts: the rounding of one part alone would shift all logits alike, by 0.01 at logits of 1e5.
-    """
-    factor = nonzero(scale) * LOG2_E
-    high = factor * LN_2
-    low = ptx.fma(factor, Float32(LN_2), -high)
-    reciprocal = Float32(1.0) / high
-    rest = ptx.fma(-reciprocal, low, ptx.fma(-reciprocal, high, Float32(1.0))) * reciprocal
-    return ptx.fma(lse, reciprocal, lse * rest)
 
 
 def split_bf16x3(x: Float32) -> list[Int32]:

@@ -18,12 +18,12 @@ from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.features.bias.staged import StagedBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeySchedule, KeyTile, key_schedule
 from jax_fastattn.kernels.sm90.backward.loader import Producer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.sums.row_preprocess import nonzero
 
 
 class Consumer(Protocol):
@@ -108,7 +108,7 @@ class KeyStationary:
         buffers, scale = call.buffers, call.sizes.scale
         cute.arch.setmaxregister_increase(self.config.registers.consumer)
         folds_lse = self.config.adds_dq and self.spec.folds_lse
-        factor = gradient.nonzero(scale) if folds_lse else scale
+        factor = nonzero(scale) if folds_lse else scale
         score = Score.backward(self.spec, buffers, call.sizes, factor, self._copied_bias(call))
         consumer = start(self.spec, shared, score, thread, warp_index)
         self.schedule.each(shared, call, lambda work, phase: consumer.run(work, phase, buffers, scale))

@@ -21,16 +21,15 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK
-from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.log_sum_exp import weighable
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.listed_tiles import key_tile_count
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, preprocess_schedule
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 from jax_fastattn.kernels.sm90.work import Work
+from jax_fastattn.kernels.sums.row_preprocess import Base2, InProducts, OutputDelta, ReadRow, RowPreprocess
 from jax_fastattn.kernels.tiles import plan
 
 THREADS = 256
@@ -68,19 +67,13 @@ class _Row:
 
     Attributes:
         index: the row among those of its sequence.
-        end: rows from this one on are padding, and lse and dlse are those of another row.
-        live: whether it sees some key.
-        product: rowsum(out * dout); anything if it sees no key.
-        lse: its log-sum-exp.
-        dlse: the cotangent of that; None if there is none.
+        end: rows from this one on are padding, and the numbers are those of another row.
+        read: its numbers.
     """
 
     index: Int32
     end: Int32
-    live: Boolean
-    product: Float32
-    lse: Float32
-    dlse: Float32 | None
+    read: ReadRow
 
 
 class PreprocessKernel:
@@ -227,7 +220,9 @@ class PreprocessKernel:
         before = queries.row() * scalars.num_heads + work.head
         rows = _Rows(before, scalars.num_heads, first, last)
         own = self._own_row(buffers, bounds, rows, lane)
-        lse_scaled, delta = self._statistics(own, scalars.scale)
+        in_products = self.spec.folds_lse and self.config.adds_dq
+        preprocess = RowPreprocess.of(self.spec, InProducts(scalars.scale) if in_products else Base2())
+        lse_scaled, delta = preprocess.statistics(own.read)
 
         def write() -> None:
             nbytes = stats_row_nbytes(self.config.adds_dq)
@@ -263,18 +258,15 @@ class PreprocessKernel:
         offset = (rows.before + Int64(cutlass.min(index, rows.last)) * rows.num_heads) * 4
         lse = ptx.load_global(buffers.lse.toint() + offset)
         dlse = None if buffers.dlse is None else ptx.load_global(buffers.dlse.toint() + offset)
-        return _Row(index, bounds.query_end, live, product, lse, dlse)
+        return _Row(index, bounds.query_end, ReadRow(live, lse, OutputDelta(product, dlse, live)))
 
     def _write_dsinks_term(
         self, buffers: BackwardBuffers, scalars: Scalars, work: Work, own: _Row, lane: Int32
     ) -> None:
         """Stores what the lane's own row adds to the gradient of its sink; 0 of padding that the arrays have."""
         queries = work.sequence.queries
-        delta = ptx.where(own.live, own.product, Float32(0.0))
-        if own.dlse is not None:
-            delta = delta - own.dlse
         sink = sinks.load_sink(buffers.sinks, scalars, queries, work.head)
-        term = sinks.gradient_term(sink, own.lse, delta, Boolean(own.index < own.end))
+        term = own.read.sink_term(sink, Boolean(own.index < own.end))
         address = buffers.dsinks_terms.toint() + queries.head_row(scalars.num_heads, work.head, own.index) * 4
         stored = Boolean((lane < _ROWS) & (own.index < queries.length))
         cutlass.if_generate(stored, lambda: ptx.store_global(address, term))
@@ -286,20 +278,6 @@ class PreprocessKernel:
         rows = bounds.live_queries()
         live = row < rows.end
         return Boolean(live & (row >= rows.begin)) if rows.hides_first else Boolean(live)
-
-    def _statistics(self, own: _Row, scale: Float32) -> tuple[Float32, Float32]:
-        """Returns (lse times a factor, rowsum(out * dout) - dlse)."""
-        lse, live = own.lse, Boolean(own.live & (own.lse != Float32(float("-inf"))))
-        if self.spec.matrix_bias or self.spec.key_bias:
-            lse, live = weighable(lse, live)
-        delta = own.product if own.dlse is None else own.product - own.dlse
-        # Rows without keys: +inf, or where that has the sign of the scale, an infinity of this sign.
-        lse_scaled = ptx.where(live, lse, Float32(float("inf")))
-        if self.spec.folds_lse and self.config.adds_dq:
-            lse_scaled = ptx.where(live, gradient.in_products(lse, scale), lse_scaled * gradient.nonzero(scale))
-        else:
-            lse_scaled = lse_scaled * LOG2_E
-        return lse_scaled, ptx.where(live, delta, Float32(0.0))
 
     def _row_product(self, buffers: BackwardBuffers, rows: _Rows, lane: Int32) -> Float32:
         """Returns rowsum(out * dout) of the lane's own row."""

@@ -34,12 +34,12 @@ from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bias.staged import StagedBias
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.dbias.config import DbiasMemory
 from jax_fastattn.kernels.sm90.backward.dbias.consumer import DbiasConsumer
 from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
+from jax_fastattn.kernels.sums.row_preprocess import nonzero
 from jax_fastattn.kernels.sums.schedule import HIDDEN, LAST, DbiasItem, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
@@ -86,7 +86,7 @@ class DbiasKernel:
     def _score(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes) -> Score:
         """Returns the map from products to probabilities."""
         folds_lse = self.spec.config.adds_dq and self.spec.folds_lse
-        scale = gradient.nonzero(sizes.scale) if folds_lse else sizes.scale
+        scale = nonzero(sizes.scale) if folds_lse else sizes.scale
         return Score.backward(self.spec, buffers, sizes, scale, StagedBias.of_stages(self.spec, sizes, tma.bias))
 
 
