@@ -5,14 +5,14 @@
 A kernel makes one of these objects where a tile begins. So what rounds P knows whose weights it rounds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.device.mma import Accumulator, Fragment
 from jax_fastattn.kernels.device.products import LeftFactor, Words
-from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.features.visible.row_bits import SeenKeys
 from jax_fastattn.kernels.score import Score
@@ -56,6 +56,22 @@ class Weights:
     def pairs(self, words: Words) -> list[Int32]:
         """Returns what all pairs of P become, if they are a list."""
         return [self.pair(words, i) for i in range(len(self.acc) // 2)]
+
+    def weighed_pairs(
+        self, words: Words, weigh: Callable[[int, Element], tuple[Float32, Float32]]
+    ) -> tuple[list[Int32], list[Int32]]:
+        """Returns what all pairs of P become, and pairs of their weights in dS, see `score.py`.
+
+        Args:
+            words: what they become.
+            weigh: returns P and its weight, given index and place of an element.
+        """
+        probabilities, weights = [], []
+        for i in range(0, cute.size(self.acc), 2):
+            pair = [weigh(j, self.tile.at(j)) for j in (i, i + 1)]
+            for found, numbers in zip((probabilities, weights), zip(*pair, strict=True), strict=True):
+                found.append(words.pair(*numbers))
+        return probabilities, weights
 
     def fragment(self, words: Words, m: int, k: int) -> Fragment:
         """Returns P of 16 rows and 16 columns as left factor of a warp's product, see `Words.fragment`."""

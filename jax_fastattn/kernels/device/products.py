@@ -8,7 +8,7 @@ neighbors of an accumulator, elements 2 i and 2 i + 1, are pair i. Operands in m
 `Words` is what a kernel asks. `Native` is its one final: two numbers of 16 bits a word, one product for each.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -173,12 +173,3 @@ def result_words(spec: KernelSpec) -> Words:
 def pairs(words: Words, acc: Any) -> list[Int32]:
     """Returns the pairs of a list of numbers."""
     return [words.pair(acc[i], acc[i + 1]) for i in range(0, len(acc), 2)]
-
-
-def round_weights(words: Words, weighed: Iterable[tuple[Float32, Float32]]) -> tuple[list[Int32], list[Int32]]:
-    """Returns the pairs of P and of the weights of an accumulator, given both of each element, in its order."""
-    probabilities, found, elements = [], [], iter(weighed)
-    for first in elements:
-        for target, numbers in zip((probabilities, found), zip(first, next(elements), strict=True), strict=True):
-            target.append(words.pair(*numbers))
-    return probabilities, found

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.device.products import Words, round_weights
+from jax_fastattn.kernels.device.products import Words
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
@@ -22,6 +22,7 @@ from jax_fastattn.kernels.sm90.backward.mask import QueryMask
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sums.sums import DscorePair, HeadSums
 from jax_fastattn.kernels.visits.visit import Edges
+from jax_fastattn.kernels.weights import Weights
 
 # Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the position of the tile of
 # queries, its edges or None if it is full, how many products may stay in flight, and whether it is the first tile.
@@ -61,12 +62,13 @@ class WeightExchange:
         warpgroup.wait_group(flying)
         head = head.load(self.shared, index, stage)
         edge = self._edge(head, index, edges, first=first)
-        at = self.mask.tile(head.work, index)
-        reading = head.score.read(at)
+        tile = self.mask.tile(head.work, index)
+        reading = head.score.read(tile)
         # Of each 8 queries the lane has two columns.
         lses = [lse2[i // 4 * 2 + i % 2] for i in range(cute.size(self.product))]
-        weighed = (reading.gradient(self.product[i], x, at.at(i), edge) for i, x in enumerate(lses))
-        pairs, weights = round_weights(self.words, weighed)
+        pairs, weights = Weights(head.score, tile, self.product).weighed_pairs(
+            self.words, lambda i, at: reading.gradient(self.product[i], lses[i], at, edge)
+        )
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
         cute.arch.barrier_arrive(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)

@@ -17,13 +17,14 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.device.products import LeftFactor, Words, pairs, product_words, round_weights
+from jax_fastattn.kernels.device.products import LeftFactor, Words, pairs, product_words
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.shared import STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sums.sums import DscorePair, HeadSums
+from jax_fastattn.kernels.weights import Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +138,9 @@ class DkdvDqProducts:
 
     def probabilities(self, score: Score, slopes: list[Int32], tile: ScoreTile, edge: Edge | None) -> list[Int32]:
         """Turns S into P, the left factor of dV; returns pairs of weights, see `score.py`."""
-        weighed = (self._weighed(score, i, slopes, tile.at(i), edge) for i in range(cute.size(self.scores)))
-        probabilities, weights = round_weights(self.words, weighed)
+        probabilities, weights = Weights(score, tile, self.scores).weighed_pairs(
+            self.words, lambda i, at: self._weighed(score, i, slopes, at, edge)
+        )
         for i, pair in enumerate(probabilities):
             self.p_factor.put(i, pair)
         # Where slopes are 1 weights are P.
