@@ -14,7 +14,7 @@ from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import is_batched, restore
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.keywords import explained
-from jax_fastattn.ops import dispatch, vjp
+from jax_fastattn.ops import call_sites, vjp
 from jax_fastattn.spec import Implementation
 
 
@@ -162,6 +162,6 @@ def attention(
         query_offset=query_offset,
         deterministic=deterministic,
     )
-    dispatch.note_call_site(spec, operands)
+    call_sites.note(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=is_batched(query))

@@ -14,7 +14,7 @@ from jax_fastattn.canonical.arguments import restore
 from jax_fastattn.canonical.paged import canonicalize
 from jax_fastattn.canonical.shapes import shapes_of
 from jax_fastattn.keywords import explained
-from jax_fastattn.ops import dispatch, paged
+from jax_fastattn.ops import call_sites, paged
 from jax_fastattn.spec import Implementation, Problem
 
 
@@ -134,7 +134,7 @@ def paged_attention(
         scale=scale,
         implementation=implementation,
     )
-    dispatch.note_call_site(operands.dense_spec(spec), operands.dense_shapes())
+    call_sites.note(operands.dense_spec(spec), operands.dense_shapes())
     results = paged.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=True)
 

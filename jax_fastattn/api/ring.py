@@ -17,7 +17,7 @@ from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import is_batched, restore
 from jax_fastattn.canonical.ring import canonicalize
 from jax_fastattn.keywords import explained
-from jax_fastattn.ops import all_to_all, dispatch, vjp
+from jax_fastattn.ops import all_to_all, call_sites, vjp
 from jax_fastattn.ops.ring.layout import Layout, chunk_starts, inverse, reorder, zigzag_order
 from jax_fastattn.spec import Implementation, Ring
 
@@ -157,7 +157,7 @@ def ring_attention(
         query_offset=query_offset,
         deterministic=deterministic,
     )
-    dispatch.note_call_site(spec, operands)
+    call_sites.note(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=is_batched(query))
 

@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.ops import dispatch, vjp
+from jax_fastattn.ops import call_sites, vjp
 from jax_fastattn.spec import AttentionSpec, Operands, Ring
 
 
@@ -22,7 +22,7 @@ def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> tu
     assert spec.ring is not None
     ring, operands = spec.ring, _spread(spec.ring, operands)
     spec = dataclasses.replace(spec, ring=None)
-    dispatch.note_call_site(spec, operands)
+    call_sites.note(spec, operands)
     out, lse = vjp.attend(spec, operands, return_residual)
     return _exchange(ring, out, split=1, concat=2), None if lse is None else _exchange(ring, lse, split=1, concat=2)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import warnings
 from dataclasses import dataclass
 
@@ -15,7 +14,8 @@ import jax
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
-from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.ops import call_sites
+from jax_fastattn.spec import Problem
 
 # Why tangents and second derivatives take the XLA path, whatever the call is.
 NO_DERIVATIVE_KERNELS = (
@@ -25,14 +25,6 @@ NO_DERIVATIVE_KERNELS = (
 # What else `explain` says of a paged call.
 READ_PAGES = "the pages are read where they lie; there is no gradient"
 GATHERED_PAGES = "the pages are first gathered into dense keys and values, which takes a copy; there is no gradient"
-
-# Packages whose frames are not the user's.
-_LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox", "equimo", "ejkernel")
-
-# Where calls were traced last, by what vmap and meshes leave as it is. A warning is given later, when XLA programs are
-# made, and Python's stack says nothing of the call then.
-_call_sites: dict[object, str] = {}
-_MAX_CALL_SITES = 512  # two for each call
 
 
 @dataclass(frozen=True)
@@ -154,38 +146,6 @@ def with_note(found: Explanation, note: str) -> Explanation:
     return dataclasses.replace(found, note="; ".join(filter(None, (found.note, note))))
 
 
-def note_call_site(spec: AttentionSpec, operands: Operands) -> None:
-    """Notes where the user calls attention, for the warning that this call may need when it is lowered."""
-    if spec.implementation is not None:
-        return
-    problem, site = Problem.of(spec, operands), _user_frame()
-    for key in (_site_key(problem), _site_key_of_blocks(problem)):
-        _call_sites.pop(key, None)
-        _call_sites[key] = site
-    while len(_call_sites) > _MAX_CALL_SITES:
-        _call_sites.pop(next(iter(_call_sites)), None)
-
-
-def _site_key(problem: Problem) -> object:
-    return problem.spec, problem.dtype, problem.head_dim, problem.v_head_dim
-
-
-def _site_key_of_blocks(problem: Problem) -> object:
-    """Returns a key that a call shares with the blocks of its ring, whose masks and operands differ."""
-    call = dataclasses.replace(problem.spec, ring=None, is_part=False)
-    spec = dataclasses.replace(call, is_causal=False, window=(None, None), present=())
-    return _site_key(dataclasses.replace(problem, spec=spec))
-
-
-def _user_frame() -> str:
-    """Returns file and line of the innermost frame that belongs to no library."""
-    frame = inspect.currentframe()
-    assert frame is not None  # CPython has frames
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 def _variant(problem: Problem, arch: str, *, has_gradient: bool) -> str:
     """Describes which kernels run, and how dq is added up."""
     forward = forward_spec(problem, arch)
@@ -216,10 +176,8 @@ def _warn_once(problem: Problem, reasons: list[Reason]) -> None:
     if warned:
         return
     warned.append(True)
-    known = (_call_sites.get(key(problem)) for key in (_site_key, _site_key_of_blocks))
-    site = next(filter(None, known), "an unknown place")
     warnings.warn(
-        f"jax_fastattn takes the XLA path for the call at {site}: {'; '.join(map(str, reasons))}. "
+        f"jax_fastattn takes the XLA path for the call at {call_sites.find(problem)}: {'; '.join(map(str, reasons))}. "
         'Pass implementation="xla" to accept that without this warning.',
         stacklevel=2,
     )

@@ -28,7 +28,7 @@ from test_flax import make_inputs, make_layer
 from jax_fastattn import attention
 from jax_fastattn.integrations import jax_nn
 from jax_fastattn.integrations.flax import Packed, attention_fn, bind
-from jax_fastattn.ops import dispatch
+from jax_fastattn.ops import call_sites
 from jax_fastattn.spec import AttentionSpec, Operands
 
 WINDOW = 5
@@ -146,7 +146,7 @@ WITH_IDS = ("maxtext", "levanter")
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AttentionSpec, Operands]]:
     """What reaches `attention`."""
     found: list[tuple[AttentionSpec, Operands]] = []
-    monkeypatch.setattr(dispatch, "note_call_site", lambda *call: found.append(call))
+    monkeypatch.setattr(call_sites, "note", lambda *call: found.append(call))
     return found
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import jax_fastattn
 from jax_fastattn.kernels.support import unsupported_reasons
-from jax_fastattn.ops import dispatch
+from jax_fastattn.ops import call_sites
 from jax_fastattn.spec import Problem
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_recipe(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         pytest.importorskip(module)
     monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
     problems: list[Problem] = []
-    monkeypatch.setattr(dispatch, "note_call_site", lambda *call: problems.append(Problem.of(*call)))
+    monkeypatch.setattr(call_sites, "note", lambda *call: problems.append(Problem.of(*call)))
     _run(RECIPES[name])
     assert problems
     assert [reason for problem in problems for reason in unsupported_reasons(problem, "sm_90a")] == []
