@@ -4,17 +4,28 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_fastattn import ffi, keywords
 from jax_fastattn.api.batched import attention
 from jax_fastattn.api.packed import attention_varlen
-from jax_fastattn.api.paged import paged_attention, paged_problem
-from jax_fastattn.canonical import batched, packed, validation
+from jax_fastattn.api.paged import paged_attention
+from jax_fastattn.canonical import batched, packed, paged, validation
 from jax_fastattn.canonical.shapes import shapes_of
 from jax_fastattn.keywords import explained
 from jax_fastattn.ops import dispatch
 from jax_fastattn.ops.ring import describe
+from jax_fastattn.paged import PagedOperands
+from jax_fastattn.spec import AttentionSpec, Operands
+
+# What makes operands of the arguments of each function.
+_CANONICALIZE: Mapping[Callable[..., Any], Callable[..., tuple[AttentionSpec, Operands | PagedOperands]]] = {
+    attention: batched.canonicalize,
+    attention_varlen: packed.canonicalize,
+    paged_attention: paged.canonicalize,
+}
 
 
 @explained
@@ -54,23 +65,25 @@ def explain(
     Raises:
         ValueError, TypeError: the call itself would raise the same error, or `arch` is no architecture.
     """
-    options |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
-    function, canonicalize = attention, batched.canonicalize
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        function, canonicalize = attention_varlen, packed.canonicalize
-        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    if page_table is not None:
+    given = {"bias": bias, "mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    options |= {name: x for name, x in (given | {"page_table": page_table}).items() if x is not None}
+    function = attention
+    if "cu_seqlens_q" in options or "cu_seqlens_k" in options:
+        function = attention_varlen
+    if "page_table" in options:
         function = paged_attention
-        options = {"lengths": None} | options | {"page_table": page_table}
     if text := keywords.unknown("explain", options, of=function.__name__):
         raise TypeError(text)
+    parameters = inspect.signature(function).parameters
     return_residual = options.pop("return_residual", False)
-    if page_table is not None:
-        problem, note = paged_problem(query=query, key=key, value=value, **options), ""
+    # The first three parameters are the query, and keys and values whatever they are called.
+    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    arguments = dict.fromkeys(required) | dict(zip(parameters, (query, key, value), strict=False)) | options
+    spec, operands = shapes_of(_CANONICALIZE[function], **arguments)
+    if isinstance(operands, PagedOperands):
+        problem, note = operands.problem(spec), ""
     else:
-        problem, note = describe.call(
-            *shapes_of(canonicalize, query=query, key=key, value=value, **options), split_of=(query, key)
-        )
+        problem, note = describe.call(spec, operands, split_of=(query, key))
     validation.check_flag("return_residual", return_residual)
     with ffi.target_arch(ffi.named_arch() if arch is None else arch):
         return dispatch.with_note(dispatch.explain(problem), note)

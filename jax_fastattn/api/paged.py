@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -12,10 +12,9 @@ from jax.typing import ArrayLike
 from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import restore
 from jax_fastattn.canonical.paged import canonicalize
-from jax_fastattn.canonical.shapes import shapes_of
 from jax_fastattn.keywords import explained
 from jax_fastattn.ops import call_sites, paged
-from jax_fastattn.spec import Implementation, Problem
+from jax_fastattn.spec import Implementation
 
 
 class _Options(TypedDict, total=False):
@@ -137,10 +136,3 @@ def paged_attention(
     call_sites.note(operands.dense_spec(spec), operands.dense_shapes())
     results = paged.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=True)
-
-
-def paged_problem(query: Any, key: Any, value: Any, **arguments: Any) -> Problem:
-    """Returns the problem of a paged call with these arguments; nothing runs."""
-    pages = {"key_pages": key, "value_pages": value}
-    spec, operands = shapes_of(canonicalize, query=query, **pages, **arguments)
-    return operands.problem(spec)

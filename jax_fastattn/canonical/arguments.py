@@ -21,7 +21,7 @@ from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands,
 # What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
 LONGEST_SYMBOLIC = 1 << 27
 
-AnyOperands = TypeVar("AnyOperands", Operands, PagedOperands)
+AnyOperands = TypeVar("AnyOperands", bound=Operands | PagedOperands)
 
 
 def resolve(
