@@ -20,7 +20,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeySchedule, KeyTile, key_schedule
-from jax_fastattn.kernels.sm90.backward.loader import Producer
+from jax_fastattn.kernels.sm90.backward.loader import BackwardProducer
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sums.row_preprocess import nonzero
@@ -98,8 +98,8 @@ class KeyStationary:
         """
         cute.arch.setmaxregister_decrease(self.config.registers.producer)
         score = Score.backward(self.spec, call.buffers, call.sizes, call.sizes.scale, self._copied_bias(call))
-        load = Producer(self.spec.group, self.memory).start(shared, call.tma, call.buffers.stats, score, begin)
-        return lambda: self.schedule.each(shared, call, load, fetches=True)
+        producer = BackwardProducer.start(self.spec.group, call, shared, score, begin)
+        return lambda: self.schedule.each(shared, call, producer.load, fetches=True)
 
     def compute(
         self, start: StartConsumer, shared: BackwardShared, call: Call, thread: Int32, warp_index: Int32
