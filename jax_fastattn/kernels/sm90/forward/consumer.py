@@ -13,8 +13,8 @@ Key tiles are visited from the right edge to the left:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.features.visible.bits import Bits
+from jax_fastattn.kernels.sm90.forward.edges import Edge, KeyEdges, ListedEdges, RangeEdges
 from jax_fastattn.kernels.sm90.forward.epilogue import ForwardOutput
 from jax_fastattn.kernels.sm90.forward.feature_ring import FeatureRing
 from jax_fastattn.kernels.sm90.forward.hidden_rows import SharedOperands
@@ -43,33 +43,14 @@ class _OwnTile:
     Attributes:
         tile: the CTA's.
         visit: the key tiles that the warpgroup's rows see.
-        rows: what becomes of the scores of the lane's two rows.
+        edges: what is known of these tiles before their scores.
         query_fragments: the fragments of Q in registers.
-        ahead: the entry and the lane's bits of the next tile of a list, which are loaded a tile ahead; None without
-            lists.
     """
 
     tile: QueryTile
     visit: Visit
-    rows: ScoreRows
+    edges: KeyEdges
     query_fragments: cute.Tensor
-    ahead: cute.Tensor | None
-
-
-class _Edge(NamedTuple):
-    """What is known of a key tile before its scores are.
-
-    Attributes:
-        rows: what becomes of the scores of the lane's two rows.
-        masked: whether the tile has a mask.
-        entry: of an edge tile of a list.
-        blind: whether a tile without a mask may be the first one that a row sees.
-    """
-
-    rows: ScoreRows
-    masked: bool
-    entry: Int32 | None = None
-    blind: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +128,7 @@ class ForwardConsumer:
             self.operands.zero_padding(tile)
         if score.negative is not None:
             cutlass.if_generate(score.negative, self.operands.negate_query)
-        ahead = None if tile.bits is None else cute.make_rmem_tensor((1 + tile.bits.config.words,), Int32)
-        own = _OwnTile(tile, visit, rows, self.products.load_query_fragments(), ahead)
+        own = _OwnTile(tile, visit, self._edges(tile, visit, rows), self.products.load_query_fragments())
 
         def pass_by() -> None:
             self._release_query()
@@ -161,6 +141,12 @@ class ForwardConsumer:
             thread = ptx.thread_index()
             first_row = tile.row + Lane.of(self.call.config, thread, thread // 32).row
         self.output.store(tile, first_row)
+
+    def _edges(self, tile: QueryTile, visit: Visit, rows: ScoreRows) -> KeyEdges:
+        """Returns the edges of the key tiles that the warpgroup visits."""
+        if tile.bits is None:
+            return RangeEdges(rows)
+        return ListedEdges.start(rows, tile, visit, tile.bits, self.operands, self.ring)
 
     def _visit(self, own: _OwnTile) -> None:
         """Visits the warpgroup's key tiles, from the last to the first, between those that only others see."""
@@ -242,64 +228,13 @@ class ForwardConsumer:
 
     # Key tiles that the warpgroup sees.
 
-    def _edge(self, own: _OwnTile, *, masked: bool, blind: bool) -> _Edge:
-        """Returns what is known of the next tile of a list, which `_load_ahead` has loaded."""
-        if own.ahead is None or not masked:
-            return _Edge(own.rows, masked, blind=blind)
-        entry, *words = [own.ahead[i] for i in range(cute.size(own.ahead))]
-        return _Edge(replace(own.rows, seen=Bits([words])), masked, cute.arch.make_warp_uniform(entry))
-
-    def _load_ahead(self, own: _OwnTile, index: Int32, edge: _Edge) -> None:
-        """Loads entry and bits of the tile after an edge tile, or the same again after the last one.
-
-        It comes after products are issued, which would wait for the entry otherwise. A full tile's bits are not used.
-        """
-        if own.ahead is None or own.tile.bits is None or edge.entry is None:
-            return
-        own.ahead[0] = own.visit.entry(Int32(cutlass.max(index - 1, own.visit.begin)))
-        tile = own.visit.tile_of(own.ahead[0])
-        for i, word in enumerate(own.tile.bits.fragment(tile, self._fragment, self.lane.thread % 32)):
-            own.ahead[1 + i] = word
-
-    def _first_edge(self, own: _OwnTile, index: Int32) -> _Edge:
-        """Does the same for the first tile. A full one of a list counts as masked, with bits that are all 1."""
-        bits = own.tile.bits
-        if bits is None:
-            return _Edge(own.rows, True)
-        words = cute.make_rmem_tensor((bits.config.words,), Int32)
-        words.fill(-1)
-        entry = cute.arch.make_warp_uniform(own.visit.entry(index))
-
-        def load() -> None:
-            loaded = bits.fragment(own.visit.tile_of(entry), self._fragment, self.lane.thread % 32)
-            for i, word in enumerate(loaded):
-                words[i] = word
-
-        cutlass.if_generate(Boolean(own.visit.is_edge(index)), load)
-        seen = Bits([[words[i] for i in range(bits.config.words)]])
-        return _Edge(replace(own.rows, seen=seen), True, entry)
-
-    @property
-    def _fragment(self) -> Int32:
-        """Which 16 of the CTA's rows are those of the warp."""
-        return self.lane.group * (WARPGROUP_ROWS // 16) + self.lane.warp
-
-    def _zero_dead_values(self, own: _OwnTile, index: Int32, edge: _Edge) -> None:
-        """Zeroes the rows of V of an edge tile of a list that no query of the CTA sees."""
-        if edge.entry is None:
-            return
-        # With overlap V of this tile follows K of the next one, which exists unless this tile is the last one.
-        follows = Boolean(index > own.visit.begin)
-        keys = ptx.where(follows, Int32(1), Int32(0)) if self.call.config.overlap_qk_pv else Int32(0)
-        self.operands.zero_dead_values(own.tile, edge.entry, lambda: self.ring.peek(keys))
-
     def _first_tile(self, own: _OwnTile, index: Int32, ahead: Int32) -> None:
         """Computes P of the first tile, after `ahead` tiles that only others see; without overlap adds its values."""
         config = self.call.config
-        edge = self._first_edge(own, index)
+        edge = own.edges.first(index)
         stage = self.ring.consumer_wait()
         self.products.start_scores(own.query_fragments, stage)
-        self._load_ahead(own, index, edge)
+        own.edges.load_ahead(index, edge)
         if config.overlap_qk_pv:
             self._skip_stage(ahead)
         warpgroup.wait_group(0)
@@ -310,7 +245,7 @@ class ForwardConsumer:
         is_edge = None if always else Boolean(own.visit.is_edge(index))
         self.softmax.first_tile(own.visit.tile(index), loaded.rows, is_edge)
         self.features.consumer_release(loaded)
-        self._zero_dead_values(own, index, edge)
+        own.edges.zero_dead(index, edge)
         if own.tile.bounds.kind.hides_last_keys:
             # With overlap V of this tile follows K of the next one, which exists unless this tile is the only one.
             next_keys = (
@@ -322,33 +257,33 @@ class ForwardConsumer:
 
     def _overlapped_tile(self, own: _OwnTile, index: Int32, *, masked: bool, blind: bool = False) -> None:
         """Computes P of this tile, with P V of the previous one in flight during the softmax."""
-        edge = self._edge(own, masked=masked, blind=blind)
+        edge = own.edges.next(masked=masked, blind=blind)
         key_stage = self.ring.consumer_wait()
         self.ping_pong.wait()
         self.products.start_scores(own.query_fragments, key_stage)
         value_stage = self.ring.consumer_wait()
         self.products.add_values(value_stage)
         self.ping_pong.pass_on()
-        self._load_ahead(own, index, edge)
+        own.edges.load_ahead(index, edge)
         warpgroup.wait_group(1)
         self._probabilities(own, index, key_stage, edge)
         self.ring.consumer_release(value_stage)
-        self._zero_dead_values(own, index, edge)
+        own.edges.zero_dead(index, edge)
 
     def _tile(self, own: _OwnTile, index: Int32, *, masked: bool, blind: bool = False) -> None:
         """Computes one tile after the other; other warpgroups fill the gaps."""
-        edge = self._edge(own, masked=masked, blind=blind)
+        edge = own.edges.next(masked=masked, blind=blind)
         stage = self.ring.consumer_wait()
         self.ping_pong.wait()
         self.products.start_scores(own.query_fragments, stage)
         self.ping_pong.pass_on()
-        self._load_ahead(own, index, edge)
+        own.edges.load_ahead(index, edge)
         warpgroup.wait_group(0)
         self._probabilities(own, index, stage, edge)
-        self._zero_dead_values(own, index, edge)
+        own.edges.zero_dead(index, edge)
         self._last_values(own, index)
 
-    def _probabilities(self, own: _OwnTile, index: Int32, stage: Int32, edge: "_Edge") -> None:
+    def _probabilities(self, own: _OwnTile, index: Int32, stage: Int32, edge: Edge) -> None:
         """Computes P of a tile with K in a stage, which is released; awaits products in flight, and rescales O."""
         tile = own.visit.tile(index)
         loaded = self.features.consumer_wait(edge.rows, own.tile, tile)
