@@ -19,7 +19,8 @@ from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, SCALAR_DTYPES, 
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda import passes as cuda
-from jax_fastattn.ops.cuda.launch import launch_scalars, persistent_blocks
+from jax_fastattn.ops.cuda.launch import launch_p, launch_scalars, persistent_blocks
+from jax_fastattn.ops.cuda.launch_plan import LaunchPlan
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 ROLES = ("operand", "result", "scratch")
@@ -143,9 +144,10 @@ def test_a_launch_takes_all_operands_that_are_given(monkeypatch: pytest.MonkeyPa
     kernel = kernel_spec(problem, "forward", "sm_90a")
     bound: list[dict[str, Any]] = []
     monkeypatch.setattr(ffi, "multiprocessors", lambda: 7)
-    monkeypatch.setattr(cuda.launch_p, "bind", lambda *xs, **params: bound.append({"xs": xs, **params}) or [1, 2])
+    monkeypatch.setattr(launch_p, "bind", lambda *xs, **params: bound.append({"xs": xs, **params}) or [1, 2])
     shapes = {"out": x.shape, "lse": x.shape[:3]}
-    found = cuda._launch(kernel, problem, operands._asdict(), shapes)
+    plan = LaunchPlan(kernel, problem, operands._asdict(), shapes)
+    found = plan.bind()
     assert found == {"out": 1, "lse": 2}
     (call,) = bound
     assert [id(a) for a in call["xs"]] == [id(a) for a in operands.arrays()]
@@ -156,9 +158,9 @@ def test_a_launch_takes_all_operands_that_are_given(monkeypatch: pytest.MonkeyPa
     assert floats == {name for name, dtype in SCALAR_DTYPES.items() if dtype == "float32"}
     for wrong in (operands._replace(sinks=jnp.zeros((1, 4))), operands._replace(query_offset=None)):
         with pytest.raises(AssertionError):
-            cuda._launch(kernel, problem, wrong._asdict(), shapes)
+            dataclasses.replace(plan, operands=wrong._asdict()).bind()
     with pytest.raises(AssertionError):
-        cuda._launch(kernel, problem, operands._asdict(), shapes | {"dq": x.shape})
+        dataclasses.replace(plan, shapes=shapes | {"dq": x.shape}).bind()
 
 
 def test_persistent_blocks_are_more_than_sms_where_each_would_take_long() -> None:
@@ -191,7 +193,7 @@ def test_a_range_of_keys_that_a_mask_leaves_begins_at_the_offset(monkeypatch: py
     bound: list[dict[str, Any]] = []
     monkeypatch.setattr(ffi, "multiprocessors", lambda: 7)
     monkeypatch.setattr(ffi, "arch", lambda: "sm_90a")
-    monkeypatch.setattr(cuda.launch_p, "bind", lambda *xs, **params: bound.append(params) or [x, x[..., 0]])
+    monkeypatch.setattr(launch_p, "bind", lambda *xs, **params: bound.append(params) or [x, x[..., 0]])
     cuda.forward(spec, operands)
     (call,) = bound
     absent = absent_scalars(call["kernel"])

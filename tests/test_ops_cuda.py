@@ -14,8 +14,8 @@ import pytest
 
 from jax_fastattn import ffi
 from jax_fastattn.cases.case import Case
-from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda.launch_plan import LaunchPlan
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import QKV
 from jax_fastattn.testing.compare import evaluate
@@ -53,17 +53,18 @@ def test_terms_of_rows_are_added_up_to_the_gradient_of_sinks(
     spec, operands, (dout, dlse), found = call
     sees, _, _ = visible_rows(spec, operands)
 
-    def launch(kernel: KernelSpec, problem: Any, given: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
-        del lists
-        assert kernel.dsinks and problem.sinks_per_batch == (len(operands.sinks) > 1)
+    def launch(plan: LaunchPlan) -> dict[str, jax.Array]:
+        shapes, sinks = plan.shapes, plan.operands["sinks"]
+        assert plan.kernel.dsinks and sinks is not None
+        assert plan.problem.sinks_per_batch == (len(operands.sinks) > 1)
         delta = jnp.where(sees, (found.out * dout).sum(-1), 0.0) - dlse
-        weight = jnp.exp(given["sinks"][:, None] - jnp.where(found.lse == -jnp.inf, jnp.inf, found.lse))
+        weight = jnp.exp(sinks[:, None] - jnp.where(found.lse == -jnp.inf, jnp.inf, found.lse))
         terms = -(weight * delta).swapaxes(1, 2)
         assert terms.shape == shapes["dsinks_terms"]
         return {name: jnp.zeros(shapes[name]) for name in ("dq", "dk", "dv")} | {"dsinks_terms": terms}
 
     monkeypatch.setattr(ffi, "arch", lambda: arch)
-    monkeypatch.setattr(cuda, "_launch", launch)
+    monkeypatch.setattr(LaunchPlan, "bind", launch)
     gradients = cuda.backward(spec, operands, found.out, found.lse, dout, dlse)
     np.testing.assert_allclose(gradients.sinks, found.dsinks, rtol=1e-5, atol=1e-5)
 
@@ -74,11 +75,10 @@ def test_no_gradient_of_sinks_is_computed_unless_it_is_wanted(
     """The kernel is that of a call whose sinks are constant, and takes no sinks."""
     spec, operands, (dout, dlse), found = call
 
-    def launch(kernel: KernelSpec, problem: Any, given: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
-        del lists
-        assert not kernel.dsinks and given["sinks"] is None and "dsinks_terms" not in shapes
-        return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    def launch(plan: LaunchPlan) -> dict[str, jax.Array]:
+        assert not plan.kernel.dsinks and plan.operands["sinks"] is None and "dsinks_terms" not in plan.shapes
+        return {name: jnp.zeros(shape) for name, shape in plan.shapes.items()}
 
     monkeypatch.setattr(ffi, "arch", lambda: "sm_90a")
-    monkeypatch.setattr(cuda, "_launch", launch)
+    monkeypatch.setattr(LaunchPlan, "bind", launch)
     assert cuda.backward(spec, operands, found.out, found.lse, dout, dlse, QKV).sinks is None

@@ -22,6 +22,7 @@ import pytest
 from jax_fastattn import attention, attention_varlen, explain
 from jax_fastattn.cases.case import Case
 from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda.launch_plan import LaunchPlan
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
@@ -97,18 +98,19 @@ def _launches_in_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What ops/cuda/passes.py launches is computed by the XLA path, from the launch's own arrays and scale."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
 
-    def launch(kernel: Any, problem: Any, arrays: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
-        assert lists is None
+    def launch(plan: LaunchPlan) -> dict[str, jax.Array]:
+        problem, arrays = plan.problem, plan.operands
+        assert plan.lists is None
         present = tuple(name for name in problem.spec.present if name != "scale")
         spec = dataclasses.replace(problem.spec, present=present)
         operands = Operands(**{name: arrays[name] for name in present})
-        if kernel.op == "forward":
+        if plan.kernel.op == "forward":
             return dict(zip(("out", "lse"), xla.forward(spec, operands), strict=True))
         found = xla.backward(spec, operands, *(arrays[name] for name in ("out", "lse", "dout", "dlse")))
-        scratch = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        scratch = {name: jnp.zeros(shape) for name, shape in plan.shapes.items()}
         return scratch | {"dq": found.query, "dk": found.key, "dv": found.value}
 
-    monkeypatch.setattr(cuda, "_launch", launch)
+    monkeypatch.setattr(LaunchPlan, "bind", launch)
 
 
 def by_launches(spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: Any = None) -> compare.Results:

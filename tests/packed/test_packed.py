@@ -20,6 +20,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import SharedMemory
 from jax_fastattn.kernels.tiles.records import Record
 from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda.launch_plan import LaunchPlan
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing import compare
@@ -27,9 +28,11 @@ from jax_fastattn.xla import passes as xla
 from jax_fastattn.xla.chunks import ACCELERATOR
 
 
-def _launch(kernel: Any, problem: Any, arrays: Any, shapes: Any, lists: None) -> dict[str, jax.Array]:
+def _launch(plan: LaunchPlan) -> dict[str, jax.Array]:
     """Computes by the XLA path what a launch should, of the sequences that the records name."""
-    assert lists is None and arrays["query"].shape[0] == 1 and arrays["sequences"] is None
+    kernel, problem, shapes = plan.kernel, plan.problem, plan.shapes
+    arrays: Any = plan.operands
+    assert plan.lists is None and arrays["query"].shape[0] == 1 and arrays["sequences"] is None
     ids = [np.full((1, length), -1 - side) for side, length in enumerate((problem.query_length, problem.key_length))]
     offset, entry = np.zeros((2, 1, problem.query_length), np.int32)
     for i, words in enumerate(np.asarray(arrays["query_tiles"])):
@@ -72,7 +75,7 @@ def test_launches_get_the_sequences_of_all_batch_entries(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sinks_per_entry: bool, arch: str, dlse: bool
 ) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path, arch)
-    monkeypatch.setattr(cuda, "_launch", _launch)
+    monkeypatch.setattr(LaunchPlan, "bind", _launch)
     keys = iter(jax.random.split(jax.random.key(0), 9))
     draw = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32).astype(jnp.bfloat16)
     entries = [

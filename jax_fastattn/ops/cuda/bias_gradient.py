@@ -10,7 +10,7 @@ one of them writes three sums for each row that make its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,10 @@ from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_pitch
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sums.tiles import COLUMN_WARPS, KEYS, ROW_SUMS, dbias_parts
-from jax_fastattn.spec import HIDDEN_BIAS, Operands, Problem
+from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands, Problem
+
+# The operands that kernels do not read if a bias of rows is left to XLA: the sum of dS is what a sink leaves.
+LEFT_TO_XLA = ("bias", "sinks")
 
 # Four roundings of float32, relative to a sink.
 SINK_ROUNDING = 2.0**-22
@@ -46,10 +49,18 @@ def backward_spec(
     """
     kernel = kernel_spec(problem, "backward", arch, dlse=dlse, dsinks=dsinks, dbias=dbias)
     if is_of_rows_alone(kernel):
-        names = tuple(name for name in problem.spec.present if name not in ("bias", "sinks"))
-        others = replace(problem, spec=replace(problem.spec, present=names), bias_shape=None, bias_dtype=None)
+        others = replace(problem, spec=_spec_without_rows(problem.spec), bias_shape=None, bias_dtype=None)
         return kernel_spec(others, "backward", arch, dlse=dlse)
     return with_parts(kernel, result_shapes(kernel, problem, multiprocessors))
+
+
+def without_rows(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
+    """Returns the call that kernels compute of one whose bias of rows is left to XLA; `RowBias` has the rest of it."""
+    return _spec_without_rows(spec), operands._replace(**dict.fromkeys(LEFT_TO_XLA))
+
+
+def _spec_without_rows(spec: AttentionSpec) -> AttentionSpec:
+    return replace(spec, present=tuple(name for name in spec.present if name not in LEFT_TO_XLA))
 
 
 def with_parts(kernel: KernelSpec, shapes: Mapping[str, tuple[int, ...]]) -> KernelSpec:
@@ -147,6 +158,20 @@ class RowBias:
         if sink_terms is not None:
             total = total - sink_terms.swapaxes(1, 2)
         return _reduced(jnp.where(self._is_dead, 0.0, total).swapaxes(1, 2)[..., None], self._shape)
+
+    def gradients(
+        self, spec: AttentionSpec, out: jax.Array, dout: jax.Array, dlse: jax.Array | None, wanted: Collection[str]
+    ) -> dict[str, jax.Array]:
+        """Returns those of `LEFT_TO_XLA` that are wanted and present, by name."""
+        # A part of the keys says nothing of this gradient: `ring/gradient.py` computes it.
+        assert not spec.is_part or "bias" not in wanted
+        found: dict[str, jax.Array] = {}
+        terms = None if {*LEFT_TO_XLA}.isdisjoint(wanted) else self.sink_terms(out, dout, dlse)
+        if "bias" in wanted:
+            found["bias"] = self.gradient(dlse, terms)
+        if "sinks" in wanted and self._sinks is not None and terms is not None:
+            found["sinks"] = reduce_to((*self._sinks.shape, 1), terms)[..., 0]
+        return found
 
 
 def row_products(out: jax.Array, dout: jax.Array, dtype: Any) -> jax.Array:

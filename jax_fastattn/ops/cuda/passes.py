@@ -4,38 +4,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jax_fastattn import ffi
 from jax_fastattn.heads import reduce_to, scale_gradient
-from jax_fastattn.kernels.arguments.present import present_buffers
-from jax_fastattn.kernels.arguments.scalars import Scalars
-from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs
+from jax_fastattn.kernels.choose import forward_spec, kernel_spec
 from jax_fastattn.kernels.decode.config import decode_scratch
-from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
-from jax_fastattn.ops.cuda.bias import bias_operands, with_usable_scale
+from jax_fastattn.ops.cuda.bias import with_usable_scale
 from jax_fastattn.ops.cuda.bias_gradient import (
+    LEFT_TO_XLA,
     RowBias,
     bias_gradient,
     is_of_rows_alone,
     result_shapes,
     row_products,
     with_parts,
+    without_rows,
 )
-from jax_fastattn.ops.cuda.launch import launch_p, launch_scalars, persistent_blocks
-from jax_fastattn.ops.cuda.prepass import PREDICATE, TileLists, tile_lists
-from jax_fastattn.ops.cuda.records import tile_records
-from jax_fastattn.ops.cuda.row_bits import RowBits, row_bits
+from jax_fastattn.ops.cuda.launch_plan import LaunchPlan, launched_problem
+from jax_fastattn.ops.cuda.prepass import TileLists
 from jax_fastattn.paged import PagedOperands
-from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Gradients, Operands, Problem
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands, Problem
 
 # Copies of 16 bytes need rows that are a multiple of 16 bytes apart.
 HEAD_DIM_MULTIPLE = 8
@@ -84,17 +80,12 @@ def forward(
         kept: see `tile_lists`.
     """
     spec, padded = with_usable_scale(spec, _for_kernels(operands))
-    problem, arrays = _launched(spec, padded)
+    problem = launched_problem(spec, padded)
     kernel = kernel or forward_spec(problem, ffi.arch())
-    arrays = _with_bias(kernel, problem, arrays)
+    found = LaunchPlan.of(kernel, problem, padded, _forward_shapes(kernel, problem), kept).bind()
     rows = padded.query.shape[:3]
-    shapes = {"out": rows + padded.value.shape[3:], "lse": rows}
-    launched = {name: _joined_shape(shape, padded) for name, shape in shapes.items()}
-    arrays, lists = _with_lists(spec, padded, kernel, arrays, kept)
-    launched |= _forward_scratch(kernel, problem)
-    found = _launch(kernel, problem, arrays | _records(kernel, padded), launched, lists)
-    out, lse = (found[name].reshape(shape) for name, shape in shapes.items())
-    return cut_head_dim(out, operands.value.shape[3]), lse
+    out = found["out"].reshape(*rows, padded.value.shape[3])
+    return cut_head_dim(out, operands.value.shape[3]), found["lse"].reshape(rows)
 
 
 def paged_forward(
@@ -105,17 +96,17 @@ def paged_forward(
     kernel = kernel or forward_spec(problem, ffi.arch())
     arrays = operands._replace(query=_scaled(operands.query, operands), scale=None)._asdict()
     arrays |= {"key": arrays.pop("key_pages"), "value": arrays.pop("value_pages")}
-    rows = operands.query.shape[:3]
-    shapes = {"out": rows + operands.value_pages.shape[3:], "lse": rows}
-    found = _launch(kernel, problem, arrays, shapes | _forward_scratch(kernel, problem))
+    found = LaunchPlan(kernel, problem, arrays, _forward_shapes(kernel, problem)).bind()
     return found["out"], found["lse"]
 
 
-def _forward_scratch(kernel: KernelSpec, problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the scratch buffers of a forward pass by name."""
+def _forward_shapes(kernel: KernelSpec, problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of results and scratch of a forward launch by name."""
+    rows = problem.batch, problem.query_length, problem.num_heads
+    results: dict[str, tuple[int, ...]] = {"out": (*rows, problem.v_head_dim), "lse": rows}
     if kernel.op == "decode":
-        return decode_scratch(kernel, ffi.multiprocessors(), problem.query_length * problem.group)
-    return forward_scratch(kernel)
+        return results | decode_scratch(kernel, ffi.multiprocessors(), problem.query_length * problem.group)
+    return results | forward_scratch(kernel)
 
 
 def backward(
@@ -136,128 +127,46 @@ def backward(
     """
     sinks = operands.sinks if "sinks" in wanted else None
     padded = _for_kernels(operands)._replace(sinks=sinks)
-    problem, arrays = _launched(spec, padded)
+    problem = launched_problem(spec, padded)
     asked = {"dlse": dlse is not None, "dsinks": sinks is not None, "dbias": "bias" in {*wanted} & {*spec.present}}
     kernel = kernel or kernel_spec(problem, "backward", ffi.arch(), **asked)
     if is_of_rows_alone(kernel):
-        return _without_rows(spec, operands, (out, lse), (dout, dlse), wanted, kept)
+        rows = RowBias(operands, out, lse)
+        others = [name for name in wanted if name not in LEFT_TO_XLA]
+        found = backward(*without_rows(spec, operands), out, rows.lse(), dout, dlse, others, kept=kept)
+        return found._replace(**rows.gradients(spec, out, dout, dlse, wanted))
+    bias_shapes = result_shapes(kernel, problem, ffi.multiprocessors()) if kernel.dbias else {}
+    kernel = with_parts(kernel, bias_shapes)
+    shapes = _backward_shapes(kernel, problem) | bias_shapes
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
-    residuals = {name: x if x is None else _joined(x, padded) for name, x in residuals.items()}
-    gradient = result_shapes(kernel, problem, ffi.multiprocessors()) if kernel.dbias else {}
-    kernel = with_parts(kernel, gradient)
-    arrays = _with_bias(kernel, problem, arrays)
-    backward_scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
-    scratch = backward_scratch(kernel, problem.num_sequences or problem.batch, problem.query_length, problem.num_heads)
-    gradients = {"dq": padded.query.shape, "dk": padded.key.shape, "dv": padded.value.shape}
-    launched = {name: _joined_shape(shape, padded) for name, shape in gradients.items()}
-    if sinks is not None:
-        launched["dsinks_terms"] = (problem.batch, problem.num_heads, problem.query_length)
-    launched |= gradient
-    arrays, lists = _with_lists(spec, padded, kernel, arrays, kept)
-    found = _launch(kernel, problem, arrays | _records(kernel, padded) | residuals, launched | scratch, lists)
-    dq, dk, dv = (found[name].reshape(shape) for name, shape in gradients.items())
+    found = LaunchPlan.of(kernel, problem, padded, shapes, kept, **residuals).bind()
+    dq, dk, dv = (found[name].reshape(x.shape) for name, x in zip(("dq", "dk", "dv"), padded[:3], strict=True))
     dscaled = cut_head_dim(dq, operands.query.shape[3])
     products = row_products(out, dout, lse.dtype) if spec.is_part and kernel.drow_bias else None
     return Gradients(
         query=_scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
-        bias=bias_gradient(problem.bias_shape, found, dlse, products) if gradient and problem.bias_shape else None,
+        bias=bias_gradient(problem.bias_shape, found, dlse, products) if bias_shapes and problem.bias_shape else None,
         sinks=None if sinks is None else sinks_gradient(sinks, found["dsinks_terms"], operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
     )
 
 
-def _without_rows(
-    spec: AttentionSpec,
-    operands: Operands,
-    results: tuple[jax.Array, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array | None],
-    wanted: Collection[str],
-    kept: Sequence[TileLists],
-) -> Gradients:
-    """Returns the gradients of a call with a bias of rows that no kernel reads, see `bias_gradient.py`."""
-    # A part of the keys says nothing of this gradient: `ring/gradient.py` computes it.
-    assert not spec.is_part or "bias" not in wanted
-    (out, lse), (dout, dlse) = results, cotangents
-    sinks = operands.sinks if "sinks" in wanted else None
-    rows = RowBias(operands, out, lse)
-    terms = None
-    if not {"bias", "sinks"}.isdisjoint(wanted):
-        terms = rows.sink_terms(out, dout, dlse)
-    names = tuple(name for name in spec.present if name not in ("bias", "sinks"))
-    others = [name for name in wanted if name not in ("bias", "sinks")]
-    rest = operands._replace(bias=None, sinks=None)
-    found = backward(replace(spec, present=names), rest, out, rows.lse(), dout, dlse, others, kept=kept)
-    return found._replace(
-        bias=rows.gradient(dlse, terms) if "bias" in wanted else None,
-        sinks=sinks_gradient(sinks, terms, out.shape[0]) if sinks is not None and terms is not None else None,
-    )
-
-
-def _with_bias(
-    kernel: KernelSpec, problem: Problem, arrays: dict[str, jax.Array | None]
-) -> dict[str, jax.Array | None]:
-    """Returns the operands of a launch with a bias as the kernel reads it."""
-    bias = arrays.pop("bias")
-    return arrays | bias_operands(kernel, bias, problem.key_length, problem.spec.scale)
-
-
-def _with_lists(
-    spec: AttentionSpec,
-    operands: Operands,
-    kernel: KernelSpec,
-    arrays: dict[str, jax.Array | None],
-    kept: Sequence[TileLists],
-) -> tuple[dict[str, jax.Array | None], TileLists | RowBits | None]:
-    """Returns the operands of a launch with lists or bits in place of the predicate, and these; else all as it is.
-
-    Of a launch with lists of both sides these are the lists of tiles of queries, whose `planes` hold for both.
-    """
-    if not (kernel.listed or kernel.row_bits):
-        return arrays, None
-    found: list[TileLists | RowBits] = [row_bits(spec, operands)] if kernel.row_bits else []
-    found += [tile_lists(spec, operands, config, kept) for config in prepass_configs(kernel)]
-    others = {name: x for name, x in arrays.items() if name not in PREDICATE or getattr(kernel, name, False)}
-    for lists in found:
-        others |= lists.buffers()
-    if not getattr(kernel, "classifies_keys", False):
-        others.pop("key_classes", None)
-    return others, found[-1]
-
-
-def _launched(spec: AttentionSpec, operands: Operands) -> tuple[Problem, dict[str, jax.Array | None]]:
-    """Returns the problem of a launch and its operands by name. Batch entries with packed sequences become one."""
-    problem = Problem.of(spec, operands)
-    if not operands.is_packed:
-        return problem, operands._asdict()
-    problem = replace(
-        problem,
-        batch=1,
-        query_length=problem.batch * problem.query_length,
-        key_length=problem.batch * problem.key_length,
-        num_sequences=problem.batch * problem.num_sequences,
-    )
-    joined = {name: _joined(getattr(operands, name), operands) for name in QKV}
-    return problem, operands._asdict() | joined | {"sequences": None}
-
-
-def _joined_shape(shape: tuple[int, ...], operands: Operands) -> tuple[int, ...]:
-    """Returns a shape `[B, T, ...]` as a launch has it."""
-    return (1, shape[0] * shape[1], *shape[2:]) if operands.is_packed else shape
-
-
-def _joined(x: jax.Array, operands: Operands) -> jax.Array:
-    return x.reshape(_joined_shape(x.shape, operands))
-
-
-def _records(kernel: KernelSpec, operands: Operands) -> dict[str, jax.Array]:
-    """Returns the records of tiles by name; none unless sequences are packed."""
-    if operands.sequences is None:
-        return {}
-    lengths, rows = (operands.query.shape[1], operands.key.shape[1]), kernel.config.slot_rows
-    sides = {"query_tiles": False} | ({"key_tiles": True} if kernel.op == "backward" else {})
-    return {name: tile_records(operands.sequences, lengths, rows, of_keys=side) for name, side in sides.items()}
+def _backward_shapes(kernel: KernelSpec, problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of results and scratch of a backward launch by name, except for the gradient of a bias."""
+    rows = problem.batch, problem.query_length, problem.num_heads
+    keys = problem.batch, problem.key_length, problem.num_kv_heads
+    results: dict[str, tuple[int, ...]] = {
+        "dq": (*rows, problem.head_dim),
+        "dk": (*keys, problem.head_dim),
+        "dv": (*keys, problem.v_head_dim),
+    }
+    if kernel.dsinks:
+        results["dsinks_terms"] = (problem.batch, problem.num_heads, problem.query_length)
+    scratch = {"sm80": sm80.backward_scratch, "sm90": sm90.backward_scratch}[kernel.family]
+    entries = problem.num_sequences or problem.batch
+    return results | scratch(kernel, entries, problem.query_length, problem.num_heads)
 
 
 def sinks_gradient(sinks: jax.Array, terms: jax.Array, batch: int) -> jax.Array:
@@ -272,54 +181,3 @@ def sinks_gradient(sinks: jax.Array, terms: jax.Array, batch: int) -> jax.Array:
     joined = batch // launched
     by_entry = jnp.moveaxis(terms.reshape(launched, heads, joined, rows // joined), 2, 1)
     return reduce_to((*sinks.shape, 1), by_entry.reshape(batch, heads, rows // joined))[..., 0]
-
-
-def _launch(
-    kernel: KernelSpec,
-    problem: Problem,
-    operands: Mapping[str, jax.Array | None],
-    shapes: Mapping[str, tuple[int, ...]],
-    lists: TileLists | RowBits | None = None,
-) -> dict[str, jax.Array]:
-    """Binds one custom call; its buffers are those of `present_buffers`.
-
-    Args:
-        kernel: the compile key.
-        problem: the problem that the kernel was chosen for.
-        operands: the operands by name; None is absent.
-        shapes: the shapes of the results and of scratch, by name.
-        lists: what the kernel has in place of the predicate, if it does.
-
-    Returns:
-        The results and scratch by name.
-    """
-    buffers = {name: buffer for name, buffer in present_buffers(kernel).items() if buffer is not None}
-    names = [name for name, buffer in buffers.items() if buffer.role == "operand"]
-    results = {name: (shapes[name], buffer.dtype) for name, buffer in buffers.items() if buffer.role != "operand"}
-    given = {name for name, x in operands.items() if x is not None}
-    assert given == set(names) and shapes.keys() == results.keys(), (kernel, given, set(shapes))
-    parts = shapes["dbias"][0] if "dbias" in shapes else None
-    scalars = _scalars(kernel, problem, lists, parts)
-    found = launch_p.bind(
-        *(operands[name] for name in names),
-        kernel=kernel,
-        ints=scalars.of_dtype("int32"),
-        floats=scalars.of_dtype("float32"),
-        results=tuple(results.values()),
-    )
-    return dict(zip(results, found, strict=True))
-
-
-def _scalars(
-    kernel: KernelSpec, problem: Problem, lists: TileLists | RowBits | None, bias_parts: int | None
-) -> Scalars:
-    """Returns the scalars of a launch."""
-    multiprocessors, side_heads = ffi.multiprocessors(), None
-    if kernel.op == "decode":
-        side_heads = heads_side_by_side(problem.num_kv_heads, multiprocessors)
-    elif kernel.op == "forward":
-        multiprocessors = persistent_blocks(problem, multiprocessors)
-    visit = () if lists is None else (lists.planes,)
-    scalars = launch_scalars(problem, multiprocessors, *visit, side_heads=side_heads, bias_parts=bias_parts)
-    # The range of keys begins at the offset.
-    return scalars._replace(window_left=0) if kernel.row_bits else scalars
