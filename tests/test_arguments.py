@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax.numpy as jnp
 import pytest
@@ -26,7 +26,7 @@ from jax_fastattn.spec import AttentionSpec, Operands, Problem
 ROLES = ("operand", "result", "scratch")
 SPECS = [
     configured(KernelSpec(op, arch, "float16", head_dim, head_dim, family=family))
-    for op in ("forward", "backward")
+    for op in ("forward", "decode", "backward")
     for arch, family in (("sm_80", "sm80"), ("sm_90a", "sm90"))
     for head_dim in (64, 192)
 ]
@@ -36,9 +36,21 @@ SPECS = [
 def test_operands_come_before_results_and_results_before_scratch(spec: KernelSpec) -> None:
     """Custom calls pass operands, then results. Readers of results take those before scratch."""
     buffers = present_buffers(spec)
-    assert tuple(buffers) == tuple(name for name in buffers_type(spec)._fields if name != "added")
+    assert tuple(buffers) == tuple(name for name in buffers_type(spec)._fields if name in buffers)
     order = [ROLES.index(buffer.role) for buffer in buffers.values() if buffer is not None]
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda x: f"{x.family}-{x.op}-{x.head_dim}")
+def test_a_launch_has_one_definition_of_each_buffer(spec: KernelSpec) -> None:
+    """Of two, the one that happens to come last would hold."""
+    rows = get_type_hints(buffers_type(spec), include_extras=True)
+    found = {
+        name: [x for x in getattr(row, "__metadata__", ()) if x.is_of(spec.op, spec.family)]
+        for name, row in rows.items()
+    }
+    assert {name for name, definitions in found.items() if definitions} == {*present_buffers(spec)}
+    assert max(map(len, found.values())) == 1
 
 
 def test_buffers_are_there_if_the_compile_key_says_so() -> None:
@@ -131,7 +143,7 @@ def test_the_extension_takes_a_launch_with_every_feature(spec: KernelSpec) -> No
     everything: Any = {name: name != "packed" for name in flags} | {"bias": "matrix", "bias_dtype": "float32"}
     everything |= {"features": () if spec.op == "backward" else (codes.SINKS,)}
     buffers = [name for name, dtype in launch_buffers(dataclasses.replace(spec, **everything)).items() if dtype]
-    assert {"query_offset", "sinks", "bias", "lse"} <= {*buffers}
+    assert {"query_offset", "sinks", "lse", *(() if spec.op == "decode" else ("bias",))} <= {*buffers}
     assert len(buffers) <= int(most["kMaxBuffers"])
     assert len(buffers) + len(Scalars._fields) + len(("stream", "error code")) <= int(most["kMaxArguments"])
 

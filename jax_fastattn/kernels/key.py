@@ -129,6 +129,11 @@ class KernelSpec:
         """Whether that kernel compares rows in edge tiles."""
         return self.compared and self.lists_keys
 
+    @property
+    def counts_dq(self) -> bool:
+        """Whether a backward kernel counts the tiles of keys that have added to a tile of dq."""
+        return self.config.adds_dq and (self.family == "sm90" or self.ordered)
+
     def tiles_of(self, config: Any) -> PrepassConfig:
         """Returns the tiles of the prepass that writes lists for the kernel of a config."""
         return replace(config.prepass, bits=not self.compared)

@@ -10,18 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, get_type_hints
 
-from jax_fastattn.kernels.arguments.buffers import (
-    BackwardBuffers,
-    Buffer,
-    DecodeBuffers,
-    ForwardBuffers,
-    PortableBackwardBuffers,
-)
+from jax_fastattn.kernels.arguments.buffers import Buffer, Buffers
 from jax_fastattn.kernels.arguments.prepass import PrepassBuffers
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, VISIT_SCALARS
 from jax_fastattn.kernels.key import KernelSpec
-
-AnyBuffers = ForwardBuffers | DecodeBuffers | BackwardBuffers | PortableBackwardBuffers | PrepassBuffers
 
 
 def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
@@ -33,29 +25,26 @@ def absent_scalars(spec: KernelSpec) -> tuple[str, ...]:
     return visit + side + pages + bias
 
 
-def buffers_type(spec: KernelSpec) -> type[AnyBuffers]:
+def buffers_type(spec: KernelSpec) -> type[Buffers | PrepassBuffers]:
     """Returns the type of the buffers of a compile key's launch."""
-    if spec.op == "prepass":
-        return PrepassBuffers
-    if spec.op == "forward":
-        return ForwardBuffers
-    if spec.op == "decode":
-        return DecodeBuffers
-    return BackwardBuffers if spec.family == "sm90" else PortableBackwardBuffers
+    return PrepassBuffers if spec.op == "prepass" else Buffers
 
 
 def present_buffers(spec: KernelSpec) -> dict[str, Buffer | None]:
     """Returns the buffers of a launch by name, in order, each with its dtype; None if the compile key lacks it."""
     found: dict[str, Buffer | None] = {}
-    for name, buffer in _definition(buffers_type(spec)).items():
-        if buffer is None:
+    for name, buffers in _definitions(buffers_type(spec)).items():
+        if name == "added":
             found |= added_buffers(spec)
-        elif buffer.needs is None or operator.attrgetter(buffer.needs)(spec):
-            found[name] = replace(
-                buffer, dtype=buffer.dtype or getattr(spec, buffer.dtype_of or f"{buffer.role}_dtype")
-            )
-        else:
-            found[name] = None
+        for buffer in buffers:
+            if not buffer.is_of(spec.op, spec.family):
+                continue
+            if buffer.needs is None or operator.attrgetter(buffer.needs)(spec):
+                found[name] = replace(
+                    buffer, dtype=buffer.dtype or getattr(spec, buffer.dtype_of or f"{buffer.role}_dtype")
+                )
+            else:
+                found[name] = None
     return found
 
 
@@ -64,7 +53,7 @@ def added_buffers(spec: KernelSpec) -> dict[str, Buffer]:
     return {name: Buffer("operand", dtype) for code in spec.features for name, dtype in code.operands}
 
 
-def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> AnyBuffers:
+def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> Buffers | PrepassBuffers:
     """Returns the buffers of a launch, given what `present_buffers` names; an absent one may be left out or None."""
     names, added = buffers_type(spec), tuple(added_buffers(spec))
     members = {name: values.get(name) for name in names._fields}
@@ -79,7 +68,7 @@ def launch_buffers(spec: KernelSpec) -> dict[str, str | None]:
 
 
 @functools.cache
-def _definition(buffers: type[AnyBuffers]) -> Mapping[str, Buffer | None]:
-    """Returns the members of a launch's buffers; None for those that features add."""
+def _definitions(buffers: type[Buffers | PrepassBuffers]) -> Mapping[str, tuple[Buffer, ...]]:
+    """Returns what the rows of a launch's buffers say, by name; nothing for the one of what features add."""
     hints = get_type_hints(buffers, include_extras=True)
-    return {name: None if name == "added" else hint.__metadata__[0] for name, hint in hints.items()}
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}

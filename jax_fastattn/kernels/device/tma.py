@@ -214,7 +214,7 @@ class Tma(NamedTuple):
         queries = (batch, scalars.query_length, scalars.num_heads)
         keys = (batch, scalars.key_length, scalars.num_heads // spec.group)
         dout = None
-        if isinstance(buffers, BackwardBuffers):
+        if buffers.dout is not None:
             dout = Box(buffers.dout, *queries, spec.v_head_dim, query_rows, memory.v_head_dim)
         return cls(
             query=Box(buffers.query, *queries, spec.head_dim, query_rows, memory.head_dim),
