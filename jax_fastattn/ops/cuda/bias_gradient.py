@@ -55,7 +55,7 @@ def backward_spec(
 
 
 def without_rows(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
-    """Returns the call that kernels compute of one whose bias of rows is left to XLA; `RowBias` has the rest of it."""
+    """Returns the part of a call with a bias of rows that kernels compute; `XlaRowBias` has the rest."""
     return _spec_without_rows(spec), operands._replace(**dict.fromkeys(LEFT_TO_XLA))
 
 
@@ -120,7 +120,7 @@ def _row_gradient(sums: jax.Array, dlse: jax.Array | None, products: jax.Array |
     return jnp.where(weights == 0, changes, changes - weights * delta)
 
 
-class RowBias:
+class XlaRowBias:
     """A bias of rows that is left to XLA.
 
     Args:

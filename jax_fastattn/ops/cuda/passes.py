@@ -20,7 +20,7 @@ from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.ops.cuda.bias import with_usable_scale
 from jax_fastattn.ops.cuda.bias_gradient import (
     LEFT_TO_XLA,
-    RowBias,
+    XlaRowBias,
     bias_gradient,
     is_of_rows_alone,
     result_shapes,
@@ -131,7 +131,7 @@ def backward(
     asked = {"dlse": dlse is not None, "dsinks": sinks is not None, "dbias": "bias" in {*wanted} & {*spec.present}}
     kernel = kernel or kernel_spec(problem, "backward", ffi.arch(), **asked)
     if is_of_rows_alone(kernel):
-        rows = RowBias(operands, out, lse)
+        rows = XlaRowBias(operands, out, lse)
         others = [name for name in wanted if name not in LEFT_TO_XLA]
         found = backward(*without_rows(spec, operands), out, rows.lse(), dout, dlse, others, kept=kept)
         return found._replace(**rows.gradients(spec, out, dout, dlse, wanted))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_fastattn.heads import reduce_to
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.backward import gradient_op
-from jax_fastattn.ops.cuda.bias_gradient import RowBias
+from jax_fastattn.ops.cuda.bias_gradient import XlaRowBias
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.ops.ring import helped, plan
 from jax_fastattn.ops.ring.blocks import block_call
@@ -60,7 +60,7 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array],
 def _row_bias(operands: Operands, rows: Sequence[jax.Array]) -> jax.Array:
     """Returns the gradient of a bias of size 1 along the keys, which no block knows: it sums dS over all keys."""
     out, lse, dout, *dlse = rows
-    bias, given = RowBias(operands, out, lse), dlse[0] if dlse else None
+    bias, given = XlaRowBias(operands, out, lse), dlse[0] if dlse else None
     return bias.gradient(given, bias.sink_terms(out, dout, given))
 
 
