@@ -13,7 +13,7 @@ import pytest
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.choose import list_sizes
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
-from jax_fastattn.ops.cuda.compared import ComparedRows, compared_rows
+from jax_fastattn.ops.cuda.compared import ComparedRowsArrays, compared_rows
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -46,7 +46,7 @@ def draw(ids: int = 0, mask: tuple[int, ...] | None = None, **more: Any) -> tupl
     return canonicalize(query, key, key, **more)
 
 
-def seen_by(rows: ComparedRows, own: int, visited: int) -> np.ndarray:
+def seen_by(rows: ComparedRowsArrays, own: int, visited: int) -> np.ndarray:
     """Returns `[planes, own, visited]`: which own row sees which visited row. Padding sees nothing, and is not seen."""
     low, high, columns = rows.records[..., 1], rows.records[..., 2], np.arange(rows.ids.shape[1])
     same = np.asarray(rows.records[..., :1]) == np.asarray(rows.ids)[:, None]

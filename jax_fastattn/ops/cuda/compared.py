@@ -21,7 +21,7 @@ from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
 _NO_ID = -1
 
 
-class ComparedRows(NamedTuple):
+class ComparedRowsArrays(NamedTuple):
     """Operands of a launch.
 
     Attributes:
@@ -33,7 +33,7 @@ class ComparedRows(NamedTuple):
     ids: jax.Array
 
 
-def compared_rows(spec: AttentionSpec, operands: Operands, config: PrepassConfig, sizes: Sizes) -> ComparedRows:
+def compared_rows(spec: AttentionSpec, operands: Operands, config: PrepassConfig, sizes: Sizes) -> ComparedRowsArrays:
     """Returns the rows of a call.
 
     Args:
@@ -53,7 +53,7 @@ def compared_rows(spec: AttentionSpec, operands: Operands, config: PrepassConfig
     padding = [jnp.zeros_like(fields[0])] * (RECORD_WORDS - len(fields))
     records = _whole_tiles(jnp.stack([*fields, *padding], axis=-1), config.own)
     ids = _whole_tiles(jnp.broadcast_to(ids, (*planes, visited.length)), config.visited)
-    return ComparedRows(records, ids)
+    return ComparedRowsArrays(records, ids)
 
 
 class _Side(NamedTuple):

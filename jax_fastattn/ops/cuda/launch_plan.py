@@ -19,7 +19,7 @@ from jax_fastattn.ops.cuda.bias import bias_operands
 from jax_fastattn.ops.cuda.launch import launch_p, launch_scalars, persistent_blocks
 from jax_fastattn.ops.cuda.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.cuda.records import tile_records
-from jax_fastattn.ops.cuda.row_bits import RowBits, row_bits
+from jax_fastattn.ops.cuda.row_bits import RowBitsArrays, row_bits
 from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
 
 
@@ -40,7 +40,7 @@ class LaunchPlan:
     problem: Problem
     operands: Mapping[str, jax.Array | None]
     shapes: Mapping[str, tuple[int, ...]]
-    lists: TileLists | RowBits | None = None
+    lists: TileLists | RowBitsArrays | None = None
 
     @classmethod
     def of(
@@ -135,9 +135,9 @@ def _records(kernel: KernelSpec, operands: Operands) -> dict[str, jax.Array]:
 
 def _lists(
     kernel: KernelSpec, spec: AttentionSpec, operands: Operands, kept: Sequence[TileLists]
-) -> list[TileLists | RowBits]:
+) -> list[TileLists | RowBitsArrays]:
     """Returns the bits or lists that a launch has in place of the predicate; none if it has neither."""
-    found: list[TileLists | RowBits] = [row_bits(spec, operands)] if kernel.row_bits else []
+    found: list[TileLists | RowBitsArrays] = [row_bits(spec, operands)] if kernel.row_bits else []
     if kernel.listed or kernel.row_bits:
         found += [tile_lists(spec, operands, config, kept) for config in prepass_configs(kernel)]
     return found

@@ -19,7 +19,7 @@ from jax_fastattn.kernels.arguments.present import present_buffers
 from jax_fastattn.kernels.choose import is_one_row, list_sizes, prepass_spec
 from jax_fastattn.kernels.tiles import lists as layout
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
-from jax_fastattn.ops.cuda.compared import ComparedRows, compared_rows, narrow_ids
+from jax_fastattn.ops.cuda.compared import ComparedRowsArrays, compared_rows, narrow_ids
 from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Problem
 
@@ -57,7 +57,7 @@ class TileLists:
     lists: jax.Array
     bits: jax.Array
     counts: jax.Array | None = None
-    rows: ComparedRows | None = None
+    rows: ComparedRowsArrays | None = None
     classes: jax.Array | None = None
 
     def buffers(self) -> dict[str, jax.Array | None]:

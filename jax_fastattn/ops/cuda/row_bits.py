@@ -25,7 +25,7 @@ WORD = 32
 
 
 @dataclass(frozen=True)
-class RowBits:
+class RowBitsArrays:
     """Bits of a call.
 
     Attributes:
@@ -46,7 +46,7 @@ class RowBits:
         return {"row_bits": self.words, "query_offset": self.begin, "key_value_seq_lengths": self.end}
 
 
-def row_bits(spec: AttentionSpec, operands: Operands) -> RowBits:
+def row_bits(spec: AttentionSpec, operands: Operands) -> RowBitsArrays:
     """Returns the bits of a call that has a mask or segment ids."""
     batch, queries = operands.query.shape[:2]
     keys = operands.key.shape[1]
@@ -57,7 +57,7 @@ def row_bits(spec: AttentionSpec, operands: Operands) -> RowBits:
     # Rows are numbered as those of the kernels: query heads of a group next to each other.
     words = _packed(jnp.broadcast_to(seen, (*seen.shape[:4], keys)).swapaxes(2, 3))
     begin, end = (jnp.broadcast_to(x, (batch,)) for x in _range(words, keys))
-    return RowBits(planes, words.reshape(entries * kv_heads, rows * group, -1), begin, end)
+    return RowBitsArrays(planes, words.reshape(entries * kv_heads, rows * group, -1), begin, end)
 
 
 def _packed(x: jax.Array) -> jax.Array:
