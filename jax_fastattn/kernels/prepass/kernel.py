@@ -17,7 +17,7 @@ from jax_fastattn.kernels.arguments.prepass import PrepassBuffers, PrepassScalar
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.prepass.lists import ALL, SOME, ClassWriter, ListWriter, Place
+from jax_fastattn.kernels.prepass.lists import ALL, SOME, ClassWriter, ListWriter, OwnTilePlace
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape
 from jax_fastattn.kernels.prepass.predicate import Extent, Predicate, matrix_nbytes
 from jax_fastattn.kernels.prepass.summary import WARP_NBYTES, Summary
@@ -150,7 +150,7 @@ class PrepassKernel:
         """Classifies the CTA's part of the visited tiles of its own tile."""
         tiles, parts = self._tiles(scalars), self._parts(scalars)
         row, first = block // parts, block % parts
-        place = Place(row // tiles[0], row % tiles[0], tiles)
+        place = OwnTilePlace(row // tiles[0], row % tiles[0], tiles)
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
         predicate = Predicate.of(self.spec, buffers, scalars, place.plane // (scalars.heads // scalars.members))
         tile = _OwnTile(
@@ -282,7 +282,7 @@ class PrepassKernel:
         tiles = self._tiles(scalars)
         chunks = copies.count(tiles[1], 32)
         row, chunk = index // chunks, index % chunks
-        place = Place(row // tiles[0], row % tiles[0], tiles)
+        place = OwnTilePlace(row // tiles[0], row % tiles[0], tiles)
         writer = ListWriter(buffers, self.config, place, chunk, lane)
         length = scalars.key_length if self.config.transposed else scalars.query_length
 

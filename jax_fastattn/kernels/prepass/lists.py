@@ -28,7 +28,7 @@ from jax_fastattn.kernels.tiles.lists import (
 )
 
 
-class Place(NamedTuple):
+class OwnTilePlace(NamedTuple):
     """An own tile.
 
     Attributes:
@@ -68,7 +68,7 @@ class ClassWriter:
 
     buffers: PrepassBuffers
     transposed: bool
-    place: Place
+    place: OwnTilePlace
     lane: Int32
 
     def write(self, visited: Int32, word: Int32, live: Int32) -> None:
@@ -129,7 +129,7 @@ class ListWriter:
 
     buffers: PrepassBuffers
     config: PrepassConfig
-    place: Place
+    place: OwnTilePlace
     chunk: Int32
     lane: Int32
 

@@ -19,7 +19,7 @@ from jax_fastattn.ops.ring.plan import Block, is_placed
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Ring
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where the queries and the keys of a step are.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def block_call(
-    spec: AttentionSpec, operands: Operands, block: Block, place: Place, *, with_sinks: bool = False
+    spec: AttentionSpec, operands: Operands, block: Block, place: BlockPlace, *, with_sinks: bool = False
 ) -> tuple[AttentionSpec, Operands]:
     """Returns spec and operands of a block.
 
@@ -73,7 +73,7 @@ def block_call(
     return _block_spec(spec, block, place, found), found
 
 
-def _block_spec(spec: AttentionSpec, block: Block, place: Place, operands: Operands) -> AttentionSpec:
+def _block_spec(spec: AttentionSpec, block: Block, place: BlockPlace, operands: Operands) -> AttentionSpec:
     """Returns the spec of a block. A side of a window beyond all rows of the ring is unlimited."""
     assert spec.ring is not None
     longest, is_near = spec.ring.size * max(place.rows, place.keys), "query_offset" not in spec.present
@@ -84,7 +84,7 @@ def _block_spec(spec: AttentionSpec, block: Block, place: Place, operands: Opera
     return dataclasses.replace(spec, is_causal=is_causal, window=window, present=present, ring=None, is_part=True)
 
 
-def first_column(ring: Ring, block: Block, place: Place) -> jax.Array:
+def first_column(ring: Ring, block: Block, place: BlockPlace) -> jax.Array:
     """Returns where the keys of a block with one chunk start in the whole sequence."""
     return _Chunks.of(ring, block, place).sources[0]
 
@@ -105,7 +105,7 @@ class _Chunks(NamedTuple):
     is_folded: bool
 
     @classmethod
-    def of(cls, ring: Ring, block: Block, place: Place) -> _Chunks:
+    def of(cls, ring: Ring, block: Block, place: BlockPlace) -> _Chunks:
         queries, keys = (
             [chunk_starts(ring, device, size)[chunk] for chunk in chunks]
             for device, size, chunks in (
@@ -179,7 +179,7 @@ def _sequences(ring: Ring, operands: Operands, block: Block, is_aligned: bool, c
     return chunks.join([part(*x) for x in zip(chunks.queries, chunks.sources, strict=True)])
 
 
-def _half(operands: Operands, place: Place) -> Operands:
+def _half(operands: Operands, place: BlockPlace) -> Operands:
     """Hides half of the keys or of the queries of a causal block between two devices, in zigzag order."""
     is_before = place.source < place.device
     rows = jnp.where(is_before, place.rows, place.rows // 2).astype(jnp.int32)

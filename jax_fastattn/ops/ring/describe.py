@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.ring import helping, plan
-from jax_fastattn.ops.ring.blocks import Place, block_call
+from jax_fastattn.ops.ring.blocks import BlockPlace, block_call
 from jax_fastattn.ops.ring.padding import hide
 from jax_fastattn.ops.ring.passes import TRAVELERS
 from jax_fastattn.ops.sharding import Split, axes_along, own_letters, rows_whole
@@ -99,7 +99,7 @@ def block_problem(spec: AttentionSpec, operands: Operands) -> Problem:
     def trace(operands: Operands, device: jax.Array) -> None:
         size = fetched[1] - fetched[0]
         parts = {name: getattr(operands, name)[:, :size] for name in TRAVELERS if getattr(operands, name) is not None}
-        place = Place(device, device, rows, keys, fetched[0])
+        place = BlockPlace(device, device, rows, keys, fetched[0])
         found.append(Problem.of(*block_call(spec, operands._replace(**parts), block, place)))
 
     jax.eval_shape(trace, operands, jax.ShapeDtypeStruct((), jnp.int32))

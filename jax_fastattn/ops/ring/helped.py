@@ -22,7 +22,7 @@ from jax_fastattn.heads import reduce_to
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.backward import gradient_op
 from jax_fastattn.ops.linear import Names
-from jax_fastattn.ops.ring.blocks import Place, block_call, first_column
+from jax_fastattn.ops.ring.blocks import BlockPlace, block_call, first_column
 from jax_fastattn.ops.ring.helping import Arrays, HelpStep, Travelers, own_blocks, steps
 from jax_fastattn.ops.ring.merge import Rows, add_columns, attend, merge
 from jax_fastattn.ops.ring.permute import permute_during
@@ -92,7 +92,7 @@ class _Pass(abc.ABC):
 
     def _own(self, block: Block) -> Any:
         device = jax.lax.axis_index(self.ring.axes).astype(jnp.int32)
-        return self.compute(block, Place(device, device, self.rows, self.rows, 0), self.own)
+        return self.compute(block, BlockPlace(device, device, self.rows, self.rows, 0), self.own)
 
     def _wait(self, last: Any) -> Any:
         """Returns the results of the last kernel. XLA computes after them all that uses what this returns.
@@ -103,7 +103,7 @@ class _Pass(abc.ABC):
         return last
 
     @abc.abstractmethod
-    def compute(self, block: Block, place: Place, rows: Travelers) -> Any:
+    def compute(self, block: Block, place: BlockPlace, rows: Travelers) -> Any:
         """Returns the results of a block."""
 
     @abc.abstractmethod
@@ -123,7 +123,7 @@ class _Pass(abc.ABC):
 class _Forward(_Pass):
     """Merges `Rows`."""
 
-    def compute(self, block: Block, place: Place, rows: Travelers) -> Rows:
+    def compute(self, block: Block, place: BlockPlace, rows: Travelers) -> Rows:
         operands = self.operands._replace(**rows.queries, **rows.keys)
         spec, operands = block_call(self.spec, operands, block, place, with_sinks=block.is_diagonal)
         return Rows(*attend(spec, *operands.arrays()))
@@ -153,7 +153,7 @@ class _Backward(_Pass):
         others = [name for name in wanted if name not in QKV]
         self.sums = {name: jnp.zeros(getattr(operands, name).shape, self.dtype) for name in others}
 
-    def compute(self, block: Block, place: Place, rows: Travelers) -> Arrays:
+    def compute(self, block: Block, place: BlockPlace, rows: Travelers) -> Arrays:
         """Returns the gradients of query, key and value, and adds the gradients of other operands to `sums`."""
         saved = [block.queries.take(rows.queries[name]) for name in _ROWS if name in rows.queries]
         queries = {name: x for name, x in rows.queries.items() if name not in _ROWS}

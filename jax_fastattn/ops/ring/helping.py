@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.ops.ring.blocks import Place
+from jax_fastattn.ops.ring.blocks import BlockPlace
 from jax_fastattn.ops.ring.permute import permute_during
 from jax_fastattn.ops.ring.plan import Block, View
 from jax_fastattn.spec import AttentionSpec, Operands, Ring
@@ -132,12 +132,14 @@ class HelpStep:
         """Returns whether another device computes queries of this one."""
         return self._device() >= self.ring.size - self.shift
 
-    def place(self) -> Place:
+    def place(self) -> BlockPlace:
         """Returns where the block of this device lies."""
         device, helps = self._device(), self.helps()
         owner = jnp.where(helps, device - self.shift + self.ring.size, device)
         source = jnp.where(helps, device, device - self.shift)
-        return Place(owner, source, self.rows, self.rows, 0, jnp.where(helps, 0, self.rows - self.block.queries.stop))
+        return BlockPlace(
+            owner, source, self.rows, self.rows, 0, jnp.where(helps, 0, self.rows - self.block.queries.stop)
+        )
 
     def fetch(self, own: Travelers, results: Any) -> tuple[Travelers, Any]:
         """Returns what arrives for the block, read as queries and as keys, and the results of a kernel.

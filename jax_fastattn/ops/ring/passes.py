@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.ring import helped, plan
-from jax_fastattn.ops.ring.blocks import Place, block_call, first_column
+from jax_fastattn.ops.ring.blocks import BlockPlace, block_call, first_column
 from jax_fastattn.ops.ring.helping import balances
 from jax_fastattn.ops.ring.merge import Rows, attend, put
 from jax_fastattn.ops.ring.padding import hide
@@ -36,13 +36,13 @@ class Call(NamedTuple):
         """Returns a call whose padding is hidden."""
         return cls(spec, operands, plan.steps(spec, operands))
 
-    def place(self, step: Step) -> Place:
+    def place(self, step: Step) -> BlockPlace:
         """Returns where a step takes place."""
         ring = self.spec.ring
         assert ring is not None
         device = jax.lax.axis_index(ring.axes).astype(jnp.int32)
         source = jnp.zeros_like(device) if ring.whole_keys else (device - step.shift) % ring.size
-        return Place(device, source, self.operands.query.shape[1], self.operands.key.shape[1], step.fetched[0])
+        return BlockPlace(device, source, self.operands.query.shape[1], self.operands.key.shape[1], step.fetched[0])
 
     def first_column(self, step: Step, block: Block) -> jax.Array:
         """Returns where the keys of a block start in the whole sequence."""

@@ -25,7 +25,7 @@ from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRole, QueryLoop, Role
 from jax_fastattn.kernels.sm80.backward.single_role import SingleRole
-from jax_fastattn.kernels.sm80.backward.state import DkdvDqState, DqScratch, GroupBits, Operands, Place
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqPlace, DkdvDqState, DqScratch, GroupBits, Operands
 from jax_fastattn.kernels.sm80.backward.warp import copied_by
 from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.tiles import plan
@@ -92,7 +92,7 @@ class DkdvDqKernel:
         QueryLoop(role).run()
         role.warp.finish(scale)
 
-    def _locate(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> Place:
+    def _locate(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> DkdvDqPlace:
         """Returns which thread this is, and the CTA's keys. Heads are visited in groups, whose sums of dq fit L2."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -103,7 +103,7 @@ class DkdvDqKernel:
         # Of four warps in a role, w and w + 4 share a scheduler: one of each role.
         role_warp = warp % config.role_warps
         key_warp = role_warp // config.column_warps
-        return Place(
+        return DkdvDqPlace(
             tile=work.tile,
             row=work.tile * config.keys,
             kv_head=work.kv_head,
@@ -121,14 +121,14 @@ class DkdvDqKernel:
             warp_row=key_warp * config.keys_per_warp,
         )
 
-    def _visit(self, at: Place, bounds: plan.Bounds) -> Visit:
+    def _visit(self, at: DkdvDqPlace, bounds: plan.Bounds) -> Visit:
         """Returns the query tiles that see some key of the tile."""
         config = self.config
         visit = bounds.query_tiles(at.row, config.keys, config.queries)
         visit = mask_past_end(visit, at.row + config.keys > bounds.key_end, low=False)
         return Visit.of_range(visit, Edges(bounds.kind.right, True))
 
-    def _listed(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> tuple[Visit, GroupBits]:
+    def _listed(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: DkdvDqPlace) -> tuple[Visit, GroupBits]:
         """Returns the query tiles that see some key of the tile by its list, and their bits."""
         group, planes, batch = self.spec.group, Planes.of(scalars), at.sequence.queries.batch
         tiles = self.spec.tiles_of(self.config)
@@ -147,7 +147,7 @@ class DkdvDqKernel:
         stride = Int64(planes.head * key_tiles) * query_tiles * tiles.tile_nbytes
         return Visit.of_list(entries, fulls_first=False), GroupBits(first, planes.head, stride)
 
-    def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> DkdvDqState:
+    def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: DkdvDqPlace) -> DkdvDqState:
         """Returns the device values that all roles share."""
         spec, heads, tile, dq_semaphore = self.spec, scalars.num_heads, self.reduce.tile, buffers.dq_semaphore
         queries, keys, bounds = at.sequence.queries, at.sequence.keys, at.sequence.bounds()
@@ -193,7 +193,7 @@ class DkdvDqKernel:
             bias=bias,
         )
 
-    def _bias(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: Place) -> WarpBias | None:
+    def _bias(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: DkdvDqPlace) -> WarpBias | None:
         """Returns the matrix that warps copy for themselves; None if there is none, or no room."""
         if not self.config.bias_pieces:
             return None

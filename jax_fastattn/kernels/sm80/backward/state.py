@@ -20,7 +20,7 @@ from jax_fastattn.kernels.visits.visit import Visit
 
 
 @dataclass(frozen=True)
-class Place:
+class DkdvDqPlace:
     """Which thread this is, and which keys its CTA has.
 
     Attributes:
@@ -145,7 +145,7 @@ class DkdvDqState:
         bias: a matrix that the warps which compute S^T copy; None without one, or if lanes load it themselves.
     """
 
-    at: Place
+    at: DkdvDqPlace
     bounds: plan.Bounds
     visit: Visit
     live_keys: plan.LiveRange

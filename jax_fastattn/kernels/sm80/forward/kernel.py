@@ -40,7 +40,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.forward.config import ForwardConfig
-from jax_fastattn.kernels.sm80.forward.state import ForwardState, Operand, Operands, Place, QueryTile, RowState
+from jax_fastattn.kernels.sm80.forward.state import ForwardPlace, ForwardState, Operand, Operands, QueryTile, RowState
 from jax_fastattn.kernels.sm80.schedule import Work, schedule
 from jax_fastattn.kernels.tiles.plan import Bounds, Limits, Order
 from jax_fastattn.kernels.visits.lists import TileBits
@@ -115,7 +115,7 @@ class ForwardKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         work = self.schedule.longest_first(block, buffers, scalars)
-        at = Place.of(work, config.rows, thread)
+        at = ForwardPlace.of(work, config.rows, thread)
         bounds = at.sequence.bounds()
         visit, bits = self._listed(work, buffers, scalars) if spec.listed else (self._visit_range(at, bounds), None)
         bias = at.warp_bias(spec, self.table, buffers, scalars)
@@ -138,7 +138,7 @@ class ForwardKernel:
             keys=config.keys,
         )
 
-    def _visit_range(self, at: Place, bounds: Bounds) -> Visit:
+    def _visit_range(self, at: ForwardPlace, bounds: Bounds) -> Visit:
         """Returns the key tiles that the CTA's queries see by their bounds."""
         tiles = bounds.key_tiles(at.row, self.config.rows, self.config.keys)
         return Visit.of_range(tiles, Edges(bounds.kind.left, True))
@@ -229,7 +229,7 @@ class ForwardKernel:
             cute.arch.cp_async_commit_group()
         return found
 
-    def _query_loader(self, at: Place) -> Callable[[int, int], mma.Fragment]:
+    def _query_loader(self, at: ForwardPlace) -> Callable[[int, int], mma.Fragment]:
         """Returns the loader of a warp's rows of Q from shared memory."""
         rows = at.shared + at.warp * (self.config.rows_per_warp * self.query_tile.pitch)
         return mma.load_a(self.query_tile, rows + self.query_tile.offset(*plain_lane(at.lane)))

@@ -28,7 +28,7 @@ from jax_fastattn.kernels.visits.visit import Visit
 
 
 @dataclass(frozen=True)
-class Place:
+class ForwardPlace:
     """Which thread this is, and which queries its CTA computes.
 
     Attributes:
@@ -68,7 +68,7 @@ class Place:
         )
 
     @classmethod
-    def of(cls, work: Work, rows: int, thread: Int32) -> "Place":
+    def of(cls, work: Work, rows: int, thread: Int32) -> "ForwardPlace":
         """Returns the place of a thread whose CTA works on a tile of `rows` query rows."""
         assert work.head is not None
         return cls(
@@ -111,7 +111,7 @@ class Operands:
     value: Operand
 
     @classmethod
-    def of(cls, spec: KernelSpec, at: Place, buffers: ForwardBuffers, scalars: Scalars) -> "Operands":
+    def of(cls, spec: KernelSpec, at: ForwardPlace, buffers: ForwardBuffers, scalars: Scalars) -> "Operands":
         """Returns the operands of a CTA."""
         kv_heads = scalars.num_heads // spec.group
         query_stride = Int64(scalars.num_heads) * (2 * spec.head_dim)
@@ -143,7 +143,7 @@ class QueryTile:
         keys: of a tile of keys.
     """
 
-    at: Place
+    at: ForwardPlace
     operands: Operands
     visit: Visit
     live_keys: plan.LiveRange

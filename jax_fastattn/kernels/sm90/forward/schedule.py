@@ -31,7 +31,7 @@ _RESIDENT_BIAS = 16 << 20
 _RESIDENT_KEYS = 16 << 20
 
 
-class _Place(NamedTuple):
+class _TilePlace(NamedTuple):
     """Names a tile or a pair of tiles: its position among those of the head, and the head."""
 
     position: Int32
@@ -76,7 +76,7 @@ class HeadTiles:
         """Returns how many tiles a head has."""
         return copies.count(scalars.query_length, self.rows)
 
-    def place(self, index: Int32, count: Int32, scalars: Scalars) -> _Place:
+    def place(self, index: Int32, count: Int32, scalars: Scalars) -> _TilePlace:
         """Returns the place that has an index, where a head has `count` tiles or pairs of tiles.
 
         Heads of a group come next to each other (they share K and V in L2), then the positions of the group, then
@@ -89,9 +89,9 @@ class HeadTiles:
         member, index = index % group, index // group
         position, index = index % count, index // count
         kv_head, batch = index % kv_heads, index // kv_heads
-        return _Place(position, kv_head, kv_head * group + member, batch)
+        return _TilePlace(position, kv_head, kv_head * group + member, batch)
 
-    def _place_by_bias(self, index: Int32, count: Int32, scalars: Scalars) -> _Place:
+    def _place_by_bias(self, index: Int32, count: Int32, scalars: Scalars) -> _TilePlace:
         """Does what `place` does, where there is a bias of pairs.
 
         If the bias is too large for L2, the heads that share a plane of it come next to each other, and as many of them
@@ -110,9 +110,9 @@ class HeadTiles:
         position, place = copies.place_in_sections(index, section, count, heads * scalars.batch)
         entry, place = place % entries, place // entries
         head, batch = place % heads, place // heads * entries + entry
-        return _Place(position, head // group, head, batch)
+        return _TilePlace(position, head // group, head, batch)
 
-    def work(self, tile: Int32, place: _Place, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+    def work(self, tile: Int32, place: _TilePlace, buffers: ForwardBuffers, scalars: Scalars) -> Work:
         """Returns a tile of the head of a place."""
         sequence = Sequence.of_entry(self.spec, place.batch, buffers, scalars)
         return Work(tile, place.head, place.kv_head, sequence)
@@ -225,7 +225,7 @@ class PersistentSections:
             section_heads = Int32(cutlass.min(heads - first_head, Int32(full_section)))
             position, head = index // section_heads, first_head + index % section_heads
             batch, head = head // scalars.num_heads, head % scalars.num_heads
-            place = _Place(position, head // group, head, batch)
+            place = _TilePlace(position, head // group, head, batch)
             visit(self.tiles.work(count - 1 - position, place, buffers, scalars))
 
         total = heads * count
