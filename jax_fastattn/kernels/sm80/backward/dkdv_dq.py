@@ -25,7 +25,7 @@ from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.roles import GradientRole, ProbabilityRole, QueryLoop, Role
 from jax_fastattn.kernels.sm80.backward.single_role import SingleRole
-from jax_fastattn.kernels.sm80.backward.state import DkdvDqPlace, DkdvDqState, DqScratch, GroupBits, Operands
+from jax_fastattn.kernels.sm80.backward.state import DkdvDqPlace, DkdvDqRows, DkdvDqState, DqScratch, GroupBits
 from jax_fastattn.kernels.sm80.backward.warp import copied_by
 from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.tiles import plan
@@ -160,7 +160,7 @@ class DkdvDqKernel:
         live_queries = bounds.live_queries()
         if not bounds.kind.hides_queries:
             live_queries = plan.LiveRange(Int32(0), bounds.query_end)
-        operands = Operands(
+        operands = DkdvDqRows(
             key=buffers.key.toint() + key_row * (2 * spec.head_dim),
             value=buffers.value.toint() + key_row * (2 * spec.v_head_dim),
             dk=buffers.dk.toint() + key_row * (2 * spec.head_dim),

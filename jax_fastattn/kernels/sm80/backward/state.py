@@ -59,7 +59,7 @@ class DkdvDqPlace:
 
 
 @dataclass(frozen=True)
-class Operands:
+class DkdvDqRows:
     """Byte addresses of rows in global memory.
 
     Rows of keys begin with the tile's first one, in its key/value head. Rows of queries begin with the first one of the
@@ -150,7 +150,7 @@ class DkdvDqState:
     visit: Visit
     live_keys: plan.LiveRange
     live_queries: plan.LiveRange
-    operands: Operands
+    operands: DkdvDqRows
     valid_rows: Int32
     stored_rows: Int32
     score: Score

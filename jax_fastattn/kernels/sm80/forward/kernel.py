@@ -40,7 +40,14 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.forward.config import ForwardConfig
-from jax_fastattn.kernels.sm80.forward.state import ForwardPlace, ForwardState, Operand, Operands, QueryTile, RowState
+from jax_fastattn.kernels.sm80.forward.state import (
+    ForwardPlace,
+    ForwardRows,
+    ForwardState,
+    Operand,
+    QueryTile,
+    RowState,
+)
 from jax_fastattn.kernels.sm80.schedule import Work, schedule
 from jax_fastattn.kernels.tiles.plan import Bounds, Limits, Order
 from jax_fastattn.kernels.visits.lists import TileBits
@@ -120,7 +127,7 @@ class ForwardKernel:
         visit, bits = self._listed(work, buffers, scalars) if spec.listed else (self._visit_range(at, bounds), None)
         bias = at.warp_bias(spec, self.table, buffers, scalars)
         score = Score.forward(spec, buffers, scalars, bias).start(at.score_head)
-        operands = Operands.of(spec, at, buffers, scalars)
+        operands = ForwardRows.of(spec, at, buffers, scalars)
         row, column = accumulator_lane(at.lane)
         first_row = at.row + at.warp * config.rows_per_warp + row
         return QueryTile(

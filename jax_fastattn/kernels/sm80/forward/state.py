@@ -97,7 +97,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Operands:
+class ForwardRows:
     """What a CTA reads.
 
     Attributes:
@@ -111,7 +111,7 @@ class Operands:
     value: Operand
 
     @classmethod
-    def of(cls, spec: KernelSpec, at: ForwardPlace, buffers: ForwardBuffers, scalars: Scalars) -> "Operands":
+    def of(cls, spec: KernelSpec, at: ForwardPlace, buffers: ForwardBuffers, scalars: Scalars) -> "ForwardRows":
         """Returns the operands of a CTA."""
         kv_heads = scalars.num_heads // spec.group
         query_stride = Int64(scalars.num_heads) * (2 * spec.head_dim)
@@ -144,7 +144,7 @@ class QueryTile:
     """
 
     at: ForwardPlace
-    operands: Operands
+    operands: ForwardRows
     visit: Visit
     live_keys: plan.LiveRange
     query_end: Int32
