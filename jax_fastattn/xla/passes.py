@@ -30,7 +30,7 @@ from jax_fastattn.xla.blocks import (
     zero_unseen_keys,
 )
 from jax_fastattn.xla.chunks import CPU, Index, Span, Tuning
-from jax_fastattn.xla.rows import Planes, Rows, Softmax, rows_of_chunks
+from jax_fastattn.xla.rows import Planes, RowTerms, Softmax, rows_of_chunks
 
 
 def forward(spec: AttentionSpec, operands: Operands, tuning: Tuning = CPU) -> tuple[jax.Array, jax.Array]:
@@ -129,7 +129,7 @@ def backward(
         sums = sum_blocks(blocks, wanted, add)
         return gradients_of(operands, sums, sums.sinks)
     if spec.is_part or out.dtype == lse.dtype:
-        rows = Rows.of_results(operands, out, lse, dout, dlse)
+        rows = RowTerms.of_results(operands, out, lse, dout, dlse)
     else:
         rows = rows_of_chunks(blocks, dout_rows, lse_rows, dlse_rows)
     sums = sum_blocks(blocks, wanted, functools.partial(add_block, blocks, dout_rows, rows))
@@ -149,17 +149,17 @@ def add_rows(
     """Adds what `add_block` does, for queries that see no key except `keys`, and the gradients of sinks by row."""
     planes = Planes.of(blocks, dout, queries, keys, skip_stored_queries=True)
     if dlse is not None:
-        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        # RowTerms without a visible key have no gradient, whatever their cotangent holds.
         empty = blocks.take_query(lse, queries) == -jnp.inf
         dlse = jnp.where(empty, 0.0, blocks.take_query(dlse, queries))
-    rows = Rows.of_planes(planes, blocks.sinks(), dlse)
+    rows = RowTerms.of_planes(planes, blocks.sinks(), dlse)
     if sums.sinks is not None and rows.dsinks is not None:
         sums = sums._replace(sinks=queries.put(sums.sinks, rows.dsinks, 3))
     return _add_planes(blocks, planes, rows, queries, keys, dquery, sums)
 
 
 def add_block(
-    blocks: Blocks, dout: jax.Array, rows: Rows, queries: Span, keys: Span, dquery: jax.Array, sums: Gradients
+    blocks: Blocks, dout: jax.Array, rows: RowTerms, queries: Span, keys: Span, dquery: jax.Array, sums: Gradients
 ) -> tuple[jax.Array, Gradients]:
     """Adds the gradients of a block to that of its queries, `[B, K, G, t, H]`, and to the others.
 
@@ -170,7 +170,7 @@ def add_block(
 
 
 def _add_planes(
-    blocks: Blocks, planes: Planes, rows: Rows, queries: Span, keys: Span, dquery: jax.Array, sums: Gradients
+    blocks: Blocks, planes: Planes, rows: RowTerms, queries: Span, keys: Span, dquery: jax.Array, sums: Gradients
 ) -> tuple[jax.Array, Gradients]:
     dtype, visible = blocks.query.dtype, planes.visible
     query = zero_unseeing_queries(blocks.take_query(blocks.query, queries), visible)

@@ -4,7 +4,7 @@
 
 They are computed from all logits of a row, or taken from the results of a forward pass, as kernels do. The latter takes
 no pass over the keys, and has their rounding: `delta` is then off by that of the output, and every weight of a row by
-that of its log-sum-exp. `Rows.divided` removes the latter.
+that of its log-sum-exp. `RowTerms.divided` removes the latter.
 
 What stays out: gradients (`passes.py`).
 """
@@ -83,7 +83,7 @@ class Softmax(NamedTuple):
         exponentials = jnp.exp(logits - shift[..., None])
         total = exponentials.sum(-1)
         total = total if sinks is None else total + jnp.exp(sinks - shift)
-        # Rows that see nothing: what is divided by it, and by its square in derivatives, is 0.
+        # RowTerms that see nothing: what is divided by it, and by its square in derivatives, is 0.
         return cls(exponentials, top, shift, jnp.maximum(total, float(limits.tiny) ** 0.5))
 
     @property
@@ -91,7 +91,7 @@ class Softmax(NamedTuple):
         return self.exponentials / self.total[..., None]
 
 
-class Rows(NamedTuple):
+class RowTerms(NamedTuple):
     """What the gradients of a block take of its queries, `[B, K, G, t]`.
 
     Attributes:
@@ -109,7 +109,7 @@ class Rows(NamedTuple):
     dlogits: jax.Array | None = None
 
     @classmethod
-    def of_planes(cls, planes: Planes, sinks: jax.Array | None, dlse: jax.Array | None) -> Rows:
+    def of_planes(cls, planes: Planes, sinks: jax.Array | None, dlse: jax.Array | None) -> RowTerms:
         """Computes the rows of queries that see no key except those of the block.
 
         Args:
@@ -130,9 +130,9 @@ class Rows(NamedTuple):
     @classmethod
     def of_results(
         cls, operands: Operands, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
-    ) -> Rows:
+    ) -> RowTerms:
         """Takes the rows of all queries from the results of a forward pass and their cotangents."""
-        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        # RowTerms without a visible key have no gradient, whatever their cotangent holds.
         empty, num_kv_heads = lse == -jnp.inf, operands.key.shape[2]
         # A row whose log-sum-exp is its sink alone is not empty. Its output is 0, and its cotangent may be NaN.
         multiply = jnp.multiply if operands.sinks is None else product_or_zero
@@ -144,7 +144,7 @@ class Rows(NamedTuple):
             dsinks = rows_of(-weights * delta, num_kv_heads)
         return cls(rows_of(lse, num_kv_heads), None, rows_of(delta, num_kv_heads), dsinks)
 
-    def divided(self, blocks: Blocks, empty: jax.Array) -> Rows:
+    def divided(self, blocks: Blocks, empty: jax.Array) -> RowTerms:
         """Returns rows from `of_results` divided by the sums of their weights, by a pass over the keys.
 
         `empty` says which rows `[B, K, G, T]` have no weights.
@@ -167,7 +167,7 @@ class Rows(NamedTuple):
         total = jnp.where(empty, 1.0, totals)
         return self._replace(total=total, dsinks=None if self.dsinks is None else self.dsinks / total)
 
-    def take(self, blocks: Blocks, queries: Span) -> Rows:
+    def take(self, blocks: Blocks, queries: Span) -> RowTerms:
         return jax.tree.map(lambda x: blocks.take_query(x, queries), self)
 
     def of_exponentials(self, x: jax.Array) -> jax.Array:
@@ -199,7 +199,7 @@ class RowSums(NamedTuple):
         weighted = weighted if planes.visible is None else jnp.where(planes.visible, weighted, 0.0)
         return RowSums(top, self.total * decay + weights.sum(-1), self.weighted * decay + weighted.sum(-1))
 
-    def rows(self, blocks: Blocks, queries: Span, lse: jax.Array, dlse: jax.Array | None) -> Rows:
+    def rows(self, blocks: Blocks, queries: Span, lse: jax.Array, dlse: jax.Array | None) -> RowTerms:
         """Returns the rows once all keys have been added.
 
         Args:
@@ -209,16 +209,16 @@ class RowSums(NamedTuple):
         shift, total = _finite(self.top), jnp.where(self.total == 0.0, 1.0, self.total)
         delta = self.weighted / total
         delta = delta if dlse is None else delta - blocks.take_query(dlse, queries)
-        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        # RowTerms without a visible key have no gradient, whatever their cotangent holds.
         delta = jnp.where(empty, 0.0, delta)
         dsinks = None if sinks is None else jnp.where(empty, 0.0, -jnp.exp(sinks - shift) / total * delta)
-        return Rows(shift, total, delta, dsinks)
+        return RowTerms(shift, total, delta, dsinks)
 
 
-def rows_of_chunks(blocks: Blocks, dout: jax.Array, lse: jax.Array, dlse: jax.Array | None) -> Rows:
+def rows_of_chunks(blocks: Blocks, dout: jax.Array, lse: jax.Array, dlse: jax.Array | None) -> RowTerms:
     """Computes the rows of all queries by a pass over the chunks of keys; see `RowSums.rows`."""
 
-    def query_chunk(i: Index, rows: Rows) -> Rows:
+    def query_chunk(i: Index, rows: RowTerms) -> RowTerms:
         queries = blocks.queries.span(i)
 
         def key_chunk(j: Index, sums: RowSums) -> RowSums:
@@ -229,7 +229,7 @@ def rows_of_chunks(blocks: Blocks, dout: jax.Array, lse: jax.Array, dlse: jax.Ar
         return jax.tree.map(lambda x, y: queries.put(x, y, 3), rows, found)
 
     nothing = blocks.full(blocks.query.shape[:4], 0.0)
-    rows = Rows(nothing, nothing, nothing, None if blocks.operands.sinks is None else nothing)
+    rows = RowTerms(nothing, nothing, nothing, None if blocks.operands.sinks is None else nothing)
     return blocks.queries.loop((0, blocks.queries.count), query_chunk, rows)
 
 

@@ -31,7 +31,7 @@ from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, AttentionSpec, Gradie
 from jax_fastattn.xla.blocks import Blocks, mean_of_seen_keys
 from jax_fastattn.xla.chunks import CPU, Index, Span, Tuning
 from jax_fastattn.xla.passes import add_block, add_rows, gradients_of, sum_blocks
-from jax_fastattn.xla.rows import Rows, Softmax
+from jax_fastattn.xla.rows import RowTerms, Softmax
 
 # Planes of logits in float32 that an op holds at once.
 TANGENT_PLANES = 5
@@ -119,8 +119,8 @@ def second_backward(
     if results is None:
         results = tangent(spec, operands, out, lse, moved, tuning)
 
-    def rows_of_call(given: Tangents, out: jax.Array, lse: jax.Array) -> Rows:
-        rows = Rows.of_results(operands._replace(**given), out, lse, dout, dlse)
+    def rows_of_call(given: Tangents, out: jax.Array, lse: jax.Array) -> RowTerms:
+        rows = RowTerms.of_results(operands._replace(**given), out, lse, dout, dlse)
         return rows.divided(_with_fields(blocks, _fields(given, num_kv_heads)), lse_rows == -jnp.inf)
 
     rows, drows = jax.jvp(rows_of_call, (given, out, lse), (dict(moved), *results))
@@ -128,7 +128,7 @@ def second_backward(
     def add(queries: Span, keys: Span, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
         """Adds tangents. Along a loop, `jax.jvp` would add up the gradients as well, which nothing reads."""
 
-        def along(fields: Tangents, rows: Rows, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
+        def along(fields: Tangents, rows: RowTerms, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
             return add_block(_with_fields(blocks, fields), dout_rows, rows, queries, keys, dquery, sums)
 
         still = jax.tree.map(jnp.zeros_like, (dquery, sums))

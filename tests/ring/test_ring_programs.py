@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from test_sharding import JAX_VERSION
 
 from jax_fastattn import ring_attention
-from jax_fastattn.ops.ring.merge import Rows, merge
+from jax_fastattn.ops.ring.merge import RowResults, merge
 
 CAUSAL: dict[str, Any] = {"is_causal": True}
 WINDOW: dict[str, Any] = CAUSAL | {"local_window_size": (9, None)}
@@ -201,8 +201,8 @@ def test_a_fallback_names_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_tangent_of_rows_that_have_seen_no_key() -> None:
     """The log-sum-exp of both blocks is -inf: a merge keeps it, and its tangent is finite."""
-    rows = Rows(jnp.zeros((1, 2, 1, 4)), jnp.full((1, 2, 1), -jnp.inf))
-    moved = Rows(jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))
+    rows = RowResults(jnp.zeros((1, 2, 1, 4)), jnp.full((1, 2, 1), -jnp.inf))
+    moved = RowResults(jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))
     merged, tangent = jax.jvp(merge, (rows, rows), (moved, moved))
     assert (merged.lse == -jnp.inf).all() and not merged.out.any()
     assert not tangent.lse.any() and not tangent.out.any()

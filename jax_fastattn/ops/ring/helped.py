@@ -24,7 +24,7 @@ from jax_fastattn.ops.backward import gradient_op
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.ops.ring.blocks import BlockPlace, block_call, first_column
 from jax_fastattn.ops.ring.helping import Arrays, HelpStep, Travelers, own_blocks, steps
-from jax_fastattn.ops.ring.merge import Rows, add_columns, attend, merge
+from jax_fastattn.ops.ring.merge import RowResults, add_columns, attend, merge
 from jax_fastattn.ops.ring.permute import permute_during
 from jax_fastattn.ops.ring.plan import Block
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
@@ -121,26 +121,26 @@ class _Pass(abc.ABC):
 
 @final
 class _Forward(_Pass):
-    """Merges `Rows`."""
+    """Merges `RowResults`."""
 
-    def compute(self, block: Block, place: BlockPlace, rows: Travelers) -> Rows:
+    def compute(self, block: Block, place: BlockPlace, rows: Travelers) -> RowResults:
         operands = self.operands._replace(**rows.queries, **rows.keys)
         spec, operands = block_call(self.spec, operands, block, place, with_sinks=block.is_diagonal)
-        return Rows(*attend(spec, *operands.arrays()))
+        return RowResults(*attend(spec, *operands.arrays()))
 
-    def send_home(self, step: HelpStep, found: Rows, results: Rows) -> tuple[Rows, Rows]:
+    def send_home(self, step: HelpStep, found: RowResults, results: RowResults) -> tuple[RowResults, RowResults]:
         (home,), results = permute_during(self.ring, [list(found)], step.home[: step.shift], results)
-        return Rows(*home), results
+        return RowResults(*home), results
 
-    def add(self, step: HelpStep, found: Rows, home: Rows) -> None:
+    def add(self, step: HelpStep, found: RowResults, home: RowResults) -> None:
         own, helper = found.where(~step.helps()), home.where(step.is_helped())
-        joined = Rows(*map(_halves, helper, own)) if step.is_shared else merge(own, helper)
+        joined = RowResults(*map(_halves, helper, own)) if step.is_shared else merge(own, helper)
         self.sums = joined if self.sums is None else merge(self.sums, joined)
 
-    def finish(self, opened: Rows, closed: Rows) -> Rows:
-        whole = Rows(*map(_halves, opened, closed))
+    def finish(self, opened: RowResults, closed: RowResults) -> RowResults:
+        whole = RowResults(*map(_halves, opened, closed))
         found = merge(whole, self.sums)
-        return Rows(found.out.astype(whole.out.dtype), found.lse)
+        return RowResults(found.out.astype(whole.out.dtype), found.lse)
 
 
 @final

@@ -33,21 +33,21 @@ def _attend_jvp(spec: AttentionSpec, arrays: Sequence[Any], tangents: Sequence[A
     return results, tangent_op.share.bind(*arrays, *results, *moved.values(), spec=spec, moved=tuple(moved))
 
 
-class Rows(NamedTuple):
+class RowResults(NamedTuple):
     """Output and log-sum-exp of a range of queries."""
 
     out: jax.Array
     lse: jax.Array
 
-    def merge(self, block: Rows, first: int) -> Rows:
+    def merge(self, block: RowResults, first: int) -> RowResults:
         """Merges the results of a block, whose queries start at `first` of these."""
         stop = first + block.lse.shape[1]
-        merged = merge(Rows(*(x[:, first:stop] for x in self)), block)
-        return Rows(*(put(x, y, first) for x, y in zip(self, merged, strict=True)))
+        merged = merge(RowResults(*(x[:, first:stop] for x in self)), block)
+        return RowResults(*(put(x, y, first) for x, y in zip(self, merged, strict=True)))
 
-    def where(self, is_there: jax.Array) -> Rows:
+    def where(self, is_there: jax.Array) -> RowResults:
         """Returns these where there are results, else rows that have seen no key. What was there may be NaN."""
-        return Rows(jnp.where(is_there, self.out, 0), jnp.where(is_there, self.lse, -jnp.inf))
+        return RowResults(jnp.where(is_there, self.out, 0), jnp.where(is_there, self.lse, -jnp.inf))
 
 
 def put(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
@@ -55,7 +55,7 @@ def put(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
     return part if part.shape == x.shape else jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
 
 
-def merge(x: Rows, y: Rows) -> Rows:
+def merge(x: RowResults, y: RowResults) -> RowResults:
     """Returns the results of all keys that two calls have seen, of the same queries, in the dtype of log-sum-exps."""
     # A row of which neither has seen a key: -inf minus -inf, which is in the tangent of `logaddexp`, too.
     is_empty = jnp.maximum(x.lse, y.lse) == -jnp.inf
@@ -63,7 +63,7 @@ def merge(x: Rows, y: Rows) -> Rows:
     lse = jnp.where(is_empty, -jnp.inf, shift)
     weights = (jnp.exp(part.lse - shift)[..., None] for part in (x, y))
     terms = (part.out.astype(lse.dtype) * weight for part, weight in zip((x, y), weights, strict=True))
-    return Rows(next(terms) + next(terms), lse)
+    return RowResults(next(terms) + next(terms), lse)
 
 
 def add_rows(x: jax.Array, part: jax.Array, start: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.ring import helped, plan
 from jax_fastattn.ops.ring.blocks import BlockPlace, block_call, first_column
 from jax_fastattn.ops.ring.helping import balances
-from jax_fastattn.ops.ring.merge import Rows, attend, put
+from jax_fastattn.ops.ring.merge import RowResults, attend, put
 from jax_fastattn.ops.ring.padding import hide
 from jax_fastattn.ops.ring.permute import permute
 from jax_fastattn.ops.ring.plan import Block, Step
@@ -68,16 +68,18 @@ def forward(spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
     return helped.forward(spec, operands) if balances(spec, operands) else list(_forward(Call.of(spec, operands)))
 
 
-def _forward(call: Call) -> Rows:
+def _forward(call: Call) -> RowResults:
     first, *later = call.steps
     home = call.home()
     arrived = call.fetch(later[0], home) if later else {}
     diagonal = [_block(call, first, block, {}) for block in first.blocks if block.is_diagonal]
-    whole = Rows(*(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1) for parts in zip(*diagonal, strict=True)))
+    whole = RowResults(
+        *(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1) for parts in zip(*diagonal, strict=True))
+    )
     start, stop = plan.touched(call.steps, whole.lse.shape[1])
     if start == stop:
         return whole
-    state = Rows(whole.out[:, start:stop].astype(whole.lse.dtype), whole.lse[:, start:stop])
+    state = RowResults(whole.out[:, start:stop].astype(whole.lse.dtype), whole.lse[:, start:stop])
     for block in first.blocks:
         if not block.is_diagonal:
             state = state.merge(_block(call, first, block, {}), block.queries.start - start)
@@ -89,14 +91,14 @@ def _forward(call: Call) -> Rows:
             arrived = call.fetch(later[at + 1], home)
         for block in step.blocks:
             state = state.merge(_block(call, step, block, keys), block.queries.start - start)
-    return Rows(*(put(x, y.astype(x.dtype), start) for x, y in zip(whole, state, strict=True)))
+    return RowResults(*(put(x, y.astype(x.dtype), start) for x, y in zip(whole, state, strict=True)))
 
 
-def _block(call: Call, step: Step, block: Block, keys: Mapping[str, jax.Array]) -> Rows:
+def _block(call: Call, step: Step, block: Block, keys: Mapping[str, jax.Array]) -> RowResults:
     operands = call.operands._replace(**keys)
     is_first = step.shift == 0 and block.is_diagonal
     spec, operands = block_call(call.spec, operands, block, call.place(step), with_sinks=is_first)
-    return Rows(*(block.queries.restore(x) for x in attend(spec, *operands.arrays())))
+    return RowResults(*(block.queries.restore(x) for x in attend(spec, *operands.arrays())))
 
 
 def tangent(spec: AttentionSpec, operands: Operands, moved: Mapping[str, jax.Array]) -> list[jax.Array]:
