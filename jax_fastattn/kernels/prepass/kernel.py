@@ -19,7 +19,7 @@ from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.lists import ALL, SOME, ClassWriter, ListWriter, OwnTilePlace
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape
-from jax_fastattn.kernels.prepass.predicate import Extent, Predicate, matrix_nbytes
+from jax_fastattn.kernels.prepass.predicate import EntryPredicate, Extent, matrix_nbytes
 from jax_fastattn.kernels.prepass.summary import WARP_NBYTES, Summary
 from jax_fastattn.kernels.tiles.lists import DEAD_ROWS, LIVE_WORDS, MAX_LIVE_ROWS, PrepassConfig
 from jax_fastattn.kernels.tiles.plan import TileRange
@@ -46,7 +46,7 @@ class _OwnTile:
         first: the first visited tile of the CTA.
     """
 
-    predicate: Predicate
+    predicate: EntryPredicate
     writer: ClassWriter
     matrix: BitMatrix
     summary: Summary
@@ -152,7 +152,7 @@ class PrepassKernel:
         row, first = block // parts, block % parts
         place = OwnTilePlace(row // tiles[0], row % tiles[0], tiles)
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
-        predicate = Predicate.of(self.spec, buffers, scalars, place.plane // (scalars.heads // scalars.members))
+        predicate = EntryPredicate.of(self.spec, buffers, scalars, place.plane // (scalars.heads // scalars.members))
         tile = _OwnTile(
             predicate,
             ClassWriter(buffers, self.config.transposed, place, lane),

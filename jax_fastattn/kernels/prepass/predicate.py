@@ -54,7 +54,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Predicate:
+class EntryPredicate:
     """Which queries of a batch entry see which of its keys.
 
     Attributes:
@@ -71,7 +71,7 @@ class Predicate:
     bounds: Bounds
 
     @classmethod
-    def of(cls, spec: KernelSpec, buffers: PrepassBuffers, scalars: PrepassScalars, entry: Int32) -> "Predicate":
+    def of(cls, spec: KernelSpec, buffers: PrepassBuffers, scalars: PrepassScalars, entry: Int32) -> "EntryPredicate":
         """Returns that of a batch entry."""
         return cls(spec, buffers, scalars, entry, copies.entry_bounds(spec, entry, buffers, scalars))
 
