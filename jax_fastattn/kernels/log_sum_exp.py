@@ -9,7 +9,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32
 
-from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.row_store import ResultRow
@@ -72,7 +72,7 @@ class LogSumExps:
     column: Int32
 
     def store(
-        self, buffers: ForwardBuffers, scalars: Scalars, first_row: Int32, softmaxes: Iterable[tuple[Float32, Float32]]
+        self, buffers: Buffers, scalars: Scalars, first_row: Int32, softmaxes: Iterable[tuple[Float32, Float32]]
     ) -> list[ResultRow]:
         """Stores the log-sum-exps, of which sinks are part.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Boolean, Float32, Int32, cute
 
-from jax_fastattn.kernels.arguments.buffers import Buffers, DecodeBuffers, ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx, softmax
@@ -89,7 +89,7 @@ class Score:
     def forward(
         cls,
         spec: KernelSpec,
-        buffers: ForwardBuffers | DecodeBuffers,
+        buffers: Buffers,
         scalars: Scalars,
         copied_bias: Feature | None = None,
     ) -> "Score":
@@ -106,7 +106,7 @@ class Score:
     def backward(
         cls,
         spec: KernelSpec,
-        buffers: Buffers | DecodeBuffers,
+        buffers: Buffers,
         scalars: Scalars | Sizes,
         scale: Float32,
         copied_bias: Feature | None = None,

@@ -149,7 +149,7 @@ def add_rows(
     """Adds what `add_block` does, for queries that see no key except `keys`, and the gradients of sinks by row."""
     planes = Planes.of(blocks, dout, queries, keys, skip_stored_queries=True)
     if dlse is not None:
-        # RowTerms without a visible key have no gradient, whatever their cotangent holds.
+        # Rows without a visible key have no gradient, whatever their cotangent holds.
         empty = blocks.take_query(lse, queries) == -jnp.inf
         dlse = jnp.where(empty, 0.0, blocks.take_query(dlse, queries))
     rows = RowTerms.of_planes(planes, blocks.sinks(), dlse)

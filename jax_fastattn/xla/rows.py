@@ -83,7 +83,7 @@ class Softmax(NamedTuple):
         exponentials = jnp.exp(logits - shift[..., None])
         total = exponentials.sum(-1)
         total = total if sinks is None else total + jnp.exp(sinks - shift)
-        # RowTerms that see nothing: what is divided by it, and by its square in derivatives, is 0.
+        # Rows that see nothing: what is divided by it, and by its square in derivatives, is 0.
         return cls(exponentials, top, shift, jnp.maximum(total, float(limits.tiny) ** 0.5))
 
     @property
@@ -132,7 +132,7 @@ class RowTerms(NamedTuple):
         cls, operands: Operands, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
     ) -> RowTerms:
         """Takes the rows of all queries from the results of a forward pass and their cotangents."""
-        # RowTerms without a visible key have no gradient, whatever their cotangent holds.
+        # Rows without a visible key have no gradient, whatever their cotangent holds.
         empty, num_kv_heads = lse == -jnp.inf, operands.key.shape[2]
         # A row whose log-sum-exp is its sink alone is not empty. Its output is 0, and its cotangent may be NaN.
         multiply = jnp.multiply if operands.sinks is None else product_or_zero
@@ -209,7 +209,7 @@ class RowSums(NamedTuple):
         shift, total = _finite(self.top), jnp.where(self.total == 0.0, 1.0, self.total)
         delta = self.weighted / total
         delta = delta if dlse is None else delta - blocks.take_query(dlse, queries)
-        # RowTerms without a visible key have no gradient, whatever their cotangent holds.
+        # Rows without a visible key have no gradient, whatever their cotangent holds.
         delta = jnp.where(empty, 0.0, delta)
         dsinks = None if sinks is None else jnp.where(empty, 0.0, -jnp.exp(sinks - shift) / total * delta)
         return RowTerms(shift, total, delta, dsinks)

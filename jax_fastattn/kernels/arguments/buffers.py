@@ -162,6 +162,3 @@ class Buffers(NamedTuple):
     partial_out: Annotated[Any, Buffer("scratch", "float32", needs="config.splits", ops=_DECODE)]
     partial_lse: Annotated[Any, Buffer("scratch", "float32", needs="config.splits", ops=_DECODE)]
     begun: Annotated[Any, Buffer("scratch", "int32", needs="config.splits", ops=_DECODE)]
-
-
-ForwardBuffers = DecodeBuffers = BackwardBuffers = PortableBackwardBuffers = Buffers

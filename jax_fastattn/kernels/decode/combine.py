@@ -15,7 +15,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.decode.finished_row import FinishedRow, QueryRow
 from jax_fastattn.kernels.decode.line import Entry, Line, owner, slot
@@ -66,7 +66,7 @@ class CombineKernel:
         """Whether it begins while the first kernel runs, for whose end it then waits."""
         return self.spec.family == "sm90"
 
-    def launch(self, buffers: DecodeBuffers, scalars: Scalars) -> Launch:
+    def launch(self, buffers: Buffers, scalars: Scalars) -> Launch:
         """Returns the launch."""
         warps = scalars.multiprocessors * self._unit_rows(scalars) + scalars.batch
         return Launch(
@@ -79,7 +79,7 @@ class CombineKernel:
         )
 
     @cute.kernel
-    def kernel(self, buffers: DecodeBuffers, scalars: Scalars):
+    def kernel(self, buffers: Buffers, scalars: Scalars):
         thread = wgmma.thread_index()
         block, _, _ = cute.arch.block_idx()
         line = Line.of(self.spec, buffers, scalars, thread % 32)
@@ -188,7 +188,7 @@ class CombineKernel:
 
 
 def decode_launches(
-    kernel: Callable[..., Any], spec: KernelSpec, buffers: DecodeBuffers, scalars: Scalars, **options: Any
+    kernel: Callable[..., Any], spec: KernelSpec, buffers: Buffers, scalars: Scalars, **options: Any
 ) -> list[Launch]:
     """Returns the launches of a call, in order: the kernel that reads K and V and, if that splits units, this one.
 

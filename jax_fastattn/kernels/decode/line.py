@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.decode import split
 from jax_fastattn.kernels.device import copies, ptx, wgmma
@@ -157,13 +157,13 @@ class Line:
 
     spec: KernelSpec
     keys: int
-    buffers: DecodeBuffers
+    buffers: Buffers
     scalars: Scalars
     ctas: Int32
     lane: Int32
 
     @classmethod
-    def of(cls, spec: KernelSpec, buffers: DecodeBuffers, scalars: Scalars, lane: Int32) -> "Line":
+    def of(cls, spec: KernelSpec, buffers: Buffers, scalars: Scalars, lane: Int32) -> "Line":
         """Returns the lines of a launch."""
         config = spec.config
         return cls(spec, config.keys, buffers, scalars, scalars.multiprocessors, lane)

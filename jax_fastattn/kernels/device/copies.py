@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
-from jax_fastattn.kernels.arguments.buffers import Buffers, DecodeBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
@@ -257,9 +257,7 @@ def load_entry(pointer: Any, batch: Int32, otherwise: Int32, low: Any, high: Any
     return clamp(cute.make_tensor(pointer, cute.make_layout((UNBOUNDED,)))[batch], low, high)
 
 
-def entry_bounds(
-    spec: KernelSpec, batch: Int32, buffers: Buffers | DecodeBuffers, scalars: Scalars | Sizes
-) -> plan.Bounds:
+def entry_bounds(spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> plan.Bounds:
     """Returns what the rows of one batch entry may see."""
     offset = load_entry(buffers.query_offset, batch, Int32(0), -UNBOUNDED, UNBOUNDED)
     queries, keys = scalars.query_length, scalars.key_length

@@ -16,7 +16,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
@@ -67,12 +67,12 @@ class NextTile:
 class ResetKernel:
     """Sets the counter of the forward kernel, which is launched next, to no tile."""
 
-    def launch(self, buffers: ForwardBuffers) -> Launch:
+    def launch(self, buffers: Buffers) -> Launch:
         """Returns the launch."""
         return Launch(self.kernel, (buffers,), grid=1, block=32, min_blocks=0)
 
     @cute.kernel
-    def kernel(self, buffers: ForwardBuffers):
+    def kernel(self, buffers: Buffers):
         """Writes the counter."""
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()

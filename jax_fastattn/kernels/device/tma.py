@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers, ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device.wgmma import tile_layout
 from jax_fastattn.kernels.key import KernelSpec
@@ -198,7 +198,7 @@ class Tma(NamedTuple):
         cls,
         spec: KernelSpec,
         memory: TmaMemory,
-        buffers: ForwardBuffers | BackwardBuffers,
+        buffers: Buffers,
         scalars: Scalars,
     ) -> "Tma":
         """Returns the boxes of a launch.
@@ -225,9 +225,7 @@ class Tma(NamedTuple):
         )
 
     @staticmethod
-    def _bias(
-        spec: KernelSpec, memory: TmaMemory, buffers: ForwardBuffers | BackwardBuffers, scalars: Scalars
-    ) -> Box | None:
+    def _bias(spec: KernelSpec, memory: TmaMemory, buffers: Buffers, scalars: Scalars) -> Box | None:
         """Returns the box of a bias of pairs, whose planes are the batch entries of its array."""
         if not spec.matrix_bias or memory.bias_box is None:
             return None

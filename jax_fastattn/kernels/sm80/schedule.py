@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from cutlass import Int32, Int64
 
-from jax_fastattn.kernels.arguments.buffers import ForwardBuffers, PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.sequences import Sequence
@@ -52,15 +52,15 @@ class Schedule(Protocol):
         """Returns the index of a query tile of a sequence in an array with one element for each tile of all heads."""
         ...
 
-    def longest_first(self, block: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+    def longest_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the query tile of a CTA where the longest tiles of a causal mask come first."""
         ...
 
-    def last_entry_first(self, block: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
+    def last_entry_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the query tile of a CTA where the last batch entry, or the last sequence, comes first."""
         ...
 
-    def in_sections(self, index: Int32, section: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
+    def in_sections(self, index: Int32, section: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the key tile that has an index in an order in which CTAs may add in semaphore order.
 
         Args:
@@ -96,7 +96,7 @@ class EntryTiles:
         """Returns the index of a query tile in an array `[batch, heads, tiles]`."""
         return sequence.queries.head(scalars.num_heads, head) * self.pitch(scalars) + tile
 
-    def longest_first(self, block: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+    def longest_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the query tile of a CTA.
 
         Of its index, the head of the group is the fastest part, then the tile from the last to the first, then the
@@ -110,7 +110,7 @@ class EntryTiles:
         kv_head, batch = block % kv_heads, block // kv_heads
         return Work(tile, kv_head * group + member, kv_head, Sequence.of_entry(self.spec, batch, buffers, scalars))
 
-    def last_entry_first(self, block: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
+    def last_entry_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the query tile of a CTA: all heads of a tile come together, and entries from the last to the first.
 
         The entry that comes next is in L2.
@@ -120,7 +120,7 @@ class EntryTiles:
         batch = scalars.batch - 1 - block // heads // count
         return Work(tile, head, head // self.spec.group, Sequence.of_entry(self.spec, batch, buffers, scalars))
 
-    def in_sections(self, index: Int32, section: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
+    def in_sections(self, index: Int32, section: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the key tile that has an index; heads are visited in sections, see `plan.place_in_sections`."""
         kv_heads = scalars.num_heads // self.spec.group
         count = copies.count(scalars.key_length, self.rows)
@@ -153,20 +153,18 @@ class PackedTiles:
         """Returns the index of a query tile in an array `[heads, slots]`."""
         return Int64(head) * self.pitch(scalars) + sequence.queries.padded(tile, 1)
 
-    def longest_first(self, block: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+    def longest_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the query tile of a CTA: that of `last_entry_first`, where the longest of a sequence come first."""
         return self.last_entry_first(block, buffers, scalars)
 
-    def last_entry_first(
-        self, block: Int32, buffers: ForwardBuffers | PortableBackwardBuffers, scalars: Scalars
-    ) -> Work:
+    def last_entry_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the query tile of a CTA: all heads of a slot come together, and slots from the last to the first."""
         heads = scalars.num_heads
         head, slot = block % heads, self.pitch(scalars) - 1 - block // heads
         tile, sequence = Sequence.of_record(self.spec, buffers.query_tiles, slot, scalars, of_keys=False)
         return Work(tile, head, head // self.spec.group, sequence)
 
-    def in_sections(self, index: Int32, section: Int32, buffers: PortableBackwardBuffers, scalars: Scalars) -> Work:
+    def in_sections(self, index: Int32, section: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the key tile that has an index: all heads of a slot come together, and slots ascend.
 
         CTAs that add in semaphore order rely on that.

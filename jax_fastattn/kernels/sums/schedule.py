@@ -16,7 +16,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers, PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.sequences import Sequence
@@ -27,8 +27,6 @@ from jax_fastattn.kernels.tiles.lists import ALL, HAS_DEAD_ROWS, SOME, PrepassCo
 from jax_fastattn.kernels.tiles.plan import Bounds
 from jax_fastattn.kernels.visits.compared import ComparedRows
 from jax_fastattn.kernels.visits.lists import GlobalList, Planes, TileBits
-
-Buffers = BackwardBuffers | PortableBackwardBuffers
 
 # Kinds of a tile in the scores of an item: for each 64 keys whether some pair is visible, and whether all are, a bit
 # each, then whether some query sees nothing.

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from cutlass import Boolean, Float32, Int32, Int64
 
-from jax_fastattn.kernels.sums.schedule import Buffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 
 Part = TypeVar("Part", contravariant=True)
 Place = TypeVar("Place", contravariant=True)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, final
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.products import Native
@@ -23,7 +24,7 @@ from jax_fastattn.kernels.features.visible.bits import Bits, LiveColumns
 from jax_fastattn.kernels.features.visible.bounds import Visibility
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
-from jax_fastattn.kernels.sums.schedule import Buffers, DbiasItem, DbiasSchedule, DbiasTile, ItemList, MatrixTile
+from jax_fastattn.kernels.sums.schedule import DbiasItem, DbiasSchedule, DbiasTile, ItemList, MatrixTile
 from jax_fastattn.kernels.sums.tiles import KEYS, ROW_SUMS, ROWS, key_list_tiles
 from jax_fastattn.kernels.tiles.plan import Limits
 from jax_fastattn.spec import UNBOUNDED

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers, ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
@@ -15,7 +15,6 @@ from jax_fastattn.kernels.visits.compared import ComparedRows
 from jax_fastattn.kernels.visits.lists import GlobalList, Planes, TileBits
 from jax_fastattn.kernels.visits.visit import Visit
 
-Buffers = ForwardBuffers | BackwardBuffers
 Work = Any  # of either family: a tile of queries with its heads and its sequence
 
 

@@ -22,7 +22,7 @@ class GlobalBias(PairBias):
     """Adds a matrix from global memory. Any kernel can have it.
 
     Attributes:
-        operand: see `ForwardBuffers.bias`.
+        operand: see `Buffers.bias`.
         dtype: of a term.
         terms: their number.
         planes: of the bias.

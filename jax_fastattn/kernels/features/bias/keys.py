@@ -20,7 +20,7 @@ class KeyBias(Feature):
     """Adds the number of its key to each logit, from global memory. Any kernel can have it.
 
     Attributes:
-        operand: see `ForwardBuffers.key_bias`.
+        operand: see `Buffers.key_bias`.
         planes: of the bias.
         plane: of the head; None before `start`.
         own: numbers of the lane's two keys since `hold`, where rows of the accumulator are keys.

@@ -24,7 +24,7 @@ class RowShift(Feature):
     """Adds the number of a row to its maximum, when all of its scores are in.
 
     Attributes:
-        operand: see `ForwardBuffers.row_bias`.
+        operand: see `Buffers.row_bias`.
         planes: of the bias.
         plane: of the head; None before `end`.
     """
@@ -57,7 +57,7 @@ class RowBias(Feature):
     """Adds the number of its query to each logit, from global memory: what a function of logits needs.
 
     Attributes:
-        operand: see `ForwardBuffers.row_bias`.
+        operand: see `Buffers.row_bias`.
         planes: of the bias.
         plane: of the head; None before `start`.
         kept: the numbers of the lane's two accumulator rows since `hold_queries`; None without it.

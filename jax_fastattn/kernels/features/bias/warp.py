@@ -29,7 +29,7 @@ class WarpBias(PairBias):
     are copied while the tile is read, in its order.
 
     Attributes:
-        operand: see `ForwardBuffers.bias`.
+        operand: see `Buffers.bias`.
         dtype: of a term.
         planes: of the bias.
         ring: the pieces.

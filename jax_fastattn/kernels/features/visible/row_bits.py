@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
@@ -69,7 +69,7 @@ class RowBits:
     next: cute.Tensor
 
     @classmethod
-    def of(cls, spec: KernelSpec, buffers: DecodeBuffers, scalars: Scalars, strip: int) -> "RowBits | None":
+    def of(cls, spec: KernelSpec, buffers: Buffers, scalars: Scalars, strip: int) -> "RowBits | None":
         """Returns those of a launch; None if the compile key has none."""
         if not spec.row_bits:
             return None

@@ -5,7 +5,7 @@
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch
@@ -36,7 +36,7 @@ class ConvertKernel:
         self.shared_nbytes = self.tile.nbytes
         self.factor = 2.0 ** -gradient.log2_probability_factor(spec, config)
 
-    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, query_tiles: Int32) -> Launch:
+    def launch(self, buffers: Buffers, scalars: Scalars, query_tiles: Int32) -> Launch:
         """Returns the launch; `query_tiles` is the number of query tiles of all heads."""
         return Launch(
             self.kernel,
@@ -48,7 +48,7 @@ class ConvertKernel:
         )
 
     @cute.kernel
-    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
+    def kernel(self, buffers: Buffers, scalars: Scalars):
         spec, rows = self.spec, self.config.queries
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()

@@ -24,7 +24,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.launch import Launch
@@ -68,7 +68,7 @@ class DbiasKernel:
         self.memory = DbiasMemory.of(spec)
         self.schedule = DbiasSchedule(spec)
 
-    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars) -> Launch:
+    def launch(self, buffers: Buffers, scalars: Scalars) -> Launch:
         """Returns the launch of the kernel."""
         return Launch(
             self.kernel,
@@ -79,7 +79,7 @@ class DbiasKernel:
         )
 
     @cute.kernel
-    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
+    def kernel(self, buffers: Buffers, scalars: Scalars):
         tile = self.schedule.tile(cute.arch.block_idx()[0], scalars)
         DbiasCta.start(self.spec, self.memory, self.schedule, (buffers, scalars), tile).run()
 
@@ -103,7 +103,7 @@ class DbiasCta:
     spec: KernelSpec
     memory: DbiasMemory
     tile: DbiasTile
-    buffers: PortableBackwardBuffers
+    buffers: Buffers
     scalars: Scalars
     shared: Int32
     score: Score
@@ -117,7 +117,7 @@ class DbiasCta:
         spec: KernelSpec,
         memory: DbiasMemory,
         schedule: DbiasSchedule,
-        launch: tuple[PortableBackwardBuffers, Scalars],
+        launch: tuple[Buffers, Scalars],
         tile: DbiasTile,
     ) -> "DbiasCta":
         """Returns the CTA with its registers."""

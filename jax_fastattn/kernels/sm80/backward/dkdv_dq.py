@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch
@@ -60,7 +60,7 @@ class DkdvDqKernel:
         self.reduce = dq_reduce(spec, config)
         self.shared_nbytes = config.shared_memory(spec.head_dim, spec.v_head_dim)
 
-    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+    def launch(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the kernel's launch."""
         kv_heads = scalars.num_heads // self.spec.group
         return Launch(
@@ -73,7 +73,7 @@ class DkdvDqKernel:
         )
 
     @cute.kernel
-    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder):
+    def kernel(self, buffers: Buffers, scalars: Scalars, order: HeadOrder):
         at = self._locate(buffers, scalars, order)
         state = self._state(buffers, scalars, at)
         self._load_first(state)
@@ -92,7 +92,7 @@ class DkdvDqKernel:
         QueryLoop(role).run()
         role.warp.finish(scale)
 
-    def _locate(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> DkdvDqPlace:
+    def _locate(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> DkdvDqPlace:
         """Returns which thread this is, and the CTA's keys. Heads are visited in groups, whose sums of dq fit L2."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -128,7 +128,7 @@ class DkdvDqKernel:
         visit = mask_past_end(visit, at.row + config.keys > bounds.key_end, low=False)
         return Visit.of_range(visit, Edges(bounds.kind.right, True))
 
-    def _listed(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: DkdvDqPlace) -> tuple[Visit, GroupBits]:
+    def _listed(self, buffers: Buffers, scalars: Scalars, at: DkdvDqPlace) -> tuple[Visit, GroupBits]:
         """Returns the query tiles that see some key of the tile by its list, and their bits."""
         group, planes, batch = self.spec.group, Planes.of(scalars), at.sequence.queries.batch
         tiles = self.spec.tiles_of(self.config)
@@ -147,7 +147,7 @@ class DkdvDqKernel:
         stride = Int64(planes.head * key_tiles) * query_tiles * tiles.tile_nbytes
         return Visit.of_list(entries, fulls_first=False), GroupBits(first, planes.head, stride)
 
-    def _state(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: DkdvDqPlace) -> DkdvDqState:
+    def _state(self, buffers: Buffers, scalars: Scalars, at: DkdvDqPlace) -> DkdvDqState:
         """Returns the device values that all roles share."""
         spec, heads, tile, dq_semaphore = self.spec, scalars.num_heads, self.reduce.tile, buffers.dq_semaphore
         queries, keys, bounds = at.sequence.queries, at.sequence.keys, at.sequence.bounds()
@@ -193,7 +193,7 @@ class DkdvDqKernel:
             bias=bias,
         )
 
-    def _bias(self, buffers: PortableBackwardBuffers, scalars: Scalars, at: DkdvDqPlace) -> WarpBias | None:
+    def _bias(self, buffers: Buffers, scalars: Scalars, at: DkdvDqPlace) -> WarpBias | None:
         """Returns the matrix that warps copy for themselves; None if there is none, or no room."""
         if not self.config.bias_pieces:
             return None

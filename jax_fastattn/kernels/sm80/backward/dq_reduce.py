@@ -15,7 +15,7 @@ from typing import Protocol, final
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
@@ -81,7 +81,7 @@ class DqTile:
             return [ptx.from_bits(x) for chunk in chunks for x in chunk]
         return [ptx.load_global(address + 128 * i) for i in range(self.count)]
 
-    def load_accum(self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32) -> list[Float32]:
+    def load_accum(self, buffers: Buffers, index: Int64, warp: Int32, lane: Int32) -> list[Float32]:
         """Loads a warp's fragments of tile `index` of dq_accum."""
         return self.load(self.lane_address(buffers.dq_accum.toint() + index * self.nbytes, warp, lane))
 
@@ -103,11 +103,11 @@ class DqReduce(Protocol):
         """Where the fragments of a tile lie."""
         ...
 
-    def prepare(self, buffers: PortableBackwardBuffers, index: Int64, thread: Int32, threads: int) -> None:
+    def prepare(self, buffers: Buffers, index: Int64, thread: Int32, threads: int) -> None:
         """Makes tile `index` ready to be added to, by all threads of a CTA."""
         ...
 
-    def next_tile(self, buffers: PortableBackwardBuffers, thread: Int32, shared: Int32) -> Int32:
+    def next_tile(self, buffers: Buffers, thread: Int32, shared: Int32) -> Int32:
         """Returns the CTA's place in the order of key tiles. May use shared memory at `shared`, and leaves it free."""
         ...
 
@@ -133,7 +133,7 @@ class DqReduce(Protocol):
         ...
 
     def finish(
-        self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32, end: Int32
+        self, buffers: Buffers, index: Int64, warp: Int32, lane: Int32, end: Int32
     ) -> tuple[list[Float32], Int32]:
         """Returns a warp's sums of tile `index`, to be scaled and rounded, and the rows that hold sums: `end` or 0."""
         ...
@@ -150,14 +150,14 @@ class DqAtomic:
 
     tile: DqTile
 
-    def prepare(self, buffers: PortableBackwardBuffers, index: Int64, thread: Int32, threads: int) -> None:
+    def prepare(self, buffers: Buffers, index: Int64, thread: Int32, threads: int) -> None:
         """Zeroes the sums of a tile."""
         address = buffers.dq_accum.toint() + index * self.tile.nbytes + Int64(thread * 16)
         zero = [Int32(0)] * 4
         for i in range(0, self.tile.nbytes, 16 * threads):
             ptx.store_global_chunk(address + i, zero)
 
-    def next_tile(self, buffers: PortableBackwardBuffers, thread: Int32, shared: Int32) -> Int32:
+    def next_tile(self, buffers: Buffers, thread: Int32, shared: Int32) -> Int32:
         """Returns the CTA's index: CTAs may begin tiles in any order."""
         del buffers, thread, shared
         return cute.arch.block_idx()[0]
@@ -182,7 +182,7 @@ class DqAtomic:
         del state, due
 
     def finish(
-        self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32, end: Int32
+        self, buffers: Buffers, index: Int64, warp: Int32, lane: Int32, end: Int32
     ) -> tuple[list[Float32], Int32]:
         """Returns a warp's sums, of all rows: those of tiles that nothing was added to are zeros."""
         return self.tile.load_accum(buffers, index, warp, lane), end
@@ -208,7 +208,7 @@ class DqSemaphore:
     config: DkdvDqConfig
     tile: DqTile
 
-    def prepare(self, buffers: PortableBackwardBuffers, index: Int64, thread: Int32, threads: int) -> None:
+    def prepare(self, buffers: Buffers, index: Int64, thread: Int32, threads: int) -> None:
         """Zeroes the counts of tile `index`, and the tile counter."""
         del threads
         counts = self._semaphore(buffers) + (index * self.tile.warps + thread) * 4
@@ -216,7 +216,7 @@ class DqSemaphore:
         is_first = Boolean((index == 0) & (thread == 0))
         cutlass.if_generate(is_first, lambda: ptx.store_global_int(self._tile_counter(buffers), Int32(0)))
 
-    def next_tile(self, buffers: PortableBackwardBuffers, thread: Int32, shared: Int32) -> Int32:
+    def next_tile(self, buffers: Buffers, thread: Int32, shared: Int32) -> Int32:
         """Fetches the next tile. Uses shared memory at `shared`, which is free again afterwards."""
 
         def fetch() -> None:
@@ -228,7 +228,7 @@ class DqSemaphore:
         cute.arch.sync_threads()
         return index
 
-    def _semaphore(self, buffers: PortableBackwardBuffers) -> Int64:
+    def _semaphore(self, buffers: Buffers) -> Int64:
         assert buffers.dq_semaphore is not None
         return Int64(buffers.dq_semaphore.toint())
 
@@ -236,7 +236,7 @@ class DqSemaphore:
         assert state.dq_scratch.semaphore is not None
         return state.dq_scratch.semaphore + Int64(index) * 4
 
-    def _tile_counter(self, buffers: PortableBackwardBuffers) -> Int64:
+    def _tile_counter(self, buffers: Buffers) -> Int64:
         assert buffers.tile_counter is not None
         return Int64(buffers.tile_counter.toint())
 
@@ -282,7 +282,7 @@ class DqSemaphore:
         cutlass.if_generate(Boolean((index >= 0) & (state.at.lane == 0)), count)
 
     def finish(
-        self, buffers: PortableBackwardBuffers, index: Int64, warp: Int32, lane: Int32, end: Int32
+        self, buffers: Buffers, index: Int64, warp: Int32, lane: Int32, end: Int32
     ) -> tuple[list[Float32], Int32]:
         """Returns a warp's sums, of no rows if nothing was added: they hold anything then."""
         count = self._semaphore(buffers) + (index * self.tile.warps + warp) * 4

@@ -8,7 +8,7 @@ If the gradient of a bias of pairs is asked for, a last kernel computes it.
 import cuda.bindings.driver as cuda
 from cutlass import cute
 
-from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies
 from jax_fastattn.kernels.device.launch import Launch, start_all
@@ -38,11 +38,11 @@ class BackwardKernel:
             self.dbias = DbiasKernel(spec)
 
     @cute.jit
-    def __call__(self, buffers: PortableBackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+    def __call__(self, buffers: Buffers, scalars: Scalars, stream: cuda.CUstream):
         """Launches the kernels."""
         start_all(self.launches(buffers, scalars, self.order(scalars)), stream)
 
-    def launches(self, buffers: PortableBackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
+    def launches(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
         """Returns what is launched, in order."""
         query_tiles = self.preprocess.schedule.blocks(scalars.query_length, scalars.batch, scalars.num_heads)
         launches = [

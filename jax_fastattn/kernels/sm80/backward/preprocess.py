@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.launch import Launch
@@ -70,12 +70,12 @@ class PreprocessKernel:
         self.reduce = dq_reduce(spec, config)
         self.preprocess = RowPreprocess.of(spec, Base2(float(gradient.log2_probability_factor(spec, config))))
 
-    def launch(self, buffers: PortableBackwardBuffers, scalars: Scalars, query_tiles: Int32) -> Launch:
+    def launch(self, buffers: Buffers, scalars: Scalars, query_tiles: Int32) -> Launch:
         """Returns the kernel's launch; `query_tiles` is how many there are of all heads."""
         return Launch(self.kernel, (buffers, scalars), grid=query_tiles, block=self.threads, min_blocks=0)
 
     @cute.kernel
-    def kernel(self, buffers: PortableBackwardBuffers, scalars: Scalars):
+    def kernel(self, buffers: Buffers, scalars: Scalars):
         spec = self.spec
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from cutlass import Int32, Int64
 
-from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.bias.warp import WarpBias
 from jax_fastattn.kernels.score import Score
@@ -156,5 +156,5 @@ class DkdvDqState:
     score: Score
     dq_scratch: DqScratch
     bits: GroupBits | None
-    buffers: PortableBackwardBuffers
+    buffers: Buffers
     bias: WarpBias | None

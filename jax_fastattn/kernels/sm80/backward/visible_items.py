@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments.buffers import PortableBackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.sums.schedule import HIDDEN, DbiasSchedule, DbiasTile
@@ -55,15 +55,13 @@ class VisibleItems:
 
     schedule: DbiasSchedule
     tile: DbiasTile
-    buffers: PortableBackwardBuffers
+    buffers: Buffers
     scalars: Scalars
     looks: cute.Tensor
     left: cute.Tensor
 
     @classmethod
-    def of(
-        cls, schedule: DbiasSchedule, tile: DbiasTile, buffers: PortableBackwardBuffers, scalars: Scalars
-    ) -> "VisibleItems":
+    def of(cls, schedule: DbiasSchedule, tile: DbiasTile, buffers: Buffers, scalars: Scalars) -> "VisibleItems":
         """Returns the items of a tile, before the first one."""
         looks, left = (cute.make_rmem_tensor((2,), Int32) for _ in range(2))
         looks.fill(0)

@@ -9,7 +9,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import cute
 
-from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.decode.combine import decode_launches
 from jax_fastattn.kernels.decode.config import DecodeConfig
@@ -38,16 +38,16 @@ class DecodeKernel:
         self.memory = DecodeMemory.of(spec, self.config)
 
     @cute.jit
-    def __call__(self, buffers: DecodeBuffers, scalars: Scalars, stream: cuda.CUstream):
+    def __call__(self, buffers: Buffers, scalars: Scalars, stream: cuda.CUstream):
         """Launches the kernels."""
         start_all(self.launches(buffers, scalars), stream)
 
-    def launches(self, buffers: DecodeBuffers, scalars: Scalars) -> list[Launch]:
+    def launches(self, buffers: Buffers, scalars: Scalars) -> list[Launch]:
         """Returns the launches of a call, in order."""
         return decode_launches(self.kernel, self.spec, buffers, scalars, shared_bytes=self.memory.nbytes)
 
     @cute.kernel
-    def kernel(self, buffers: DecodeBuffers, scalars: Scalars):
+    def kernel(self, buffers: Buffers, scalars: Scalars):
         thread = wgmma.thread_index()
         warp = cute.arch.make_warp_uniform(thread // 32)
         line = Line.of(self.spec, buffers, scalars, thread % 32)

@@ -26,7 +26,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
@@ -84,11 +84,11 @@ class ForwardKernel:
         self.out_blocks = self.out_tile.padded_columns // 8
 
     @cute.jit
-    def __call__(self, buffers: ForwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+    def __call__(self, buffers: Buffers, scalars: Scalars, stream: cuda.CUstream):
         """Launches the kernel."""
         start_all(self.launches(buffers, scalars), stream)
 
-    def launches(self, buffers: ForwardBuffers, scalars: Scalars) -> list[Launch]:
+    def launches(self, buffers: Buffers, scalars: Scalars) -> list[Launch]:
         """Returns what is launched."""
         return [
             Launch(
@@ -102,7 +102,7 @@ class ForwardKernel:
         ]
 
     @cute.kernel
-    def kernel(self, buffers: ForwardBuffers, scalars: Scalars):
+    def kernel(self, buffers: Buffers, scalars: Scalars):
         tile = self._tile(buffers, scalars)
         visit, last = tile.visit, tile.visit.end - 1
         rows = self._empty_rows()
@@ -116,7 +116,7 @@ class ForwardKernel:
 
     # Set-up.
 
-    def _tile(self, buffers: ForwardBuffers, scalars: Scalars) -> QueryTile:
+    def _tile(self, buffers: Buffers, scalars: Scalars) -> QueryTile:
         """Returns the CTA's queries and what they see."""
         spec, config = self.spec, self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -150,7 +150,7 @@ class ForwardKernel:
         tiles = bounds.key_tiles(at.row, self.config.rows, self.config.keys)
         return Visit.of_range(tiles, Edges(bounds.kind.left, True))
 
-    def _listed(self, work: Work, buffers: ForwardBuffers, scalars: Scalars) -> tuple[Visit, TileBits]:
+    def _listed(self, work: Work, buffers: Buffers, scalars: Scalars) -> tuple[Visit, TileBits]:
         """Returns the key tiles that the CTA's queries visit by their list, and its bits."""
         listed = QueryTileList.of(self.spec.tiles_of(self.config), work, buffers, scalars)
         return listed.visit, listed.bits
@@ -372,7 +372,7 @@ class ForwardKernel:
 
     # Results.
 
-    def _store_lse(self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars) -> list[ResultRow]:
+    def _store_lse(self, state: ForwardState, buffers: Buffers, scalars: Scalars) -> list[ResultRow]:
         """Stores the log-sum-exps, and returns what the output of each row of the lane is stored as."""
         tile, rows = state.tile, state.rows
         score = tile.score.finish(tile.at.score_head)
@@ -380,7 +380,7 @@ class ForwardKernel:
         softmaxes = ((rows.maxima[i], rows.sums[i]) for i in range(2 * self.m_blocks))
         return sums.store(buffers, scalars, tile.first_row, softmaxes)
 
-    def _store(self, state: ForwardState, buffers: ForwardBuffers, scalars: Scalars, results: list[ResultRow]) -> None:
+    def _store(self, state: ForwardState, buffers: Buffers, scalars: Scalars, results: list[ResultRow]) -> None:
         """Stores the output tile, through shared memory so that global stores are 16 bytes wide."""
         at, shape, rows, words = state.tile.at, self.out_tile, self.config.rows_per_warp, result_words(self.spec)
         warp_row = at.warp * rows

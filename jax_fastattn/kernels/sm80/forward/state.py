@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import mma
 from jax_fastattn.kernels.device.regions import SharedTable
@@ -56,9 +56,7 @@ class ForwardPlace:
         """Which scores its rows have."""
         return Head(self.sequence.queries.batch, self.head)
 
-    def warp_bias(
-        self, spec: KernelSpec, table: SharedTable, buffers: ForwardBuffers, scalars: Scalars
-    ) -> WarpBias | None:
+    def warp_bias(self, spec: KernelSpec, table: SharedTable, buffers: Buffers, scalars: Scalars) -> WarpBias | None:
         """Returns a matrix that warps copy for themselves; None if there is none, or no room."""
         if not spec.config.bias_pieces:
             return None
@@ -111,7 +109,7 @@ class ForwardRows:
     value: Operand
 
     @classmethod
-    def of(cls, spec: KernelSpec, at: ForwardPlace, buffers: ForwardBuffers, scalars: Scalars) -> "ForwardRows":
+    def of(cls, spec: KernelSpec, at: ForwardPlace, buffers: Buffers, scalars: Scalars) -> "ForwardRows":
         """Returns the operands of a CTA."""
         kv_heads = scalars.num_heads // spec.group
         query_stride = Int64(scalars.num_heads) * (2 * spec.head_dim)

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span
@@ -53,7 +53,7 @@ class Call:
     """
 
     tma: Tma
-    buffers: BackwardBuffers
+    buffers: Buffers
     sizes: Sizes
     order: HeadOrder
 

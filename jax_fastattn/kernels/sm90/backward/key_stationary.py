@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from cutlass import Float32, Int32, cute
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
@@ -29,7 +29,7 @@ from jax_fastattn.kernels.sums.row_preprocess import nonzero
 class Consumer(Protocol):
     """A consumer warpgroup, with what it keeps from one tile of keys to the next."""
 
-    def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
+    def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:
         """Does everything for a tile of keys.
 
         Args:
@@ -77,7 +77,7 @@ class KeyStationary:
         """Index of the first warp of the last warpgroup; it loads."""
         return self.config.threads // 32 - 4
 
-    def launch(self, kernel: Any, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+    def launch(self, kernel: Any, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of a kernel.
 
         The statistics of the first `order.prologue` heads are written before it begins, and those of others once their

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 from cutlass import cute
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
@@ -55,7 +55,7 @@ class BackwardKernel:
             self.dbias = DbiasKernel(spec)
 
     @cute.jit
-    def __call__(self, buffers: BackwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+    def __call__(self, buffers: Buffers, scalars: Scalars, stream: cuda.CUstream):
         """Launches the kernels."""
         start_all(self.launches(buffers, scalars, self.orders(scalars)), stream)
 
@@ -64,7 +64,7 @@ class BackwardKernel:
         keys = self.preprocess.order(scalars, self.main.common.schedule.order(scalars))
         return HeadOrders(keys, None if self.spec.config.adds_dq else self.dq.schedule.order(scalars))
 
-    def launches(self, buffers: BackwardBuffers, scalars: Scalars, orders: HeadOrders) -> list[Launch]:
+    def launches(self, buffers: Buffers, scalars: Scalars, orders: HeadOrders) -> list[Launch]:
         """Returns what is launched, in order."""
         launches = self.preprocess.launches(buffers, scalars, orders.keys)
         if orders.queries is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.key import KernelSpec
@@ -53,11 +53,11 @@ class KeyTileList:
     entries: GlobalList
     visit: Visit
     has_dead_keys: Int32
-    buffers: BackwardBuffers
+    buffers: Buffers
     sizes: Sizes
 
     @classmethod
-    def of(cls, spec: KernelSpec, buffers: BackwardBuffers, sizes: Sizes, place: KeyTilePlace) -> "KeyTileList":
+    def of(cls, spec: KernelSpec, buffers: Buffers, sizes: Sizes, place: KeyTilePlace) -> "KeyTileList":
         """Returns that of a tile of keys."""
         config = spec.tiles_of(spec.config.main)
         batch, kv_head, kv_heads, tile = place
@@ -107,9 +107,7 @@ class StageBits:
         return chunk[: (self.config.rows + 31) // 32]
 
 
-def key_tile_count(
-    spec: KernelSpec, buffers: BackwardBuffers, scalars: Scalars, work: Work, tile: Int32, rows: int
-) -> Int32:
+def key_tile_count(spec: KernelSpec, buffers: Buffers, scalars: Scalars, work: Work, tile: Int32, rows: int) -> Int32:
     """Returns how many tiles of keys visit a query tile.
 
     Args:

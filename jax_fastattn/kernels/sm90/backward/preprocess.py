@@ -16,7 +16,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
@@ -121,7 +121,7 @@ class PreprocessKernel:
         few = cutlass.min(keys, scalars.window_left + scalars.window_right + 1) < _FEW_KEYS
         return ptx.where(few, slots, Int32(cutlass.min(slots, _PROLOGUE_WAVES * begun)))
 
-    def launches(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
+    def launches(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> list[Launch]:
         """Returns what is launched: `prologue`, and `background` if heads are left to it.
 
         The first CTAs of `prologue` set counters, if dq is added up. Where nothing is left a CTA of `background` does
@@ -149,7 +149,7 @@ class PreprocessKernel:
         return (self.schedule.dq_tiles(scalars) + (THREADS - 1)) // THREADS
 
     @cute.kernel
-    def prologue(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
+    def prologue(self, buffers: Buffers, scalars: Scalars, order: HeadOrder):
         """Writes statistics and zeros of the first heads, and all counters."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -187,7 +187,7 @@ class PreprocessKernel:
             cutlass.if_generate(block < counters, lambda: write_counter(block), lambda: write_rows(block - counters))
 
     @cute.kernel
-    def background(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder):
+    def background(self, buffers: Buffers, scalars: Scalars, order: HeadOrder):
         """Writes the statistics of the other heads in the order in which kernels visit them, and counts each head."""
         thread, _, _ = cute.arch.thread_idx()
         # The kernel of `dkdv_dq/`, which this lets begin, relies on what `prologue` has written.
@@ -212,7 +212,7 @@ class PreprocessKernel:
             finish=finish,
         )
 
-    def _write_rows(self, buffers: BackwardBuffers, scalars: Scalars, work: Work, lane: Int32) -> None:
+    def _write_rows(self, buffers: Buffers, scalars: Scalars, work: Work, lane: Int32) -> None:
         """Writes the statistics of a unit of rows. If no key sees them, no CTA adds to their dq: it is zeroed here."""
         queries, bounds, first = work.sequence.queries, work.sequence.bounds(), work.tile * _ROWS
         # Past the end the last row is read once more, or the first one, which always exists, and dropped.
@@ -250,7 +250,7 @@ class PreprocessKernel:
         hidden = ptx.where(Boolean(visitors == 0), queries.length - first, Int32(0))
         wgmma.loop(copies.clamp(hidden, 0, _ROWS), clear)
 
-    def _own_row(self, buffers: BackwardBuffers, bounds: plan.Bounds, rows: _Rows, lane: Int32) -> _Row:
+    def _own_row(self, buffers: Buffers, bounds: plan.Bounds, rows: _Rows, lane: Int32) -> _Row:
         """Loads the lane's own row."""
         product = self._row_product(buffers, rows, lane)
         index = rows.first + lane % _ROWS
@@ -260,9 +260,7 @@ class PreprocessKernel:
         dlse = None if buffers.dlse is None else ptx.load_global(buffers.dlse.toint() + offset)
         return _Row(index, bounds.query_end, ReadRow(live, lse, OutputDelta(product, dlse, live)))
 
-    def _write_dsinks_term(
-        self, buffers: BackwardBuffers, scalars: Scalars, work: Work, own: _Row, lane: Int32
-    ) -> None:
+    def _write_dsinks_term(self, buffers: Buffers, scalars: Scalars, work: Work, own: _Row, lane: Int32) -> None:
         """Stores what the lane's own row adds to the gradient of its sink; 0 of padding that the arrays have."""
         queries = work.sequence.queries
         sink = sinks.load_sink(buffers.sinks, scalars, queries, work.head)
@@ -279,7 +277,7 @@ class PreprocessKernel:
         live = row < rows.end
         return Boolean(live & (row >= rows.begin)) if rows.hides_first else Boolean(live)
 
-    def _row_product(self, buffers: BackwardBuffers, rows: _Rows, lane: Int32) -> Float32:
+    def _row_product(self, buffers: Buffers, rows: _Rows, lane: Int32) -> Float32:
         """Returns rowsum(out * dout) of the lane's own row."""
         columns = self.spec.v_head_dim
         deltas = [Float32(0.0)] * _ROWS
@@ -314,7 +312,7 @@ class PreprocessKernel:
             values = [ptx.where(upper, y, x) + z for (x, y), z in zip(pairs, given, strict=True)]
         return values[0]
 
-    def _write_counters(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder, index: Int32) -> None:
+    def _write_counters(self, buffers: Buffers, scalars: Scalars, order: HeadOrder, index: Int32) -> None:
         """Sets the semaphore of a tile of dq, given its index, and the other counters that have that index, if any.
 
         A semaphore starts at the number of key tiles that will add to the tile; in semaphore order it starts at 0 and
@@ -334,9 +332,7 @@ class PreprocessKernel:
         cutlass.if_generate(index < self.schedule.parts(order, scalars), write_head)
         cutlass.if_generate(index == 0, lambda: ptx.store_global_int(buffers.tile_counter.toint(), Int32(0)))
 
-    def _visitors(
-        self, buffers: BackwardBuffers, scalars: Scalars, work: Work, bounds: plan.Bounds, tile: Int32
-    ) -> Int32:
+    def _visitors(self, buffers: Buffers, scalars: Scalars, work: Work, bounds: plan.Bounds, tile: Int32) -> Int32:
         """Returns how many tiles of keys visit a tile of dq of the head of some work."""
         rows = self.config.queries
         if self.spec.listed:
@@ -344,7 +340,7 @@ class PreprocessKernel:
         visit = bounds.key_tiles(tile * rows, rows, self.config.keys)
         return visit.end - visit.begin
 
-    def _zero_accum(self, buffers: BackwardBuffers, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
+    def _zero_accum(self, buffers: Buffers, first_row: Int64, lane: Int32, zeroes: Boolean) -> None:
         """Zeroes `_ROWS` rows of the sums, if there are any that CTAs add to in any order."""
         if self.config.adds_dq and not self.spec.ordered:
             nbytes = 4 * padded_head_dim(self.spec.head_dim)

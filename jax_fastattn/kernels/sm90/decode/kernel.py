@@ -11,7 +11,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.arguments.buffers import DecodeBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.decode.combine import decode_launches
 from jax_fastattn.kernels.decode.config import DecodeConfig
@@ -42,16 +42,16 @@ class DecodeKernel:
         self.dtype = wgmma.OPERAND_DTYPE[spec.product_dtype]
 
     @cute.jit
-    def __call__(self, buffers: DecodeBuffers, scalars: Scalars, stream: cuda.CUstream):
+    def __call__(self, buffers: Buffers, scalars: Scalars, stream: cuda.CUstream):
         """Launches the kernels."""
         start_all(self.launches(buffers, scalars), stream)
 
-    def launches(self, buffers: DecodeBuffers, scalars: Scalars) -> list[Launch]:
+    def launches(self, buffers: Buffers, scalars: Scalars) -> list[Launch]:
         """Returns the launches of a call, in order."""
         options = {"shared_bytes": self.memory.nbytes, "tma": self._boxes(buffers, scalars)}
         return decode_launches(self.kernel, self.spec, buffers, scalars, **options)
 
-    def _boxes(self, buffers: DecodeBuffers, scalars: Scalars) -> Tma:
+    def _boxes(self, buffers: Buffers, scalars: Scalars) -> Tma:
         """Returns what is loaded by TMA; queries come by ordinary loads."""
         spec, memory, rows = self.spec, self.memory, self.memory.box_rows
         kv_heads = scalars.num_heads // spec.group
@@ -67,7 +67,7 @@ class DecodeKernel:
         )
 
     @cute.kernel
-    def kernel(self, tma: Tma, buffers: DecodeBuffers, scalars: Scalars):
+    def kernel(self, tma: Tma, buffers: Buffers, scalars: Scalars):
         thread = wgmma.thread_index()
         warp = cute.arch.make_warp_uniform(thread // 32)
         cute.arch.griddepcontrol_launch_dependents()
@@ -83,7 +83,7 @@ class DecodeKernel:
                 cute.arch.setmaxregister_increase(REGISTERS.consumer)
             self._compute(self._line(buffers, scalars), shared, thread, warp)
 
-    def _line(self, buffers: DecodeBuffers, scalars: Scalars) -> Line:
+    def _line(self, buffers: Buffers, scalars: Scalars) -> Line:
         """Returns the lines for a role, which computes its lane itself: else ptxas stores it for later."""
         return Line.of(self.spec, buffers, scalars, wgmma.thread_index() % 32)
 

@@ -13,7 +13,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import cute
 
-from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
@@ -50,11 +50,11 @@ class ForwardKernel:
         return self.spec.has_tile_counter or self.spec.listed
 
     @cute.jit
-    def __call__(self, buffers: ForwardBuffers, scalars: Scalars, stream: cuda.CUstream):
+    def __call__(self, buffers: Buffers, scalars: Scalars, stream: cuda.CUstream):
         """Launches the kernel."""
         start_all(self.launches(buffers, scalars), stream)
 
-    def launches(self, buffers: ForwardBuffers, scalars: Scalars) -> list[Launch]:
+    def launches(self, buffers: Buffers, scalars: Scalars) -> list[Launch]:
         """Returns the launches of a call, in order."""
         spec = self.spec
         launch = Launch.of_tma(
@@ -70,7 +70,7 @@ class ForwardKernel:
         return [ResetKernel().launch(buffers), launch] if spec.has_tile_counter else [launch]
 
     @cute.kernel
-    def kernel(self, tma: Tma, buffers: ForwardBuffers, scalars: Scalars):
+    def kernel(self, tma: Tma, buffers: Buffers, scalars: Scalars):
         spec, config = self.spec, self.config
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -93,7 +93,7 @@ class ForwardKernel:
                 cute.arch.setmaxregister_increase(config.registers.consumer)
             ForwardConsumer.start(call, shared, thread, warp_index).run()
 
-    def _call(self, shared: ForwardShared, tma: Tma, buffers: ForwardBuffers, scalars: Scalars) -> Call:
+    def _call(self, shared: ForwardShared, tma: Tma, buffers: Buffers, scalars: Scalars) -> Call:
         """Returns what the roles share."""
         schedule = self.schedule
         if isinstance(schedule, PersistentPackedTiles):

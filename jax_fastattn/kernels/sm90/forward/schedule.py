@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, load_record
@@ -47,7 +47,7 @@ class ForwardSchedule(Protocol):
         """Returns how many CTAs a launch has."""
         ...
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+    def each(self, buffers: Buffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
         """Calls `visit` for each tile of the CTA. The producer and the consumers get the same tiles in the same order.
 
         Args:
@@ -112,7 +112,7 @@ class HeadTiles:
         head, batch = place % heads, place // heads * entries + entry
         return _TilePlace(position, head // group, head, batch)
 
-    def work(self, tile: Int32, place: _TilePlace, buffers: ForwardBuffers, scalars: Scalars) -> Work:
+    def work(self, tile: Int32, place: _TilePlace, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns a tile of the head of a place."""
         sequence = Sequence.of_entry(self.spec, place.batch, buffers, scalars)
         return Work(tile, place.head, place.kv_head, sequence)
@@ -132,7 +132,7 @@ class SingleTiles:
         """Returns how many CTAs a launch has: one for each tile."""
         return scalars.batch * scalars.num_heads * self.tiles.count(scalars)
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+    def each(self, buffers: Buffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
         """Calls `visit` for the tile of the CTA."""
         block, _, _ = cute.arch.block_idx()
         count = self.tiles.count(scalars)
@@ -164,7 +164,7 @@ class PersistentPairs:
         pairs = scalars.batch * scalars.num_heads * ((self.tiles.count(scalars) + 1) // 2)
         return _persistent_blocks(pairs, self.blocks_per_sm, scalars)
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+    def each(self, buffers: Buffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
         """Calls `visit` for both tiles of each pair of the CTA; the CTAs take pairs in rounds."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -209,7 +209,7 @@ class PersistentSections:
         tiles = scalars.batch * scalars.num_heads * self.tiles.count(scalars)
         return _persistent_blocks(tiles, self.blocks_per_sm, scalars)
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+    def each(self, buffers: Buffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
         """Calls `visit` for the tile of each round of the CTA."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -258,7 +258,7 @@ class HeadSlots:
         """Returns how many slots all heads have."""
         return self.count(scalars) * scalars.num_heads
 
-    def record(self, index: Int32, buffers: ForwardBuffers, scalars: Scalars) -> Record:
+    def record(self, index: Int32, buffers: Buffers, scalars: Scalars) -> Record:
         """Returns the record of the slot that has an index in the order."""
         return load_record(buffers.query_tiles, self.count(scalars) - 1 - index // scalars.num_heads)
 
@@ -295,7 +295,7 @@ class PackedTiles:
         """Returns how many CTAs a launch has: one for each slot."""
         return self.slots.total(scalars)
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+    def each(self, buffers: Buffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
         """Calls `visit` for the tile of the CTA, unless it has a slot that no tile owns."""
         block, _, _ = cute.arch.block_idx()
         record = self.slots.record(block, buffers, scalars)
@@ -322,7 +322,7 @@ class PersistentPackedTiles:
         """Returns how many CTAs a launch has: one for each slot, or as many as the GPU holds."""
         return _persistent_blocks(self.slots.total(scalars), self.blocks_per_sm, scalars)
 
-    def each(self, buffers: ForwardBuffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
+    def each(self, buffers: Buffers, scalars: Scalars, visit: Callable[[Work], None]) -> None:
         """Calls `visit` for each tile that `fetch_each` has fetched. Its words are its record and its head."""
         counter = self._next_tile
         phase, words = wgmma.Uniform(Int32(1)), wgmma.Uniform(*[Int32(0)] * counter.words)
@@ -345,7 +345,7 @@ class PersistentPackedTiles:
         assert self.next_tile is not None
         return self.next_tile
 
-    def fetch_each(self, buffers: ForwardBuffers, scalars: Scalars) -> None:
+    def fetch_each(self, buffers: Buffers, scalars: Scalars) -> None:
         """Fetches tiles for the CTA until none is left, which a record without rows says. One lane calls it."""
         counter = self._next_tile
         total = self.slots.total(scalars)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from jax_fastattn.kernels.arguments.buffers import ForwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
@@ -91,7 +91,7 @@ class Call:
     memory: SharedMemory
     schedule: ForwardSchedule
     tma: Tma
-    buffers: ForwardBuffers
+    buffers: Buffers
     scalars: Scalars
     score: Score
 

@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Sizes
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
@@ -90,7 +90,7 @@ class DbiasConsumer:
     shared: DbiasShared
     schedule: DbiasSchedule
     score: Score
-    buffers: BackwardBuffers
+    buffers: Buffers
     sizes: Sizes
     group: Int32
     ring: wgmma.Ring
@@ -106,7 +106,7 @@ class DbiasConsumer:
         shared: DbiasShared,
         schedule: DbiasSchedule,
         score: Score,
-        launch: tuple[BackwardBuffers, Sizes],
+        launch: tuple[Buffers, Sizes],
         warp_index: Int32,
     ) -> "DbiasConsumer":
         """Returns the role with its registers."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
@@ -59,13 +59,13 @@ class DbiasKernel:
         self.schedule = DbiasSchedule(spec)
         self.dtype = wgmma.OPERAND_DTYPE[spec.product_dtype]
 
-    def launch(self, buffers: BackwardBuffers, scalars: Scalars) -> Launch:
+    def launch(self, buffers: Buffers, scalars: Scalars) -> Launch:
         """Returns the launch of the kernel."""
         arguments, grid = (buffers, Sizes.of(scalars)), self.schedule.blocks(scalars)
         return Launch.of_tma(self.kernel, self.spec, self.memory, arguments, scalars, grid=grid, begins_early=True)
 
     @cute.kernel
-    def kernel(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes):
+    def kernel(self, tma: Tma, buffers: Buffers, sizes: Sizes):
         warp_index = cute.arch.make_warp_uniform(wgmma.thread_index() // 32)
         shared = DbiasShared.of(self.memory, self.dtype)
         shared.regions.initialize(warp_index, tma)
@@ -83,7 +83,7 @@ class DbiasKernel:
             launch = buffers, sizes
             DbiasConsumer.start(self.spec, shared, self.schedule, score, launch, warp_index).run()
 
-    def _score(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes) -> Score:
+    def _score(self, tma: Tma, buffers: Buffers, sizes: Sizes) -> Score:
         """Returns the map from products to probabilities."""
         folds_lse = self.spec.config.adds_dq and self.spec.folds_lse
         scale = nonzero(sizes.scale) if folds_lse else sizes.scale
@@ -108,7 +108,7 @@ class DbiasLoader:
     schedule: DbiasSchedule
     score: Score
     tma: Tma
-    buffers: BackwardBuffers
+    buffers: Buffers
     sizes: Sizes
 
     def run(self) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.launch import Launch
@@ -54,12 +54,12 @@ class DkdvKernel:
         self.common = KeyStationary.of(spec)
         self.config = self.common.config
 
-    def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+    def launch(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of the kernel."""
         return self.common.launch(self.kernel, buffers, scalars, order)
 
     @cute.kernel
-    def kernel(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder):
+    def kernel(self, tma: Tma, buffers: Buffers, sizes: Sizes, order: HeadOrder):
         thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = BackwardShared.of(self.common.memory, self.common.dtype)
@@ -137,7 +137,7 @@ class DkdvConsumer:
             weights=WeightExchange(spec, words, shared, thread, lane_column, mask, stage, product, sums),
         )
 
-    def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
+    def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:
         """Does everything for a tile of keys, see `key_stationary.Consumer`."""
         state, shared = self.state, self.state.shared
         wgmma.wait(shared.key_full, phase)

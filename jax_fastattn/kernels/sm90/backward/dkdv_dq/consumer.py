@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import copies, ptx, warp_scores, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import result_words
@@ -89,7 +89,7 @@ class DkdvDqConsumer:
         """The variant."""
         return self.shared.memory.config
 
-    def run(self, work: KeyTile, phase: Int32, buffers: BackwardBuffers, scale: Float32) -> None:
+    def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:
         """Does everything for a tile of keys, see `key_stationary.Consumer`."""
         config, spec, visit = self.config, self.spec, work.visit
         self.products.clear()
@@ -214,7 +214,7 @@ class DkdvDqConsumer:
 
     # Results.
 
-    def _store(self, work: KeyTile, buffers: BackwardBuffers, scale: Float32) -> None:
+    def _store(self, work: KeyTile, buffers: Buffers, scale: Float32) -> None:
         """Stores dk and dv from registers."""
         lane = read_lane(self.config)
         first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)

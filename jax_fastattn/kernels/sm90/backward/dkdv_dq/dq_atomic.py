@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT, ROW_ALIGNMENT, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_reduce import DqCounters
@@ -42,7 +42,7 @@ class DqAtomic:
     counters: DqCounters
     memory: BackwardMemory
 
-    def prepare(self, work: KeyTile, buffers: BackwardBuffers, stage: Int32) -> None:
+    def prepare(self, work: KeyTile, buffers: Buffers, stage: Int32) -> None:
         """Zeroes a share of the sums of a head that other CTAs add to later. Runs in one warp.
 
         Those of the first heads, and of all packed sequences, are zeroed by `PreprocessKernel`; the others here, where

@@ -13,7 +13,7 @@ from typing import Protocol
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT
@@ -30,7 +30,7 @@ class DqReduce(Protocol):
     and count. All of them run at the same time.
     """
 
-    def prepare(self, work: KeyTile, buffers: BackwardBuffers, stage: Int32) -> None:
+    def prepare(self, work: KeyTile, buffers: Buffers, stage: Int32) -> None:
         """Makes a share of the sums ready to be added to: those of a later head, never of this tile's.
 
         Runs in the counting warp of `stage`. The portable family prepares all sums in its preprocess kernel.

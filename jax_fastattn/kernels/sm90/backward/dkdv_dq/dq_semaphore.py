@@ -23,7 +23,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.sm90.backward.config import DQ_TILES_IN_FLIGHT, ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_reduce import DqCounters
@@ -48,7 +48,7 @@ class DqSemaphore:
     counters: DqCounters
     keys: int
 
-    def prepare(self, work: KeyTile, buffers: BackwardBuffers, stage: Int32) -> None:
+    def prepare(self, work: KeyTile, buffers: Buffers, stage: Int32) -> None:
         """Does nothing: the first CTA to add to a tile stores its sums."""
         del work, buffers, stage
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import result_words
@@ -185,7 +185,7 @@ class DqWarpgroup:
 
     @classmethod
     def start(
-        cls, spec: KernelSpec, shared: BackwardShared, buffers: BackwardBuffers, thread: Int32, scale: Float32
+        cls, spec: KernelSpec, shared: BackwardShared, buffers: Buffers, thread: Int32, scale: Float32
     ) -> "DqWarpgroup":
         """Returns the warpgroup with its registers, before its first tile of keys.
 

@@ -18,7 +18,7 @@ Reads the statistics that are described in `gradient.py`.
 import cutlass
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
@@ -50,7 +50,7 @@ class DkdvDqKernel:
             DqSemaphore(counters, config.keys) if spec.ordered else DqAtomic(counters, self.common.memory)
         )
 
-    def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+    def launch(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of the kernel.
 
         The zeros of the first `order.prefetch_distance` heads are written before it begins, and those of others once
@@ -60,7 +60,7 @@ class DkdvDqKernel:
         return self.common.launch(self.kernel, buffers, scalars, order)
 
     @cute.kernel
-    def kernel(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder):
+    def kernel(self, tma: Tma, buffers: Buffers, sizes: Sizes, order: HeadOrder):
         thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         shared = BackwardShared.of(self.common.memory, self.common.dtype)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import cutlass
 from cutlass import Int32, cute
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.launch import Launch
@@ -49,13 +49,13 @@ class DqKernel:
         self.schedule = dq_schedule(spec, self.config.rows)
         self.dtype = wgmma.OPERAND_DTYPE[spec.product_dtype]
 
-    def launch(self, buffers: BackwardBuffers, scalars: Scalars, order: HeadOrder) -> Launch:
+    def launch(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of the kernel."""
         arguments, grid = (buffers, Sizes.of(scalars), order), self.schedule.blocks(scalars, order)
         return Launch.of_tma(self.kernel, self.spec, self.memory, arguments, scalars, grid=grid, begins_early=True)
 
     @cute.kernel
-    def kernel(self, tma: Tma, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder):
+    def kernel(self, tma: Tma, buffers: Buffers, sizes: Sizes, order: HeadOrder):
         config = self.config
         thread = wgmma.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -80,7 +80,7 @@ class DqKernel:
 
         cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
 
-    def _work(self, buffers: BackwardBuffers, sizes: Sizes, order: HeadOrder) -> DqTile:
+    def _work(self, buffers: Buffers, sizes: Sizes, order: HeadOrder) -> DqTile:
         """Returns the query rows of this CTA, and the key tiles that they see."""
         block, _, _ = cute.arch.block_idx()
         work = self.schedule.at(block, order, buffers, sizes)

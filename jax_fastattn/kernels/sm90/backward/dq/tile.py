@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from jax_fastattn.kernels.arguments.buffers import BackwardBuffers
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Sizes
 from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.features.places import Head
@@ -51,7 +51,7 @@ class DqTile:
     listed: QueryTileList | None
 
     @classmethod
-    def of(cls, spec: KernelSpec, config: DqConfig, work: Work, buffers: BackwardBuffers, sizes: Sizes) -> "DqTile":
+    def of(cls, spec: KernelSpec, config: DqConfig, work: Work, buffers: Buffers, sizes: Sizes) -> "DqTile":
         """Returns a tile of the schedule with what its rows see."""
         row = work.tile * config.rows
         bounds = work.sequence.bounds()
