@@ -28,7 +28,6 @@ class LaunchPlan:
     """One custom call; its buffers are those of `present_buffers`.
 
     Attributes:
-        kernel: the compile key.
         problem: the problem that the kernel was chosen for, see `launched_problem`.
         operands: the operands by name; None is absent.
         shapes: the shapes of the results and of scratch, by name.

@@ -27,7 +27,6 @@ class BackwardProducer:
     Attributes:
         group: query heads of a key/value head.
         call: what the kernel computes with.
-        shared: tiles and barriers.
         score: what features load.
         queries: the warp's position in the ring of Q.
         douts: its position in the ring of dO.
