@@ -90,16 +90,15 @@ class ForwardKernel:
 
     def launches(self, buffers: Buffers, scalars: Scalars) -> list[Launch]:
         """Returns what is launched."""
-        return [
-            Launch(
-                self.kernel,
-                (buffers, scalars),
-                grid=self.schedule.blocks(scalars.query_length, scalars.batch, scalars.num_heads),
-                block=self.config.threads,
-                shared_bytes=self.table.nbytes,
-                min_blocks=self.config.blocks,
-            )
-        ]
+        launch = Launch(
+            self.kernel,
+            (buffers, scalars),
+            grid=self.schedule.blocks(scalars.query_length, scalars.batch, scalars.num_heads),
+            block=self.config.threads,
+            shared_bytes=self.table.nbytes,
+            min_blocks=self.config.blocks,
+        )
+        return [launch]
 
     @cute.kernel
     def kernel(self, buffers: Buffers, scalars: Scalars):
