@@ -76,7 +76,7 @@ def explain(
         raise TypeError(text)
     parameters = inspect.signature(function).parameters
     return_residual = options.pop("return_residual", False)
-    # The first three parameters are the query, and keys and values whatever they are called.
+    # The first three parameters are query, key and value, or pages of the latter two.
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     arguments = dict.fromkeys(required) | dict(zip(parameters, (query, key, value), strict=False)) | options
     spec, operands = shapes_of(_CANONICALIZE[function], **arguments)

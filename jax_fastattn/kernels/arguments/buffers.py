@@ -47,7 +47,7 @@ class Buffer:
 class Buffers(NamedTuple):
     """Buffers of a launch with products. All are contiguous and aligned to 16 bytes.
 
-    A launch has those of its op, in this order: operands, results, scratch. A row with two definitions has another
+    A launch has the rows of its op, in this order: operands, results, scratch. A row with two definitions has another
     role, or another condition, in another pass.
 
     Attributes:
@@ -84,8 +84,8 @@ class Buffers(NamedTuple):
         dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`. Of a bias of rows
             `[parts, B, N, column warps, ROW_SUMS, T]`, see `dbias_sum.RowSums`.
         dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias of keys. Portable: `[B, N column_warps, S]`.
-        stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`. This and the next four are those of Hopper;
-            `sm80/backward/config.backward_scratch` has the shapes of portable kernels.
+        stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`. Shapes of this and the next four rows are
+            for Hopper; `sm80/backward/config.backward_scratch` has the shapes for portable kernels.
         dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dkdv_dq/dq_atomic.py`.
         tile_counter: `[1]`, how many tiles CTAs have fetched: of queries forward, of keys backward.
         head_ready: `[B, K]`, how many warps have prepared statistics and zeros of a key/value head. Of packed sequences

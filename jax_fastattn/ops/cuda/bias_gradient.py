@@ -162,7 +162,7 @@ class XlaRowBias:
     def gradients(
         self, spec: AttentionSpec, out: jax.Array, dout: jax.Array, dlse: jax.Array | None, wanted: Collection[str]
     ) -> dict[str, jax.Array]:
-        """Returns those of `LEFT_TO_XLA` that are wanted and present, by name."""
+        """Returns the gradients of operands in `LEFT_TO_XLA` that are wanted and present, by name."""
         # A part of the keys says nothing of this gradient: `ring/gradient.py` computes it.
         assert not spec.is_part or "bias" not in wanted
         found: dict[str, jax.Array] = {}

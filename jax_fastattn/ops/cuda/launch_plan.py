@@ -25,7 +25,7 @@ from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
 
 @dataclass(frozen=True, eq=False)
 class LaunchPlan:
-    """One custom call; its buffers are those of `present_buffers`.
+    """One custom call, with the buffers that `present_buffers` names.
 
     Attributes:
         problem: the problem that the kernel was chosen for, see `launched_problem`.

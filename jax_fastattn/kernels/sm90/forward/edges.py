@@ -169,6 +169,6 @@ class ListedEdges:
     def _words(self, tile: Int32) -> list[Int32]:
         """Returns the lane's words of the bits of a tile."""
         lane = self.operands.lane
-        # Which 16 of the CTA's rows are those of the warp.
+        # Which 16 of the CTA's rows the warp has.
         fragment = lane.group * (WARPGROUP_ROWS // 16) + lane.warp
         return self.bits.fragment(tile, fragment, lane.thread % 32)
