@@ -43,6 +43,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "machine_code"
+# Where `test_resources` and its helpers are.
+TEST_FOLDERS = ("tests", "tests/kernels", "tests/kernels/emulator")
 
 # Loops of at most so many instructions wait for a barrier or a counter; ptxas may split or join them.
 _WAIT = 6
@@ -315,7 +317,10 @@ def listings(commit: str, options: argparse.Namespace) -> dict[str, dict[str, Ke
         (folder / f"{row}.json.gz").exists() for row in matching(json.loads(names.read_text()), options.rows)
     ):
         with worktree(commit) as tree:
-            environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree}/tests/kernels:{tree}/tests/kernels/emulator"}
+            environment = {
+                **os.environ,
+                "PYTHONPATH": ":".join([tree, *(f"{tree}/{folder}" for folder in TEST_FOLDERS)]),
+            }
             command = [sys.executable, __file__, "--cache", str(folder), "--rows", *options.rows, "--worker"]
             workers = [
                 subprocess.Popen([*command, str(i), str(options.jobs)], env=environment, cwd=tree)
@@ -361,7 +366,7 @@ def load(path: Path) -> dict[str, Kernel]:
 def compile_rows(options: argparse.Namespace) -> None:
     """Compiles a share of the rows of the commit whose tree is on the path."""
     # The folders of the worktree come first. A commit whose `resources` lies in the package is read by today's.
-    sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "tests" / "kernels" / "emulator")]
+    sys.path += [str(ROOT / folder) for folder in TEST_FOLDERS]
     import test_resources  # type: ignore[import-not-found]
 
     number, count = options.worker
