@@ -11,8 +11,8 @@ from jax_fastattn.kernels.decode.line import Entry, Line
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.products import result_words
 from jax_fastattn.kernels.features.places import Head
-from jax_fastattn.kernels.log_sum_exp import RowEnd
 from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sums.log_sum_exp import RowEnd
 
 
 class QueryRow(NamedTuple):

@@ -37,7 +37,6 @@ from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.forward.config import ForwardConfig
 from jax_fastattn.kernels.sm80.forward.state import (
@@ -49,14 +48,14 @@ from jax_fastattn.kernels.sm80.forward.state import (
     RowState,
 )
 from jax_fastattn.kernels.sm80.schedule import Work, schedule
+from jax_fastattn.kernels.sums.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.tiles.plan import Bounds, Limits, Order
 from jax_fastattn.kernels.visits.lists import TileBits
 from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
 from jax_fastattn.kernels.visits.visit import Edges, Visit
 from jax_fastattn.kernels.weights import Weights
 
-# A row maximum may grow by this factor (log2) before the accumulator is rescaled; 2^8 is far from any overflow in
-# bfloat16, float16 (65504) and the float32 sums.
+# A row maximum may grow by this factor (log2) before the accumulator is rescaled. float16 has the least limit, 2^16.
 _LAZY_RESCALE = 8.0
 
 

@@ -9,9 +9,9 @@ from cutlass import Int32, Int64
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.products import result_words
 from jax_fastattn.kernels.device.row_store import RowStore
-from jax_fastattn.kernels.log_sum_exp import LogSumExps
 from jax_fastattn.kernels.sm90.forward.softmax import OnlineSoftmax
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane, QueryTile
+from jax_fastattn.kernels.sums.log_sum_exp import LogSumExps
 
 
 @dataclass(frozen=True, eq=False)
