@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of tiles that a call takes from an earlier one. Programs are lowered for CUDA; none runs.
 
-`tests/kernels/test_masks_ops.py` compares what the kernels compute from kept lists and from their own.
+`tests/kernels/masks/test_masks_ops.py` compares what the kernels compute from kept lists and from their own.
 """
 
 from __future__ import annotations
