@@ -16,7 +16,7 @@ class Work(NamedTuple):
     """A tile of queries of a head.
 
     Attributes:
-        tile: its index among those of its sequence.
+        tile: its index within its sequence.
         head: query head.
         kv_head: key/value head.
         sequence: the rows.
@@ -34,11 +34,8 @@ class Work(NamedTuple):
         """Returns a tile of a head, which is counted over all batch entries.
 
         Args:
-            spec: the compile key.
             tile: its index among those of the head.
             index: the head.
-            buffers: of the launch.
-            scalars: of the launch.
         """
         batch, head = index // scalars.num_heads, index % scalars.num_heads
         sequence = Sequence.of_entry(spec, batch, buffers, scalars)

@@ -22,9 +22,7 @@ class SharedRows:
     """Emits the zeroing of rows that nothing sees.
 
     Attributes:
-        spec: the compile key.
         memory: the table of shared memory, with the config.
-        shared: tiles and barriers.
     """
 
     spec: KernelSpec
@@ -111,7 +109,6 @@ class SharedRows:
         end of an array, provided that scores are numbers. So no tile needs a mask for that end.
 
         Args:
-            work: the tile of keys.
             at: stage and phase of the first tile.
         """
         visit = work.visit

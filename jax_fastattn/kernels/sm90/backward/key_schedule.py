@@ -47,9 +47,6 @@ class Call:
 
     Attributes:
         tma: the operands that TMA loads.
-        buffers: of the launch.
-        sizes: of the launch.
-        order: of the heads.
     """
 
     tma: Tma
@@ -63,9 +60,8 @@ class KeyTile:
     """A tile of keys that a CTA works on.
 
     Attributes:
-        tile: its index among those of its sequence.
+        tile: its index within its sequence.
         key_tiles: tiles of a key/value head; of packed sequences slots.
-        order: of the heads.
         place: of the key/value head in it.
         row: its first key, counted from the first one of the sequence.
         queries: rows of the queries of its sequence.
@@ -115,7 +111,6 @@ class QueryHead:
     """A query head whose tiles of queries visit a tile of keys.
 
     Attributes:
-        work: the tile of keys.
         member: which head of the group it is.
         score: from products to probabilities of the head.
     """
@@ -129,7 +124,6 @@ class QueryHead:
         """Returns a head of the group.
 
         Args:
-            work: the tile of keys.
             member: which head of the group it is.
             score: the composition before it starts.
             row: the lane's first key, counted from the first one of the tile.
@@ -157,7 +151,7 @@ class KeyPlace(NamedTuple):
     """A tile of keys in the order of the tiles.
 
     Attributes:
-        tile: its index among those of its sequence.
+        tile: its index within its sequence.
         place: of the key/value head in the order of heads.
         head_index: the head, counted over all batch entries.
         sequence: the rows.
@@ -190,8 +184,7 @@ class EntryKeyTiles:
     """The tiles of batch entries of one length. Heads come in sections, see `plan.place_in_sections`.
 
     Attributes:
-        spec: the compile key.
-        memory: of the kernel, with its config.
+        memory: the kernel's shared memory, with its config.
     """
 
     spec: KernelSpec
@@ -240,8 +233,7 @@ class PackedKeyTiles:
     rely.
 
     Attributes:
-        spec: the compile key.
-        keys: of a tile.
+        keys: keys of a tile.
     """
 
     spec: KernelSpec
@@ -281,8 +273,6 @@ class KeySchedule:
     """Gives each CTA one tile of keys, or where dq is computed, gives persistent CTAs one after the other.
 
     Attributes:
-        spec: the compile key.
-        config: of the kernel.
         tiles: which there are, and their order.
     """
 

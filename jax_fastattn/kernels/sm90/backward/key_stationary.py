@@ -34,7 +34,7 @@ class Consumer(Protocol):
 
         Args:
             work: the tile.
-            phase: of the barriers of K and V.
+            phase: phase of the barriers of K and V.
             buffers: dk and dv, to which it stores.
             scale: factor on dk.
         """
@@ -50,10 +50,9 @@ class KeyStationary:
     """The part of a kernel that does not depend on whether it computes dq.
 
     Attributes:
-        spec: the compile key.
-        memory: of the kernel, with its config.
+        memory: the kernel's shared memory, with its config.
         schedule: which tiles of keys a CTA works on.
-        dtype: of the operands.
+        dtype: the dtype of the operands.
     """
 
     spec: KernelSpec
@@ -92,7 +91,6 @@ class KeyStationary:
         """Gives the producer's warpgroup its registers; returns a function that loads all tiles of keys in one warp.
 
         Args:
-            shared: tiles and barriers.
             call: what the kernel computes with.
             begin: called before a tile of keys is loaded, with the tile and the phase of its barriers.
         """

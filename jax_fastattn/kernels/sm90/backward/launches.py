@@ -38,11 +38,7 @@ class HeadOrders(NamedTuple):
 
 
 class BackwardKernel:
-    """The backward kernels of one compile key.
-
-    Args:
-        spec: what is compiled in.
-    """
+    """The backward kernels of one compile key."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec

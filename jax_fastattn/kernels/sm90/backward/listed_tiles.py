@@ -45,7 +45,6 @@ class KeyTileList:
         entries: its list, which the heads of a group share.
         visit: the tiles of queries in it.
         has_dead_keys: whether it has keys that no query sees.
-        buffers, sizes: of the launch.
     """
 
     config: PrepassConfig
@@ -111,9 +110,6 @@ def key_tile_count(spec: KernelSpec, buffers: Buffers, scalars: Scalars, work: W
     """Returns how many tiles of keys visit a query tile.
 
     Args:
-        spec: the compile key.
-        buffers: of the launch.
-        scalars: of the launch.
         work: says which batch entry and head.
         tile: the query tile; it may be one of padding.
         rows: of a query tile.

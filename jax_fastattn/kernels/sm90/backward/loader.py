@@ -106,7 +106,6 @@ class _HeadTiles:
 
     Attributes:
         producer: what loads them.
-        work: the tile of keys.
         member: which head of the group it is.
         whole: their positions.
         copy_query, copy_dout: see `TmaOperand.copy`.

@@ -28,7 +28,7 @@ class Lane(NamedTuple):
 
     Attributes:
         thread: its index in the CTA.
-        row: the first of its two accumulator rows, counted from the CTA's first key; the other one is 8 further.
+        row: the first of its two accumulator rows, counted from the CTA's first key; the other one is 8 rows below.
         column: its first accumulator column.
     """
 
@@ -49,8 +49,6 @@ class QueryMask:
     """Emits the limits of a lane.
 
     Attributes:
-        spec: the compile key.
-        shared: tiles and barriers.
         row: the lane's first row, counted from the CTA's first key.
         column: the lane's first column.
     """
@@ -76,7 +74,7 @@ class QueryMask:
         Args:
             head: the query head.
             index: position of the tile.
-            stage: of Q, with which the bits came.
+            stage: the stage of Q with which the bits came.
             first: whether the tile, the first one of the visit, may be full. It has no bits then.
         """
         if self.spec.alike:

@@ -19,7 +19,6 @@ class OperandMemory(Generic[Config]):
     """Shared memory of a CTA that holds tiles of Q, K, V and dO.
 
     Attributes:
-        config: the variant.
         head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V and dO in shared memory, padded.
         feature_rows: rows of features, which join those of the kernel.

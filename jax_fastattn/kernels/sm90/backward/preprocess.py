@@ -77,11 +77,7 @@ class _Row:
 
 
 class PreprocessKernel:
-    """Writes the statistics of every row, padding included. Where dq is added up, prepares that.
-
-    Args:
-        spec: the compile key.
-    """
+    """Writes the statistics of every row, padding included. Where dq is added up, prepares that."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec

@@ -26,7 +26,7 @@ class HeadOrder(NamedTuple):
     """In which order a kernel works on heads: on query heads for dq alone, else on key/value heads.
 
     Attributes:
-        heads: those of all batch entries.
+        heads: number of heads of all batch entries.
         section: how many are begun together, see `plan.section`; of packed sequences how many tiles of keys.
         prefetch_distance: from the head that a CTA works on to that whose sums it zeroes; None for dq alone, like the
             next one.
@@ -79,8 +79,7 @@ class SectionedTiles:
     """Tiles of batch entries of one length. Heads come in sections, see `plan.place_in_sections`.
 
     Attributes:
-        spec: the compile key.
-        rows: of a tile.
+        rows: rows of a tile.
     """
 
     spec: KernelSpec
@@ -114,8 +113,7 @@ class PackedSlots:
     """Tiles of packed sequences, from the records of slots: all heads of a slot together, the last slot first.
 
     Attributes:
-        spec: the compile key.
-        rows: of a tile.
+        rows: rows of a tile.
     """
 
     spec: KernelSpec
@@ -177,9 +175,6 @@ class PreprocessSchedule(Protocol):
         """Visits the units that are left to `PreprocessKernel.background`, in the order in which heads are worked on.
 
         Args:
-            order: of the heads.
-            buffers: of the launch.
-            scalars: of the launch.
             place: the place of this thread's unit among the CTA's next ones.
             step: units that a CTA works on at a time.
             write: is called with a unit; with the last one again, by threads that have no other.
@@ -201,8 +196,7 @@ class RowUnits:
     """Units of batch entries of one length; a part is a key/value head.
 
     Attributes:
-        spec: the compile key.
-        rows: of a unit, a divisor of `ROW_ALIGNMENT`.
+        rows: rows of a unit, a divisor of `ROW_ALIGNMENT`.
         queries: rows of a tile of dq.
     """
 
@@ -284,8 +278,7 @@ class PackedRowUnits:
     """Units of packed sequences; a part is a slot. It has `ROW_ALIGNMENT` queries, and its heads come together.
 
     Attributes:
-        spec: the compile key.
-        rows: of a unit, a divisor of `ROW_ALIGNMENT`.
+        rows: rows of a unit, a divisor of `ROW_ALIGNMENT`.
         queries: rows of a tile of dq.
     """
 

@@ -29,7 +29,7 @@ class BackwardShared:
 
     Attributes:
         memory: the table, with the config.
-        regions: its rows.
+        regions: the rows of the table.
         key: K, `[64, columns, tile of 64 keys]`.
         value: V, likewise.
         query: the ring of Q, `[queries, columns, stage]`.
@@ -64,7 +64,7 @@ class BackwardShared:
 
         Args:
             thread: index of this thread in the CTA; all of them call it.
-            warp_index: of its warp.
+            warp_index: index of its warp in the CTA.
             tma: the operands that TMA loads.
         """
         if self.memory.config.adds_dq:

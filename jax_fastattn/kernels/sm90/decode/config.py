@@ -28,7 +28,6 @@ class DecodeMemory:
     """Shared memory of a CTA: the ring of K and V, results of the warps, mbarriers.
 
     Attributes:
-        config: the variant.
         head_dim: columns of K in shared memory, padded.
         v_head_dim: columns of V in shared memory, padded.
         box_rows: rows of a box. The boxes of a tile follow each other, each with a layout of its own; a tile is one box

@@ -40,8 +40,6 @@ class DenseLoader:
     """Emits the warp's code.
 
     Attributes:
-        line: of the launch.
-        shared: tiles and barriers.
         tma: what is loaded.
         ring: the warp's position in the ring.
     """
@@ -83,8 +81,6 @@ class PagedLoader:
     Each lane has the page of one box; the pages of the next boxes are on their way meanwhile.
 
     Attributes:
-        line: of the launch.
-        shared: tiles and barriers.
         tma: what is loaded.
         ring: the warp's position in the ring.
         pages: the lane's page of these boxes, and that of the next ones, `[2]`.

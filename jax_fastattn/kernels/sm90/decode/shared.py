@@ -68,7 +68,6 @@ class TmaSource:
     """A `KeySource`: tiles of the ring that TMA fills.
 
     Attributes:
-        shared: tiles and barriers.
         ring: the warp's position in the ring.
         lane: index of the lane in its warp.
         part: which keys of a tile the warp has.

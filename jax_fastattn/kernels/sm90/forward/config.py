@@ -122,7 +122,6 @@ class SharedMemory:
     """Shared memory of a CTA: Q of each warpgroup, the ring of K and V, mbarriers, the next tile.
 
     Attributes:
-        config: the variant.
         head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V in shared memory, padded.
         has_tile_counter: whether CTAs get their tiles by the tile counter.

@@ -41,7 +41,7 @@ class _OwnTile:
     """A tile of queries as one warpgroup sees it.
 
     Attributes:
-        tile: the CTA's.
+        tile: the CTA's tile of queries.
         visit: the key tiles that the warpgroup's rows see.
         edges: what is known of these tiles before their scores.
         query_fragments: the fragments of Q in registers.
@@ -58,9 +58,6 @@ class ForwardConsumer:
     """Emits the code of a consumer warpgroup.
 
     Attributes:
-        call: what the roles share.
-        shared: tiles and barriers.
-        lane: the thread.
         ring: the warpgroup's position in the ring.
         features: its position in the ring of what features load.
         query_phase: phase of the barrier that says that Q is there.

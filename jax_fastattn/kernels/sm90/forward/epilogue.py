@@ -19,8 +19,6 @@ class ForwardOutput:
     """Emits the stores of one warpgroup.
 
     Attributes:
-        call: what the roles share.
-        lane: the thread.
         softmax: maxima and sums.
         out: accumulator `[64, columns of V]` of O.
     """

@@ -37,7 +37,6 @@ class FeatureRing:
     in the order of key tiles, one for each tile that the CTA visits.
 
     Attributes:
-        shared: tiles and barriers.
         at: stage and phase, the same in all rings of the producer; None if no feature loads.
         group: the warpgroup; the producer has all.
     """

@@ -24,13 +24,7 @@ from jax_fastattn.kernels.tiles import plan
 
 @dataclass(frozen=True, eq=False)
 class SharedOperands:
-    """Emits the changes of one warpgroup.
-
-    Attributes:
-        call: what the roles share.
-        shared: tiles and barriers.
-        lane: the thread.
-    """
+    """Emits the changes of one warpgroup."""
 
     call: Call
     shared: ForwardShared
@@ -72,7 +66,7 @@ class SharedOperands:
         """Zeroes the rows of V that no query sees. Every warpgroup does so for itself.
 
         Args:
-            tile: of queries.
+            tile: the tile of queries.
             index: position of the key tile.
             stage: waits for V and returns its stage; called if there is something to zero.
         """
@@ -91,8 +85,8 @@ class SharedOperands:
         """Zeroes the rows of V that no query of the tile sees, if there are some. Every warpgroup does so for itself.
 
         Args:
-            tile: of queries.
-            entry: of the key tile in its list.
+            tile: the tile of queries.
+            entry: the key tile's entry in its list.
             stage: waits for V and returns its stage; called if there is something to zero.
         """
         assert tile.bits is not None

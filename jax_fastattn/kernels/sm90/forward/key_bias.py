@@ -33,9 +33,7 @@ def copy_with_keys(call: Call, shared: ForwardShared, tile: QueryTile, copy_key:
     """Returns a function that copies a tile of K with its bias, and how many bytes these are.
 
     Args:
-        call: what the roles share.
-        shared: tiles and barriers.
-        tile: of queries.
+        tile: the tile of queries.
         copy_key: copies K.
     """
     keys, nbytes = call.config.keys, call.config.keys * call.memory.head_dim * 2
@@ -58,8 +56,6 @@ class KeyBiasStep:
     """Emits the step in a warpgroup.
 
     Attributes:
-        shared: tiles and barriers.
-        lane: the thread.
         mma: the product.
         ones: its left factor.
         parts: descriptors of its right factor.

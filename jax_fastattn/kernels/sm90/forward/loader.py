@@ -20,8 +20,6 @@ class ForwardProducer:
     """Emits the warp's code.
 
     Attributes:
-        call: what the roles share.
-        shared: tiles and barriers.
         ring: the warp's position in the ring of K and V.
         features: its position in the ring of what features load.
         query_phase: phase of the barriers on which the consumers give Q back.

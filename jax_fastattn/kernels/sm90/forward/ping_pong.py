@@ -16,7 +16,6 @@ class PingPong:
     """Emits the turns in which the warpgroups issue their products; nothing if there are none.
 
     Attributes:
-        config: the variant.
         group: the warpgroup.
     """
 

@@ -26,8 +26,6 @@ class ForwardProducts:
     """Emits the products of one warpgroup.
 
     Attributes:
-        call: what the roles share.
-        lane: the thread.
         words: what P becomes.
         shared_query: Q of all warpgroups, `[rows, columns, warpgroup]`.
         score_mma: S = Q K^T, both factors from shared memory.

@@ -51,8 +51,6 @@ class ForwardSchedule(Protocol):
         """Calls `visit` for each tile of the CTA. The producer and the consumers get the same tiles in the same order.
 
         Args:
-            buffers: of the launch.
-            scalars: of the launch.
             visit: works on a tile.
         """
         ...
@@ -63,8 +61,7 @@ class HeadTiles:
     """The tiles of queries of the heads of batch entries of one length.
 
     Attributes:
-        spec: the compile key.
-        rows: of a tile.
+        rows: rows of a tile.
         shares_bias: see `ForwardConfig`.
     """
 
@@ -123,7 +120,7 @@ class SingleTiles:
     """Gives each CTA one tile. The last tile of a head comes first: under a causal mask it has most to do.
 
     Attributes:
-        tiles: of the heads; `HeadTiles.place` has their order.
+        tiles: the tiles of the heads; `HeadTiles.place` has their order.
     """
 
     tiles: HeadTiles
@@ -152,7 +149,7 @@ class PersistentPairs:
     With a causal mask all such pairs are equally long.
 
     Attributes:
-        tiles: of the heads; `HeadTiles.place` has the order of the pairs.
+        tiles: the tiles of the heads; `HeadTiles.place` has the order of the pairs.
         blocks_per_sm: how many CTAs an SM holds.
     """
 
@@ -197,7 +194,7 @@ class PersistentSections:
     tile to each CTA, every other one in reverse.
 
     Attributes:
-        tiles: of the heads.
+        tiles: the tiles of the heads.
         blocks_per_sm: how many CTAs an SM holds.
     """
 
@@ -243,8 +240,7 @@ class HeadSlots:
     tiles of a single last head would begin when few others are left to run at the same time.
 
     Attributes:
-        spec: the compile key.
-        rows: of a tile.
+        rows: rows of a tile.
     """
 
     spec: KernelSpec
@@ -283,11 +279,7 @@ class HeadSlots:
 
 @dataclass(frozen=True)
 class PackedTiles:
-    """Gives each CTA one slot of packed sequences.
-
-    Attributes:
-        slots: of the heads.
-    """
+    """Gives each CTA one slot of packed sequences."""
 
     slots: HeadSlots
 
@@ -309,7 +301,6 @@ class PersistentPackedTiles:
     """Gives persistent CTAs tiles of packed sequences: each CTA fetches the next tile by the tile counter.
 
     Attributes:
-        slots: of the heads.
         blocks_per_sm: how many CTAs an SM holds.
         next_tile: where the warps of a CTA find the tile that it has fetched; None where the launch is computed.
     """

@@ -26,7 +26,7 @@ class ForwardShared:
 
     Attributes:
         memory: the table, with the config.
-        regions: its rows.
+        regions: the rows of the table.
         query: `[rows, columns, warpgroup]`.
         key: the ring as tiles of K, `[keys, columns, stage]`.
         value: the ring as tiles of V, `[keys, columns, stage]`.

@@ -39,7 +39,7 @@ class ScoreRows:
 
     Attributes:
         score: from products to logits.
-        first: the first of the rows; the other one is 8 further.
+        first: the first of the rows; the other one is 8 rows below.
         seen: the limits of the keys that each of them sees, or the bits of an edge tile.
         check_low: whether the lower limit can lie inside of a tile.
     """
@@ -55,9 +55,6 @@ class OnlineSoftmax:
     """Emits the softmax of one warpgroup's scores.
 
     Attributes:
-        call: what the roles share.
-        shared: tiles and barriers.
-        lane: the thread.
         ring: the warpgroup's position in the ring.
         products: the warpgroup's products.
         maxima: running maxima of the lane's two rows, in units of scores.
@@ -91,7 +88,7 @@ class OnlineSoftmax:
         """Turns the scores of the first key tile into P, by the usual softmax. There is no output to rescale.
 
         Args:
-            index: of the key tile.
+            index: index of the key tile.
             rows: what becomes of the scores of the lane's two rows.
             is_edge: whether the tile needs a mask; None if it counts as masked in any case.
         """
@@ -104,8 +101,8 @@ class OnlineSoftmax:
         """Turns the scores of a masked tile into P, with products in flight that it then awaits; rescales O.
 
         Args:
-            index: of the key tile.
-            stage: of K, which is released.
+            index: index of the key tile.
+            stage: the stage of K, which is released.
             rows: what becomes of the scores of the lane's two rows.
         """
         weights = self._weights(index, rows)
@@ -120,8 +117,8 @@ class OnlineSoftmax:
         """Turns the scores of a tile without a mask into P, with products in flight that it then awaits; rescales O.
 
         Args:
-            index: of the key tile.
-            stage: of K, which is released.
+            index: index of the key tile.
+            stage: the stage of K, which is released.
             rows: what becomes of the scores of the lane's two rows.
         """
         weights = self._weights(index, rows)
@@ -161,8 +158,8 @@ class OnlineSoftmax:
         """Does what `full_tile` does, by the usual softmax.
 
         Args:
-            index: of the key tile.
-            stage: of K, which is released.
+            index: index of the key tile.
+            stage: the stage of K, which is released.
             rows: what becomes of the scores of the lane's two rows.
         """
         weights, grown = self._weights(index, rows), cute.make_rmem_tensor((1,), Int32)

@@ -30,7 +30,6 @@ class QueryTile:
     """A tile of queries.
 
     Attributes:
-        config: the variant.
         index: which tile of its sequence it is.
         row: its first row.
         queries: rows of the queries of its sequence.
@@ -78,12 +77,9 @@ class Call:
     """What the roles of a CTA share.
 
     Attributes:
-        spec: the compile key.
         memory: offsets in shared memory.
         schedule: which tiles of queries the CTA works on.
         tma: the operands that TMA loads.
-        buffers: of the launch.
-        scalars: of the launch.
         score: from products to logits.
     """
 
@@ -128,7 +124,7 @@ class Lane:
         group: its warpgroup.
         warp: index of its warp in the warpgroup.
         thread: its own index in the warpgroup.
-        row: the first of its two accumulator rows, counted from the CTA's first row; the other one is 8 further.
+        row: the first of its two accumulator rows, counted from the CTA's first row; the other one is 8 rows below.
         column: its first accumulator column.
     """
 

@@ -73,11 +73,8 @@ class DbiasConsumer:
     """Emits the code of a consumer warpgroup.
 
     Attributes:
-        spec: the compile key.
-        shared: tiles and barriers.
         schedule: the tiles of the CTA.
         score: from products to probabilities.
-        buffers, sizes: of the launch.
         group: the warpgroup.
         ring: its position in the ring.
         items: its position among the items.

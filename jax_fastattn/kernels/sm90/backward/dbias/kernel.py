@@ -45,11 +45,7 @@ from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
 
 class DbiasKernel:
-    """Writes dbias, or float32 parts or sums of it.
-
-    Args:
-        spec: the compile key.
-    """
+    """Writes dbias, or float32 parts or sums of it."""
 
     def __init__(self, spec: KernelSpec):
         stages.refuse(spec.features, "the kernel of a bias's gradient")
@@ -95,12 +91,9 @@ class DbiasLoader:
     """The warp that loads, and names the items that see something of a tile.
 
     Attributes:
-        spec: the compile key.
-        shared: tiles and barriers.
         schedule: the tiles of the CTA.
         score: what is loaded for a tile.
         tma: what TMA loads.
-        buffers, sizes: of the launch.
     """
 
     spec: KernelSpec

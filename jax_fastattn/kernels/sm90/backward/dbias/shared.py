@@ -22,7 +22,7 @@ class DbiasShared:
 
     Attributes:
         memory: the table.
-        regions: its rows.
+        regions: the rows of the table.
         query, dout: `[64, columns, tile]`: four tiles a stage, of which the first ones are those of the warpgroups.
         key, value: `[KEYS, columns, stage]`.
     """
@@ -84,7 +84,6 @@ class Items:
     """One side's position among the items that the producer names, each with its statistics.
 
     Attributes:
-        shared: tiles and barriers.
         stages: their number.
         at: stage and phase.
     """

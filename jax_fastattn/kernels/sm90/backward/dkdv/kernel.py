@@ -44,11 +44,7 @@ from jax_fastattn.kernels.sums.sums import LaneKeys
 
 
 class DkdvKernel:
-    """Writes dk and dv.
-
-    Args:
-        spec: the compile key.
-    """
+    """Writes dk and dv."""
 
     def __init__(self, spec: KernelSpec):
         self.common = KeyStationary.of(spec)

@@ -60,12 +60,10 @@ class DkdvState:
     """What both warpgroups have.
 
     Attributes:
-        spec: the compile key.
         words: what P and dS become.
-        shared: tiles and barriers.
         thread: index of this thread in the CTA.
         score: from products to probabilities.
-        row: the lane's first row of an accumulator, counted from the CTA's first key; the other one is 8 further.
+        row: the lane's first row of an accumulator, counted from the CTA's first key; the other one is 8 rows below.
         rows: what it zeroes in shared memory.
         stage: stage of the rings of Q and dO, which move alike, and the parity of its lap.
         mma: S^T or dP^T, both factors from shared memory.
@@ -100,7 +98,6 @@ class Role:
 
     Attributes:
         state: what both warpgroups have.
-        work: the tile of keys.
         differentiate: from the product to the left factor of the sum.
         right_empty: barriers on which stages of the right factor are given back.
         added_empty: barriers on which stages of the right factor of the sum are given back.
@@ -140,7 +137,6 @@ class Role:
 
         Args:
             state: what both warpgroups have.
-            work: the tile of keys.
             left: left factor of the product, `[64, columns, 1]` in shared memory.
             right: its right factor.
             added: right factor of the sum.

@@ -34,9 +34,7 @@ class WeightExchange:
     """Emits the way of a warpgroup from its product to pairs.
 
     Attributes:
-        spec: the compile key.
         words: what P and dS become.
-        shared: tiles and barriers.
         thread: index of this thread in the CTA.
         lane_column: the lane's first column of the product.
         mask: what the lane's rows see.

@@ -35,8 +35,6 @@ class DkdvDqConsumer:
     """Emits the code of a consumer warpgroup.
 
     Attributes:
-        spec: the compile key.
-        shared: tiles and barriers.
         thread: index of this thread in the CTA.
         group: the warpgroup.
         warp: index of this warp in the warpgroup.

@@ -36,7 +36,7 @@ class DqAtomic:
 
     Attributes:
         counters: how many CTAs have still to add to a tile, and how many warps have zeroed sums of a head.
-        memory: of the kernel, with its config.
+        memory: the kernel's shared memory, with its config.
     """
 
     counters: DqCounters

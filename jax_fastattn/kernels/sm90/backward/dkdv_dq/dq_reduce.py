@@ -46,7 +46,6 @@ class DqReduce(Protocol):
 
         Args:
             state: what the warpgroup keeps.
-            work: the tile of keys.
             phase: of the barrier of K.
         """
         ...
@@ -65,7 +64,6 @@ class DqCounters:
     """The counters of a launch, one for each tile of dq and one for each head, and the loop over those of a stage.
 
     Attributes:
-        spec: the compile key.
         queries: rows of a tile of dq.
     """
 

@@ -40,7 +40,7 @@ class DqPlace(NamedTuple):
 
     Attributes:
         head: query head of its batch entry.
-        tile: its index among those of its sequence.
+        tile: its index within its sequence.
         entry: what the visit knows of it, see `Visit.entry`.
     """
 
@@ -146,15 +146,13 @@ class DqWarpgroup:
     neighbors.
 
     Attributes:
-        spec: the compile key.
-        shared: tiles and barriers.
         mma: the product dS K.
         dq: accumulator `[64, columns]` of a part of a tile.
         dscore: descriptors of both buffers of dS.
         key: descriptors of K as right factor, of all parts of its columns.
         thread: index of this thread in the warpgroup.
         warp: index of its warp.
-        row: the lane's first row of the accumulator; the other one is 8 further.
+        row: the lane's first row of the accumulator; the other one is 8 rows below.
         dq_address: address of dq.
         dq_accum: address of the sums.
         scale: factor on the sums.
@@ -190,8 +188,6 @@ class DqWarpgroup:
         """Returns the warpgroup with its registers, before its first tile of keys.
 
         Args:
-            spec: the compile key.
-            shared: tiles and barriers.
             buffers: of the launch: dq and its sums.
             thread: index in the warpgroup.
             scale: factor on the sums.

@@ -36,11 +36,7 @@ from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
 class DkdvDqKernel:
-    """Writes dk and dv, adds to `dq_accum`, and writes dq from there.
-
-    Args:
-        spec: the compile key.
-    """
+    """Writes dk and dv, adds to `dq_accum`, and writes dq from there."""
 
     def __init__(self, spec: KernelSpec):
         self.spec, self.common = spec, KeyStationary.of(spec)

@@ -72,8 +72,6 @@ class DkdvDqProducts:
         """Returns the products with their registers.
 
         Args:
-            spec: the compile key.
-            shared: tiles and barriers.
             thread: index of this thread in the CTA.
             group: the warpgroup.
         """

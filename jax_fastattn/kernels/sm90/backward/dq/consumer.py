@@ -62,15 +62,13 @@ class DqConsumer:
     """Emits the code of a consumer warpgroup.
 
     Attributes:
-        spec: the compile key.
-        shared: tiles and barriers.
         work: the CTA's tile of queries.
         score: from products to probabilities.
         ring: the warpgroup's position in the ring.
         key_stage: register `[1]` with the stage of K whose dS is the left factor of dQ.
         group: the warpgroup.
         thread: index of this thread in the warpgroup.
-        row: the lane's first row, counted from the CTA's first row; the other one is 8 further.
+        row: the lane's first row, counted from the CTA's first row; the other one is 8 rows below.
         lane_column: the lane's first column of an accumulator.
         products: S, dP and dQ.
         stats: statistics of the lane's two rows.
@@ -103,8 +101,6 @@ class DqConsumer:
         """Returns the role with its registers.
 
         Args:
-            spec: the compile key.
-            shared: tiles and barriers.
             work: the CTA's tile of queries.
             score: from products to probabilities.
             stats: statistics of all rows.

@@ -35,11 +35,7 @@ from jax_fastattn.kernels.tiles.plan import Order
 
 
 class DqKernel:
-    """Writes dq.
-
-    Args:
-        spec: the compile key.
-    """
+    """Writes dq."""
 
     def __init__(self, spec: KernelSpec):
         stages.refuse(spec.features, "the dq kernel")

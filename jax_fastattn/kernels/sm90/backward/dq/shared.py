@@ -24,7 +24,7 @@ class DqShared:
 
     Attributes:
         memory: the table, with the config.
-        regions: its rows.
+        regions: the rows of the table.
         query: Q, `[64, columns, warpgroup]`.
         dout: dO, `[64, columns, warpgroup]`.
         key: the ring as tiles of K, `[keys, columns, stage]`.

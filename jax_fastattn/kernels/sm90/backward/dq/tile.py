@@ -23,7 +23,6 @@ class DqTile:
     """A tile of queries.
 
     Attributes:
-        config: the variant.
         index: which tile of its sequence it is.
         row: its first row, counted from the first one of the sequence.
         queries: rows of the queries of its sequence.
