@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What both passes of the Hopper family know about the machine: rows of a warpgroup, memory, registers, tile columns.
+"""Facts about the machine for both passes of the Hopper family: rows of a warpgroup, memory, registers, tile columns.
 
 Pure Python, no import of the DSL.
 """
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from jax_fastattn.kernels.device.layout import padded
 
-# Query rows of a warpgroup: the M of wgmma.
+# A warpgroup has this many query rows, the M of wgmma.
 WARPGROUP_ROWS = 64
 
-# Bytes of shared memory available to one CTA, and to all CTAs of an SM; the system reserves 1 KB per CTA.
+# One CTA, and all CTAs of an SM, have this many bytes of shared memory; the system reserves 1 KB per CTA.
 SHARED_MEMORY = 227 * 1024
 SM_SHARED_MEMORY = 228 * 1024
 
@@ -23,7 +23,7 @@ TILE_ALIGNMENT = 1024
 
 
 class Registers(NamedTuple):
-    """Registers of a thread after setmaxnreg: of consumers, of the producer's warpgroup, of that which adds dq up."""
+    """Holds a thread's registers after setmaxnreg, for each kind of warpgroup; `dq` is for the one that adds up dq."""
 
     consumer: int
     producer: int
@@ -31,11 +31,11 @@ class Registers(NamedTuple):
 
 
 class TwoConsumers:
-    """The warpgroups of a CTA: two that compute, and that of the warp that loads."""
+    """Describes the warpgroups of a CTA: two compute, and the third has the warp that loads."""
 
     @property
     def consumer_threads(self) -> int:
-        """Threads that compute; those of the producer's warpgroup follow them."""
+        """Returns how many threads compute; the producer's warpgroup follows them."""
         return 256
 
     @property

@@ -34,7 +34,7 @@ class Work(NamedTuple):
         """Returns a tile of a head, which is counted over all batch entries.
 
         Args:
-            tile: its index among those of the head.
+            tile: index of the tile within the head.
             index: the head.
         """
         batch, head = index // scalars.num_heads, index % scalars.num_heads

@@ -8,7 +8,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.key import KernelSpec
 
-# Bytes of a bias up to which L2 keeps it from one batch entry to the next.
+# L2 keeps a bias of up to this many bytes from one batch entry to the next.
 RESIDENT_BIAS = 16 << 20
 
 

@@ -21,14 +21,15 @@ from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import BoundsKind, Order
 from jax_fastattn.kernels.tiles.records import slot_count
 
-# Query rows to a multiple of which statistics and sums of dq are padded.
+# The query rows of statistics and of sums of dq are padded to a multiple of this.
 ROW_ALIGNMENT = 128
 
-# Tiles of dq that are added to and not yet counted. Each has a stage, and each stage a warp that counts its tiles.
+# At most this many tiles of dq are added to and not yet counted. Each has a stage, and each stage a warp that counts
+# its tiles.
 DQ_TILES_IN_FLIGHT = 3
 
 
-# Up to which head dims one kernel computes all three gradients.
+# Up to this head dim one kernel computes all three gradients.
 DKDV_DQ_HEAD_DIM = 128
 
 
@@ -50,16 +51,16 @@ class BackwardConfig:
         queries: query rows of a tile: 128 up to head dim 64 without a soft cap, else 64.
         stages: tiles of Q and of dO in shared memory.
         dq_registers: registers of a thread of the warpgroup that computes dq. It is 0 over head dim 128, where `dq/`
-            computes dq: both consumer warpgroups of `dkdv/` work on the same 64 keys, those of `dkdv_dq/` on 64
-            keys each.
-        kv_in_regs: how many fragments of 16 columns of K, or of V, a warpgroup of `dkdv/` keeps in registers. Of the
+            computes dq: both consumer warpgroups of `dkdv/` work on the same 64 keys, the ones of `dkdv_dq/` on 64 keys
+            each.
+        kv_in_regs: how many fragments of 16 columns of K, or of V, a warpgroup of `dkdv/` keeps in registers. For the
             others its product reads both factors from shared memory, whose bytes are the limit there.
         shared_ones: whether the factor of ones that adds statistics to products lies in shared memory, for want of
             registers. Else those products read one factor less from there.
         interleaves_heads: whether the query heads of a group visit a tile of queries one after the other, and then all
-            of them the next one; else a head visits all its tiles before the next head does. In the kernel that
-            computes dq only. CTAs that add in one order then have one pace: one that visits few tiles of each head does
-            not wait until others have visited the rest.
+            of them the next one; else a head visits all its tiles before the next head does. Only the kernel that
+            computes dq does so. CTAs that add in one order then have one pace: one that visits few tiles of each head
+            does not wait until others have visited the rest.
         holds_offset: whether a lane's offset in a loaded tile of a bias stays in a register.
     """
 
@@ -97,7 +98,7 @@ class BackwardConfig:
 
     @property
     def consumer_threads(self) -> int:
-        """Threads that compute; those of the producer's warpgroup follow them."""
+        """Returns how many threads compute; the producer's warpgroup follows them."""
         return 256
 
     @property
@@ -107,7 +108,7 @@ class BackwardConfig:
 
     @property
     def order(self) -> Order:
-        """In which direction query tiles are visited.
+        """Returns in which direction query tiles are visited.
 
         If the last one comes first, all CTAs of a head begin at the same tile under a causal mask, and meet there in
         L2.
@@ -120,16 +121,16 @@ class BackwardConfig:
         return Registers(244 - self.dq_registers // 2 if self.adds_dq else 240, 24, self.dq_registers)
 
 
-# Name of the region of bits, a stage of which comes with a stage of Q where edge tiles of lists have some.
+# Names the region of bits; a stage of it comes with a stage of Q where edge tiles of lists have bits.
 BITS = "bits"
 
-# Rows and columns of a tile of dS: a whole 128-byte swizzle atom wide.
+# A tile of dS has this many rows and columns: it is a whole 128-byte swizzle atom wide.
 BLOCK = 64
 
 
 @disjoint
 class DkdvDqBarrier(NamedBarrier):
-    """Named barriers of `dkdv_dq/`: of both consumer warpgroups, and those of each by itself."""
+    """Names the barriers of `dkdv_dq/`: one for both consumer warpgroups, and one for each by itself."""
 
     BOTH = 1, 1
     WARPGROUP = 2, 2
@@ -137,7 +138,8 @@ class DkdvDqBarrier(NamedBarrier):
 
 @disjoint
 class DkdvBarrier(NamedBarrier):
-    """Named barriers of `dkdv/`: of both consumer warpgroups, of the weights of each stage, of each by itself."""
+    """Names the barriers of `dkdv/`: for both consumer warpgroups, for the weights of each stage, and for each
+    warpgroup."""
 
     BOTH = 1, 1
     WEIGHTS = 3, 3
@@ -188,7 +190,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Regions and barriers: those of both kernels, and in their places those of one of them."""
+        """Returns the regions and barriers that both kernels have, with the ones of a single kernel in their places."""
         config, operands = self.config, self.config.queries * 2
         keys, warps = config.keys // WARPGROUP_ROWS, config.consumer_threads // 32
         regions, last = self._dkdv_regions, []
@@ -211,7 +213,8 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
 
     @property
     def _dq_regions(self) -> list[Row]:
-        """Two buffers of dS, statistics as factors of products, each followed by as many zeros, and maybe ones."""
+        """Returns two buffers of dS, statistics as factors of products, each followed by as many zeros, and maybe
+        ones."""
         config = self.config
         # dS is tiles [64, 64]: query halves fastest, then 64 keys each. Ones are [64 keys, 16].
         regions: list[Row] = [
@@ -222,7 +225,8 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
 
     @property
     def _dq_barriers(self) -> list[Row]:
-        """Barriers of dS, of tiles of dq in flight and of the next tile of keys; counters of dq tiles; its index."""
+        """Returns barriers of dS, tiles of dq in flight and the next tile of keys; counters of dq tiles; that tile's
+        index."""
         config, warps = self.config, self.config.consumer_threads // 32
         return [
             Barriers("dscore_full", 2, arrive_count=warps),
@@ -238,7 +242,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
 
     @property
     def _dkdv_regions(self) -> list[Row]:
-        """What one warpgroup hands to the other for a tile, and statistics."""
+        """Returns regions for what one warpgroup hands to the other for a tile, and for statistics."""
         config = self.config
         return [
             Region("weights", config.queries * WARPGROUP_ROWS * 2, config.stages, TILE_ALIGNMENT),
@@ -251,8 +255,8 @@ class BackwardConfigs:
     """The variants of the kernels of a backward pass.
 
     Attributes:
-        main: that of the key-stationary kernel.
-        dq: that of the dq kernel; None if the other one computes dq too.
+        main: the variant of the key-stationary kernel.
+        dq: the variant of the dq kernel; None if the other one computes dq too.
     """
 
     main: BackwardConfig
@@ -302,7 +306,7 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads)
     if largest <= 64 and spec.folds_lse and not spec.cost.score_nbytes:
         return replace(config, queries=128)
-    # Slopes of a function of logits wait in registers; with those of ones over head dim 96 some would spill.
+    # Slopes of a function of logits wait in registers; with the registers of ones, some would spill over head dim 96.
     config = replace(config, shared_ones=not spec.folds_lse and largest > 96)
     if not spec.cost.score_nbytes:
         return config

@@ -21,7 +21,7 @@ class DqConfig(TwoConsumers):
         keys: keys of a tile, a multiple of 16.
         stages: tiles of V or K in the ring, at least 3 (5 with overlap, lest loads come late).
         overlap: whether dS K of a tile is issued after Q K^T of the next one, so that it runs under its exponentials.
-            Both accumulators of scores and dS then live at a time.
+            The accumulators of scores and of dS are then live at the same time.
     """
 
     keys: int
@@ -41,7 +41,7 @@ class DqConfig(TwoConsumers):
 
 @disjoint
 class DqBarrier(NamedBarrier):
-    """Named barriers of `dq/`: those of each consumer warpgroup by itself."""
+    """Names the barriers of `dq/`, one for each consumer warpgroup by itself."""
 
     WARPGROUP = 1, 2
 
@@ -62,7 +62,7 @@ class DqMemory(OperandMemory[DqConfig]):
 
     @property
     def bias_box(self) -> None:
-        """There are no stages for a bias of pairs."""
+        """Returns None: there are no stages for a bias of pairs."""
         return None
 
     @property

@@ -53,7 +53,7 @@ class SharedRows:
         )
 
     def zero_dead_keys(self, work: KeyTile) -> None:
-        """Does so for the keys that a list calls dead."""
+        """Zeroes the rows of K and V of the keys that a list calls dead."""
         listed, memory = work.listed, self.memory
         if listed is None:
             return

@@ -30,14 +30,14 @@ from jax_fastattn.kernels.tiles.records import slot_count
 from jax_fastattn.kernels.visits.lists import TileBits
 from jax_fastattn.kernels.visits.visit import Edges, Visit, mask_past_end
 
-# Bytes of Q, dO and sums of dq that the heads of a section have where CTAs add in one order, by whether the window is
-# one-sided.
-# With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the next tile of keys.
+# Where CTAs add in one order, the heads of a section have this many bytes of Q, dO and sums of dq, by whether the
+# window is one-sided. With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the
+# next tile of keys.
 SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
 
-# Queries of a head that are in use at a time, where lists say which tiles are visited: those of one document, or so.
+# Where lists say which tiles are visited, about this many queries of a head are in use at a time, as in one document.
 # Tiles of keys of a document wait for each other in a chain. In a section of one head they would begin together; in one
-# of several heads those of others come between them.
+# of several heads the tiles of other heads come between them.
 LISTED_ROWS = 1024
 
 
@@ -62,7 +62,7 @@ class KeyTile:
     Attributes:
         tile: its index within its sequence.
         key_tiles: tiles of a key/value head; of packed sequences slots.
-        place: of the key/value head in it.
+        place: the place of the key/value head in the order of heads.
         row: its first key, counted from the first one of the sequence.
         queries: rows of the queries of its sequence.
         keys: rows of the keys of its sequence.
@@ -112,7 +112,7 @@ class QueryHead:
 
     Attributes:
         member: which head of the group it is.
-        score: from products to probabilities of the head.
+        score: turns products into probabilities of the head.
     """
 
     work: KeyTile
@@ -152,7 +152,7 @@ class KeyPlace(NamedTuple):
 
     Attributes:
         tile: its index within its sequence.
-        place: of the key/value head in the order of heads.
+        place: the place of the key/value head in the order of heads.
         head_index: the head, counted over all batch entries.
         sequence: the rows.
     """
@@ -197,7 +197,7 @@ class EntryKeyTiles:
     def order(self, scalars: Scalars) -> HeadOrder:
         """Returns the order of the heads of a launch, without `prologue`.
 
-        As many heads as are `prefetch_distance` are begun before zeros and statistics of others can be there.
+        `prefetch_distance` heads are begun before zeros and statistics of other heads can be there.
         """
         spec, memory, multiprocessors = self.spec, self.memory, scalars.multiprocessors
         heads, key_tiles = scalars.batch * (scalars.num_heads // spec.group), self.count(scalars)
@@ -207,7 +207,7 @@ class EntryKeyTiles:
         head_rows = scalars.query_length
         if spec.listed:
             head_rows = cutlass.min(head_rows, LISTED_ROWS)
-        # Tiles of most masks are much alike; those of a causal one lose less by this than the others gain.
+        # Tiles of most masks are much alike; the tiles of a causal mask lose less by this than the others gain.
         one_sided = spec.bounds_kind.one_sided_window and not spec.listed
         section = copies.key_section(
             spec, scalars, key_tiles, multiprocessors, most_rows, head_rows, one_sided=one_sided
@@ -260,7 +260,7 @@ class PackedKeyTiles:
         slot = index // kv_heads
         tile, sequence = Sequence.of_record(self.spec, call.buffers.key_tiles, slot, call.sizes, of_keys=True)
         count = Int32(cutlass.max(copies.count(sequence.keys.length, self.keys), 1))
-        # Of tiles that differ in length, two heads or more: the longest should start first.
+        # If tiles differ in length, a section has two heads or more: the longest should start first.
         section = cutlass.max(call.order.section // count, 1 + int(self.spec.bounds_kind.one_sided_window))
         section = Int32(cutlass.min(section, kv_heads))
         first_index = (slot - tile) * kv_heads
@@ -273,7 +273,7 @@ class KeySchedule:
     """Gives each CTA one tile of keys, or where dq is computed, gives persistent CTAs one after the other.
 
     Attributes:
-        tiles: which there are, and their order.
+        tiles: the tiles of keys of a launch, and their order.
     """
 
     spec: KernelSpec
@@ -369,7 +369,7 @@ class KeySchedule:
         tiles = bounds.query_tiles(row, config.keys, config.queries)
         if config.adds_dq:
             tiles = mask_past_end(tiles, row + config.keys > bounds.key_end, low=True)
-        # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array, and past that of a
+        # Scores of queries past query_seq_lengths may be no numbers. Past the end of the array, and past the end of a
         # packed sequence, whose rows are zeroed, P is 0 by the statistics. `dkdv/` zeroes them in masked tiles.
         kind = bounds.kind
         checks_high = kind.left or kind.query_end or kind.rules

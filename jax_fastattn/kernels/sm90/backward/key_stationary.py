@@ -30,7 +30,7 @@ class Consumer(Protocol):
     """A consumer warpgroup, with what it keeps from one tile of keys to the next."""
 
     def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:
-        """Does everything for a tile of keys.
+        """Computes all of the warpgroup's part of a tile of keys.
 
         Args:
             work: the tile.
@@ -79,8 +79,8 @@ class KeyStationary:
     def launch(self, kernel: Any, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of a kernel.
 
-        The statistics of the first `order.prologue` heads are written before it begins, and those of others once their
-        counter says so.
+        The statistics of the first `order.prologue` heads are written before it begins, and the statistics of the other
+        heads once their counter says so.
         """
         arguments, grid = (buffers, Sizes.of(scalars), order), self.schedule.blocks(scalars, order)
         return Launch.of_tma(kernel, self.spec, self.memory, arguments, scalars, grid=grid, begins_early=True)

@@ -4,8 +4,8 @@
 
 Up to head dim 128 one key-stationary kernel computes dk, dv and dq. The five products run once. All CTAs add to float32
 sums of dq, and the last CTA to add rounds them. With `spec.ordered` they add in one order; without it in any, so that
-the last bits differ from run to run. Over head dim 128 dq has a query-stationary kernel: seven products, no sums in
-memory, the same bits in every run.
+the last bits differ from run to run. Over head dim 128 dq has a query-stationary kernel: there are seven products, no
+sums in memory, and the same bits in every run.
 
 Each kernel lets the next one begin before it ends (programmatic dependent launch), as soon as what that one cannot wait
 for by itself is written: CTAs of the next one take the SMs that have nothing left to do. The last kernel ends after the
@@ -31,7 +31,7 @@ from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 
 
 class HeadOrders(NamedTuple):
-    """The orders in which kernels work on heads: those with a tile of keys, and the dq kernel if there is one."""
+    """Holds the orders of heads for the kernels that work on tiles of keys, and for the dq kernel if there is one."""
 
     keys: HeadOrder
     queries: HeadOrder | None

@@ -57,7 +57,7 @@ class KeyTileList:
 
     @classmethod
     def of(cls, spec: KernelSpec, buffers: Buffers, sizes: Sizes, place: KeyTilePlace) -> "KeyTileList":
-        """Returns that of a tile of keys."""
+        """Returns what lists say of a tile of keys."""
         config = spec.tiles_of(spec.config.main)
         batch, kv_head, kv_heads, tile = place
         plane = Planes.of(sizes).query_lists(batch, kv_head, kv_heads)
@@ -88,7 +88,7 @@ class StageBits:
 
     Attributes:
         config: sizes of the tiles.
-        address: of the stage.
+        address: address of the stage.
     """
 
     config: PrepassConfig
@@ -112,7 +112,7 @@ def key_tile_count(spec: KernelSpec, buffers: Buffers, scalars: Scalars, work: W
     Args:
         work: says which batch entry and head.
         tile: the query tile; it may be one of padding.
-        rows: of a query tile.
+        rows: rows of a query tile.
     """
     count, kv_heads = copies.count(scalars.query_length, rows), scalars.num_heads // spec.group
     plane = Planes.of(scalars).query_lists(work.sequence.queries.batch, work.kv_head, kv_heads)

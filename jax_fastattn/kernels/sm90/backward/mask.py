@@ -80,7 +80,7 @@ class QueryMask:
         if self.spec.alike:
             assert head.work.listed is not None
             return head.score.edges([LiveRow(x) for x in head.work.listed.entries.are_live(read_lane(self.config).row)])
-        # Read anew: see `edge`.
+        # The index is read anew, see `edge`.
         thread, bits = ptx.thread_index(), self.shared.bits(self.spec, stage)
         fragment, lane = thread // 32 % (self.config.keys // 16), thread % 32
 
@@ -113,7 +113,7 @@ class QueryMask:
         first = window.query_limits(work.row - tile * self.config.queries)
         row, column = self.row, self.column
         if not head.score.is_affine or self.config.adds_dq:
-            # Registers that would spill: a masked tile reads the thread's index anew.
+            # Registers would spill here, so that a masked tile reads the thread's index anew.
             lane = read_lane(self.config)
             row, column = lane.row, lane.column
         result = []

@@ -21,7 +21,7 @@ class OperandMemory(Generic[Config]):
     Attributes:
         head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V and dO in shared memory, padded.
-        feature_rows: rows of features, which join those of the kernel.
+        feature_rows: rows that features add to the rows of the kernel.
     """
 
     config: Config

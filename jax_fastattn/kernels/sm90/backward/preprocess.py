@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs before the other backward kernels: statistics of the rows; for sums of dq, zeros and counters.
+"""The kernel that runs before the other backward kernels: statistics of the rows; for sums of dq, zeros and counters.
 
 If the gradient of sinks is computed, what each row adds to it is stored too.
 
-Memory is its limit if enough is on its way, and little is computed: lanes that share rows load all of them, 16 bytes at
-a time, and each does for one row what there is to do once for a row. `dkdv_dq/` does not wait for all rows:
-`prologue` prepares the first heads; `background` runs concurrently with `dkdv_dq/`, on a few SMs, and counts each of
-the other heads, whose CTAs wait for that.
+Memory is its limit if enough loads are in flight and little is computed: lanes that share rows load all of them, 16
+bytes at a time, and each lane computes for one row what is needed once for a row. `dkdv_dq/` does not wait for all
+rows: `prologue` prepares the first heads; `background` runs concurrently with `dkdv_dq/`, on a few SMs, and counts each
+of the other heads, whose CTAs wait for that.
 """
 
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ from jax_fastattn.kernels.tiles import plan
 
 THREADS = 256
 
-# Rows that lanes share.
+# Lanes share this many rows.
 _ROWS = 8
-# CTAs of `background`, each with an SM of its own, and their threads; 8 or 24 are as fast at length 1024.
+# `background` has this many CTAs, each on an SM of its own, with this many threads; 8 or 24 CTAs are as fast at length
+# 1024.
 _BACKGROUND_CTAS, BACKGROUND_THREADS = 16, 512
 # Where a query sees fewer keys, `dkdv_dq/` might wait: by arithmetic it takes statistics from 7 of those SMs.
 _FEW_KEYS = 512
-# Of packed sequences `prologue` prepares so many times as many slots of 128 queries as slots of keys are begun
-# together.
+# For packed sequences `prologue` prepares this many slots of 128 queries per slot of keys that is begun at first.
 _PROLOGUE_WAVES = 3
 
 
@@ -63,11 +63,11 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class _Row:
-    """The row that a lane does the rest for.
+    """Describes the row for which a lane computes what is needed once for a row.
 
     Attributes:
-        index: the row among those of its sequence.
-        end: rows from this one on are padding, and the numbers are those of another row.
+        index: index of the row within its sequence.
+        end: rows from this one on are padding, and have the numbers of another row.
         read: its numbers.
     """
 
@@ -77,12 +77,12 @@ class _Row:
 
 
 class PreprocessKernel:
-    """Writes the statistics of every row, padding included. Where dq is added up, prepares that."""
+    """Writes the statistics of every row, padding included. Where dq is added up, it prepares zeros and counters."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         self.config: BackwardConfig = spec.config.main
-        # Lanes that share a row.
+        # This many lanes share a row.
         self.lanes = 8 if spec.v_head_dim <= 8 * CHUNK else 16
         self.schedule = preprocess_schedule(spec, _ROWS, self.config.queries)
 
@@ -93,7 +93,7 @@ class PreprocessKernel:
 
     @property
     def begins_early(self) -> bool:
-        """Whether CTAs of `prologue` may begin before the launch before them ends, as a rule that of the prepass."""
+        """Returns whether CTAs of `prologue` may begin before the previous launch ends, as a rule the prepass."""
         return self.spec.listed
 
     def order(self, scalars: Scalars, order: HeadOrder) -> HeadOrder:

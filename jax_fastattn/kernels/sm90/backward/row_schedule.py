@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tile of which head and sequence a CTA works on next: tiles of queries, and rows, in the backward pass.
 
-`forward/schedule.py` has those of the forward pass, `key_schedule.py` the tiles of keys.
+`forward/schedule.py` has the tiles of the forward pass, `key_schedule.py` the tiles of keys.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from jax_fastattn.kernels.tiles.records import slot_count
 
 
 class HeadOrder(NamedTuple):
-    """In which order a kernel works on heads: on query heads for dq alone, else on key/value heads.
+    """Says in which order a kernel works on heads: on query heads for dq alone, else on key/value heads.
 
     Attributes:
         heads: number of heads of all batch entries.
         section: how many are begun together, see `plan.section`; of packed sequences how many tiles of keys.
-        prefetch_distance: from the head that a CTA works on to that whose sums it zeroes; None for dq alone, like the
-            next one.
+        prefetch_distance: distance from the head that a CTA works on to the head whose sums it zeroes; None for dq
+            alone, like `prologue`.
         prologue: how many have their statistics written before the key-stationary kernel begins; of packed sequences
             how many slots of queries have, of all heads.
         sharing: how many batch entries have heads that come next to each other, since they share a bias that L2 does
@@ -375,10 +375,11 @@ def preprocess_schedule(spec: KernelSpec, rows: int, queries: int) -> Preprocess
 
 
 def dq_tile_index(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:
-    """Returns the index of a tile of `rows` queries in `dq_semaphore`; `head` is that in an array `[batch, heads]`."""
+    """Returns the index of a tile of `rows` queries in `dq_semaphore`; `head` is its index in an array `[batch,
+    heads]`."""
     return head * (queries.padded_rows(ROW_ALIGNMENT) // rows) + queries.padded(tile, ROW_ALIGNMENT // rows)
 
 
 def first_slot(queries: Span) -> Int32:
-    """Returns the index of a packed sequence's first slot: that of its counter in `head_ready`."""
+    """Returns the index of a packed sequence's first slot, which is also the index of its counter in `head_ready`."""
     return queries.padded(Int32(0), 1)

@@ -17,15 +17,15 @@ from jax_fastattn.kernels.sm90.backward.config import BITS, BLOCK, BackwardMemor
 from jax_fastattn.kernels.sm90.backward.listed_tiles import StageBits
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
-# Columns of a step of a product.
+# A step of a product has this many columns.
 STEP = 16
-# 1 in bfloat16.
+# This is 1 in bfloat16.
 ONE = wgmma.ONE
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardShared:
-    """Tiles and barriers of a CTA. Those for dq exist only in the kernel that computes dq.
+    """Tiles and barriers of a CTA. The ones for dq exist only in the kernel that computes dq.
 
     Attributes:
         memory: the table, with the config.
@@ -80,7 +80,7 @@ class BackwardShared:
         """Address of the first byte."""
         return self.regions.address
 
-    # Barriers of both kernels.
+    # Both kernels have the barriers below.
 
     @property
     def key_full(self) -> cute.Pointer:
@@ -112,7 +112,7 @@ class BackwardShared:
         """Barriers of the stages of dO on which every consumer warp arrives."""
         return self.regions.barriers["dout_empty"]
 
-    # For dq.
+    # The tiles and barriers below are for dq.
 
     @property
     def dscore(self) -> cute.Tensor:

@@ -16,10 +16,10 @@ from jax_fastattn.kernels.device.regions import Barriers, Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY, TILE_ALIGNMENT, Registers, padded_head_dim
 
-# Bytes of K and V that an SM has on the way. Twice as many were not faster on an H100.
+# An SM has this many bytes of K and V in flight. Twice as many were not faster on an H100.
 _BYTES_IN_FLIGHT = 96 * 1024
 
-# After setmaxnreg, of two warpgroups that compute and one of which a warp loads.
+# After setmaxnreg, threads have these registers in two warpgroups that compute, and in one of which a warp loads.
 REGISTERS = Registers(208, 88)
 
 
@@ -56,7 +56,7 @@ class DecodeMemory:
         Args:
             row: its number, a Python or a device integer.
             row_nbytes: bytes of a row of a swizzle atom.
-            columns: of the tile.
+            columns: columns of the tile.
         """
         if self.boxes == 1:
             return row * row_nbytes
@@ -88,7 +88,7 @@ class DecodeMemory:
 
     @property
     def moves_registers(self) -> bool:
-        """Whether threads have `REGISTERS`; else all have as many."""
+        """Returns whether threads have `REGISTERS`; else all threads have equally many."""
         return self.config.loader_warps > 1
 
     @property
@@ -98,12 +98,12 @@ class DecodeMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether an SM has so much memory for a CTA."""
+        """Returns whether a CTA fits an SM."""
         return self.nbytes <= SHARED_MEMORY
 
 
 def decode_config(spec: KernelSpec, rows: int) -> DecodeConfig:
-    """Returns the variant for a compile key, and for so many rows (queries times query heads of a group)."""
+    """Returns the variant for a compile key and a number of rows (queries times query heads of a group)."""
     config = _candidate(spec, row_blocks(rows))
     while not DecodeMemory.of(spec, config).fits:
         config = replace(config, stages=config.stages - 1)
@@ -112,11 +112,11 @@ def decode_config(spec: KernelSpec, rows: int) -> DecodeConfig:
 
 
 def _candidate(spec: KernelSpec, blocks: int) -> DecodeConfig:
-    """Returns the variant that may have too many stages."""
+    """Returns the variant for `blocks` blocks of rows, which may have too many stages."""
     dims = padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)
     columns = max(dims)
     if columns <= 128:
-        # Of four blocks, eight warps with strips of 32 keys take fewer registers than sixteen with strips of 16.
+        # For four blocks, eight warps with strips of 32 keys take fewer registers than sixteen with strips of 16.
         keys, parts = 128 if columns <= 64 else 64, 4 if blocks <= 2 else max(8 // blocks, 1)
     else:
         # More than four warps that compute would have 168 registers each.

@@ -70,7 +70,7 @@ class DenseLoader:
         wgmma.loop(segment.count, lambda i: self.ring.producer_load(copy, segment.tile + i, nbytes))
 
 
-# Lanes of a warp, which hold the pages of so many boxes.
+# The lanes of a warp hold the pages of this many boxes.
 _LANES = 32
 
 
@@ -83,7 +83,7 @@ class PagedLoader:
     Attributes:
         tma: what is loaded.
         ring: the warp's position in the ring.
-        pages: the lane's page of these boxes, and that of the next ones, `[2]`.
+        pages: the lane's page of these boxes, and its page of the next ones, `[2]`.
     """
 
     line: Line
@@ -99,7 +99,7 @@ class PagedLoader:
 
     @property
     def together(self) -> int:
-        """Tiles whose pages the lanes hold."""
+        """Returns how many tiles the lanes hold the pages of."""
         return _LANES // self.shared.memory.boxes
 
     def load(self, segment: Segment) -> None:

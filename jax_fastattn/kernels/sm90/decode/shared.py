@@ -25,10 +25,10 @@ class DecodeShared:
     Attributes:
         memory: their layout.
         regions: the rows of the table.
-        key: boxes of all stages, `[box_rows, columns, box]`.
-        value: the same.
-        full: barriers of the stages.
-        empty: barriers of the stages.
+        key: boxes of K of all stages, `[box_rows, columns, box]`.
+        value: boxes of V, likewise.
+        full: barriers of the stages that TMA completes.
+        empty: barriers of the stages on which every consumer warp arrives.
     """
 
     memory: DecodeMemory
@@ -80,7 +80,7 @@ class TmaSource:
 
     @property
     def keeps_hidden(self) -> bool:
-        """TMA loads whatever is in the array, and zeros only past its end."""
+        """Returns True: TMA loads all that is in the array, and zeros only past its end."""
         return True
 
     def start(self, segment: Segment) -> None:
@@ -122,12 +122,13 @@ class TmaSource:
         wgmma.release(self.shared.empty + place)
 
     def end(self) -> None:
-        """Waits for the merge before this one: the loader goes on with the next segment, and merges have own bytes."""
+        """Waits for the merge before this one: the loader goes on with the next segment, and merges have bytes of their
+        own."""
         threads = self.shared.memory.config.consumer_threads
         cute.arch.barrier(barrier_id=DecodeBarrier.MERGE.at(), number_of_threads=threads)
 
     def _strip(self, columns: int) -> Int32:
-        """Returns the bytes from the first row of a tile to that of the warp's strip."""
+        """Returns the bytes from the first row of a tile to the first row of the warp's strip."""
         memory, strip = self.shared.memory, self.shared.memory.config.strip
         if memory.boxes == 1 or strip % memory.box_rows == 0:
             return self.part * self._rows(strip, columns)

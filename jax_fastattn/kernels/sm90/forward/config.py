@@ -25,19 +25,19 @@ from jax_fastattn.kernels.sm90.geometry import (
 from jax_fastattn.kernels.tiles import records as tile_records
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
-# By consumer warpgroups: an SM has 64 K registers.
+# Maps the number of consumer warpgroups to the registers of their threads; an SM has 64 K registers.
 _REGISTERS = {2: Registers(240, 24), 3: Registers(160, 32)}
 
-# Name of the region of a bias of keys, a stage of which comes with a stage of K.
+# Names the region of a bias of keys; each of its stages comes with a stage of K.
 KEY_BIAS = "key_bias"
 
-# Of a tile that the tile counter gives: its record and its head, see `schedule.py`.
+# The tile counter gives the record of a tile and its head, see `schedule.py`.
 NEXT_TILE_WORDS = tile_records.WORDS + 1
 
 
 @disjoint
 class ForwardBarrier(NamedBarrier):
-    """Named barriers: those on which a warpgroup meets by itself, and those of its turn to issue products."""
+    """Names the barriers on which a warpgroup meets by itself, and the barriers of its turn to issue products."""
 
     WARPGROUP = 1, 3
     PING_PONG = 5, 3
@@ -54,7 +54,7 @@ class ForwardConfig:
         overlap_qk_pv: whether Q K^T of the next tile is issued before P V of this one. Costs a second score
             accumulator.
         ping_pong: whether named barriers make the warpgroups issue their products in turns.
-        blocks: CTAs that must fit on an SM together. Above 1 a single producer warp and no setmaxnreg.
+        blocks: CTAs that must fit on an SM together. Above 1 there is a single producer warp, and no setmaxnreg.
         persistent: whether the grid is as many CTAs as the GPU holds and each works on tile after tile, else one CTA
             per tile.
         q_in_regs: how many of Q's fragments of 16 columns a warpgroup keeps in registers; the rest of Q is read from
@@ -125,7 +125,7 @@ class SharedMemory:
         head_dim: columns of Q and K in shared memory, padded.
         v_head_dim: columns of V in shared memory, padded.
         has_tile_counter: whether CTAs get their tiles by the tile counter.
-        feature_rows: rows of features, which join those of the kernel.
+        feature_rows: rows that features add to the rows of the kernel.
     """
 
     config: ForwardConfig
@@ -185,7 +185,7 @@ class SharedMemory:
 
 
 def forward_config(spec: KernelSpec, *, short: bool) -> ForwardConfig:
-    """Returns the variant for a compile key; `short` as in `choose.configured`."""
+    """Returns the variant for a compile key; see `choose.configured` for `short`."""
     for config in _candidates(spec, short):
         if SharedMemory.of(spec, config).fits:
             return config

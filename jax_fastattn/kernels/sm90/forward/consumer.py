@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer warpgroup of the forward kernel: its loops over the key tiles.
 
-A consumer warpgroup owns 64 query rows. S = Q K^T and the online softmax stay in its registers, P feeds O += P V from
-registers (`products.py`, `softmax.py`). It takes K and V from the ring of `shared.py`.
+A consumer warpgroup owns 64 query rows. S = Q K^T and the online softmax stay in its registers, and P feeds O += P V
+from registers (`products.py`, `softmax.py`). It takes K and V from the ring of `shared.py`.
 
 Key tiles are visited from the right edge to the left:
 
@@ -61,10 +61,10 @@ class ForwardConsumer:
         ring: the warpgroup's position in the ring.
         features: its position in the ring of what features load.
         query_phase: phase of the barrier that says that Q is there.
-        ping_pong: when the warpgroup may issue products.
+        ping_pong: says when the warpgroup may issue products.
         operands: what it changes in shared memory.
         products: S and O.
-        softmax: from S to P.
+        softmax: turns S into P.
         output: what it stores.
     """
 
@@ -134,7 +134,7 @@ class ForwardConsumer:
 
         cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(own), pass_by)
         if spec.listed:
-            # The loops have no register for it.
+            # The row is computed anew: the loops have no register for it.
             thread = ptx.thread_index()
             first_row = tile.row + Lane.of(self.call.config, thread, thread // 32).row
         self.output.store(tile, first_row)
@@ -193,7 +193,7 @@ class ForwardConsumer:
         if self.call.config.persistent:
             wgmma.release(self.shared.query_empty + self.lane.group)
 
-    # Key tiles that only other warpgroups see.
+    # The methods below let key tiles go by that only other warpgroups see.
 
     def _skip(self, tiles: Int32, *, stages: Any, turns: Any) -> None:
         """Lets tiles go by: `stages` stages and `turns` turns, two and one for a tile.
@@ -219,11 +219,11 @@ class ForwardConsumer:
         wgmma.loop(Int32(tiles), skip)
 
     def _skip_stage(self, tiles: Int32) -> None:
-        """Lets the one stage go by that lies out of order where `tiles` are skipped; none for 0."""
+        """Lets the one stage go by that lies out of order where `tiles` are skipped; for 0 there is none."""
         if self.call.config.warpgroups > 1:
             cutlass.if_generate(tiles > 0, lambda: self.ring.consumer_release(self.ring.consumer_wait()))
 
-    # Key tiles that the warpgroup sees.
+    # The methods below compute key tiles that the warpgroup sees.
 
     def _first_tile(self, own: _OwnTile, index: Int32, ahead: Int32) -> None:
         """Computes P of the first tile, after `ahead` tiles that only others see; without overlap adds its values."""

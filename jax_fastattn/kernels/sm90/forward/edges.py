@@ -29,7 +29,7 @@ class Edge(NamedTuple):
         rows: what becomes of the scores of the lane's two rows.
         masked: whether the tile has a mask.
         blind: whether a tile without a mask may be the first one that a row sees.
-        entry: of an edge tile of a list.
+        entry: the tile's entry in its list; None without lists, and for tiles without a mask.
     """
 
     rows: ScoreRows
@@ -46,7 +46,7 @@ class KeyEdges(Protocol):
         ...
 
     def next(self, *, masked: bool, blind: bool) -> Edge:
-        """Returns what is known of the tile after it, which `load_ahead` has loaded."""
+        """Returns what is known of the next tile, which `load_ahead` has loaded."""
         ...
 
     def load_ahead(self, index: Int32, edge: Edge) -> None:
@@ -155,7 +155,7 @@ class ListedEdges:
             self.ahead[1 + i] = word
 
     def zero_dead(self, index: Int32, edge: Edge) -> None:
-        """Zeroes them in an edge tile, whose entry says whether there are some."""
+        """Zeroes dead rows of V of an edge tile, whose entry says whether there are some."""
         if edge.entry is None:
             return
         # With overlap V of this tile follows K of the next one, which exists unless this tile is the last one.
@@ -169,6 +169,6 @@ class ListedEdges:
     def _words(self, tile: Int32) -> list[Int32]:
         """Returns the lane's words of the bits of a tile."""
         lane = self.operands.lane
-        # Which 16 of the CTA's rows the warp has.
+        # A fragment is the 16 of the CTA's rows that the warp has.
         fragment = lane.group * (WARPGROUP_ROWS // 16) + lane.warp
         return self.bits.fragment(tile, fragment, lane.thread % 32)

@@ -68,7 +68,7 @@ class FeatureRing:
             score.copy(loaded, self.shared.regions.stage(stages.NAME, own), full)
 
     def consumer_wait(self, rows: ScoreRows, tile: QueryTile, index: Int32) -> LoadedStage:
-        """Waits for the next stage, that of a key tile, in a consumer."""
+        """Waits in a consumer for the next stage, which holds what is loaded for a key tile."""
         if self.at is None:
             return LoadedStage(rows, None)
         stage, own_row = self._wait(), tile.row + self.group * WARPGROUP_ROWS
@@ -92,7 +92,7 @@ class FeatureRing:
             self.at.make_uniform()
 
     def _wait(self) -> Int32:
-        """Waits for the warpgroup's next stage and returns its index among those of all."""
+        """Waits for the warpgroup's next stage and returns its index among the stages of all warpgroups."""
         assert self.at is not None
         stage, phase = self.at[0] + self.group * stages.RING_STAGES, self.at[1]
         wgmma.advance(self.at, stages.RING_STAGES)

@@ -42,7 +42,7 @@ class ForwardKernel:
 
     @property
     def begins_early(self) -> bool:
-        """Whether CTAs may begin before the launch before this one ends: one of this call, or of the prepass."""
+        """Returns whether CTAs may begin before the previous launch ends, one of this call or of the prepass."""
         return self.spec.has_tile_counter or self.spec.listed
 
     @cute.jit
@@ -73,7 +73,7 @@ class ForwardKernel:
         shared = ForwardShared.of(self.memory, self.dtype)
         shared.initialize(warp_index, tma)
         if cutlass.const_expr(self.begins_early):
-            # The launch before resets the counter, or is that of the prepass.
+            # The previous launch resets the counter, or is the prepass.
             cute.arch.griddepcontrol_wait()
         call = self._call(shared, tma, buffers, scalars)
         if warp_index >= config.consumer_threads // 32:

@@ -3,7 +3,7 @@
 """A bias of keys in the forward kernel: one more step of S = Q K^T.
 
 K of a stage comes with a tile `[keys, 16]` of bfloat16, of which each row holds zeros and three numbers that add up to
-the bias of its key over the scale. Times ones it is exact, and costs the softmax nothing.
+the bias of its key over the scale. The product with ones is exact, and costs the softmax nothing.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane, QueryTile
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
-# Columns of a step.
+# A step has this many columns.
 _STEP = 16
 _ROW_NBYTES = KEY_PARTS * 2
 

@@ -13,7 +13,7 @@ from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, ForwardConf
 
 @dataclass(frozen=True)
 class PingPong:
-    """Emits the turns in which the warpgroups issue their products; nothing if there are none.
+    """Emits the turns in which the warpgroups issue their products; emits nothing if there are no turns.
 
     Attributes:
         group: the warpgroup.

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two products of a consumer warpgroup of the forward kernel, with their factors and accumulators.
 
-S = Q K^T reads K, and what does not stay in registers of Q, from shared memory. P feeds O += P V from registers.
+S = Q K^T reads K, and the part of Q that does not stay in registers, from shared memory. P feeds O += P V from
+registers.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class ForwardProducts:
         words: what P becomes.
         shared_query: Q of all warpgroups, `[rows, columns, warpgroup]`.
         score_mma: S = Q K^T, both factors from shared memory.
-        fragment_mma: the same with Q from registers.
+        fragment_mma: S = Q K^T with Q from registers.
         query: descriptors of this warpgroup's Q.
         key: descriptors of the stages as K.
         value: descriptors of the stages as V.

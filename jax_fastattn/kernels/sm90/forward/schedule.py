@@ -20,19 +20,19 @@ from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.tiles.records import Record, slot_count
 
-# Of the words of a packed tile, its record and its head: how many rows it has.
+# A packed tile's words are its record and its head; the word at this index says how many rows it has.
 _ROWS = Record._fields.index("rows")
 
-# Key/value heads whose tiles of one position come next to each other under a left window bound.
+# Under a left window bound, the tiles of one position of this many key/value heads come next to each other.
 _SECTION_HEADS = 16
 
-# Bytes of a bias of pairs up to which it stays in L2, and of keys and values that stay there next to a larger one.
+# A bias of pairs of up to this many bytes stays in L2; next to a larger one, this many bytes of keys and values do.
 _RESIDENT_BIAS = 16 << 20
 _RESIDENT_KEYS = 16 << 20
 
 
 class _TilePlace(NamedTuple):
-    """Names a tile or a pair of tiles: its position among those of the head, and the head."""
+    """Names a tile or a pair of tiles: its position within the head, and the head."""
 
     position: Int32
     kv_head: Int32
@@ -92,11 +92,11 @@ class HeadTiles:
         """Does what `place` does, where there is a bias of pairs.
 
         If the bias is too large for L2, the heads that share a plane of it come next to each other, and as many of them
-        begin a position together as leave L2 room for their keys and values. Else the order is that of `place`.
+        begin a position together as leave L2 room for their keys and values. Else the order is the same as in `place`.
         """
         heads, group = scalars.num_heads, self.spec.group
         row_nbytes = scalars.bias_pitch * (2 * self.spec.bias_terms)
-        # All planes of it have fewer rows than the bias would have to have, to be large.
+        # The bias is large if its planes together have more rows than `_RESIDENT_BIAS` holds.
         is_large = Boolean(scalars.query_length > _RESIDENT_BIAS // row_nbytes // scalars.bias_planes)
         entries = ptx.where(Boolean(is_large & (scalars.bias_batch == 0)), scalars.batch, Int32(1))
         of_entry = ptx.where(scalars.bias_kv_head == 0, heads, Int32(group))
@@ -191,7 +191,7 @@ class PersistentSections:
 
     Heads come in sections. In a section the last tile of every head comes first, then the one before it of every head:
     the short ones come last, and several tiles of a head still run at a time, on the same keys. Each round deals one
-    tile to each CTA, every other one in reverse.
+    tile to each CTA, every other round in reverse.
 
     Attributes:
         tiles: the tiles of the heads.
@@ -235,9 +235,9 @@ class PersistentSections:
 class HeadSlots:
     """The tiles of queries of packed sequences, from the records of slots, in one order.
 
-    The last sequence comes first, and of a sequence the last tile. Its heads come in sections of about as many tiles as
-    run at a time: the tiles in flight read the keys of few heads. A section has two heads at least, since the longest
-    tiles of a single last head would begin when few others are left to run at the same time.
+    The last sequence comes first, and the last tile within a sequence. Its heads come in sections of about as many
+    tiles as run at a time: the tiles in flight read the keys of few heads. A section has two heads at least, since the
+    longest tiles of a single last head would begin when few others are left to run at the same time.
 
     Attributes:
         rows: rows of a tile.
@@ -302,7 +302,7 @@ class PersistentPackedTiles:
 
     Attributes:
         blocks_per_sm: how many CTAs an SM holds.
-        next_tile: where the warps of a CTA find the tile that it has fetched; None where the launch is computed.
+        next_tile: where the warps of a CTA find the tile that it has fetched; None while the launch is computed.
     """
 
     slots: HeadSlots

@@ -30,10 +30,10 @@ class ForwardShared:
         query: `[rows, columns, warpgroup]`.
         key: the ring as tiles of K, `[keys, columns, stage]`.
         value: the ring as tiles of V, `[keys, columns, stage]`.
-        full: barriers of the stages.
-        empty: barriers of the stages.
-        query_full: barriers of the warpgroups.
-        query_empty: barriers of the warpgroups.
+        full: barriers of the stages that TMA completes.
+        empty: barriers of the stages on which every consumer warp arrives.
+        query_full: barriers of the Q of each warpgroup that TMA completes.
+        query_empty: barriers of the Q of each warpgroup on which its warps arrive.
         next_tile: the next tile, by the tile counter; None if the CTA knows its tiles.
     """
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The online softmax of the Hopper forward kernel, optimistic on full tiles.
 
-Masked tiles take part in the running maximum. Full tiles assume that their scores do not lie far above it: no maximum,
-no shuffles, no rescaling. Where that turns out wrong, the warp computes the scores of the tile again, by mma.sync.
-docs/kernels/sm90.md says why any maximum gives the same result, and what the limit on the sums is for.
+Masked tiles take part in the running maximum. Full tiles assume that their scores do not lie far above it: they take no
+maximum, no shuffles and no rescaling. Where that turns out wrong, the warp computes the scores of the tile again, by
+mma.sync. docs/kernels/sm90.md says why any maximum gives the same result, and what the limit on the sums is for.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from jax_fastattn.kernels.sm90.forward.state import Call, Lane
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.weights import Weights
 
-# Upper limit on a lane's sum of unnormalized probabilities in a full tile. P has to fit its 16 bits, O and the sums
-# float32.
+# A lane's sum of unnormalized probabilities in a full tile has this upper limit. P has to fit its 16 bits, and O and
+# the sums have to fit float32.
 _SUM_LIMITS = {"bfloat16": 2.0**24, "float16": 2.0**14}
 
 # A row whose maximum is below it, in base 2, counts as blind. Rounding a larger one changes no weight by 2^-9.
@@ -38,7 +38,7 @@ class ScoreRows:
     """What becomes of the scores of a lane's two rows.
 
     Attributes:
-        score: from products to logits.
+        score: turns products into logits.
         first: the first of the rows; the other one is 8 rows below.
         seen: the limits of the keys that each of them sees, or the bits of an edge tile.
         check_low: whether the lower limit can lie inside of a tile.
@@ -59,7 +59,7 @@ class OnlineSoftmax:
         products: the warpgroup's products.
         maxima: running maxima of the lane's two rows, in units of scores.
         sums: the lane's running sums of its two rows, relative to the maxima.
-        factors: by which raised maxima change the output, of both rows.
+        factors: factors by which raised maxima change the output, one for each row.
     """
 
     call: Call
@@ -142,13 +142,13 @@ class OnlineSoftmax:
             wait()
         self.products.rescale_out(self.factors, failed)
 
-    # Tiles that need no mask, while a feature may have hidden all that a row has seen.
+    # The methods below serve tiles that need no mask, while a feature may have hidden all that a row has seen.
 
     def is_blind(self) -> Boolean:
         """Returns whether a row of the warpgroup has seen no key yet, or none of weight; its warps meet for that.
 
-        The first maximum of such a row would fail the assumption. Of far negative logits a full tile subtracts maxima
-        that are rounded, which masks of -1e9 and the like would show.
+        The first maximum of such a row would fail the assumption. From far negative logits a full tile subtracts
+        rounded maxima, which would show with masks such as -1e9.
         """
         unit, (first, second) = self.call.score.unit, (self.maxima[i] for i in range(2))
         blind = Boolean((first * unit < Float32(_BLIND)) | (second * unit < Float32(_BLIND)))
@@ -171,7 +171,7 @@ class OnlineSoftmax:
         def see() -> None:
             grown[0] = ptx.where(self._raise_to(found), Int32(1), Int32(0))
 
-        # Of a mask that is spelled as a bias most of these tiles are hidden to all rows. Their logits of -inf become
+        # If a mask is written as a bias, most of these tiles are hidden to all rows. Their logits of -inf become
         # probabilities of 0 when they are rounded. A NaN among them is seen: it reaches the sums.
         hidden = Boolean((found[0] == Float32(softmax.NEVER)) & (found[1] == Float32(softmax.NEVER)))
         cutlass.if_generate(cute.arch.vote_any_sync(Boolean(hidden == Boolean(False))), see)
@@ -179,7 +179,7 @@ class OnlineSoftmax:
         self.products.round_probabilities(weights, floor=True)
         self.products.rescale_out(self.factors, Boolean(grown[0] != 0))
 
-    # The usual softmax.
+    # The methods below compute the usual softmax.
 
     def _weights(self, index: Int32, rows: ScoreRows) -> Weights:
         """Returns the lane's weights of a key tile, given its scores."""
@@ -207,14 +207,14 @@ class OnlineSoftmax:
         return self._raise_to(softmax.row_maxima(self.products.scores, *self._blocks))
 
     def _raise_to(self, found: list[Float32]) -> Boolean:
-        """Does the same, given the maxima of the scores."""
+        """Turns scores into probabilities as `_raise_maxima` does, given the maxima of the scores."""
         factor, scores = self.call.score.unit, self.products.scores
         shifts, grown = [], Boolean(False)
         for i, x in enumerate(found):
             old = self.maxima[i]
             grown = Boolean(grown | (x > old))
             self.maxima[i] = ptx.maximum(old, x)
-            # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
+            # If a row has seen no key yet, 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
             shift = ptx.where(self.maxima[i] == Float32(softmax.NEVER), Float32(0.0), self.maxima[i])
             self.factors[i] = ptx.exp2((old - shift) * factor)
             shifts.append(shift)
@@ -228,14 +228,14 @@ class OnlineSoftmax:
             self.sums[i] = ptx.fma(self.sums[i], self.factors[i], total)
         return cute.arch.vote_any_sync(grown)
 
-    # The optimistic one.
+    # The methods below compute the optimistic softmax.
 
     def _attempt(self, weights: Weights) -> tuple[list[Float32], Boolean]:
         """Turns the scores of a full tile into probabilities, assuming that they lie not far above the maxima.
 
-        No maximum, no exchange between lanes: the probabilities may exceed 1, which costs nothing in floating point.
-        A sum over the limit, infinite or not a number says that the assumption is wrong, or that the row has not seen a
-        key yet.
+        It takes no maximum and no exchange between lanes: the probabilities may exceed 1, which costs nothing in
+        floating point. A sum over the limit, infinite or not a number says that the assumption is wrong, or that the
+        row has not seen a key yet.
 
         Returns:
             sums of the lane's two rows, and whether the assumption is wrong for a row of the warp.

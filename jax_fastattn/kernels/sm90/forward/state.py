@@ -68,19 +68,19 @@ class QueryTile:
 
     @property
     def score_head(self) -> Head:
-        """Which scores its rows have."""
+        """Returns which scores the rows of the tile have."""
         return Head(self.queries.batch, self.head)
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the roles of a CTA share.
+    """Holds what the roles of a CTA share.
 
     Attributes:
         memory: offsets in shared memory.
         schedule: which tiles of queries the CTA works on.
         tma: the operands that TMA loads.
-        score: from products to logits.
+        score: turns products into logits.
     """
 
     spec: KernelSpec

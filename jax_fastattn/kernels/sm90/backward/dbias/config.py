@@ -18,7 +18,7 @@ from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, T
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 from jax_fastattn.kernels.tiles.lists import LIVE_WORDS
 
-# Items whose statistics may be on their way.
+# The statistics of this many items may be in flight.
 _ITEMS = 2
 
 
@@ -27,14 +27,14 @@ class DbiasConfig(TwoConsumers):
     """One variant: two consumer warpgroups of 64 queries each, and one warp that loads.
 
     Attributes:
-        stages: of the ring, each with some columns of Q and K, or of dO and V.
+        stages: stages of the ring, each with some columns of Q and K, or of dO and V.
     """
 
     stages: int
 
 
 def chunk_columns(*head_dims: int) -> int:
-    """Returns how many columns of operands a stage of the ring has: those of a swizzle atom.
+    """Returns how many columns of operands a stage of the ring has: as many as a swizzle atom.
 
     They are the same for all operands, so that the ring has room for all columns of each.
     """
@@ -45,7 +45,7 @@ def chunk_columns(*head_dims: int) -> int:
 class DbiasMemory(OperandMemory[DbiasConfig]):
     """Shared memory of a CTA: the ring, statistics and numbers of items, mbarriers; and a region for the bias.
 
-    `head_dim` and `v_head_dim` are those of a stage of the ring.
+    `head_dim` and `v_head_dim` are the columns of a stage of the ring.
 
     Attributes:
         stats_row_nbytes: bytes of a statistic of a row.

@@ -74,11 +74,11 @@ class DbiasConsumer:
 
     Attributes:
         schedule: the tiles of the CTA.
-        score: from products to probabilities.
+        score: turns products into probabilities.
         group: the warpgroup.
         ring: its position in the ring.
         items: its position among the items.
-        bias_phase: of the barrier of the bias.
+        bias_phase: phase of the barrier of the bias.
         products: S and dP.
         sum: what is added up.
     """
@@ -147,10 +147,10 @@ class DbiasConsumer:
         cutlass.if_generate(some, give_back)
         self.sum.store(TilePlace(tile, _read_lane()))
 
-    # One item.
+    # The methods below compute one item.
 
     def _item(self, tile: DbiasTile, item: Item) -> None:
-        """Adds the dS of an item."""
+        """Computes dS of an item, and adds it to the sum."""
         products, memory = self.products, self.shared.memory
         chunks = padded_head_dim(self.spec.head_dim) // memory.head_dim
         v_chunks = padded_head_dim(self.spec.v_head_dim) // memory.v_head_dim
@@ -184,7 +184,7 @@ class DbiasConsumer:
         return stage
 
     def _add(self, place: DbiasItem, deltas: list[Float32] | None, edge: Edge | None) -> None:
-        """Adds an item."""
+        """Adds dS of an item to the sum, given its products."""
         products, scores = self.products, self.sum.scores(place, _read_lane())
 
         def change(i: int, at: Element) -> Float32:

@@ -8,14 +8,14 @@ For each item, which is a pair of a batch entry and a query head that reads the 
     S = Q K^T    dP = dO V^T    sum += P (dP - delta)
 
 The bias of the tile is loaded once. Q and K, and then dO and V, pass through one ring some columns at a time, so that
-any head dim fits. Items whose tile is hidden are left out. There are no atomics and no sums in memory: the same bits in
-every run. CTAs walk through tiles, and the loads for the next tile run while this one is stored.
+any head dim fits. Items whose tile is hidden are left out. There are no atomics and no sums in memory, so that every
+run gives the same bits. CTAs walk through tiles, and the loads for the next tile run while this one is stored.
 
 Of a bias of rows, which kernels differentiate under a soft cap alone, a tile is 128 queries of a head, and its items
 are the tiles of their keys. A row has three sums (`tile_sums.RowSums`).
 
-Rows that see nothing need no zeros: whatever they hold reaches their own pairs only, which are selected away. Reads the
-statistics that are described in `gradient.py`.
+Rows that see nothing need no zeros: what they hold reaches their own pairs only, which are selected away. The kernel
+reads the statistics that are described in `gradient.py`.
 """
 
 from collections.abc import Callable

@@ -23,7 +23,7 @@ class DbiasShared:
     Attributes:
         memory: the table.
         regions: the rows of the table.
-        query, dout: `[64, columns, tile]`: four tiles a stage, of which the first ones are those of the warpgroups.
+        query, dout: `[64, columns, tile]`: four tiles a stage, of which the first ones belong to the warpgroups.
         key, value: `[KEYS, columns, stage]`.
     """
 
@@ -68,11 +68,11 @@ class DbiasShared:
 
 
 class Item(NamedTuple):
-    """An item, or the end of those of a tile.
+    """An item, or the end of the items of a tile.
 
     Attributes:
         stage: where its statistics and its names are.
-        kind: of the tile, see `dbias_schedule.HIDDEN`.
+        kind: kind of the tile, see `dbias_schedule.HIDDEN`.
     """
 
     stage: Int32

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key-stationary Hopper backward kernel for head dims over 128: dk and dv. `dq/` computes dq.
 
-As `dkdv_dq/`, but both warpgroups share 64 keys, of which dk and dv fill the registers of one warpgroup each:
+It works as `dkdv_dq/` does, but both warpgroups share 64 keys, of which dk and dv fill the registers of one warpgroup
+each:
 
     scores warpgroup:   S^T = K Q^T    P    dV += P^T dO
     weights warpgroup:  dP^T = V dO^T    dS = P (dP - delta)    dK += dS^T Q
@@ -11,7 +12,7 @@ P passes from one to the other in 16 bits through shared memory, in the order of
 times the slope. Nothing else makes a warpgroup wait for the other: the scores warpgroup may be as many tiles ahead as
 there are stages. With three stages each warpgroup issues the second product of a tile after the first one of the next
 tile, and it runs concurrently with that tile's exponentials. With two, that would leave no stage to load into: the
-products of a tile follow each other, and those of the other warpgroup fill the gaps.
+products of a tile follow each other, and the products of the other warpgroup fill the gaps.
 """
 
 from dataclasses import dataclass, replace
@@ -61,12 +62,12 @@ class DkdvKernel:
         shared = BackwardShared.of(self.common.memory, self.common.dtype)
         shared.initialize(thread, warp_index, tma)
         call = Call(tma, buffers, sizes, order)
-        # Warpgroups: two consumers, and the producer's.
+        # The warpgroups are two consumers, and the producer's.
         if warp_index >= self.config.consumer_threads // 32:
             self._produce(shared, call, warp_index)
         else:
             self.common.compute(DkdvConsumer.start, shared, call, thread, warp_index)
-        # For the kernel before it, which runs concurrently: what is launched next relies on both.
+        # This waits for the previous kernel, which runs concurrently: what is launched next relies on both.
         cute.arch.griddepcontrol_wait()
 
     def _produce(self, shared: BackwardShared, call: Call, warp_index: Int32) -> None:
@@ -81,7 +82,7 @@ class _Result(NamedTuple):
     Attributes:
         target: dk or dv.
         head_dim: its columns.
-        factor: on the sum; None for 1.
+        factor: factor on the sum; None for 1.
     """
 
     target: cute.Pointer
@@ -96,7 +97,7 @@ class DkdvConsumer:
     Attributes:
         state: what both warpgroups have.
         group: the warpgroup: 0 computes dv, 1 computes dk.
-        weights: from the product to P or dS.
+        weights: turns the product into P or dS.
     """
 
     state: DkdvState
@@ -134,7 +135,7 @@ class DkdvConsumer:
         )
 
     def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:
-        """Does everything for a tile of keys, see `key_stationary.Consumer`."""
+        """Computes dk or dv of a tile of keys, see `key_stationary.Consumer`."""
         state, shared = self.state, self.state.shared
         wgmma.wait(shared.key_full, phase)
         wgmma.wait(shared.value_full, phase)
@@ -169,7 +170,7 @@ class DkdvConsumer:
 
         cutlass.if_generate(self.group == 0, compute_dv, compute_dk)
 
-    # Results.
+    # The methods below store the results.
 
     def _store_sum(self, work: KeyTile, acc: cute.Tensor, result: _Result) -> None:
         """Stores dk or dv from registers. Rows of keys that no query sees may hold NaN there, of their K or V."""

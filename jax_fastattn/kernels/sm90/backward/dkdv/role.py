@@ -57,12 +57,12 @@ class _LeftStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DkdvState:
-    """What both warpgroups have.
+    """Holds what both warpgroups have.
 
     Attributes:
         words: what P and dS become.
         thread: index of this thread in the CTA.
-        score: from products to probabilities.
+        score: turns products into probabilities.
         row: the lane's first row of an accumulator, counted from the CTA's first key; the other one is 8 rows below.
         rows: what it zeroes in shared memory.
         stage: stage of the rings of Q and dO, which move alike, and the parity of its lap.
@@ -88,7 +88,7 @@ class DkdvState:
 
     @property
     def dtype(self) -> Any:
-        """That of the operands."""
+        """Returns the dtype of the operands."""
         return self.shared.query.element_type
 
 
@@ -98,7 +98,7 @@ class Role:
 
     Attributes:
         state: what both warpgroups have.
-        differentiate: from the product to the left factor of the sum.
+        differentiate: turns the product into the left factor of the sum.
         right_empty: barriers on which stages of the right factor are given back.
         added_empty: barriers on which stages of the right factor of the sum are given back.
         left: left factor of the product, of the keys.
@@ -140,7 +140,7 @@ class Role:
             left: left factor of the product, `[64, columns, 1]` in shared memory.
             right: its right factor.
             added: right factor of the sum.
-            differentiate: from the product to the left factor of the sum.
+            differentiate: turns the product into the left factor of the sum.
         """
         config, dtype, mma = state.config, state.dtype, state.mma
         columns, shape = cute.size(added.tiles, mode=[1]), (WARPGROUP_ROWS, config.queries)
@@ -200,7 +200,7 @@ class Role:
         wgmma.loop(Int32(spec.group), visit_and_finish)
 
     def _step(self, head: QueryHead, index: Int32, edges: Edges | None, first: bool = False) -> None:
-        """Computes the product of one tile and its sum, or with overlap that of the one before."""
+        """Computes the product of one tile and its sum, or with overlap the sum of the tile before."""
         state, overlap = self.state, self.state.config.overlap
         shared, spec, stage, phase = state.shared, state.spec, state.stage[0], state.stage[1]
         wgmma.wait(shared.query_full + stage, phase)

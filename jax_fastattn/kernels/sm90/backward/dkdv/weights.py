@@ -31,7 +31,7 @@ Differentiate = Callable[[QueryHead, Int32, Edges | None, int, bool], list[Int32
 
 @dataclass(frozen=True, eq=False)
 class WeightExchange:
-    """Emits the way of a warpgroup from its product to pairs.
+    """Emits the code that turns the product of a warpgroup into pairs.
 
     Attributes:
         words: what P and dS become.
@@ -105,5 +105,6 @@ class WeightExchange:
         return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
 
     def _address(self, stage: Int32, pair: int) -> Int32:
-        """Returns the address of four of the lane's pairs of weights; those of the threads follow each other."""
+        """Returns the address of a chunk of four of the lane's pairs of weights; the threads' chunks follow each
+        other."""
         return self.shared.regions.stage("weights", stage) + self.thread % 128 * 16 + pair // 4 * 2048

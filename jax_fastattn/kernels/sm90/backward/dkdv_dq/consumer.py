@@ -38,7 +38,7 @@ class DkdvDqConsumer:
         thread: index of this thread in the CTA.
         group: the warpgroup.
         warp: index of this warp in the warpgroup.
-        score: from products to probabilities.
+        score: turns products into probabilities.
         stage: stage and phase of the rings of Q and dO, which move alike.
         buffer: buffer and phase of dS.
         rows: what it zeroes in shared memory.
@@ -88,7 +88,7 @@ class DkdvDqConsumer:
         return self.shared.memory.config
 
     def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:
-        """Does everything for a tile of keys, see `key_stationary.Consumer`."""
+        """Computes dk, dv and dS of a tile of keys, see `key_stationary.Consumer`."""
         config, spec, visit = self.config, self.spec, work.visit
         self.products.clear()
         wgmma.wait(self.shared.key_full, phase)
@@ -99,8 +99,8 @@ class DkdvDqConsumer:
 
         def visit_tiles(tile: Callable[[Int32, Int32, Edges | None], None], together: int = 1) -> None:
             if visit.masks_high:
-                # One loop for both ends, after that of full tiles: these need fewer uniform instructions in the first
-                # loop.
+                # One loop serves both ends, after the loop of full tiles: full tiles need fewer uniform instructions in
+                # the first loop.
                 wgmma.loop(Int32(2), lambda i: self._run(visit.half(i), tile, together))
             else:
                 self._run(visit.phases(config.order), tile, together)
@@ -147,7 +147,7 @@ class DkdvDqConsumer:
         for phase in phases:
             run(phase)
 
-    # One tile of queries.
+    # The methods below compute one tile of queries.
 
     def _tile(self, head: QueryHead, index: Int32, edges: Edges | None) -> None:
         """Computes what a tile of queries adds to dV and dK, and its dS."""
@@ -188,7 +188,7 @@ class DkdvDqConsumer:
         warpgroup.wait_group(0)
         wgmma.release(self.shared.query_empty + stage)
 
-    # What dQ needs.
+    # The methods below hand over what dQ needs.
 
     def _wait_for_room(self) -> None:
         """Waits until the next buffer of dS is free."""
@@ -198,19 +198,19 @@ class DkdvDqConsumer:
         """Puts dS^T, transposed, into this warpgroup's part of the next buffer of dS."""
         queries, lane = self.config.queries, self.thread % 32
         buffer, phase = self.buffer[0], self.buffer[1]
-        # Four matrices of an A fragment: keys 0 and 8 of queries 0, the same of queries 8.
+        # An A fragment has four matrices: keys 0 and 8 of queries 0, and the same of queries 8.
         corner = warp_scores.swizzled_offset(lane // 16 * 8 + lane % 8, self.warp, lane // 8 % 2, BLOCK, BLOCK)
         part, start = 2 * buffer + self.group, self.shared.memory.table.offset("dscore")
         address = self.shared.address + start + part * (queries * BLOCK * 2) + corner
         for step in range(queries // 16):
-            # Rows of 128 bytes; a tile of 64 queries ends where the next begins.
+            # Rows have 128 bytes; a tile of 64 queries ends where the next begins.
             ptx.store_matrices_transposed(address + step * (16 * BLOCK * 2), pairs[4 * step : 4 * step + 4])
         cute.arch.fence_proxy("async.shared", space="cta")
         wgmma.release(self.shared.dscore_full + buffer)
         self.buffer[1] = phase ^ buffer
         self.buffer[0] = buffer ^ 1
 
-    # Results.
+    # The method below stores the results.
 
     def _store(self, work: KeyTile, buffers: Buffers, scale: Float32) -> None:
         """Stores dk and dv from registers."""

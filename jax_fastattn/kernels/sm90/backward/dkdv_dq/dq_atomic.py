@@ -7,7 +7,7 @@ product nor the additions stall them. The sums lie in the order of wgmma's accum
 has a counter of the CTAs that have still to add to it; `PreprocessKernel` sets it. Warps that do nothing else count a
 tile once its additions are visible, which takes as long as a product. The last CTA to add reads the sums back, scales
 and rounds them, and stores dq: no other kernel passes over them. The same warps zero sums of heads that are added to
-later. CTAs fetch tiles of keys in order, so a CTA that waits for zeros waits for CTAs that run, as those of
+later. CTAs fetch tiles of keys in order, so a CTA that waits for zeros waits for CTAs that run, as the CTAs of
 `PreprocessKernel.background` do.
 
 The last bits of these sums depend on the order of the additions, which varies; `dq_semaphore.py` has one order.
@@ -45,8 +45,8 @@ class DqAtomic:
     def prepare(self, work: KeyTile, buffers: Buffers, stage: Int32) -> None:
         """Zeroes a share of the sums of a head that other CTAs add to later. Runs in one warp.
 
-        Those of the first heads, and of all packed sequences, are zeroed by `PreprocessKernel`; the others here, where
-        nothing waits for memory.
+        `PreprocessKernel` zeroes the sums of the first heads, and of all packed sequences; the others are zeroed here,
+        where nothing waits for memory.
         """
         spec = self.counters.spec
         if spec.packed:
@@ -74,7 +74,7 @@ class DqAtomic:
     def wait(self, work: KeyTile, head_ready: cute.Pointer) -> None:
         """Waits for a head's zeros and statistics, before the loader loads a tile of its keys. Runs in one warp.
 
-        Those of packed sequences are written before the kernel begins, see `PreprocessKernel.order`.
+        For packed sequences they are written before the kernel begins, see `PreprocessKernel.order`.
         """
         if not self.counters.spec.packed:
             self.counters.wait_for_head(work, head_ready, zeroing_warps=DQ_TILES_IN_FLIGHT)

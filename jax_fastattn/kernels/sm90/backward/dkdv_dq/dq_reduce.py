@@ -31,7 +31,7 @@ class DqReduce(Protocol):
     """
 
     def prepare(self, work: KeyTile, buffers: Buffers, stage: Int32) -> None:
-        """Makes a share of the sums ready to be added to: those of a later head, never of this tile's.
+        """Makes a share of the sums of a later head, never of this tile's head, ready to be added to.
 
         Runs in the counting warp of `stage`. The portable family prepares all sums in its preprocess kernel.
         """
@@ -46,7 +46,7 @@ class DqReduce(Protocol):
 
         Args:
             state: what the warpgroup keeps.
-            phase: of the barrier of K.
+            phase: phase of the barrier of K.
         """
         ...
 
@@ -61,7 +61,7 @@ class DqReduce(Protocol):
 
 @dataclass(frozen=True)
 class DqCounters:
-    """The counters of a launch, one for each tile of dq and one for each head, and the loop over those of a stage.
+    """The counters of a launch, one for each tile of dq and one for each head, and the loop over the tiles of a stage.
 
     Attributes:
         queries: rows of a tile of dq.

@@ -7,7 +7,7 @@ others add to them, and the last one loads them into the product's accumulator, 
 no zeros, nor any sums of query tiles that see one tile of keys. Warps that do nothing else wait for their CTA's turns,
 ahead of the third warpgroup, and count its additions once they are visible.
 
-A turn always comes, whatever the length and the number of heads: it waits for earlier tiles of keys of the same head
+A turn always comes, for any length and any number of heads: it waits for earlier tiles of keys of the same head
 alone, see `KeySchedule.each`.
 
 The key tiles of a head begin one after the other, with one tile of each other head of the section between two of them
@@ -71,7 +71,7 @@ class DqSemaphore:
     def accumulate(self, state: DqWarpgroup, work: KeyTile, phase: Int32) -> None:
         """Adds dQ of all query tiles, each in the CTA's turn."""
         state.added.move_to_first(work)
-        # As in `DqAtomic.accumulate`.
+        # K is waited for before it is given back, as in `DqAtomic.accumulate`.
         wgmma.wait(state.shared.key_full, phase)
         for uniform in (state.added.position, state.stage, state.turn):
             uniform.make_uniform()

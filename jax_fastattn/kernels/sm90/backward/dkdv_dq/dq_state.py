@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the warps that add up dq keep from tile to tile, in whatever order CTAs add (`dq_atomic.py`, `dq_semaphore.py`).
+"""What the warps that add up dq keep from tile to tile, for any order of CTAs (`dq_atomic.py`, `dq_semaphore.py`).
 
 All of it is frozen: what changes in loops lies in registers of `wgmma.Uniform` and of accumulators.
 """
@@ -67,7 +67,7 @@ class TileCursor:
 
     Attributes:
         position: the query head of its batch entry, and the position of the tile in the visit.
-        entry: that of the tile in its list, which is loaded as soon as the position is known: a load waits for the
+        entry: the tile's entry in its list, which is loaded as soon as the position is known: a load waits for the
             additions before it. None without lists, or where the entry is rarely needed.
         together: query heads that visit a tile before the next one is visited, see `BackwardConfig.interleaves_heads`.
     """
@@ -97,7 +97,7 @@ class TileCursor:
         self._load(work)
 
     def advance(self, work: KeyTile) -> None:
-        """Goes to the next tile: all visible ones of one head, the last first, then those of the next head.
+        """Goes to the next tile: all visible ones of one head, the last first, then the tiles of the next head.
 
         Interleaved heads visit the last tile, then the one before it.
         """
@@ -129,7 +129,7 @@ class CountingWarp:
 
     @classmethod
     def start(cls, stage: Int32) -> "CountingWarp":
-        """Returns the counter of a stage before its first tile."""
+        """Returns the counting warp of a stage before its first tile."""
         return cls(stage, wgmma.Uniform(Int32(0), Int32(0)))
 
     def wait_for_additions(self, shared: BackwardShared) -> None:
@@ -188,7 +188,7 @@ class DqWarpgroup:
         """Returns the warpgroup with its registers, before its first tile of keys.
 
         Args:
-            buffers: of the launch: dq and its sums.
+            buffers: hold dq and its sums.
             thread: index in the warpgroup.
             scale: factor on the sums.
         """
@@ -250,7 +250,7 @@ class DqWarpgroup:
         return first + self.thread % 32 * 16
 
     def places(self, address: Int64) -> list[Int64]:
-        """Returns the addresses of all of a lane's sums of a part of a tile, given that of `lane_address`."""
+        """Returns the addresses of all of a lane's sums of a part of a tile, given the address from `lane_address`."""
         return [address + 512 * n for n in range(self.shared.memory.dq_columns // 8)]
 
     def load(self, places: list[Int64]) -> None:

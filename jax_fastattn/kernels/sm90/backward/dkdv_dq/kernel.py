@@ -4,7 +4,7 @@
 
 A CTA works on 128 keys of one key/value head: two consumer warpgroups of 64 keys each (`consumer.py`), and a
 warp that loads (`loader.py`). K and V stay in shared memory, tiles of Q (with statistics) and of dO pass through two
-rings (`shared.py`), for all query heads of the group. Per tile, everything transposed so that keys are rows:
+rings (`shared.py`), for all query heads of the group. For each tile everything is transposed, so that keys are rows:
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
@@ -12,7 +12,7 @@ For dq the consumers put dS into shared memory as well, where a third warpgroup 
 CTA per SM, which takes one tile of keys after the other (`key_schedule.py`). Over head dim 128, `dkdv/` has a tile of
 keys a CTA, and dq has a kernel of its own, `dq/`; `key_stationary.py` has the launch and the producer of both.
 
-Reads the statistics that are described in `gradient.py`.
+The kernel reads the statistics that are described in `gradient.py`.
 """
 
 import cutlass
@@ -49,9 +49,9 @@ class DkdvDqKernel:
     def launch(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the launch of the kernel.
 
-        The zeros of the first `order.prefetch_distance` heads are written before it begins, and those of others once
-        their counter says so. With `spec.ordered` sums may hold anything. Rows of dq that no key tile adds to stay as
-        they are.
+        The zeros of the first `order.prefetch_distance` heads are written before it begins, and the zeros of the other
+        heads once their counter says so. With `spec.ordered` sums may hold anything. Rows of dq that no key tile adds
+        to stay as they are.
         """
         return self.common.launch(self.kernel, buffers, scalars, order)
 
@@ -62,7 +62,7 @@ class DkdvDqKernel:
         shared = BackwardShared.of(self.common.memory, self.common.dtype)
         shared.initialize(thread, warp_index, tma)
         call = Call(tma, buffers, sizes, order)
-        # Warpgroups: two consumers, the one that computes dq, and the producer's.
+        # The warpgroups are two consumers, the one that computes dq, and the producer's.
         if warp_index >= self.config.consumer_threads // 32:
             if warp_index >= self.common.first_producer:
                 self._produce(shared, call, warp_index)
@@ -70,10 +70,10 @@ class DkdvDqKernel:
                 self._add_dq(shared, call, thread)
         else:
             self.common.compute(DkdvDqConsumer.start, shared, call, thread, warp_index)
-        # For the kernel before it, which runs concurrently: what is launched next relies on both.
+        # This waits for the previous kernel, which runs concurrently: what is launched next relies on both.
         cute.arch.griddepcontrol_wait()
 
-    # Roles.
+    # The methods below emit the roles.
 
     def _produce(self, shared: BackwardShared, call: Call, warp_index: Int32) -> None:
         """Emits the producer's warpgroup: one warp loads, the others prepare sums of dq and count its tiles."""

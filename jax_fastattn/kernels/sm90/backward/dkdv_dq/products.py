@@ -107,7 +107,7 @@ class DkdvDqProducts:
         self.dk.fill(0.0)
         self.dv.fill(0.0)
 
-    # The products of a tile of queries, in order.
+    # The methods below compute the products of a tile of queries, in order.
 
     def compute_scores(self, score: Score, stage: Int32, tile: ScoreTile) -> tuple[Score, list[Int32]]:
         """Computes logits less log-sum-exps; returns pairs of their slopes, empty where slopes are 1.
@@ -182,7 +182,7 @@ class DkdvDqProducts:
         """Starts dK += dS^T Q."""
         self.ds_factor.multiply(self.dk, self.query_t[None, None, None, stage])
 
-    # Their parts.
+    # The methods below are parts of these products.
 
     def _minus(self, stage: Int32, which: int) -> wgmma.Step:
         """Returns a step of a product that adds minus the log-sum-exps (0) or delta (1) of its queries."""

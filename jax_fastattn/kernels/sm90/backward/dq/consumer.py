@@ -49,7 +49,7 @@ class _ListedEdge(NamedTuple):
     """What is known of a masked tile of a list before its scores are.
 
     Attributes:
-        entry: of the tile.
+        entry: the tile's entry in its list.
         bits: which of the lane's scores count.
     """
 
@@ -63,7 +63,7 @@ class DqConsumer:
 
     Attributes:
         work: the CTA's tile of queries.
-        score: from products to probabilities.
+        score: turns products into probabilities.
         ring: the warpgroup's position in the ring.
         key_stage: register `[1]` with the stage of K whose dS is the left factor of dQ.
         group: the warpgroup.
@@ -102,7 +102,7 @@ class DqConsumer:
 
         Args:
             work: the CTA's tile of queries.
-            score: from products to probabilities.
+            score: turns products into probabilities.
             stats: statistics of all rows.
             thread: index of this thread in the CTA.
             warp_index: index of its warp in the CTA.
@@ -161,10 +161,10 @@ class DqConsumer:
             self._start_dq()
             self._finish_dq()
 
-    # One tile of keys.
+    # The methods below compute one tile of keys.
 
     def _tile(self, index: Int32, *, masked: bool, first: bool = False) -> None:
-        """Computes dS of one tile; its dQ too, or with overlap that of the tile before."""
+        """Computes dS of one tile, and its dQ, or with overlap dQ of the tile before."""
         products, overlap = self.products, self.config.overlap
         listed = self._load_bits(index, first=first) if masked else None
         adds_previous = overlap and not first
@@ -286,7 +286,7 @@ class DqConsumer:
 
         cutlass.if_generate(Boolean(work.visit.has_dead_rows(edge.entry)), zero)
 
-    # Results.
+    # The method below stores the results.
 
     def store(self, dq: cute.Pointer, scale: Float32) -> None:
         """Stores dq from registers, times a factor."""

@@ -10,7 +10,7 @@ Per tile:
 
 Keys past the end can only be in the first tile visited, where each warpgroup zeroes those rows of K (0 * NaN is NaN).
 Queries past the end need nothing: what they hold stays in their own rows. The kernel stores zeros there, or nothing if
-the rows belong to another packed sequence. Reads the statistics that are described in `gradient.py`.
+the rows belong to another packed sequence. The kernel reads the statistics that are described in `gradient.py`.
 """
 
 from collections.abc import Callable
@@ -98,7 +98,7 @@ class DqKernel:
                 copy(2 * work.index + group, group, barrier + group)
 
         def load(i: Int32) -> None:
-            # V first: with three stages the next K takes its place, long before this K is done with.
+            # V comes first: with three stages the next K takes its place, long before this K is done with.
             tile = work.visit.tile(whole.position(i))
             ring.producer_load(copy_value, tile, config.keys * memory.v_head_dim * 2)
             ring.producer_load(copy_key, tile, config.keys * memory.head_dim * 2)

@@ -4,7 +4,7 @@
 
     S = Q K^T    dP = dO V^T    dQ += dS K
 
-dS goes from accumulator to A operand inside registers, K is read twice from one stage.
+dS goes from accumulator to A operand inside registers, and K is read twice from one stage.
 """
 
 from dataclasses import dataclass
