@@ -40,12 +40,12 @@ class TwoConsumers:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Returns how many threads a CTA has."""
         return self.consumer_threads + 128
 
     @property
     def registers(self) -> Registers:
-        """Registers of a thread."""
+        """Returns the registers of a thread."""
         return Registers(240, 24)
 
 

@@ -13,7 +13,7 @@ from jax_fastattn.kernels.key import KernelSpec
 
 
 class Work(NamedTuple):
-    """A tile of queries of a head.
+    """Describes a tile of queries of a head.
 
     Attributes:
         tile: its index within its sequence.

@@ -45,7 +45,7 @@ def stats_row_nbytes(adds_dq: bool) -> int:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """One variant of the key-stationary kernels: two consumer warpgroups, one that loads, and one that computes dq.
+    """Describes a variant of the key-stationary kernels: two consumer warpgroups, one that loads, one that computes dq.
 
     Attributes:
         queries: query rows of a tile: 128 up to head dim 64 without a soft cap, else 64.
@@ -74,7 +74,7 @@ class BackwardConfig:
 
     @property
     def adds_dq(self) -> bool:
-        """Whether the kernel computes dq too."""
+        """Returns whether the kernel computes dq too."""
         return self.dq_registers > 0
 
     def together(self, group: int) -> int:
@@ -83,17 +83,17 @@ class BackwardConfig:
 
     @property
     def overlap(self) -> bool:
-        """Whether `dkdv/` issues the sum of a tile after the product of the next one; it takes a third stage."""
+        """Returns whether `dkdv/` issues a tile's sum after the product of the next one; it takes a third stage."""
         return self.stages > 2
 
     @property
     def keys(self) -> int:
-        """Keys of a CTA."""
+        """Returns how many keys a CTA has."""
         return 2 * WARPGROUP_ROWS if self.adds_dq else WARPGROUP_ROWS
 
     @property
     def prepass(self) -> PrepassConfig:
-        """The tiles of the prepass for its lists."""
+        """Returns the tiles of the prepass for the lists of the kernel."""
         return PrepassConfig(self.queries, self.keys, transposed=True, splits_edges=self.adds_dq)
 
     @property
@@ -103,7 +103,7 @@ class BackwardConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: the producer is in the last warpgroup; before it may be the one that computes dq."""
+        """Returns how many threads a CTA has; the last warpgroup has the producer, the one before it may compute dq."""
         return self.consumer_threads + (256 if self.adds_dq else 128)
 
     @property
@@ -117,7 +117,7 @@ class BackwardConfig:
 
     @property
     def registers(self) -> Registers:
-        """Registers of a thread."""
+        """Returns the registers of a thread."""
         return Registers(244 - self.dq_registers // 2 if self.adds_dq else 240, 24, self.dq_registers)
 
 
@@ -138,8 +138,7 @@ class DkdvDqBarrier(NamedBarrier):
 
 @disjoint
 class DkdvBarrier(NamedBarrier):
-    """Names the barriers of `dkdv/`: for both consumer warpgroups, for the weights of each stage, and for each
-    warpgroup."""
+    """Names the barriers of `dkdv/`: of both consumer warpgroups, of each stage's weights, of each warpgroup."""
 
     BOTH = 1, 1
     WEIGHTS = 3, 3
@@ -148,7 +147,7 @@ class DkdvBarrier(NamedBarrier):
 
 @dataclass(frozen=True)
 class BackwardMemory(OperandMemory[BackwardConfig]):
-    """Shared memory of a CTA: K, V, the rings of Q, dO, dS or P, statistics, ones, mbarriers."""
+    """Lays out the shared memory of a CTA: K, V, the rings of Q, dO, dS or P, statistics, ones, mbarriers."""
 
     @classmethod
     def of(cls, spec: KernelSpec, config: BackwardConfig) -> BackwardMemory:
@@ -160,32 +159,32 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
 
     @property
     def both_barrier(self) -> NamedBarrier:
-        """The named barrier of both consumer warpgroups."""
+        """Returns the named barrier of both consumer warpgroups."""
         return DkdvDqBarrier.BOTH if self.config.adds_dq else DkdvBarrier.BOTH
 
     @property
     def warpgroup_barrier(self) -> NamedBarrier:
-        """The named barriers of each consumer warpgroup."""
+        """Returns the named barriers of each consumer warpgroup."""
         return DkdvDqBarrier.WARPGROUP if self.config.adds_dq else DkdvBarrier.WARPGROUP
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dq that are computed at a time: as many as the third warpgroup has registers for."""
+        """Returns how many columns of dq are computed at a time: as many as the third warpgroup has registers for."""
         return self.head_dim if self.head_dim <= 96 else BLOCK
 
     @property
     def stats_nbytes(self) -> int:
-        """Bytes of a statistic of a tile in global memory."""
+        """Returns how many bytes a statistic of a tile has in global memory."""
         return self.config.queries * stats_row_nbytes(self.config.adds_dq)
 
     @property
     def box_rows(self) -> tuple[int, int]:
-        """Rows of a TMA box of Q and of dO, and of one of K and of V."""
+        """Returns the rows of a TMA box of Q and of dO, and of a box of K and of V."""
         return self.config.queries, WARPGROUP_ROWS
 
     @property
     def bias_box(self) -> tuple[int, int]:
-        """Queries and keys of a box of a bias of pairs."""
+        """Returns the queries and keys of a box of a bias of pairs."""
         return self.config.queries, self.config.keys
 
     @property
@@ -213,8 +212,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
 
     @property
     def _dq_regions(self) -> list[Row]:
-        """Returns two buffers of dS, statistics as factors of products, each followed by as many zeros, and maybe
-        ones."""
+        """Returns two buffers of dS, statistics as factors, each followed by as many zeros, and maybe ones."""
         config = self.config
         # dS is tiles [64, 64]: query halves fastest, then 64 keys each. Ones are [64 keys, 16].
         regions: list[Row] = [
@@ -225,8 +223,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
 
     @property
     def _dq_barriers(self) -> list[Row]:
-        """Returns barriers of dS, tiles of dq in flight and the next tile of keys; counters of dq tiles; that tile's
-        index."""
+        """Returns barriers of dS, of dq tiles in flight and of the next key tile; counters of dq tiles; its index."""
         config, warps = self.config, self.config.consumer_threads // 32
         return [
             Barriers("dscore_full", 2, arrive_count=warps),
@@ -252,7 +249,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
 
 @dataclass(frozen=True)
 class BackwardConfigs:
-    """The variants of the kernels of a backward pass.
+    """Holds the variants of the kernels of a backward pass.
 
     Attributes:
         main: the variant of the key-stationary kernel.
@@ -268,22 +265,22 @@ class BackwardConfigs:
 
     @property
     def adds_dq(self) -> bool:
-        """Whether one kernel computes all gradients, and adds dq up in a buffer; else dq has a kernel of its own."""
+        """Returns whether one kernel computes all gradients, and adds up dq in a buffer; else dq has its own kernel."""
         return self.dq is None
 
     @property
     def prepass(self) -> PrepassConfig:
-        """The tiles of the prepass for the lists of the key-stationary kernel; the dq kernel has its own."""
+        """Returns the tiles of the prepass for the lists of the key-stationary kernel; the dq kernel has its own."""
         return self.main.prepass
 
     @property
     def slot_rows(self) -> tuple[int, int]:
-        """Queries and keys of the slots of packed sequences, see `tiles/records.py`."""
+        """Returns the queries and keys of the slots of packed sequences, see `tiles/records.py`."""
         return ROW_ALIGNMENT, self.main.keys
 
     @property
     def tiles(self) -> str:
-        """Query rows x keys of their tiles, in words."""
+        """Returns the query rows x keys of the kernels' tiles, in words."""
         main = f"{self.main.queries}x{self.main.keys}"
         return f"dq {self.dq.rows}x{self.dq.keys}, dkdv {main}" if self.dq else f"backward {main}"
 

@@ -15,7 +15,7 @@ from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 @dataclass(frozen=True)
 class DqConfig(TwoConsumers):
-    """One variant of the dq kernel: 128 query rows of a CTA, two consumer warpgroups of 64 rows each.
+    """Describes one variant of the dq kernel: 128 query rows of a CTA, two consumer warpgroups of 64 rows each.
 
     Attributes:
         keys: keys of a tile, a multiple of 16.
@@ -30,12 +30,12 @@ class DqConfig(TwoConsumers):
 
     @property
     def rows(self) -> int:
-        """Query rows of a CTA."""
+        """Returns how many query rows a CTA has."""
         return 2 * WARPGROUP_ROWS
 
     @property
     def prepass(self) -> PrepassConfig:
-        """The tiles of the prepass for its lists."""
+        """Returns the tiles of the prepass for the lists of the kernel."""
         return PrepassConfig(self.rows, self.keys)
 
 
@@ -48,7 +48,7 @@ class DqBarrier(NamedBarrier):
 
 @dataclass(frozen=True)
 class DqMemory(OperandMemory[DqConfig]):
-    """Shared memory of a CTA: Q and dO of each warpgroup, the ring of K and V, mbarriers."""
+    """Lays out the shared memory of a CTA: Q and dO of each warpgroup, the ring of K and V, mbarriers."""
 
     @classmethod
     def of(cls, spec: KernelSpec, config: DqConfig) -> DqMemory:
@@ -57,7 +57,7 @@ class DqMemory(OperandMemory[DqConfig]):
 
     @property
     def box_rows(self) -> tuple[int, int]:
-        """Rows of a TMA box of Q and of dO, and of one of K and of V."""
+        """Returns the rows of a TMA box of Q and of dO, and of a box of K and of V."""
         return WARPGROUP_ROWS, self.config.keys
 
     @property
@@ -67,7 +67,7 @@ class DqMemory(OperandMemory[DqConfig]):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Regions and barriers; a stage of the ring holds a tile of K or of V."""
+        """Returns the regions and barriers; a stage of the ring holds a tile of K or of V."""
         config, columns = self.config, max(self.head_dim, self.v_head_dim)
         return (
             Region("query", WARPGROUP_ROWS * self.head_dim * 2, 2, TILE_ALIGNMENT),

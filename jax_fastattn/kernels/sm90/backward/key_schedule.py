@@ -43,7 +43,7 @@ LISTED_ROWS = 1024
 
 @dataclass(frozen=True)
 class Call:
-    """What a key-stationary kernel computes with.
+    """Holds what a key-stationary kernel computes with.
 
     Attributes:
         tma: the operands that TMA loads.
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True)
 class KeyTile:
-    """A tile of keys that a CTA works on.
+    """Describes a tile of keys that a CTA works on.
 
     Attributes:
         tile: its index within its sequence.
@@ -108,7 +108,7 @@ class KeyTile:
 
 @dataclass(frozen=True)
 class QueryHead:
-    """A query head whose tiles of queries visit a tile of keys.
+    """Describes a query head whose tiles of queries visit a tile of keys.
 
     Attributes:
         member: which head of the group it is.
@@ -148,7 +148,7 @@ class QueryHead:
 
 
 class KeyPlace(NamedTuple):
-    """A tile of keys in the order of the tiles.
+    """Describes a tile of keys in the order of the tiles.
 
     Attributes:
         tile: its index within its sequence.
@@ -164,7 +164,7 @@ class KeyPlace(NamedTuple):
 
 
 class KeyTiles(Protocol):
-    """The tiles of keys of a launch, in one order."""
+    """Orders the tiles of keys of a launch."""
 
     def count(self, scalars: Scalars | Sizes) -> Int32:
         """Returns how many tiles a key/value head has; of packed sequences, how many slots."""
@@ -181,7 +181,7 @@ class KeyTiles(Protocol):
 
 @dataclass(frozen=True)
 class EntryKeyTiles:
-    """The tiles of batch entries of one length. Heads come in sections, see `plan.place_in_sections`.
+    """Orders the tiles of batch entries of one length. Heads come in sections, see `plan.place_in_sections`.
 
     Attributes:
         memory: the kernel's shared memory, with its config.
@@ -226,7 +226,7 @@ class EntryKeyTiles:
 
 @dataclass(frozen=True)
 class PackedKeyTiles:
-    """The tiles of packed sequences, from the records of slots: one sequence after the other.
+    """Orders the tiles of packed sequences, from the records of slots: one sequence after the other.
 
     The heads of a sequence come in sections of about as many tiles as run at a time. The tiles in flight then read the
     queries of few heads. CTAs fetch the tiles of a head in ascending order, on which those that add in semaphore order

@@ -27,7 +27,7 @@ from jax_fastattn.kernels.sums.row_preprocess import nonzero
 
 
 class Consumer(Protocol):
-    """A consumer warpgroup, with what it keeps from one tile of keys to the next."""
+    """Emits the code of a consumer warpgroup, and holds what it keeps from one tile of keys to the next."""
 
     def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:
         """Computes all of the warpgroup's part of a tile of keys.
@@ -47,7 +47,7 @@ StartConsumer = Callable[[KernelSpec, BackwardShared, Score, Int32, Int32], Cons
 
 @dataclass(frozen=True, eq=False)
 class KeyStationary:
-    """The part of a kernel that does not depend on whether it computes dq.
+    """Holds the part of a kernel that does not depend on whether it computes dq.
 
     Attributes:
         memory: the kernel's shared memory, with its config.
@@ -68,12 +68,12 @@ class KeyStationary:
 
     @property
     def config(self) -> BackwardConfig:
-        """The variant."""
+        """Returns the variant."""
         return self.memory.config
 
     @property
     def first_producer(self) -> int:
-        """Index of the first warp of the last warpgroup; it loads."""
+        """Returns the index of the first warp of the last warpgroup, which loads."""
         return self.config.threads // 32 - 4
 
     def launch(self, kernel: Any, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:

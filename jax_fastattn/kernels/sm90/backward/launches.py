@@ -38,7 +38,7 @@ class HeadOrders(NamedTuple):
 
 
 class BackwardKernel:
-    """The backward kernels of one compile key."""
+    """Launches the backward kernels of one compile key."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec

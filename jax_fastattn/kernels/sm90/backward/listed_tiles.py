@@ -20,7 +20,7 @@ from jax_fastattn.kernels.visits.visit import Visit
 
 
 class KeyTilePlace(NamedTuple):
-    """A tile of keys of a batch entry.
+    """Describes a tile of keys of a batch entry.
 
     Attributes:
         batch: the batch entry.
@@ -37,7 +37,7 @@ class KeyTilePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyTileList:
-    """What lists say of a tile of keys.
+    """Holds what lists say of a tile of keys.
 
     Attributes:
         config: sizes of the tiles.
@@ -84,7 +84,7 @@ class KeyTileList:
 
 @dataclass(frozen=True)
 class StageBits:
-    """The bits, if there are some, and live queries of an edge tile, where they came with a stage of Q.
+    """Reads the bits, if there are some, and live queries of an edge tile, where they came with a stage of Q.
 
     Attributes:
         config: sizes of the tiles.

@@ -59,12 +59,12 @@ class BackwardProducer:
 
     @property
     def memory(self) -> BackwardMemory:
-        """Shared memory of the kernel, with its config."""
+        """Returns the shared memory of the kernel, with its config."""
         return self.shared.memory
 
     @property
     def loaded_nbytes(self) -> int:
-        """How many bytes features load for a tile of scores."""
+        """Returns how many bytes features load for a tile of scores."""
         config = self.memory.config
         return self.score.loaded_nbytes(config.queries, config.keys)
 
@@ -102,7 +102,7 @@ class BackwardProducer:
 
 @dataclass(frozen=True, eq=False)
 class _HeadTiles:
-    """The tiles of Q and dO of a query head that see a tile of keys.
+    """Loads the tiles of Q and dO of a query head that see a tile of keys.
 
     Attributes:
         producer: what loads them.

@@ -24,7 +24,7 @@ from jax_fastattn.spec import UNBOUNDED
 
 
 class Lane(NamedTuple):
-    """Where a consumer thread is.
+    """Says where a consumer thread is.
 
     Attributes:
         thread: its index in the CTA.
@@ -60,7 +60,7 @@ class QueryMask:
 
     @property
     def config(self) -> BackwardConfig:
-        """The variant."""
+        """Returns the variant."""
         return self.shared.memory.config
 
     def tile(self, work: KeyTile, index: Int32) -> ScoreTile:

@@ -16,7 +16,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class OperandMemory(Generic[Config]):
-    """Shared memory of a CTA that holds tiles of Q, K, V and dO.
+    """Lays out shared memory of a CTA that holds tiles of Q, K, V and dO.
 
     Attributes:
         head_dim: columns of Q and K in shared memory, padded.
@@ -31,25 +31,25 @@ class OperandMemory(Generic[Config]):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The kernel's own regions and barriers."""
+        """Returns the kernel's own regions and barriers."""
         raise NotImplementedError
 
     @cached_property
     def table(self) -> SharedTable:
-        """All regions and barriers."""
+        """Returns all regions and barriers."""
         return SharedTable(self.rows).with_rows(*self.feature_rows)
 
     @property
     def bias_box(self) -> tuple[int, int] | None:
-        """Queries and keys of a box of a bias of pairs; None if there are no stages for it."""
+        """Returns the queries and keys of a box of a bias of pairs; None if there are no stages for it."""
         raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
-        """Bytes to ask for at launch."""
+        """Returns how many bytes to ask for at launch."""
         return self.table.nbytes
 
     @property
     def fits(self) -> bool:
-        """Whether a CTA fits an SM."""
+        """Returns whether a CTA fits an SM."""
         return self.nbytes <= SHARED_MEMORY

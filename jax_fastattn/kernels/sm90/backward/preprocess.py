@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that runs before the other backward kernels: statistics of the rows; for sums of dq, zeros and counters.
+"""The kernels that run before the other backward kernels: statistics of rows; for sums of dq, zeros and counters.
 
 If the gradient of sinks is computed, what each row adds to it is stored too.
 
@@ -46,7 +46,7 @@ _PROLOGUE_WAVES = 3
 
 
 class _Rows(NamedTuple):
-    """`_ROWS` rows of a query head.
+    """Describes `_ROWS` rows of a query head.
 
     Attributes:
         before: index of the head's first row among all rows of all heads.
@@ -88,7 +88,7 @@ class PreprocessKernel:
 
     @property
     def has_background(self) -> bool:
-        """Whether heads are left to `background`."""
+        """Returns whether heads are left to `background`."""
         return self.config.adds_dq
 
     @property

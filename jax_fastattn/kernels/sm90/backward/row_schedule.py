@@ -59,7 +59,7 @@ class HeadOrder(NamedTuple):
 
 
 class DqSchedule(Protocol):
-    """An order of the tiles of queries of the kernel of dq alone, which has a CTA for each."""
+    """Orders the tiles of queries of the kernel of dq alone, which has a CTA for each."""
 
     def order(self, scalars: Scalars) -> HeadOrder:
         """Returns the order of the heads of a launch."""
@@ -76,7 +76,7 @@ class DqSchedule(Protocol):
 
 @dataclass(frozen=True)
 class SectionedTiles:
-    """Tiles of batch entries of one length. Heads come in sections, see `plan.place_in_sections`.
+    """Orders tiles of batch entries of one length. Heads come in sections, see `plan.place_in_sections`.
 
     Attributes:
         rows: rows of a tile.
@@ -110,7 +110,7 @@ class SectionedTiles:
 
 @dataclass(frozen=True)
 class PackedSlots:
-    """Tiles of packed sequences, from the records of slots: all heads of a slot together, the last slot first.
+    """Orders tiles of packed sequences, from the records of slots: all heads of a slot together, the last slot first.
 
     Attributes:
         rows: rows of a tile.
@@ -144,7 +144,7 @@ def dq_schedule(spec: KernelSpec, rows: int) -> DqSchedule:
 
 
 class PreprocessSchedule(Protocol):
-    """Units of rows of which statistics are written, padding included, and tiles of dq, which have a semaphore each."""
+    """Orders units of rows, for statistics, padding included, and tiles of dq, which have a semaphore each."""
 
     def parts(self, order: HeadOrder, scalars: Scalars) -> Int32:
         """Returns how many heads or slots there are, of which all but `order.prologue` are left to `background`.
@@ -193,7 +193,7 @@ class PreprocessSchedule(Protocol):
 
 @dataclass(frozen=True)
 class RowUnits:
-    """Units of batch entries of one length; a part is a key/value head.
+    """Visits units of batch entries of one length; a part is a key/value head.
 
     Attributes:
         rows: rows of a unit, a divisor of `ROW_ALIGNMENT`.
@@ -275,7 +275,7 @@ class RowUnits:
 
 @dataclass(frozen=True)
 class PackedRowUnits:
-    """Units of packed sequences; a part is a slot. It has `ROW_ALIGNMENT` queries, and its heads come together.
+    """Visits units of packed sequences; a part is a slot of `ROW_ALIGNMENT` queries, whose heads come together.
 
     Attributes:
         rows: rows of a unit, a divisor of `ROW_ALIGNMENT`.
@@ -375,8 +375,7 @@ def preprocess_schedule(spec: KernelSpec, rows: int, queries: int) -> Preprocess
 
 
 def dq_tile_index(queries: Span, head: Int64, tile: Int32, rows: int) -> Int64:
-    """Returns the index of a tile of `rows` queries in `dq_semaphore`; `head` is its index in an array `[batch,
-    heads]`."""
+    """Returns the index of a tile of `rows` queries in `dq_semaphore`; `head` indexes an array `[batch, heads]`."""
     return head * (queries.padded_rows(ROW_ALIGNMENT) // rows) + queries.padded(tile, ROW_ALIGNMENT // rows)
 
 

@@ -25,7 +25,7 @@ ONE = wgmma.ONE
 
 @dataclass(frozen=True, eq=False)
 class BackwardShared:
-    """Tiles and barriers of a CTA. The ones for dq exist only in the kernel that computes dq.
+    """Holds the tiles and barriers of a CTA. The ones for dq exist only in the kernel that computes dq.
 
     Attributes:
         memory: the table, with the config.
@@ -84,84 +84,84 @@ class BackwardShared:
 
     @property
     def key_full(self) -> cute.Pointer:
-        """Barrier of K."""
+        """Returns the barrier of K."""
         return self.regions.barriers["key_full"]
 
     @property
     def value_full(self) -> cute.Pointer:
-        """Barrier of V."""
+        """Returns the barrier of V."""
         return self.regions.barriers["value_full"]
 
     @property
     def query_full(self) -> cute.Pointer:
-        """Barriers of the stages of Q that TMA completes."""
+        """Returns the barriers of the stages of Q that TMA completes."""
         return self.regions.barriers["query_full"]
 
     @property
     def query_empty(self) -> cute.Pointer:
-        """Barriers of the stages of Q on which every consumer warp arrives."""
+        """Returns the barriers of the stages of Q on which every consumer warp arrives."""
         return self.regions.barriers["query_empty"]
 
     @property
     def dout_full(self) -> cute.Pointer:
-        """Barriers of the stages of dO that TMA completes."""
+        """Returns the barriers of the stages of dO that TMA completes."""
         return self.regions.barriers["dout_full"]
 
     @property
     def dout_empty(self) -> cute.Pointer:
-        """Barriers of the stages of dO on which every consumer warp arrives."""
+        """Returns the barriers of the stages of dO on which every consumer warp arrives."""
         return self.regions.barriers["dout_empty"]
 
     # The tiles and barriers below are for dq.
 
     @property
     def dscore(self) -> cute.Tensor:
-        """Two buffers of dS, `[64, 64, tile]`."""
+        """Returns two buffers of dS, `[64, 64, tile]`."""
         return self.dq_tiles["dscore"]
 
     @property
     def stats(self) -> cute.Tensor:
-        """The ring of statistics, factors of products: bfloat16 for all operands, `[queries, 16, 2 stage + which]`."""
+        """Returns the ring of statistics as factors: bfloat16 for all operands, `[queries, 16, 2 stage + which]`."""
         return self.dq_tiles["stats"]
 
     @property
     def ones(self) -> cute.Tensor | None:
-        """The left factor of statistics; None if it is in registers."""
+        """Returns the left factor of statistics; None if it is in registers."""
         return self.dq_tiles.get("ones")
 
     @property
     def key_columns(self) -> cute.Tensor:
-        """K of as many columns as dq is computed of at a time: atoms of 64 columns follow each other."""
+        """Returns K, with as many columns as dq is computed of at a time: atoms of 64 columns follow each other."""
         return self.dq_tiles["key_columns"]
 
     @property
     def dscore_full(self) -> cute.Pointer:
-        """Barriers of the buffers of dS on which the consumers arrive."""
+        """Returns the barriers of the buffers of dS on which the consumers arrive."""
         return self.regions.barriers["dscore_full"]
 
     @property
     def dscore_empty(self) -> cute.Pointer:
-        """Barriers of the buffers of dS on which the third warpgroup arrives."""
+        """Returns the barriers of the buffers of dS on which the third warpgroup arrives."""
         return self.regions.barriers["dscore_empty"]
 
     @property
     def added(self) -> cute.Pointer:
-        """Barriers of tiles of dq in flight to which the third warpgroup has added, see `dkdv_dq/dq_atomic.py`."""
+        """Returns barriers of dq tiles in flight to which the third warpgroup has added, see `dkdv_dq/dq_atomic.py`."""
         return self.regions.barriers["added"]
 
     @property
     def counted(self) -> cute.Pointer:
-        """Barriers of tiles of dq in flight that have been counted, see `dkdv_dq/dq_atomic.py`."""
+        """Returns the barriers of tiles of dq in flight that have been counted, see `dkdv_dq/dq_atomic.py`."""
         return self.regions.barriers["counted"]
 
     @property
     def keys_empty(self) -> cute.Pointer:
-        """Barrier on which every warp arrives that uses K."""
+        """Returns the barrier on which every warp arrives that uses K."""
         return self.regions.barriers["keys_empty"]
 
     @property
     def next_tile(self) -> NextTile:
-        """The next tile of keys, by the tile counter."""
+        """Returns the next tile of keys, by the tile counter."""
         return NextTile.of(self.regions)
 
 

@@ -25,7 +25,7 @@ REGISTERS = Registers(208, 88)
 
 @dataclass(frozen=True)
 class DecodeMemory:
-    """Shared memory of a CTA: the ring of K and V, results of the warps, mbarriers.
+    """Lays out the shared memory of a CTA: the ring of K and V, results of the warps, mbarriers.
 
     Attributes:
         head_dim: columns of K in shared memory, padded.
@@ -47,7 +47,7 @@ class DecodeMemory:
 
     @property
     def boxes(self) -> int:
-        """Boxes of a tile."""
+        """Returns how many boxes a tile has."""
         return self.config.keys // self.box_rows
 
     def row_offset(self, row: Any, row_nbytes: int, columns: int) -> Any:
@@ -64,17 +64,17 @@ class DecodeMemory:
 
     @property
     def key_nbytes(self) -> int:
-        """Bytes of a tile of K."""
+        """Returns how many bytes a tile of K has."""
         return self.config.keys * self.head_dim * 2
 
     @property
     def value_nbytes(self) -> int:
-        """Bytes of a tile of V."""
+        """Returns how many bytes a tile of V has."""
         return self.config.keys * self.v_head_dim * 2
 
     @cached_property
     def table(self) -> SharedTable:
-        """Regions and barriers; a tile of K and one of V share the barriers of their stage."""
+        """Returns the regions and barriers; a tile of K and one of V share the barriers of their stage."""
         config = self.config
         return SharedTable(
             (
@@ -93,7 +93,7 @@ class DecodeMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to ask for at launch."""
+        """Returns how many bytes to ask for at launch."""
         return self.table.nbytes
 
     @property

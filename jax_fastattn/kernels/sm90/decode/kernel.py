@@ -28,7 +28,7 @@ from jax_fastattn.kernels.sm90.decode.shared import DecodeShared, TmaSource
 
 
 class DecodeKernel:
-    """The decoding kernels of one compile key."""
+    """Launches the decoding kernels of one compile key."""
 
     def __init__(self, spec: KernelSpec):
         refuse_placed(spec)

@@ -19,7 +19,7 @@ from jax_fastattn.kernels.sm90.decode.shared import DecodeShared
 
 @dataclass(frozen=True)
 class _KeySpan:
-    """The keys of a batch entry from the first one that some query sees. TMA needs no alignment of rows.
+    """Finds the keys of a batch entry from the first one that some query sees. TMA needs no alignment of rows.
 
     Attributes:
         batch: the batch entry.

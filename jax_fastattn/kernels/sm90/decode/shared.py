@@ -20,7 +20,7 @@ from jax_fastattn.kernels.sm90.decode.config import DecodeMemory
 
 @dataclass(frozen=True, eq=False)
 class DecodeShared:
-    """Tiles and barriers in shared memory.
+    """Holds the tiles and barriers in shared memory.
 
     Attributes:
         memory: their layout.
@@ -54,7 +54,7 @@ class DecodeShared:
 
     @property
     def merge(self) -> MergeMemory:
-        """Where the warps merge their results."""
+        """Returns where the warps merge their results."""
         memory = self.memory
         return MergeMemory(memory.config, memory.head_dim, memory.v_head_dim, self.regions.stage("merge", Int32(0)))
 
@@ -65,7 +65,7 @@ class DecodeShared:
 
 @dataclass(frozen=True, eq=False)
 class TmaSource:
-    """A `KeySource`: tiles of the ring that TMA fills.
+    """Reads, as a `KeySource`, tiles of the ring that TMA fills.
 
     Attributes:
         ring: the warp's position in the ring.
@@ -122,8 +122,7 @@ class TmaSource:
         wgmma.release(self.shared.empty + place)
 
     def end(self) -> None:
-        """Waits for the merge before this one: the loader goes on with the next segment, and merges have bytes of their
-        own."""
+        """Waits for the previous merge: the loader goes on with the next segment, and merges have their own bytes."""
         threads = self.shared.memory.config.consumer_threads
         cute.arch.barrier(barrier_id=DecodeBarrier.MERGE.at(), number_of_threads=threads)
 

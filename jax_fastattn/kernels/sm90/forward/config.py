@@ -45,7 +45,7 @@ class ForwardBarrier(NamedBarrier):
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """One variant of the forward kernel.
+    """Describes one variant of the forward kernel.
 
     Attributes:
         warpgroups: consumer warpgroups of 64 query rows each, 1 to 3.
@@ -78,48 +78,48 @@ class ForwardConfig:
 
     @property
     def rows(self) -> int:
-        """Query rows of a CTA."""
+        """Returns how many query rows a CTA has."""
         return WARPGROUP_ROWS * self.warpgroups
 
     @property
     def consumer_threads(self) -> int:
-        """Threads that compute; the producer's follow them."""
+        """Returns how many threads compute; the producer's threads follow them."""
         return 128 * self.warpgroups
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Returns how many threads a CTA has."""
         return self.consumer_threads + (128 if self.moves_registers else 32)
 
     @property
     def slot_rows(self) -> tuple[int, int]:
-        """Queries and keys of the slots of packed sequences, see `tiles/records.py`."""
+        """Returns the queries and keys of the slots of packed sequences, see `tiles/records.py`."""
         return self.rows, self.keys
 
     @property
     def prepass(self) -> PrepassConfig:
-        """The tiles of the prepass for its lists."""
+        """Returns the tiles of the prepass for the lists of the kernel."""
         return PrepassConfig(self.rows, self.keys)
 
     @property
     def tiles(self) -> str:
-        """Query rows x keys of its tiles, in words."""
+        """Returns the query rows x keys of the kernel's tiles, in words."""
         return f"forward {self.rows}x{self.keys}"
 
     @property
     def moves_registers(self) -> bool:
-        """Whether producer warps give registers to consumers; it takes whole warpgroups."""
+        """Returns whether producer warps give registers to consumers; it takes whole warpgroups."""
         return self.blocks == 1 and self.warpgroups > 1
 
     @property
     def registers(self) -> Registers:
-        """Registers of a thread where `moves_registers` holds."""
+        """Returns the registers of a thread where `moves_registers` holds."""
         return _REGISTERS[self.warpgroups]
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Shared memory of a CTA: Q of each warpgroup, the ring of K and V, mbarriers, the next tile.
+    """Lays out the shared memory of a CTA: Q of each warpgroup, the ring of K and V, mbarriers, the next tile.
 
     Attributes:
         head_dim: columns of Q and K in shared memory, padded.
@@ -145,17 +145,17 @@ class SharedMemory:
 
     @property
     def box_rows(self) -> tuple[int, int]:
-        """Rows of a TMA box of Q, and of one of K and of V."""
+        """Returns the rows of a TMA box of Q, and of a box of K and of V."""
         return WARPGROUP_ROWS, self.config.keys
 
     @property
     def bias_box(self) -> tuple[int, int]:
-        """Queries and keys of a box of a bias of pairs."""
+        """Returns the queries and keys of a box of a bias of pairs."""
         return WARPGROUP_ROWS, self.config.keys
 
     @cached_property
     def table(self) -> SharedTable:
-        """Regions and barriers; a stage of the ring holds a tile of K or of V."""
+        """Returns the regions and barriers; a stage of the ring holds a tile of K or of V."""
         config, warps, columns = self.config, 4 * self.config.warpgroups, max(self.head_dim, self.v_head_dim)
         rows: list[Row] = [
             Region("query", WARPGROUP_ROWS * self.head_dim * 2, config.warpgroups, TILE_ALIGNMENT),
@@ -175,12 +175,12 @@ class SharedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to ask for at launch."""
+        """Returns how many bytes to ask for at launch."""
         return self.table.nbytes
 
     @property
     def fits(self) -> bool:
-        """Whether `blocks` CTAs fit an SM together."""
+        """Returns whether `blocks` CTAs fit an SM together."""
         return self.nbytes <= SHARED_MEMORY and self.config.blocks * (self.nbytes + 1024) <= SM_SHARED_MEMORY
 
 

@@ -38,7 +38,7 @@ from jax_fastattn.kernels.visits.visit import Phase, Visit
 
 @dataclass(frozen=True, eq=False)
 class _OwnTile:
-    """A tile of queries as one warpgroup sees it.
+    """Describes a tile of queries as one warpgroup sees it.
 
     Attributes:
         tile: the CTA's tile of queries.

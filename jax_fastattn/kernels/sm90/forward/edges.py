@@ -23,7 +23,7 @@ from jax_fastattn.kernels.visits.visit import Visit
 
 
 class Edge(NamedTuple):
-    """What is known of a key tile before its scores are.
+    """Holds what is known of a key tile before its scores are.
 
     Attributes:
         rows: what becomes of the scores of the lane's two rows.
@@ -39,7 +39,7 @@ class Edge(NamedTuple):
 
 
 class KeyEdges(Protocol):
-    """The edges of the key tiles that a warpgroup visits with a tile of queries, from the last to the first."""
+    """Finds edges of the key tiles that a warpgroup visits with a tile of queries, from the last to the first."""
 
     def first(self, index: Int32) -> Edge:
         """Returns what is known of the first tile that is visited, at a position. It counts as masked."""
@@ -63,7 +63,7 @@ class KeyEdges(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RangeEdges:
-    """Edges of a range of tiles: the limits of the rows say everything.
+    """Finds the edges of a range of tiles: the limits of the rows say everything.
 
     Attributes:
         rows: what becomes of the scores of the lane's two rows.
@@ -89,7 +89,7 @@ class RangeEdges:
 
 @dataclass(frozen=True, eq=False)
 class ListedEdges:
-    """Edges of the tiles of a list.
+    """Finds the edges of the tiles of a list.
 
     Attributes:
         rows: what becomes of the scores of the lane's two rows, without bits.

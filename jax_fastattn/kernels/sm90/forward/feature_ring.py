@@ -18,7 +18,7 @@ from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class LoadedStage(NamedTuple):
-    """A stage that a warpgroup has waited for.
+    """Holds a stage that a warpgroup has waited for.
 
     Attributes:
         rows: what becomes of scores, with what features have loaded.
@@ -31,7 +31,7 @@ class LoadedStage(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FeatureRing:
-    """One side's position in the rings. It emits nothing if no feature loads.
+    """Holds one side's position in the rings. It emits nothing if no feature loads.
 
     Each warpgroup has a ring with its own queries, so that it gives stages back without waiting for others. Stages come
     in the order of key tiles, one for each tile that the CTA visits.

@@ -31,7 +31,7 @@ from jax_fastattn.kernels.sm90.forward.state import Call
 
 
 class ForwardKernel:
-    """The forward kernel of one compile key."""
+    """Launches the forward kernel of one compile key."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec

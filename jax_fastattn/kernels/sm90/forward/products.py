@@ -79,7 +79,7 @@ class ForwardProducts:
 
     @property
     def _fragment_count(self) -> int:
-        """How many fragments of Q stay in registers."""
+        """Returns how many fragments of Q stay in registers."""
         return min(self.call.config.q_in_regs, self.call.memory.head_dim // 16)
 
     def load_query_fragments(self) -> cute.Tensor:

@@ -41,7 +41,7 @@ class _TilePlace(NamedTuple):
 
 
 class ForwardSchedule(Protocol):
-    """An order of the tiles of queries of a launch, and how CTAs share them."""
+    """Orders the tiles of queries of a launch, and shares them among CTAs."""
 
     def blocks(self, scalars: Scalars) -> Int32:
         """Returns how many CTAs a launch has."""
@@ -58,7 +58,7 @@ class ForwardSchedule(Protocol):
 
 @dataclass(frozen=True)
 class HeadTiles:
-    """The tiles of queries of the heads of batch entries of one length.
+    """Orders the tiles of queries of the heads of batch entries of one length.
 
     Attributes:
         rows: rows of a tile.
@@ -233,7 +233,7 @@ class PersistentSections:
 
 @dataclass(frozen=True)
 class HeadSlots:
-    """The tiles of queries of packed sequences, from the records of slots, in one order.
+    """Orders the tiles of queries of packed sequences, from the records of slots.
 
     The last sequence comes first, and the last tile within a sequence. Its heads come in sections of about as many
     tiles as run at a time: the tiles in flight read the keys of few heads. A section has two heads at least, since the

@@ -22,7 +22,7 @@ from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 @dataclass(frozen=True, eq=False)
 class ForwardShared:
-    """Tiles and barriers in shared memory.
+    """Holds the tiles and barriers in shared memory.
 
     Attributes:
         memory: the table, with the config.

@@ -35,7 +35,7 @@ _BLIND = -(2.0**15)
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """What becomes of the scores of a lane's two rows.
+    """Says what becomes of the scores of a lane's two rows.
 
     Attributes:
         score: turns products into logits.
@@ -272,5 +272,5 @@ class OnlineSoftmax:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """Block rows and block columns of the scores."""
+        """Returns how many block rows and block columns the scores have."""
         return 1, cute.size(self.products.scores) // 4

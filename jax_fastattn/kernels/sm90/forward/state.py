@@ -27,7 +27,7 @@ from jax_fastattn.kernels.visits.visit import Edges, Visit
 
 @dataclass(frozen=True)
 class QueryTile:
-    """A tile of queries.
+    """Describes a tile of queries.
 
     Attributes:
         index: which tile of its sequence it is.
@@ -93,12 +93,12 @@ class Call:
 
     @property
     def config(self) -> ForwardConfig:
-        """The variant."""
+        """Returns the variant."""
         return self.memory.config
 
     @property
     def mma_dtype(self) -> str:
-        """The dtype of products as PTX names it."""
+        """Returns the dtype of products as PTX names it."""
         return ptx.MMA_DTYPE[self.spec.product_dtype]
 
     def each_tile(self, visit: Callable[[QueryTile], None]) -> None:
@@ -118,7 +118,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a consumer thread is.
+    """Says where a consumer thread is.
 
     Attributes:
         group: its warpgroup.

@@ -24,7 +24,7 @@ _ITEMS = 2
 
 @dataclass(frozen=True)
 class DbiasConfig(TwoConsumers):
-    """One variant: two consumer warpgroups of 64 queries each, and one warp that loads.
+    """Describes one variant: two consumer warpgroups of 64 queries each, and one warp that loads.
 
     Attributes:
         stages: stages of the ring, each with some columns of Q and K, or of dO and V.
@@ -43,7 +43,7 @@ def chunk_columns(*head_dims: int) -> int:
 
 @dataclass(frozen=True)
 class DbiasMemory(OperandMemory[DbiasConfig]):
-    """Shared memory of a CTA: the ring, statistics and numbers of items, mbarriers; and a region for the bias.
+    """Lays out the shared memory of a CTA: the ring, statistics and words of items, mbarriers, a region for the bias.
 
     `head_dim` and `v_head_dim` are the columns of a stage of the ring.
 
@@ -69,27 +69,27 @@ class DbiasMemory(OperandMemory[DbiasConfig]):
 
     @property
     def box_rows(self) -> tuple[int, int]:
-        """Rows of a TMA box of Q and of dO, and of one of K and of V."""
+        """Returns the rows of a TMA box of Q and of dO, and of a box of K and of V."""
         return WARPGROUP_ROWS, KEYS
 
     @property
     def bias_box(self) -> tuple[int, int]:
-        """Queries and keys of a TMA box of the bias."""
+        """Returns the queries and keys of a TMA box of the bias."""
         return ROWS, KEYS
 
     @property
     def unit(self) -> int:
-        """Bytes of 64 rows of a stage."""
+        """Returns how many bytes 64 rows of a stage have."""
         return WARPGROUP_ROWS * self.head_dim * 2
 
     @property
     def stats_nbytes(self) -> int:
-        """Bytes of a statistic of a tile."""
+        """Returns how many bytes a statistic of a tile has."""
         return ROWS * self.stats_row_nbytes
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Regions and barriers. A stage of the ring has the queries of each warpgroup, then the keys."""
+        """Returns the regions and barriers. A stage of the ring has the queries of each warpgroup, then the keys."""
         count, warps = self.config.stages, self.config.consumer_threads // 32
         return (
             Region("ring", (ROWS + KEYS) // WARPGROUP_ROWS * self.unit, count, TILE_ALIGNMENT),

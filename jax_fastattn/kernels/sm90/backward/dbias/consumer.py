@@ -35,7 +35,7 @@ def _read_lane() -> Lane:
 
 @dataclass(frozen=True, eq=False)
 class DbiasProducts:
-    """The products of a warpgroup.
+    """Holds the products of a warpgroup.
 
     Attributes:
         mma: S and dP, both factors from shared memory.

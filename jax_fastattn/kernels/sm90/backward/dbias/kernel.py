@@ -88,7 +88,7 @@ class DbiasKernel:
 
 @dataclass(frozen=True, eq=False)
 class DbiasLoader:
-    """The warp that loads, and names the items that see something of a tile.
+    """Emits the code of the warp that loads, and that names the items that see something of a tile.
 
     Attributes:
         schedule: the tiles of the CTA.

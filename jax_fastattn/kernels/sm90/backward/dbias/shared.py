@@ -18,7 +18,7 @@ from jax_fastattn.kernels.sums.tiles import KEYS
 
 @dataclass(frozen=True, eq=False)
 class DbiasShared:
-    """Tiles and barriers of a CTA.
+    """Holds the tiles and barriers of a CTA.
 
     Attributes:
         memory: the table.
@@ -68,7 +68,7 @@ class DbiasShared:
 
 
 class Item(NamedTuple):
-    """An item, or the end of the items of a tile.
+    """Describes an item, or the end of the items of a tile.
 
     Attributes:
         stage: where its statistics and its names are.
@@ -81,7 +81,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """One side's position among the items that the producer names, each with its statistics.
+    """Holds one side's position among the items that the producer names, each with its statistics.
 
     Attributes:
         stages: their number.

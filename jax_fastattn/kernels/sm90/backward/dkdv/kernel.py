@@ -77,7 +77,7 @@ class DkdvKernel:
 
 
 class _Result(NamedTuple):
-    """Where a sum goes.
+    """Says where a sum goes.
 
     Attributes:
         target: dk or dv.

@@ -26,7 +26,7 @@ from jax_fastattn.kernels.visits.visit import Edges, Phase
 
 
 class Stages(NamedTuple):
-    """A ring of tiles in shared memory.
+    """Holds a ring of tiles in shared memory.
 
     Attributes:
         tiles: `[rows, columns, stage]`.
@@ -38,7 +38,7 @@ class Stages(NamedTuple):
 
 
 class _LeftStep(NamedTuple):
-    """The left factor of a step of 16 along a product's columns.
+    """Holds the left factor of a step of 16 along a product's columns.
 
     Attributes:
         mma: the product, with its left factor in registers or in shared memory.
@@ -83,7 +83,7 @@ class DkdvState:
 
     @property
     def config(self) -> BackwardConfig:
-        """The variant."""
+        """Returns the variant."""
         return self.shared.memory.config
 
     @property
@@ -94,7 +94,7 @@ class DkdvState:
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """What one of the two warpgroups does for a tile of keys: `product = left right^T`, `sum += factor^T added`.
+    """Emits one warpgroup's work on a tile of keys: `product = left right^T`, `sum += factor^T added`.
 
     Attributes:
         state: what both warpgroups have.

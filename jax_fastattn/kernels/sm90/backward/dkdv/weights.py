@@ -105,6 +105,5 @@ class WeightExchange:
         return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
 
     def _address(self, stage: Int32, pair: int) -> Int32:
-        """Returns the address of a chunk of four of the lane's pairs of weights; the threads' chunks follow each
-        other."""
+        """Returns the address of four of the lane's pairs of weights; the next thread's four pairs follow."""
         return self.shared.regions.stage("weights", stage) + self.thread % 128 * 16 + pair // 4 * 2048

@@ -84,7 +84,7 @@ class DkdvDqConsumer:
 
     @property
     def config(self) -> BackwardConfig:
-        """The variant."""
+        """Returns the variant."""
         return self.shared.memory.config
 
     def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:

@@ -24,7 +24,7 @@ from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 
 
 class DqReduce(Protocol):
-    """What the warps of a CTA do for dq, for one tile of keys after the other.
+    """Emits what the warps of a CTA do for dq, for one tile of keys after the other.
 
     For a tile of keys the loader waits, the third warpgroup accumulates and finishes, and the counting warps prepare
     and count. All of them run at the same time.
@@ -61,7 +61,7 @@ class DqReduce(Protocol):
 
 @dataclass(frozen=True)
 class DqCounters:
-    """The counters of a launch, one for each tile of dq and one for each head, and the loop over the tiles of a stage.
+    """Finds the counters of a launch, one for each tile of dq and one for each head; loops over the tiles of a stage.
 
     Attributes:
         queries: rows of a tile of dq.

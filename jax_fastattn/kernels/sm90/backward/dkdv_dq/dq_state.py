@@ -24,7 +24,7 @@ from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
 
 class Chunk(NamedTuple):
-    """A part of a tile of dq.
+    """Describes a part of a tile of dq.
 
     Attributes:
         row_block: its block of 64 rows.
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
 
 class DqPlace(NamedTuple):
-    """A tile of dq of a query head.
+    """Describes a tile of dq of a query head.
 
     Attributes:
         head: query head of its batch entry.
@@ -50,7 +50,7 @@ class DqPlace(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Where the rows of a tile of dq are.
+    """Says where the rows of a tile of dq are.
 
     Attributes:
         first: its first row, counted from the first one of the sequence.
@@ -63,7 +63,7 @@ class TileRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TileCursor:
-    """A tile of dq that loops carry, the same in all lanes.
+    """Holds a tile of dq that loops carry, the same in all lanes.
 
     Attributes:
         position: the query head of its batch entry, and the position of the tile in the visit.
@@ -117,7 +117,7 @@ class TileCursor:
 
 @dataclass(frozen=True, eq=False)
 class CountingWarp:
-    """A warp that counts the tiles of one stage.
+    """Describes a warp that counts the tiles of one stage.
 
     Attributes:
         stage: the stage; negative in a warp that does not count.
@@ -140,7 +140,7 @@ class CountingWarp:
 
 @dataclass(frozen=True, eq=False)
 class DqWarpgroup:
-    """What the third warpgroup keeps from one tile of keys to the next, and its product dQ = dS K.
+    """Holds what the third warpgroup keeps from one tile of keys to the next, and its product dQ = dS K.
 
     dq_accum is float32 in the order of wgmma's accumulators: every lane adds 16 bytes at a time next to those of its
     neighbors.
@@ -218,7 +218,7 @@ class DqWarpgroup:
 
     @property
     def queries(self) -> int:
-        """Rows of a tile of dq."""
+        """Returns how many rows a tile of dq has."""
         return self.shared.memory.config.queries
 
     def chunks(self) -> list[Chunk]:

@@ -34,7 +34,7 @@ from jax_fastattn.kernels.visits.visit import Phase, Visit
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Statistics of a query row, see `gradient.py`.
+    """Holds the statistics of a query row, see `gradient.py`.
 
     Attributes:
         lse2: the log-sum-exp, in base 2.
@@ -46,7 +46,7 @@ class RowStatistics:
 
 
 class _ListedEdge(NamedTuple):
-    """What is known of a masked tile of a list before its scores are.
+    """Holds what is known of a masked tile of a list before its scores are.
 
     Attributes:
         entry: the tile's entry in its list.
@@ -127,7 +127,7 @@ class DqConsumer:
 
     @property
     def config(self) -> DqConfig:
-        """The variant."""
+        """Returns the variant."""
         return self.shared.memory.config
 
     def run(self) -> None:

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.visits.visit import Edges, Visit
 
 @dataclass(frozen=True)
 class DqTile:
-    """A tile of queries.
+    """Describes a tile of queries.
 
     Attributes:
         index: which tile of its sequence it is.
@@ -78,5 +78,5 @@ class DqTile:
 
     @property
     def score_head(self) -> Head:
-        """Which scores its rows have."""
+        """Returns which scores its rows have."""
         return Head(self.queries.batch, self.head)
