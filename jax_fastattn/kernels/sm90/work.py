@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
         Args:
             tile: index of the tile within the head.
-            index: the head.
+            index: index of the head.
         """
         batch, head = index // scalars.num_heads, index % scalars.num_heads
         sequence = Sequence.of_entry(spec, batch, buffers, scalars)

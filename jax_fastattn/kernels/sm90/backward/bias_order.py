@@ -17,7 +17,7 @@ def entries_together(spec: KernelSpec, scalars: Scalars) -> Int32 | None:
     if not spec.matrix_bias:
         return None
     row_nbytes = scalars.bias_pitch * (2 * spec.bias_terms)
-    # The planes have more rows than fit.
+    # A bias is large if its planes have more rows than `RESIDENT_BIAS` holds.
     is_large = scalars.query_length > RESIDENT_BIAS // row_nbytes // scalars.bias_planes
     entries = ptx.where(is_large, scalars.batch, Int32(1))
     return ptx.where(scalars.bias_batch == 0, entries, Int32(1))

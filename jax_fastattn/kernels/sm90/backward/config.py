@@ -56,7 +56,7 @@ class BackwardConfig:
         kv_in_regs: how many fragments of 16 columns of K, or of V, a warpgroup of `dkdv/` keeps in registers. For the
             others its product reads both factors from shared memory, whose bytes are the limit there.
         shared_ones: whether the factor of ones that adds statistics to products lies in shared memory, for want of
-            registers. Else those products read one factor less from there.
+            registers. Else these products read one factor less from there.
         interleaves_heads: whether the query heads of a group visit a tile of queries one after the other, and then all
             of them the next one; else a head visits all its tiles before the next head does. Only the kernel that
             computes dq does so. CTAs that add in one order then have one pace: one that visits few tiles of each head
@@ -214,7 +214,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
     def _dq_regions(self) -> list[Row]:
         """Returns two buffers of dS, statistics as factors, each followed by as many zeros, and maybe ones."""
         config = self.config
-        # dS is tiles [64, 64]: query halves fastest, then 64 keys each. Ones are [64 keys, 16].
+        # dS has tiles [64, 64]: query halves vary fastest, then blocks of 64 keys. Ones are [64 keys, 16].
         regions: list[Row] = [
             Region("dscore", config.keys * config.queries * 2, 2, TILE_ALIGNMENT),
             Region("stats", 2 * self.stats_nbytes, 2 * config.stages, TILE_ALIGNMENT),
@@ -321,7 +321,7 @@ def _has_register(spec: KernelSpec) -> bool:
 
 
 def _with_most_stages(spec: KernelSpec, config: BackwardConfig) -> BackwardConfig:
-    """Returns a variant with as many stages as fit, up to those that it has."""
+    """Returns a variant with as many stages as fit, up to the number that it has."""
     configs = [replace(config, stages=stages) for stages in range(config.stages, 0, -1)]
     return next((x for x in configs if BackwardMemory.of(spec, x).fits), configs[-1])
 
@@ -329,8 +329,8 @@ def _with_most_stages(spec: KernelSpec, config: BackwardConfig) -> BackwardConfi
 def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the scratch arrays by name: statistics and, if dq is added up, its sums and counters.
 
-    Where dq is added up a statistic has eight bfloat16, in the place of four float32. Of packed sequences, whose number
-    is the batch, each has whole slots of rows.
+    Where dq is added up a statistic has eight bfloat16, in the place of four float32. Each of the packed sequences,
+    whose number is the batch, has whole slots of rows.
     """
     heads, rows = (batch, num_heads), padded_rows(query_length)
     if spec.packed:

@@ -38,7 +38,7 @@ class SharedRows:
         live, first = work.bounds.live_keys(), work.row + group * WARPGROUP_ROWS
 
         def operands() -> list[tuple[Int32, int]]:
-            group = ptx.thread_index() // 128  # read anew, as in `zero_hidden_rows`
+            group = ptx.thread_index() // 128  # It is read anew, as in `zero_hidden_rows`.
             return [
                 (self.shared.regions.stage(name, group), columns)
                 for name, columns in (("key", memory.head_dim), ("value", memory.v_head_dim))
@@ -60,7 +60,7 @@ class SharedRows:
 
         def zero() -> None:
             live = listed.entries.live_rows()
-            group = ptx.thread_index() // 128  # read anew, as in `zero_hidden_rows`
+            group = ptx.thread_index() // 128  # It is read anew, as in `zero_hidden_rows`.
             own = [ptx.where(group == 0, live[i], live[i + 2]) for i in range(2)]
             operands = [
                 (self.shared.regions.stage(name, group), columns)

@@ -31,7 +31,7 @@ from jax_fastattn.kernels.visits.lists import TileBits
 from jax_fastattn.kernels.visits.visit import Edges, Visit, mask_past_end
 
 # Where CTAs add in one order, the heads of a section have this many bytes of Q, dO and sums of dq, by whether the
-# window is one-sided. With fewer heads CTAs wait for those before them; with more, L2 does not hold the rows until the
+# window is one-sided. With fewer heads CTAs wait for earlier ones; with more, L2 does not hold the rows until the
 # next tile of keys.
 SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
 
@@ -61,7 +61,7 @@ class KeyTile:
 
     Attributes:
         tile: its index within its sequence.
-        key_tiles: tiles of a key/value head; of packed sequences slots.
+        key_tiles: tiles of a key/value head; for packed sequences its slots.
         place: the place of the key/value head in the order of heads.
         row: its first key, counted from the first one of the sequence.
         queries: rows of the queries of its sequence.
@@ -167,7 +167,7 @@ class KeyTiles(Protocol):
     """Orders the tiles of keys of a launch."""
 
     def count(self, scalars: Scalars | Sizes) -> Int32:
-        """Returns how many tiles a key/value head has; of packed sequences, how many slots."""
+        """Returns how many tiles a key/value head has, or for packed sequences how many slots."""
         ...
 
     def order(self, scalars: Scalars) -> HeadOrder:
@@ -229,7 +229,7 @@ class PackedKeyTiles:
     """Orders the tiles of packed sequences, from the records of slots: one sequence after the other.
 
     The heads of a sequence come in sections of about as many tiles as run at a time. The tiles in flight then read the
-    queries of few heads. CTAs fetch the tiles of a head in ascending order, on which those that add in semaphore order
+    queries of few heads. CTAs fetch the tiles of a head in ascending order, on which CTAs that add in semaphore order
     rely.
 
     Attributes:
@@ -302,7 +302,7 @@ class KeySchedule:
         In that case the producer, which alone `fetches` tiles, fetches the next one for all of the CTA. `tile_counter`
         says which.
 
-        No CTA waits for ever, however few CTAs run and however many tiles there are. Work on a tile waits for work on
+        No CTA waits forever, however few CTAs run and however many tiles there are. Work on a tile waits for work on
         tiles that are earlier in the order: for zeros of sums, which come with an earlier section of heads, or for a
         turn, which comes after earlier tiles of the same head (`plan.place_in_sections`). CTAs that run fetch tiles in
         order, and a CTA finishes a tile before it begins the next one that it has fetched. So the earliest unfinished

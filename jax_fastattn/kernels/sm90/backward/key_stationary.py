@@ -33,7 +33,6 @@ class Consumer(Protocol):
         """Computes all of the warpgroup's part of a tile of keys.
 
         Args:
-            work: the tile.
             phase: phase of the barriers of K and V.
             buffers: dk and dv, to which it stores.
             scale: factor on dk.

@@ -23,10 +23,10 @@ class KeyTilePlace(NamedTuple):
     """Describes a tile of keys of a batch entry.
 
     Attributes:
-        batch: the batch entry.
-        kv_head: the key/value head.
+        batch: index of the batch entry.
+        kv_head: index of the key/value head.
         kv_heads: how many there are.
-        tile: the tile.
+        tile: index of the tile.
     """
 
     batch: Int32

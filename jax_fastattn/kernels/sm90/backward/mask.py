@@ -72,7 +72,6 @@ class QueryMask:
         """Returns what the bits of a tile of a list hide, or which keys are dead if these say everything.
 
         Args:
-            head: the query head.
             index: position of the tile.
             stage: the stage of Q with which the bits came.
             first: whether the tile, the first one of the visit, may be full. It has no bits then.
@@ -113,7 +112,7 @@ class QueryMask:
         first = window.query_limits(work.row - tile * self.config.queries)
         row, column = self.row, self.column
         if not head.score.is_affine or self.config.adds_dq:
-            # Registers would spill here, so that a masked tile reads the thread's index anew.
+            # Registers would spill here, so a masked tile reads the thread's index anew.
             lane = read_lane(self.config)
             row, column = lane.row, lane.column
         result = []

@@ -166,7 +166,7 @@ class PreprocessKernel:
                 self._zero_accum(buffers, first_row, lane, place < order.prefetch_distance * group)
 
             if cutlass.const_expr(self.spec.packed):
-                # Else no tile owns the slot.
+                # No tile owns a slot whose sequence has no queries.
                 cutlass.if_generate(work.sequence.queries.length > 0, write)
             else:
                 write()

@@ -27,11 +27,11 @@ class HeadOrder(NamedTuple):
 
     Attributes:
         heads: number of heads of all batch entries.
-        section: how many are begun together, see `plan.section`; of packed sequences how many tiles of keys.
+        section: how many are begun together, see `plan.section`; for packed sequences how many tiles of keys.
         prefetch_distance: distance from the head that a CTA works on to the head whose sums it zeroes; None for dq
             alone, like `prologue`.
-        prologue: how many have their statistics written before the key-stationary kernel begins; of packed sequences
-            how many slots of queries have, of all heads.
+        prologue: how many have their statistics written before the key-stationary kernel begins; for packed sequences
+            how many slots of queries of all heads have them written.
         sharing: how many batch entries have heads that come next to each other, since they share a bias that L2 does
             not hold; None where there is no such bias. Sections, and what is begun first, are counted in places.
     """

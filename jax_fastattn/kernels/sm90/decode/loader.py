@@ -22,7 +22,7 @@ class _KeySpan:
     """Finds the keys of a batch entry from the first one that some query sees. TMA needs no alignment of rows.
 
     Attributes:
-        batch: the batch entry.
+        batch: index of the batch entry.
         first: the first key; None if that is the first one of the entry.
     """
 

@@ -146,7 +146,7 @@ class ForwardConsumer:
         return ListedEdges.start(rows, tile, visit, tile.bits, self.operands, self.ring)
 
     def _visit(self, own: _OwnTile) -> None:
-        """Visits the warpgroup's key tiles, from the last to the first, between those that only others see."""
+        """Visits the warpgroup's key tiles, from the last to the first, between the tiles that only others see."""
         visit, union, overlap = own.visit, own.tile.visit, self.call.config.overlap_qk_pv
         last = visit.end - 1
         step = self._overlapped_tile if overlap else self._tile

@@ -66,7 +66,6 @@ class SharedOperands:
         """Zeroes the rows of V that no query sees. Every warpgroup does so for itself.
 
         Args:
-            tile: the tile of queries.
             index: position of the key tile.
             stage: waits for V and returns its stage; called if there is something to zero.
         """
@@ -85,7 +84,6 @@ class SharedOperands:
         """Zeroes the rows of V that no query of the tile sees, if there are some. Every warpgroup does so for itself.
 
         Args:
-            tile: the tile of queries.
             entry: the key tile's entry in its list.
             stage: waits for V and returns its stage; called if there is something to zero.
         """

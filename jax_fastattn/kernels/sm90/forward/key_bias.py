@@ -33,7 +33,6 @@ def copy_with_keys(call: Call, shared: ForwardShared, tile: QueryTile, copy_key:
     """Returns a function that copies a tile of K with its bias, and how many bytes these are.
 
     Args:
-        tile: the tile of queries.
         copy_key: copies K.
     """
     keys, nbytes = call.config.keys, call.config.keys * call.memory.head_dim * 2

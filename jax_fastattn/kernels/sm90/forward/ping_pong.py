@@ -16,7 +16,7 @@ class PingPong:
     """Emits the turns in which the warpgroups issue their products; emits nothing if there are no turns.
 
     Attributes:
-        group: the warpgroup.
+        group: index of the warpgroup.
     """
 
     config: ForwardConfig

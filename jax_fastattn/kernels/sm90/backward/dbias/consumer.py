@@ -75,7 +75,7 @@ class DbiasConsumer:
     Attributes:
         schedule: the tiles of the CTA.
         score: turns products into probabilities.
-        group: the warpgroup.
+        group: index of the warpgroup.
         ring: its position in the ring.
         items: its position among the items.
         bias_phase: phase of the barrier of the bias.
@@ -108,7 +108,7 @@ class DbiasConsumer:
     ) -> "DbiasConsumer":
         """Returns the role with its registers."""
         products = DbiasProducts.start(shared)
-        # Elsewhere registers would spill.
+        # In other variants registers would spill.
         joins_lse = spec.bias_terms == 1 and not spec.listed and spec.head_dim <= 128
         return cls(
             spec=spec,

@@ -11,7 +11,7 @@ The bias of the tile is loaded once. Q and K, and then dO and V, pass through on
 any head dim fits. Items whose tile is hidden are left out. There are no atomics and no sums in memory, so that every
 run gives the same bits. CTAs walk through tiles, and the loads for the next tile run while this one is stored.
 
-Of a bias of rows, which kernels differentiate under a soft cap alone, a tile is 128 queries of a head, and its items
+For a bias of rows, which kernels differentiate under a soft cap alone, a tile is 128 queries of a head, and its items
 are the tiles of their keys. A row has three sums (`tile_sums.RowSums`).
 
 Rows that see nothing need no zeros: what they hold reaches their own pairs only, which are selected away. The kernel
@@ -106,7 +106,7 @@ class DbiasLoader:
 
     def run(self) -> None:
         """Loads everything for all tiles of the CTA."""
-        # Bulk copies load statistics, which the kernels before this one have stored.
+        # The fence is for bulk copies: they load statistics, which earlier kernels have stored.
         cute.arch.fence_proxy("async.global")
         ring, items, bias_phase = self.shared.ring(), self.shared.items(), wgmma.Uniform(Int32(1))
 
@@ -130,7 +130,7 @@ class DbiasLoader:
                 cutlass.if_generate(kind != HIDDEN, lambda: load(first + i, kind, told))
 
             def visit_some(i: Int32) -> None:
-                # A lane looks at an item for the others.
+                # Each lane looks at one item for the others.
                 first = tile.begin + 32 * i
                 looks = self._look(tile, first + (ptx.thread_index() & 31))
                 wgmma.loop(Int32(cutlass.min(tile.end - first, 32)), lambda i: visit(first, looks, i))

@@ -36,7 +36,7 @@ class DkdvDqConsumer:
 
     Attributes:
         thread: index of this thread in the CTA.
-        group: the warpgroup.
+        group: index of the warpgroup.
         warp: index of this warp in the warpgroup.
         score: turns products into probabilities.
         stage: stage and phase of the rings of Q and dO, which move alike.

@@ -87,7 +87,7 @@ class DqCounters:
 
         def wait() -> None:
             ptx.wait_global(counter, work.key_tiles * zeroing_warps + 1)
-            # Bulk copies load statistics.
+            # The fence is for bulk copies, which load statistics.
             cute.arch.fence_proxy("async.global")
 
         cutlass.if_generate(work.place >= work.order.prefetch_distance, wait)

@@ -63,7 +63,7 @@ class DqSemaphore:
 
         def wait() -> None:
             ptx.wait_global(counter, left)
-            # Bulk copies load statistics.
+            # The fence is for bulk copies, which load statistics.
             cute.arch.fence_proxy("async.global")
 
         cutlass.if_generate(left > 0, wait)

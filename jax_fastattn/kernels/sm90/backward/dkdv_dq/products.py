@@ -73,7 +73,7 @@ class DkdvDqProducts:
 
         Args:
             thread: index of this thread in the CTA.
-            group: the warpgroup.
+            group: index of the warpgroup.
         """
         dtype, memory, config = shared.query.element_type, shared.memory, shared.memory.config
         score_mma = wgmma.product(dtype, config.queries, a_in_registers=False, b_transposed=False)

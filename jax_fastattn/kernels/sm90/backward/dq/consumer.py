@@ -66,7 +66,7 @@ class DqConsumer:
         score: turns products into probabilities.
         ring: the warpgroup's position in the ring.
         key_stage: register `[1]` with the stage of K whose dS is the left factor of dQ.
-        group: the warpgroup.
+        group: index of the warpgroup.
         thread: index of this thread in the warpgroup.
         row: the lane's first row, counted from the CTA's first row; the other one is 8 rows below.
         lane_column: the lane's first column of an accumulator.
