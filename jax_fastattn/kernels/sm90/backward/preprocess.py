@@ -166,7 +166,7 @@ class PreprocessKernel:
                 self._zero_accum(buffers, first_row, lane, place < order.prefetch_distance * group)
 
             if cutlass.const_expr(self.spec.packed):
-                # No tile owns a slot whose sequence has no queries.
+                # The length is 0 in a slot that no tile owns.
                 cutlass.if_generate(work.sequence.queries.length > 0, write)
             else:
                 write()

@@ -108,7 +108,7 @@ class DbiasConsumer:
     ) -> "DbiasConsumer":
         """Returns the role with its registers."""
         products = DbiasProducts.start(shared)
-        # In other variants registers would spill.
+        # For other compile keys registers would spill.
         joins_lse = spec.bias_terms == 1 and not spec.listed and spec.head_dim <= 128
         return cls(
             spec=spec,

@@ -142,8 +142,8 @@ class CountingWarp:
 class DqWarpgroup:
     """Holds what the third warpgroup keeps from one tile of keys to the next, and its product dQ = dS K.
 
-    dq_accum is float32 in the order of wgmma's accumulators: every lane adds 16 bytes at a time next to those of its
-    neighbors.
+    dq_accum is float32 in the order of wgmma's accumulators: every lane adds 16 bytes at a time next to the bytes of
+    its neighbors.
 
     Attributes:
         mma: the product dS K.
