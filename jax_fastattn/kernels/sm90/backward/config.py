@@ -303,7 +303,7 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads)
     if largest <= 64 and spec.folds_lse and not spec.cost.score_nbytes:
         return replace(config, queries=128)
-    # Slopes of a function of logits wait in registers; with the registers of ones, some would spill over head dim 96.
+    # Slopes of a function of logits wait in registers; over head dim 96, with the registers of ones, some would spill.
     config = replace(config, shared_ones=not spec.folds_lse and largest > 96)
     if not spec.cost.score_nbytes:
         return config
