@@ -67,8 +67,6 @@ def key_section(
     """Returns how many key/value heads are a section of a launch whose CTAs work on tiles of keys.
 
     Args:
-        spec: the compile key.
-        scalars: of the launch.
         key_tiles: tiles of a head.
         running: CTAs that run at a time.
         most_rows: rows of queries of a section if CTAs add in semaphore order, see `plan.section_rows`.
@@ -108,7 +106,7 @@ class Rows(NamedTuple):
         """Returns whether a row of the tile may be read."""
         if self.begin is None:
             return Boolean(row < self.end)
-        # Rows before the first one wrap around: one comparison, and one register less, than two.
+        # Rows before the first one wrap around: this takes one comparison, and one register less, than two comparisons.
         return Boolean(Uint32(row - self.begin) < Uint32(self.end - self.begin))
 
 
@@ -118,7 +116,7 @@ class LiveRows(NamedTuple):
     Attributes:
         live: a bit for each row, in words of 32.
         rows: of the tile.
-        end: rows from there on may not be read, whatever their bit.
+        end: rows from there on may not be read, even if their bit is set.
     """
 
     live: list[Int32]
@@ -284,6 +282,6 @@ def bounds(
 def moved(bounds: plan.Bounds) -> plan.Bounds:
     """Returns bounds in registers of their own, for a live range needed outside of the loops over tiles.
 
-    Of the registers that the loops use, the compiler computes parts of the range in each of their steps.
+    If the range used the registers of the loops, the compiler would compute parts of it in each of their steps.
     """
     return bounds.map(lambda x: ptx.move(Int32(x)))

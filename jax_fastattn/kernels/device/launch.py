@@ -29,7 +29,7 @@ class Launch:
         shared_bytes: dynamic shared memory of a CTA.
         tma: boxes that the kernel loads.
         min_blocks: CTAs that must fit on an SM together; 0 leaves the registers of a thread to ptxas.
-        begins_early: whether CTAs may begin when those of the launch before it allow that, else when these have ended.
+        begins_early: whether CTAs may begin when the CTAs of the launch before allow it, else when these have ended.
     """
 
     kernel: Callable[..., Any]
@@ -58,10 +58,8 @@ class Launch:
 
         Args:
             kernel: a method that is a `cute.kernel`.
-            spec: the compile key.
             memory: shared memory of a CTA.
             arguments: see the attribute; the first one is the buffers.
-            scalars: of the call.
             grid: number of CTAs.
             begins_early: see the attribute.
             min_blocks: see the attribute.

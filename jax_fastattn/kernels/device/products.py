@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Words of a product: what numbers become that leave an accumulator for the next product, or for memory.
+"""Words of a product: what the numbers of an accumulator become for the next product, or for memory.
 
 Accumulators are float32. P, dS, the weights between them and results are made into words here and nowhere else. Two
 neighbors of an accumulator, elements 2 i and 2 i + 1, are pair i. Operands in memory are words already.
 
-`Words` is what a kernel asks. `Native` is its one final: two numbers of 16 bits a word, one product for each.
+`Words` is what a kernel asks. `Native` is its one implementation: two numbers of 16 bits a word, one product for each.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jax_fastattn.kernels.key import KernelSpec
 
 
 class LeftFactor(Protocol):
-    """The left factor of a warpgroup's product, in registers. Its pairs are those of an accumulator."""
+    """The left factor of a warpgroup's product, in registers. Its pairs are the pairs of an accumulator."""
 
     def put(self, pair: int, word: Int32) -> None:
         """Sets a pair."""
@@ -83,12 +83,11 @@ class Words(Protocol):
 @final
 @dataclass(frozen=True, eq=False)
 class NativeFactor:
-    """A left factor of which a register has a pair.
+    """A left factor with one pair in each register.
 
     Attributes:
-        product: the product.
-        fragment: its registers.
-        words: the same, by pairs.
+        fragment: the registers of the factor.
+        words: the same registers, by pairs.
     """
 
     product: cute.TiledMma

@@ -15,7 +15,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 Registers = list[Int32]
 
-# The names of 16-bit types in instructions.
+# Instructions call 16-bit types by these names.
 MMA_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
 
 _RETURN = {"f": (T.f32, Float32), "r": (T.i32, Int32), "l": (T.i64, Int64)}
@@ -180,10 +180,10 @@ def wait_barrier(address: Int32, phase: Int32, *, loc: Any = None, ip: Any = Non
 
 @dsl_user_op
 def sync_apart(barrier: Any = 0, threads: int | None = None, *, loc: Any = None, ip: Any = None) -> None:
-    """Waits at a barrier of so many threads (default: all), which may come to different instructions of this kind.
+    """Waits at a barrier of `threads` threads (default: all), which may come to different instructions of this kind.
 
-    `cute.arch.barrier` and `cute.arch.sync_threads` emit bar.sync, an aligned barrier: with it PTX is promised that all
-    come to one and the same instruction.
+    `cute.arch.barrier` and `cute.arch.sync_threads` emit bar.sync, an aligned barrier: PTX may then assume that all
+    threads come to one and the same instruction.
     """
     count = "" if threads is None else f", {threads}"
     _asm(f"barrier.sync $0{count};", "", "r", [Int32(barrier)], True, loc, ip)
@@ -209,7 +209,7 @@ def store_global_byte(address: Int64, value: Int32, *, loc: Any = None, ip: Any 
 
 @dsl_user_op
 def bits(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Returns the bits of a float32. Those of one sign are ordered like their magnitudes, NaN the last."""
+    """Returns the bits of a float32. Within one sign, they are ordered like the magnitudes, with NaN last."""
     return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
@@ -240,7 +240,7 @@ def load_global(address: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
 
 @dsl_user_op
 def any_of(barrier: Int32, threads: int, x: Boolean, *, loc: Any = None, ip: Any = None) -> Boolean:
-    """Waits at a named barrier for so many threads, and returns whether x is true in one of them."""
+    """Waits at a named barrier for `threads` threads, and returns whether x is true in one of them."""
     text = (
         "{\n.reg .pred own, any;\nsetp.ne.s32 own, $2, 0;\n"
         f"barrier.cta.red.or.pred any, $1, {threads}, own;\nselp.s32 $0, 1, 0, any;\n}}"
@@ -352,9 +352,9 @@ def load_shared(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 def fetch_add_global(address: Int64, value: Int32, order: str, *, loc: Any = None, ip: Any = None) -> Int32:
     """Adds to 4 bytes of global memory atomically and returns what was there.
 
-    `order` is "relaxed"; "release", by which what this thread knows to be written comes before, in the eyes of whoever
-    acquires the sum; or "acq_rel", by which it also sees what others have released so. A release waits for all that the
-    SM has written, the rest for nothing.
+    `order` is "relaxed"; "release", which makes all writes that this thread knows of visible to a thread that acquires
+    the sum; or "acq_rel", by which it also sees what others have released so. A release waits for all that the SM has
+    written, the rest for nothing.
     """
     return _asm(f"atom.{order}.gpu.global.add.s32 $0, [$1], $2;", "r", "lr", [address, value], True, loc, ip)
 

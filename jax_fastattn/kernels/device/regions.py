@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from jax_fastattn.kernels.device.layout import padded
 
-# Named barriers that a CTA has.
+# A CTA has this many named barriers.
 _NAMED_BARRIERS = 16
 
 
@@ -29,7 +29,7 @@ class Region:
     """Bytes in shared memory, once for each stage.
 
     Attributes:
-        name: differs from that of every other row of a table.
+        name: differs from the name of every other row of a table.
         nbytes: bytes of a stage.
         count: stages.
         align: every stage starts at a multiple of this many bytes.
@@ -53,7 +53,7 @@ class Barriers:
     """Mbarriers.
 
     Attributes:
-        name: differs from that of every other row of a table.
+        name: differs from the name of every other row of a table.
         count: number of barriers.
         arrive_count: number of arrivals that each of them is initialized with.
     """
@@ -153,7 +153,7 @@ class SharedTable:
 class NamedBarrier(Enum):
     """Base of the named barriers of a kernel: each member is the first number, and how many there are.
 
-    Number 0 is that of the whole CTA, which `cute.arch.sync_threads` uses.
+    Number 0 belongs to the whole CTA: `cute.arch.sync_threads` uses it.
     """
 
     def __init__(self, first: int, count: int):

@@ -18,7 +18,7 @@ class ResultRow(NamedTuple):
     """What a row of an accumulator becomes when it is stored.
 
     Attributes:
-        live: whether the row has a result; otherwise zeros are stored, whatever the accumulator holds.
+        live: whether the row has a result; otherwise zeros are stored, no matter what the accumulator holds.
         factor: multiplies the result; None for 1.
     """
 
@@ -27,7 +27,7 @@ class ResultRow(NamedTuple):
 
     def value(self, x: Float32) -> Float32:
         """Returns what an element of the row is stored as."""
-        # A select, not a product: an element of a row without a result can be NaN.
+        # It is a select, not a product: an element of a row without a result can be NaN.
         return ptx.where(self.live, self._scaled(x), Float32(0.0))
 
     def pair(self, x: Float32, y: Float32, words: Words) -> Int32:
@@ -39,7 +39,7 @@ class ResultRow(NamedTuple):
 
 
 def strided(first: Int64, stride: Int64) -> Callable[[Int32], Int64]:
-    """Returns the byte addresses of rows, given that of row 0 and the bytes from one row to the next."""
+    """Returns the byte addresses of rows, given the address of row 0 and the bytes from one row to the next."""
     return lambda row: first + Int64(row) * stride
 
 
@@ -50,7 +50,7 @@ class RowStore:
     Attributes:
         address: returns the byte address of a row.
         columns: columns to store, a multiple of 8.
-        row: the lane's first row; the other one is 8 further.
+        row: the lane's first row; the other one is 8 rows below.
         end: rows from there on are not stored.
         quad_lane: index of the lane among the four that share its rows.
         words: what elements are stored as.
@@ -67,7 +67,6 @@ class RowStore:
         """Stores an accumulator `[64, padded columns]`; all lanes call it.
 
         Args:
-            acc: the accumulator.
             rows: what the lane's rows become; each is taken just before its stores.
         """
         for i, result in enumerate(rows):

@@ -85,8 +85,8 @@ class Span(Protocol):
     def padded_row(self, head: Int64, alignment: int, row: Int32 | None = None) -> Int64:
         """Returns the index of a row, or of the head's first one, in an array `[batch, heads, padded rows]`.
 
-        `head` is the index of the head in an array `[batch, heads]`. Of packed sequences, the head's first row is that
-        of all sequences.
+        `head` is the index of the head in an array `[batch, heads]`. In packed sequences, the head's first row is the
+        first row of all sequences.
         """
         ...
 
@@ -236,7 +236,7 @@ class Sequence:
 
     @classmethod
     def of_entry(cls, spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> "Sequence":
-        """Returns those of a batch entry."""
+        """Returns the queries and the keys of a batch entry."""
         bounds = functools.partial(copies.entry_bounds, spec, batch, buffers, scalars)
         return cls(EntrySpan(batch, scalars.query_length), EntrySpan(batch, scalars.key_length), bounds)
 
@@ -247,10 +247,8 @@ class Sequence:
         """Returns the tile that owns a slot, and its packed sequence.
 
         Args:
-            spec: the compile key.
             records: of tiles, see `tiles/records.py`.
-            slot: its index, the same in all lanes of a warp.
-            scalars: of the launch.
+            slot: index of the slot, the same in all lanes of a warp.
             of_keys: whether keys have the tiles, else queries.
         """
         record = Record(*[cute.arch.make_warp_uniform(word) for word in load_record(records, slot)])

@@ -12,14 +12,14 @@ from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# The running maximum of a row that has seen no key.
+# This is the running maximum of a row that has seen no key.
 NEVER = float("-inf")
 
 
 def row_maxima(acc: Accumulator, m_blocks: int, n_blocks: int, *, keep_nan: bool = False) -> list[Float32]:
     """Returns the maximum of each of the lane's `2 m_blocks` rows, over all lanes that share the row.
 
-    It is that of the row's numbers, or NaN if one is NaN and `keep_nan` is set.
+    It is the maximum of the row's numbers, or NaN if one is NaN and `keep_nan` is set.
     """
     maxima = []
     for row in range(2 * m_blocks):
@@ -41,7 +41,7 @@ def exponentials(
 ) -> list[Float32]:
     """Replaces scores by 2^(factor * score - shift of the row) and returns this lane's sums of its rows.
 
-    Column by column, the order in which the next product consumes them, and with sums as trees: in row order with
+    It goes column by column, as the next product consumes them, and with sums as trees: in row order with
     running sums ptxas spilled 80 bytes at 32 x 64 scores and 128 output columns.
     """
     for n in range(n_blocks):

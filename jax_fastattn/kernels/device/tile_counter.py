@@ -27,7 +27,6 @@ class NextTile:
     """Where the warps of a CTA find the tile that one of them has fetched.
 
     Attributes:
-        shared: address of shared memory.
         start: offset of the words in it.
         words: how many there are.
         full: barrier on which the warp that fetches arrives.

@@ -95,7 +95,6 @@ class TmaOperand(NamedTuple):
             shared: `[rows, columns, 1]`.
             first: its first row and column.
             entry: which matrix: the index of the batch entry.
-            barrier: the barrier.
         """
         matrix = cute.domain_offset(first, self.coordinates[None, None, 0, entry])
         block = cute.local_tile(matrix, tuple(cute.size(shared, mode=[i]) for i in range(2)), (0, 0))
@@ -204,10 +203,7 @@ class Tma(NamedTuple):
         """Returns the boxes of a launch.
 
         Args:
-            spec: the compile key.
             memory: of the kernel.
-            buffers: of the launch.
-            scalars: of the launch.
         """
         query_rows, key_rows = memory.box_rows
         batch = Int32(1) if spec.packed else scalars.batch

@@ -3,7 +3,7 @@
 """Scores of one warp once more, by mma.sync from the swizzled tiles that a wgmma of its warpgroup has read.
 
 wgmma needs all four warps; what a single warp has to repeat, it computes with mma.sync. The accumulator of wgmma is
-that of `mma.py` with one block row, so the results land in the same registers.
+an accumulator of `mma.py` with one block row, so the results land in the same registers.
 """
 
 from typing import Any
@@ -52,12 +52,12 @@ def warp_scores(
     a_row, a_column = plain_lane(lane)
     b_row, b_column = crossed_lane(lane)
 
-    # Unrolled: for accumulators that a loop carries ptxas found no place next to those of the main loop.
+    # It is unrolled: for accumulators that a loop carries ptxas found no place next to the main loop's accumulators.
     for k in range(head_dim // 16):
         a = ptx.ldmatrix(query + swizzled_offset(warp * 16 + a_row, k, a_column // 8, 64, head_dim))
         first = key + swizzled_offset(b_row, k, b_column // 8, keys, head_dim)
         for block in range(keys // 16):
-            # Keeps the compiler from loading many fragments first: the main loop has no registers to spare for them.
+            # The fence keeps the compiler from loading many fragments first: the main loop has no registers to spare.
             cute.arch.fence_acq_rel_cta()
             # The swizzle repeats every 8 rows.
             b = ptx.ldmatrix(first + block * (16 * 2 * wgmma.atom_columns(head_dim)))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """WGMMA vocabulary of the Hopper kernels: swizzled tiles, products of a warpgroup, rings of stages, loops.
 
-Layouts, descriptors and fragments come from CuTe's own partitioning. A warpgroup's accumulator, like that of `mma.py`
+Layouts, descriptors and fragments come from CuTe's own partitioning. A warpgroup's accumulator, like one of `mma.py`
 with `m_blocks = 1`, holds element e of column block n at flat index `4 n + e`; two neighboring blocks rounded to 16
 bits are one A fragment of 16 columns.
 """
@@ -17,7 +17,7 @@ from cutlass.cutlass_dsl import LoopUnroll, for_generate, if_generate, yield_out
 
 from jax_fastattn.kernels.device import ptx
 
-# Of the operands of a compile key.
+# The operands of a compile key have these types.
 OPERAND_DTYPE = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 # What special registers say
@@ -84,10 +84,10 @@ def release(barrier: cute.Pointer, arrives: Boolean | None = None) -> None:
     Args:
         barrier: of the stage.
         arrives: whether this lane does so for the others; by default one of them does. Where lanes have loaded from
-            the stage themselves, it has to be the last one of those that load an address: racecheck remembers no
+            the stage themselves, it has to be the last of the lanes that load an address: racecheck remembers no
             other, and does not see that the lanes meet here.
     """
-    # What lanes have loaded themselves, they all have.
+    # When the lanes meet here, all of them have loaded what they load themselves.
     cute.arch.sync_warp()
     if arrives is None:
         with cute.arch.elect_one():
@@ -139,7 +139,7 @@ class Ring:
 
     def __init__(self, full: cute.Pointer, empty: cute.Pointer, stages: int):
         self._full, self._empty, self._stages = full, empty, stages
-        # Filled at once: loops are scheduled differently if each number is stored by itself.
+        # Both are filled at once: loops are scheduled differently if each number is stored by itself.
         self._at = cute.make_rmem_tensor((2,), Int32)
         self._at.fill(0)
 
@@ -180,7 +180,7 @@ class Ring:
 
 # Products
 
-# A product of 16 along k with its two factors.
+# A step is a product of 16 along k with its two factors.
 Step = tuple[cute.TiledMma, Any, Any]
 
 
@@ -227,10 +227,10 @@ def fragment_a(mma: cute.TiledMma, shape: tuple[int, int], dtype: Any) -> cute.T
     return cute.make_rmem_tensor(mma.partition_shape_A(shape), dtype)
 
 
-# 1 in bfloat16.
+# This is 1 in bfloat16.
 ONE = 0x3F80
 
-# Lanes of an accumulator's row: each has columns of its own.
+# An accumulator's row has this many lanes, each with columns of its own.
 _COLUMN_LANES = 4
 
 
@@ -247,7 +247,7 @@ def ones(mma: cute.TiledMma, shape: tuple[int, int], thread: Int32) -> Any:
     fragment = fragment_a(mma, shape, cutlass.BFloat16)
     pairs, pair = cute.recast_tensor(fragment, Int32), thread % _COLUMN_LANES
     values = ptx.where(pair == 0, Int32(ONE << 16 | ONE), ptx.where(pair == 1, Int32(ONE), Int32(0)))
-    # Of both rows of a lane; then their columns from 8 on.
+    # The first two pairs are columns of both rows of a lane; the other two are their columns from 8 on.
     for i in range(4):
         pairs[i] = values if i < 2 else Int32(0)
     return fragment[None, None, 0]
@@ -284,8 +284,7 @@ def gemm(
     """Starts acc (+)= A B as one group of instructions; `warpgroup.wait_group` waits for it.
 
     Args:
-        mma: the product.
-        acc: its accumulator.
+        acc: the accumulator of the product.
         a: the left factor.
         b: the right factor, of one stage.
         accumulate: whether to add to `acc`.

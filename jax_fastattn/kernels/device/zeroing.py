@@ -36,7 +36,7 @@ def zero_hidden_rows(
     spans = [] if live.begin is None else [(Int32(0), begin)]
 
     def zero() -> None:
-        # Read anew: an index that lives for this rare case takes registers of loops that have none to spare.
+        # It is read anew: an index that lives for this rare case takes registers of loops that have none to spare.
         thread = ptx.thread_index()
         for address, columns in operands():
             for span in [*spans, (end, Int32(rows))]:
@@ -60,7 +60,7 @@ def zero_dead_rows(rows: int, operands: Sequence[tuple[Int32, int]], live: list[
         operands: the address and the columns of each tile.
         live: a bit for each row, in words of 32.
     """
-    # Read anew, see `zero_hidden_rows`.
+    # The index is read anew, see `zero_hidden_rows`.
     row = ptx.thread_index() % 128
     word = live[0]
     for i in range(1, (rows + 31) // 32):
@@ -88,7 +88,7 @@ def zero_rows(tile: Int32, shape: tuple[int, int], span: tuple[Int32, Int32], *,
         threads: their number.
     """
     rows, columns = shape
-    # Rows of the columns of a swizzle atom follow each other.
+    # In a swizzle atom's columns, rows follow each other.
     row_nbytes = 2 * atom_columns(columns)
     block_nbytes, start, end = rows * row_nbytes, span[0] * row_nbytes + thread * 16, span[1] * row_nbytes
     for block in range(2 * columns // row_nbytes):

@@ -23,34 +23,35 @@ from typing import Any, NamedTuple
 
 Int = Any  # a Python int or a device integer
 
-# Words of a list's header: how many edge and full tiles it has, whether some own row is dead, how many edge tiles come
-# after the full ones, and which own rows are live, a bit each. A row is live if it sees something, or if it lies past
-# the end of the array.
+# A list's header has these words: how many edge and full tiles it has, whether some own row is dead, how many edge
+# tiles come after the full ones, and which own rows are live, a bit each. A row is live if it sees something, or if it
+# lies past the end of the array.
 HEADER_WORDS = 8
 EDGES, FULLS, HAS_DEAD_ROWS, LAST_EDGES, LIVE = 0, 1, 2, 3, 4
 LIVE_WORDS = 4
 
-# Parts of an entry. The rank says how many own tiles before this one visit the tile, in query lists only, and the last
-# bit that none after this one does. An edge tile has dead rows if a row of the visited side is not live in it.
+# An entry has these parts. The rank says how many own tiles before this one visit the tile, in query lists only, and
+# the last bit that none after this one does. An edge tile has dead rows if a row of the visited side is not live in it.
 TILE_MASK = 0x7FFF
 DEAD_ROWS = 1 << 15
 RANK_SHIFT, RANK_MASK = 16, 0x7FFF
 LAST = -(1 << 31)
 
-# The class of a pair of tiles: whether something is visible, and whether everything that exists is; then `DEAD_ROWS`.
+# The class of a pair of tiles says whether something is visible, and whether everything that exists is; then comes
+# `DEAD_ROWS`.
 SOME, ALL = 1, 2
 
-# Up to how many rows an own side has live rows in the header; kernels with larger tiles do not ask.
+# An own side of up to this many rows has live rows in the header; kernels with larger tiles do not ask.
 MAX_LIVE_ROWS = 32 * LIVE_WORDS
 
-# How many tiles a side may have.
+# A side may have this many tiles.
 MAX_TILES = TILE_MASK + 1
 
-# Words of the record of an own row that edge tiles compare: its id, the first visited row that it sees by its limits,
-# the one after the last, and padding.
+# The record of an own row that edge tiles compare has this many words: its id, the first visited row that it sees by
+# its limits, the one after the last, and padding.
 RECORD_WORDS = 4
 
-# How many bytes the bits of a launch may have, unless its mask is given whole. Above, edge tiles compare rows instead.
+# The bits of a launch have at most this many bytes, unless its mask is given whole. Above, edge tiles compare rows.
 MAX_BITS_NBYTES = 1 << 28
 
 
@@ -61,7 +62,7 @@ class PrepassConfig:
     Attributes:
         rows: queries of a tile, a multiple of 32.
         keys: keys of a tile, a multiple of 16.
-        transposed: whether lists are those of tiles of keys; rows of the kernel's accumulators are keys then.
+        transposed: whether tiles of keys have the lists; rows of the kernel's accumulators are keys then.
         splits_edges: whether edge tiles after the last full one come after the full tiles in a query list, so that a
             list nearly ascends. CTAs that wait for each other's turns then meet tiles of a document in one order.
         bits: whether edge tiles have bits; else they have live rows alone, and the kernel compares rows.
@@ -75,7 +76,7 @@ class PrepassConfig:
 
     @property
     def own(self) -> int:
-        """Rows of a tile of the own side, which are those of the kernel's accumulators."""
+        """Rows of a tile of the own side, which are the rows of the kernel's accumulators."""
         return self.keys if self.transposed else self.rows
 
     @property
@@ -115,7 +116,7 @@ class Sizes(NamedTuple):
     Attributes:
         batch: batch entries with lists of their own, B or 1.
         heads: heads with bits of their own, in each entry: query heads, key/value heads, or 1.
-        members: heads that share a list: those of a group, where lists are those of keys.
+        members: heads that share a list: the heads of a group, if tiles of keys have the lists.
         query_length, key_length: of the evaluated matrix.
     """
 

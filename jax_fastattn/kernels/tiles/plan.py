@@ -90,7 +90,7 @@ class BoundsKind:
         left, right: whether the window has that bound; causal is a right bound of 0.
         query_end, key_end: whether sequences may be shorter than the arrays.
         offset: whether there are offsets.
-        packed: whether rows are those of packed sequences.
+        packed: whether rows belong to packed sequences.
         rules: whether a feature hides scores one by one, so that no tile is full.
         listed: whether lists stand for all bounds, see `lists.py`.
     """
@@ -177,7 +177,7 @@ class Bounds:
         are padding whose results the kernel discards.
         """
         if not self.kind.has_window:
-            # Short calls feel the instructions of the general case.
+            # This case is apart because short calls feel the instructions of the general case.
             begin, full_end = row * 0, self.key_end // tile
             end = (self.key_end + tile - 1) // tile * _clamp(self.query_end - row, 0, 1)
             return self._classified(TileRange(begin, end, begin, min(full_end, end)))
@@ -270,7 +270,7 @@ def alike_section(most_rows: Int, rows: Int, heads: Int) -> Int:
 
 
 def section_rows(nbytes: int, head_dim: int, v_head_dim: int) -> int:
-    """Returns how many rows of Q, dO and float32 sums of dq have so many bytes."""
+    """Returns how many rows of Q, dO and float32 sums of dq take `nbytes` bytes."""
     return nbytes // (2 * (head_dim + v_head_dim) + 4 * head_dim)
 
 

@@ -9,9 +9,9 @@ with b, and there is a slot for every tile, so no prefix sum of tile counts is n
     sequence       0          1    2             rows 0..9 | 10..12 | 13..22, tiles of 4 rows
     slots      0  1  2 | 3        | 5  6  7      0 // 4 + 0 = 0, 10 // 4 + 1 = 3, 13 // 4 + 2 = 5
 
-A slot that no tile owns (4 above) has no stored rows, and its CTA stores nothing. What lies outside of all sequences
-is two more of them, the first and the last one, without anything on the other side: its rows are padding, whose results
-the kernels write as those of any row that sees nothing.
+A slot that no tile owns (4 above) has no stored rows, and its CTA stores nothing. Rows outside of all sequences form
+two more sequences, the first and the last one, without anything on the other side: they are padding, whose results
+the kernels write as for any row that sees nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 
 class Record(NamedTuple):
-    """One slot, int32 each. Rows are those of the tile's side, "others" those of the other side.
+    """One slot, int32 each. Rows are on the tile's side, "others" are on the other side.
 
     Attributes:
         first: first row of the sequence.
