@@ -24,11 +24,11 @@ from jax_fastattn.kernels.prepass.summary import WARP_NBYTES, Summary
 from jax_fastattn.kernels.tiles.lists import DEAD_ROWS, LIVE_WORDS, MAX_LIVE_ROWS, PrepassConfig
 from jax_fastattn.kernels.tiles.plan import TileRange
 
-# How many CTAs share the tiles of a launch, about: eight on each SM of an H100.
+# About this many CTAs share the tiles of a launch: eight on each SM of an H100.
 _CTAS = 1056
-# Warps that evaluate tiles on an SM together, at least, so that loads of some are on their way while others compute.
+# At least this many warps evaluate tiles on an SM together, so that some load while others compute.
 _RUNNING_WARPS = 20
-# Warps of a CTA that makes lists.
+# A CTA that makes lists has this many warps.
 _LIST_WARPS = 4
 
 
@@ -72,7 +72,6 @@ class PrepassKernel:
     """The prepass of one compile key.
 
     Args:
-        spec: what is compiled in.
         ctas: how many CTAs share the tiles of a launch, about.
     """
 
@@ -85,7 +84,7 @@ class PrepassKernel:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the second launch may begin before the first one ends, for which older architectures lack a way."""
+        """Whether the second launch may begin before the first one ends; older architectures cannot do that."""
         return self.spec.arch == "sm_90a"
 
     @cute.jit
@@ -239,7 +238,7 @@ class PrepassKernel:
     def _differs(self, tile: _OwnTile, visited: Int32) -> Boolean:
         """Returns whether a tile may differ from the one that the CTA has evaluated before.
 
-        Tiles of queries do not where no query differs from another, as with a padding mask, except for the last one.
+        Tiles of queries do not if no query differs from another, as with a padding mask, except for the last one.
         """
         spec, scalars = self.spec, tile.predicate.scalars
         kind = spec.bounds_kind
@@ -272,7 +271,7 @@ class PrepassKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.overlaps):
-            # The kernel that reads the lists may begin, and waits for this one.
+            # The kernel that reads the lists may begin now; it waits for this one.
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         self._write_list(buffers, scalars, block * _LIST_WARPS + cute.arch.make_warp_uniform(thread // 32), thread % 32)

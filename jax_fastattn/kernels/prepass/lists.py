@@ -33,7 +33,6 @@ class OwnTilePlace(NamedTuple):
 
     Attributes:
         plane: of the lists.
-        own: the own tile.
         tiles: how many own tiles and visited tiles there are.
     """
 
@@ -60,9 +59,7 @@ class ClassWriter:
     """Writes what is known of the visited tiles of an own tile. One warp calls it.
 
     Attributes:
-        buffers: of the launch.
         transposed: whether the own side are keys.
-        place: the own tile.
         lane: of the warp.
     """
 
@@ -86,11 +83,11 @@ class ClassWriter:
 
 
 class _Tile(NamedTuple):
-    """A visited tile as a lane sees it, and those of the warp.
+    """A visited tile as a lane sees it, and the visited tiles of the warp.
 
     Attributes:
         word: its class.
-        is_edge, is_full: what that says.
+        is_edge, is_full: what the class says.
         edges, fulls: a bit for each lane with such a tile.
     """
 
@@ -107,10 +104,10 @@ class _Tile(NamedTuple):
         return cls(word, is_edge, is_full, cute.arch.vote_ballot_sync(is_edge), cute.arch.vote_ballot_sync(is_full))
 
     def edges_before_last_full(self, before: Int32) -> Int32:
-        """Returns how many edges come before the last full tile, given those of earlier chunks; 0 if none is full."""
+        """Returns how many edges come before the last full tile, `before` in earlier chunks; 0 if none is full."""
         lower = self.fulls
         for shift in (1, 2, 4, 8, 16):
-            # If the sign is set all bits are wanted, and shifts spread it.
+            # If the sign bit is set, all bits are wanted, and shifts spread it.
             lower = lower | (lower >> shift)
         return ptx.where(self.fulls != 0, before + cute.arch.popc(self.edges & lower), Int32(0))
 
@@ -120,9 +117,7 @@ class ListWriter:
     """Writes the entries of 32 visited tiles in the list of an own tile. One warp calls it.
 
     Attributes:
-        buffers: of the launch.
         config: sizes of the tiles, and the order of a list.
-        place: the own tile.
         chunk: which 32 tiles. With the first ones comes the header.
         lane: of the warp.
     """
@@ -171,7 +166,7 @@ class ListWriter:
         others = (self.place.tiles[1] - 1) // 32
         wgmma.loop(others, count)
         turn = (rank << RANK_SHIFT) | ptx.where(rank + 1 == total, Int32(LAST), Int32(0))
-        # Edges before the full tiles.
+        # `first` is how many edges come before the full tiles.
         if self.config.splits_edges:
             first = Int32(cutlass.max(split[0], own.edges_before_last_full(before[0])))
         else:
@@ -192,7 +187,7 @@ class ListWriter:
     # What the first launch has found.
 
     def _load_class(self, tile: Int32) -> Int32:
-        """Loads the class of a visited tile; that of a tile which does not exist is 0."""
+        """Loads the class of a visited tile; the class is 0 for a tile that does not exist."""
         visited = self.place.tiles[1]
         index = self.place.pair(Int32(cutlass.min(tile, visited - 1)))
         word = ptx.load_global_int(self.buffers.classes.toint() + index * 4)
@@ -235,7 +230,7 @@ class ListWriter:
     # The list.
 
     def _write_entry(self, own: _Tile, counts: wgmma.Uniform, before: wgmma.Uniform, first: Int32, turn: Int32) -> None:
-        """Writes the entry of the lane's tile, if it is listed; so many edges come first, then all full tiles."""
+        """Writes the entry of the lane's tile, if it is listed; `first` edges come first, then all full tiles."""
         lower = (Int32(1) << self.lane) - 1
         edge = before[0] + cute.arch.popc(own.edges & lower)
         edge = edge + ptx.where(edge >= first, counts[1], Int32(0))

@@ -13,7 +13,7 @@ from cutlass import Int32, Int64, Uint32, cute
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
-# Queries of a tile whose bits one warp makes.
+# One warp makes the bits of this many queries of a tile.
 WARP_ROWS = 32
 
 
@@ -119,7 +119,7 @@ class BitMatrix:
         for i in range(2):
             row = fragment * 16 + 8 * i + self.lane // 4
             for half in range(min(2, self.shape.words - 2 * word)):
-                # Columns 8 n + 2 t + e of 32: those of the lane's t move to 2 n + e.
+                # Column 8 n + 2 t + e of 32 moves to 2 n + e, for the lane's t.
                 bits = shifted(self._load(row, 2 * word + half), self.lane % 4 * 2) & Int32(0x03030303)
                 bits = (bits | shifted(bits, 6)) & Int32(0x000F000F)
                 bits = (bits | shifted(bits, 12)) & Int32(0xFF)
@@ -132,7 +132,7 @@ class BitMatrix:
         for n in range(min(8, (self.shape.config.rows - 64 * word) // 8)):
             for e in range(2):
                 row = 64 * word + 8 * n + e + self.lane % 4 * 2
-                # Bit 0 is that of the lane's first key, bit 8 that of the key that is 8 further.
+                # Bit 0 is for the lane's first key, bit 8 for the key 8 rows below.
                 bits = shifted(self._load(row, key // 32), key % 32) & Int32(0x0101)
                 found = found | (((bits | (bits << 8)) & Int32(0x00010001)) << (2 * n + e))
         return found

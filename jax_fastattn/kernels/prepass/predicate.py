@@ -15,10 +15,10 @@ from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape, shifted
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import Bounds, TileRange
 
-# Steps whose mask is loaded before the first of them is used.
+# The mask of this many steps is loaded before the first of them is used.
 _BATCH = 4
 
-# Times this, four bytes of 0 or 1 have their bits in the upper four of 32.
+# Multiplied by this, four bytes of 0 or 1 have their bits in the upper four of 32.
 _GATHER = 0x10204080
 
 
@@ -58,9 +58,6 @@ class EntryPredicate:
     """Which queries of a batch entry see which of its keys.
 
     Attributes:
-        spec: the compile key.
-        buffers, scalars: of the launch.
-        entry: the batch entry.
         bounds: window, lengths and offset.
     """
 
@@ -72,7 +69,7 @@ class EntryPredicate:
 
     @classmethod
     def of(cls, spec: KernelSpec, buffers: PrepassBuffers, scalars: PrepassScalars, entry: Int32) -> "EntryPredicate":
-        """Returns that of a batch entry."""
+        """Returns the predicate of a batch entry."""
         return cls(spec, buffers, scalars, entry, copies.entry_bounds(spec, entry, buffers, scalars))
 
     @property
@@ -99,7 +96,7 @@ class EntryPredicate:
         return ids.toint() + Int64(self.entry) * length * 4, length
 
     def _id(self, row: Int32, *, of_keys: bool) -> Int32:
-        """Loads the id of a row; past the end that of the last one."""
+        """Loads the id of a row; a row past the end has the last one's."""
         ids, length = self._ids(of_keys=of_keys)
         return ptx.load_global_int(ids + Int64(_least(row, length - 1)) * 4)
 
@@ -149,7 +146,7 @@ class EntryPredicate:
             rows = [first + matrix.row(step) for step in steps]
             masks = self._load_mask(head, rows, column) if self.spec.mask else [Int32(-1)] * batch
             for step, row, bits in zip(steps, rows, masks, strict=True):
-                # Columns past the end of the tile are those of the next one.
+                # Columns past the end of the tile belong to the next one.
                 bits = bits & self._in_bounds(row, column, last + config.keys)
                 if self.spec.segment_ids:
                     bits = bits & self._same_id(matrix, row)

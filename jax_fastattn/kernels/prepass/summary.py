@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the warps of a CTA have found in their rows of a tile, which they tell each other in shared memory."""
+"""What the warps of a CTA have found in their rows of a tile, which they exchange through shared memory."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from jax_fastattn.kernels.prepass.lists import ALL, SOME
 from jax_fastattn.kernels.prepass.predicate import Evaluated
 from jax_fastattn.kernels.tiles.lists import LIVE_WORDS
 
-# Of a warp: live keys, then `SOME` and `ALL`, then its live queries, then padding.
+# A warp's words are its live keys, then `SOME` and `ALL`, then its live queries, then padding.
 WARP_NBYTES = 32
 _FLAGS, _QUERIES = LIVE_WORDS, LIVE_WORDS + 1
 

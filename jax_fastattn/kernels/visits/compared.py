@@ -15,7 +15,7 @@ from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.tiles.lists import RECORD_WORDS, PrepassConfig
 
-# Columns of a lane's word, and how many of them each accumulator row has.
+# A lane's word has this many columns, and each accumulator row has this many of them.
 _COLUMNS = 64
 _BITS = 16
 
@@ -29,7 +29,6 @@ class ComparedRows:
         records: of all own rows.
         ids: of all visited rows.
         plane: of the head.
-        own: the own tile.
         tiles: how many own tiles and visited tiles a plane has.
     """
 
@@ -49,12 +48,12 @@ class ComparedRows:
         own: Int32,
         tiles: tuple[Int32, Int32],
     ) -> "ComparedRows | None":
-        """Returns those of an own tile, given records and ids of a launch; None if it has bits."""
+        """Returns the rows that an own tile compares, given records and ids of a launch; None if it has bits."""
         records, ids = arrays
         return None if records is None or ids is None else cls(config, records, ids, plane, own, tiles)
 
     def moved(self, planes: Int32) -> "ComparedRows":
-        """Returns those of a plane so many further."""
+        """Returns the rows of the plane that lies `planes` planes later."""
         return replace(self, plane=self.plane + planes)
 
     def fragment(self, tile: Int32, fragment: Int32, lane: Int32) -> list[Int32]:
@@ -76,7 +75,7 @@ def _word(rows: list[list[Int32]], ids: Int64, start: Int32, columns: int) -> In
 
     Args:
         rows: the records of its two rows: id, first column seen, column after the last one.
-        ids: address of those of its columns.
+        ids: address of the ids of its columns.
         start: its first column in the whole matrix.
         columns: how many there are, a multiple of 8.
     """
@@ -94,6 +93,6 @@ def _word(rows: list[list[Int32]], ids: Int64, start: Int32, columns: int) -> In
 
 
 def _bits_before(column: Int32) -> Int32:
-    """Returns how many of an accumulator row's bits are those of columns before one, counted from the lane's first."""
+    """Returns how many of an accumulator row's bits are for columns before one, counted from the lane's first."""
     column = copies.clamp(column, 0, _COLUMNS)
     return column // 8 * 2 + Int32(cutlass.min(column % 8, 2))

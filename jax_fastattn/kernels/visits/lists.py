@@ -36,11 +36,11 @@ class Planes(NamedTuple):
 
     @classmethod
     def of(cls, scalars: Scalars | Sizes) -> Planes:
-        """Returns those of a launch."""
+        """Returns the planes of a launch."""
         return cls(scalars.visit_batch, scalars.visit_head, scalars.visit_kv_head, scalars.visit_tile)
 
     def bits(self, batch: Int, head: Int, kv_head: Int) -> Int:
-        """Returns the plane of bits of a query head; of tiles of queries it is that of lists as well."""
+        """Returns the plane of bits of a query head; tiles of queries have their lists in the same plane."""
         return batch * self.batch + head * self.head + kv_head * self.kv_head
 
     def query_lists(self, batch: Int, kv_head: Int, kv_heads: Int) -> Int:
@@ -48,7 +48,7 @@ class Planes(NamedTuple):
         return batch * cutlass.min(self.batch, kv_heads) + kv_head * (self.head + self.kv_head)
 
     def row(self, plane: Int, tile: Int, tiles: Int) -> Int:
-        """Returns the index of the list of an own tile, of so many; that of its bits, too."""
+        """Returns the index of the list of an own tile, given the number of own tiles; its bits have the same index."""
         return plane * ((tiles - 1) * self.tile + 1) + tile * self.tile
 
 
@@ -77,7 +77,7 @@ class GlobalList:
         return ptx.load_global_chunk(self.address + 4 * LIVE)
 
     def are_live(self, row: Int32) -> list[Boolean]:
-        """Loads whether the two own rows of a lane are live, given the first one; the other one is 8 further."""
+        """Loads whether the two own rows of a lane are live, given the first one; the other one is 8 rows below."""
         word = ptx.load_constant_int(self.address + (LIVE + row // 32) * 4)
         return [Boolean(((word >> (row % 32 + 8 * i)) & 1) != 0) for i in range(2)]
 
@@ -109,7 +109,7 @@ class TileBits:
         visited_tiles: Int32,
         compared: ComparedRows | None = None,
     ) -> TileBits:
-        """Returns those of an own tile, given its index (`Planes.row`) and how many tiles the visited side has."""
+        """Returns the bits of an own tile, given its index (`Planes.row`) and how many tiles the visited side has."""
         return cls(config, bits.toint() + Int64(row) * visited_tiles * config.tile_nbytes, compared)
 
     def tile(self, tile: Int32) -> Int64:

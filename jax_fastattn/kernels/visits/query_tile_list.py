@@ -34,7 +34,7 @@ class QueryTileList:
 
     @classmethod
     def of(cls, config: PrepassConfig, work: Work, buffers: Buffers, sizes: Scalars | Sizes) -> QueryTileList:
-        """Returns that of a tile of the schedule of a family."""
+        """Returns the list of a tile of either family's schedule."""
         planes = Planes.of(sizes)
         plane = planes.bits(work.sequence.queries.batch, work.head, work.kv_head)
         query_tiles = copies.count(sizes.query_length, config.rows)

@@ -101,7 +101,7 @@ class Turn(Protocol):
 
 @dataclass(frozen=True)
 class RangeTurn:
-    """The turn of a tile of keys `own` among those of the range [begin, end), of which it is one."""
+    """The turn of a tile of keys `own` among the tiles of the range [begin, end), of which it is one."""
 
     own: Int
     begin: Int
@@ -306,7 +306,7 @@ class Visit:
     def own(self, bounds: Bounds, row: Int32, rows: int, keys: int) -> Visit:
         """Returns those positions of a CTA's visit that the query rows [row, row + rows) see, in tiles of `keys`.
 
-        Of a list these are all.
+        Of a list, these are all positions.
         """
         if self.entries is not None:
             return self
@@ -332,7 +332,7 @@ def mask_past_end(tiles: TileRange, has_some: Any, *, low: bool) -> TileRange:
     Args:
         tiles: the query tiles.
         has_some: whether there are keys past the end.
-        low: whether the loop of the low edge visits all tiles then, or that of the high edge.
+        low: whether the loop of the low edge visits all tiles then, or the loop of the high edge.
     """
     empty = tiles.end if low else tiles.begin
     full_begin, full_end = (ptx.where(has_some, empty, x) for x in (tiles.full_begin, tiles.full_end))
