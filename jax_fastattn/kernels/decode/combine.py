@@ -3,7 +3,7 @@
 """The second kernel of a decoding launch, for both families: a warp for each row adds up the row's partial results.
 
 The first kernel has recorded for each CTA the unit that it begins and does not end; a unit whose results are partial is
-begun by one CTA. So this kernel has a warp for each CTA of the first one and each row of a unit, whatever the batch is.
+begun by one CTA. So this kernel has a warp for each CTA of the first one and each row of a unit, for any batch size.
 Other warps, one for each batch entry, write the results of entries without tiles. Sinks join the denominator here or in
 the first kernel, once for each row.
 """
@@ -26,7 +26,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 
 _WARPS = 4
-# Partial results whose loads are in flight at a time.
+# The loads of this many partial results are in flight at a time.
 _TOGETHER = 8
 
 
@@ -35,11 +35,10 @@ class _Row:
     """A row and its partial results.
 
     Attributes:
-        row: which row it is.
-        entry: what the queries of its batch entry see.
-        number: the place of the row among those of its unit.
+        entry: what the queries of the row's batch entry see.
+        number: the row's index in its unit.
         cta: the CTA that begins the unit; the next ones of its line go on with it.
-        count: how many CTAs have tiles of it.
+        count: how many CTAs have tiles of the unit.
         pending: whether there is such a row.
     """
 
@@ -52,11 +51,7 @@ class _Row:
 
 
 class CombineKernel:
-    """The kernel of one compile key.
-
-    Args:
-        spec: what is compiled in.
-    """
+    """The kernel of one compile key."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
@@ -96,7 +91,7 @@ class CombineKernel:
         return scalars.query_length * self.spec.group
 
     def _row(self, line: Line, index: Int32) -> _Row:
-        """Returns a warp's row: for each CTA of the first kernel, those of a unit."""
+        """Returns a warp's row: each CTA of the first kernel has a warp for every row of a unit."""
         rows, group = self._unit_rows(line.scalars), self.spec.group
         cta, number = index // rows, index % rows
         record = ptx.load_global_chunk(line.buffers.begun.toint() + Int64(cta) * 16)
@@ -140,7 +135,7 @@ class CombineKernel:
             if first + 32 > chunks:
                 stores = Boolean(stores & (chunk < chunks))
                 chunk = Int32(cutlass.min(chunk, chunks - 1))
-            # Output, maximum in base 2, and sum.
+            # The state holds the output, the maximum in base 2, and the sum.
             state = cute.make_rmem_tensor((6,), Float32)
             state.fill(0.0)
             state[4] = Float32(NEVER)
@@ -190,14 +185,11 @@ class CombineKernel:
 def decode_launches(
     kernel: Callable[..., Any], spec: KernelSpec, buffers: Buffers, scalars: Scalars, **options: Any
 ) -> list[Launch]:
-    """Returns the launches of a call, in order: the kernel that reads K and V and, if that splits units, this one.
+    """Returns the launches of a call, in order: the kernel that reads K and V and, if it splits units, the combine one.
 
     Args:
         kernel: the first kernel, a CTA for each SM.
-        spec: what is compiled in.
-        buffers: of the call.
-        scalars: of the call.
-        options: further attributes of its launch.
+        options: other attributes of the first kernel's launch.
     """
     launch = Launch(kernel, (buffers, scalars), grid=scalars.multiprocessors, block=spec.config.threads, **options)
     return [launch, CombineKernel(spec).launch(buffers, scalars)] if spec.config.splits else [launch]

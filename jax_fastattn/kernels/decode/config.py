@@ -13,22 +13,23 @@ from dataclasses import dataclass
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, disjoint
 from jax_fastattn.kernels.key import KernelSpec
 
-# Rows of a block: the M of mma.sync.
+# A block has this many rows: the M of mma.sync.
 BLOCK_ROWS = 16
 
-# How many blocks of rows a kernel may have.
+# A kernel may have these numbers of blocks of rows.
 ROW_BLOCKS = (1, 2, 4, 8)
 
-# Most rows (queries times query heads of a key/value head) that the kernels take.
+# The kernels take at most this many rows (queries times query heads of a key/value head).
 MAX_ROWS = BLOCK_ROWS * ROW_BLOCKS[-1]
 
-# Floats between the rows of partial outputs, so that the four rows that a warp stores at a time use other banks.
+# Rows of partial outputs lie this many floats apart, so that the four rows that a warp stores at a time use other
+# banks.
 _PADDING = 4
 
 
 @disjoint
 class DecodeBarrier(NamedBarrier):
-    """Named barriers: that of all warps that compute, at the end of a segment, and those of warps with one strip."""
+    """Named barriers: MERGE of all warps that compute, at the end of a segment, and STRIP of warps with one strip."""
 
     MERGE = 1, 1
     STRIP = 2, 4
@@ -77,7 +78,7 @@ class DecodeConfig:
         return self.consumer_threads + 32 * self.loader_warps
 
     def box_rows(self, page: int) -> int:
-        """Returns how many rows one copy loads: of pages of `page` rows (0: none) those that lie in one for certain."""
+        """Returns how many rows one copy loads: of pages of `page` rows (0: no pages), what always lies in one page."""
         rows = self.keys if self.loader_warps else self.strip
         return math.gcd(rows, page)
 
@@ -105,7 +106,7 @@ class DecodeConfig:
 
 
 def row_blocks(rows: int) -> int:
-    """Returns how many blocks of rows a kernel has for so many rows."""
+    """Returns how many blocks of 16 rows a kernel has for a number of rows."""
     if not 0 < rows <= MAX_ROWS:
         raise ValueError(f"a decoding kernel has 1 to {MAX_ROWS} rows; {rows} were asked for")
     return next(blocks for blocks in ROW_BLOCKS if rows <= BLOCK_ROWS * blocks)
@@ -115,8 +116,6 @@ def decode_scratch(spec: KernelSpec, multiprocessors: int, rows: int) -> dict[st
     """Returns the shapes of the scratch buffers of a launch by name, see `split.py`; none if units are not split.
 
     Args:
-        spec: the compile key.
-        multiprocessors: of the GPU.
         rows: queries times query heads of a key/value head.
     """
     if not spec.config.splits:

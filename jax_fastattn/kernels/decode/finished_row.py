@@ -16,13 +16,7 @@ from jax_fastattn.kernels.sums.log_sum_exp import RowEnd
 
 
 class QueryRow(NamedTuple):
-    """Which row it is.
-
-    Attributes:
-        batch: the batch entry.
-        query: the query.
-        head: the query head.
-    """
+    """The place of a row: its batch entry, query and query head."""
 
     batch: Int32
     query: Int32
@@ -33,7 +27,6 @@ class FinishedRow(NamedTuple):
     """A row's result, apart from its accumulated output.
 
     Attributes:
-        line: of the launch.
         place: of the row in `[B, T, N]`.
         end: of its softmax.
     """
@@ -49,12 +42,10 @@ class FinishedRow(NamedTuple):
         """Returns the result of a row.
 
         Args:
-            line: of the launch.
             score: from products to logits.
             entry: what the queries of the batch entry see.
-            row: which row it is.
             log_max: its maximum logit, in base 2.
-            total: its sum of exponentials relative to that.
+            total: its sum of exponentials relative to `log_max`.
         """
         inside = Boolean(row.query < entry.bounds.query_end)
         end = RowEnd.of(score.finish(Head(row.batch, row.head)), log_max, total, inside)

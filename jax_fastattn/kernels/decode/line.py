@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The line of all key tiles on the device, see `split.py`.
 
-Lengths are data, so every warp finds its place in the line by itself. `walk.py` has the way from there on.
+Lengths are data, so every warp finds its place in the line by itself. `walk.py` goes on from there.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ _device_split = copies.with_device_min_max(split)
 share = _device_split["share"]  # split.share on device integers
 owner = _device_split["owner"]  # split.owner on device integers
 
-# Lanes of a warp.
+# A warp has this many lanes.
 WARP = 32
-# Distances of a scan over the lanes of a warp.
+# A scan over the lanes of a warp has these distances.
 _DISTANCES = (1, 2, 4, 8, 16)
-# Batch entries that a lane loads at a time when it counts tiles.
+# A lane loads this many batch entries at a time when it counts tiles.
 _TOGETHER = 4
 
 
@@ -59,7 +59,7 @@ class Entry:
         bounds: of its rows.
         first: the first key of tile 0, which is the first one that some query sees, or in pages the first one of its
             box (`DecodeConfig.box_rows`).
-        hidden_end: hidden keys of tile 0 end here; None if there are none for certain.
+        hidden_end: hidden keys of tile 0 end here; None if there certainly are none.
         end: keys from there on are seen by no query.
         tiles: of a unit; 0 if no query sees a key.
     """
@@ -101,8 +101,6 @@ class Segment:
 
     Attributes:
         entry: what its queries see.
-        batch: the batch entry.
-        kv_head: the key/value head.
         tile: the first tile.
         count: how many tiles there are; at least one, unless units are whole.
         slot: where a partial result lies.
@@ -147,10 +145,7 @@ class Line:
     """The lines of a launch.
 
     Attributes:
-        spec: the compile key.
         keys: keys of a tile.
-        buffers: of the launch.
-        scalars: of the launch.
         ctas: CTAs that the tiles are dealt to.
         lane: index of the lane in its warp.
     """
@@ -204,12 +199,10 @@ class Line:
         return Entry(bounds, first, hidden_end, live.end, ptx.where(live.begin < live.end, tiles, Int32(0)))
 
     def page(self, batch: Int32, key: Int32, exists: Boolean) -> Int32:
-        """Returns the page that holds a key of a batch entry which has some, an index of the pages whatever its id is.
+        """Returns the page that holds a key of a batch entry which has some: an existing page, for any id.
 
         Args:
-            batch: the batch entry.
-            key: the key.
-            exists: whether the entry has it; the page of its first key is returned otherwise.
+            exists: whether the entry has the key; otherwise the page of its first key is returned.
         """
         columns = self.scalars.key_length // self.spec.page
         place = Int64(batch) * columns + ptx.where(exists, key // self.spec.page, Int32(0))
@@ -237,9 +230,9 @@ class Line:
         return Share(own, line, end, end - begin, total, *self._find(begin, first, before, chunk))
 
     def dealt(self, cta: Int32, total: Int32) -> tuple[Int32, Int32]:
-        """Returns what a CTA of a line takes of so many tiles or units."""
+        """Returns what a CTA of a line takes of `total` tiles or units."""
         begin, end = share(Int32(cutlass.min(cta, self.shares - 1)), self.shares, total)
-        # CTAs that are left over have nothing.
+        # Surplus CTAs have nothing.
         return begin, ptx.where(cta < self.shares, end, begin)
 
     def _count(self, first: Int32, entries: Int32) -> Int32:
@@ -259,12 +252,12 @@ class Line:
         """Returns the batch entry that a tile of the line belongs to, and how many tiles come before that entry.
 
         Args:
-            tile: index of the line.
+            tile: index of the tile in the line.
             first: the first of the entries that it may belong to.
-            before: tiles of the line before that one.
-            entries: how many there are.
+            before: tiles of the line before that entry.
+            entries: how many entries it may belong to.
         """
-        # Tiles before; the entry and its tiles before, in the lane that has found it, 0 in the others.
+        # These are the tiles before; the entry and its tiles before, in the lane that has found it, 0 in the others.
         state = cute.make_rmem_tensor((3,), Int32)
         state.fill(0)
         state[0] = before

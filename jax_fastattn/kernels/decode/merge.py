@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a segment of a decoding kernel: a CTA merges the results of its warps, and stores that of the segment."""
+"""The end of a segment of a decoding kernel: a CTA merges the results of its warps, and stores the segment's result."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ class MergeMemory(NamedTuple):
     """Where the warps of a CTA merge their results.
 
     Attributes:
-        config: the variant.
         head_dim: columns of K in shared memory, padded.
         v_head_dim: columns of V in shared memory, padded.
         address: of the region of `DecodeConfig.merge_region`.
@@ -45,7 +44,6 @@ class SegmentMerge:
     """Emits the code that merges what the warps have left in shared memory.
 
     Attributes:
-        line: of the launch.
         memory: where results are merged.
         score: from products to logits.
         thread: index of the thread among those that compute.
@@ -82,7 +80,7 @@ class SegmentMerge:
             cutlass.if_generate(Boolean(begins & (self.thread == 0)), lambda: self._record(segment))
 
     def _record(self, segment: Segment) -> None:
-        """Says which unit the CTA begins and does not end."""
+        """Records which unit the CTA begins and does not end."""
         heads = self.line.scalars.num_heads // self.spec.group
         record = segment.batch * heads + segment.kv_head, segment.entry.tiles - segment.count
         for i, x in enumerate(record):

@@ -6,7 +6,7 @@ A row is a query and a query head of the key/value head's group, numbered `query
 block of rows have different keys, so a warp needs no other one until the end of a segment, where `merge.py`
 merges the results of the CTA's warps. A `KeySource` knows how K and V come to shared memory.
 
-Every tile has a mask: the loads take longer than that, whatever the tile. Rows of V that no query sees may hold
+Every tile has a mask, since the loads take longer than masking in any tile. Rows of V that no query sees may hold
 anything; where the source does not zero them, they are cleared in the fragments.
 """
 
@@ -46,7 +46,7 @@ class KeySource(Protocol):
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether rows that no query sees hold whatever is in memory, else zeros."""
+        """Whether rows that no query sees hold what is in memory, else zeros."""
         ...
 
     def start(self, segment: Segment) -> None:
@@ -95,7 +95,6 @@ class DecodeRows:
     """Emits the code of a warp that computes.
 
     Attributes:
-        line: of the launch.
         memory: where results are merged.
         source: of K and V.
         score: from products to logits.
@@ -151,7 +150,7 @@ class DecodeRows:
 
     @property
     def words(self) -> Words:
-        """What P becomes."""
+        """The words that P becomes."""
         return product_words(self.spec)
 
     def begin(self, share: Share, unit: Unit) -> None:
@@ -199,7 +198,7 @@ class DecodeRows:
         cute.arch.barrier(barrier_id=DecodeBarrier.MERGE.at(), number_of_threads=self.memory.config.consumer_threads)
 
     def _load_query(self, unit: Unit) -> None:
-        """Loads fragments of Q, those of row 0 in the place of rows that do not exist; nothing waits for them here."""
+        """Loads fragments of Q, with row 0 in the place of rows that do not exist; nothing waits for them here."""
         spec, scalars = self.spec, self.line.scalars
         rows, column = self._rows()
         for i, row in enumerate(rows):
@@ -213,7 +212,7 @@ class DecodeRows:
                 self.query[2 * chunk + i] = value
 
     def _turn_query(self) -> None:
-        """Changes the signs of Q if the scale is negative."""
+        """Flips the signs of Q if the scale is negative."""
         if self.score.negative is None:
             return
         flip = ptx.where(self.score.negative, Int32(-0x7FFF8000), Int32(0))
@@ -242,7 +241,7 @@ class DecodeRows:
         self.source.release(place)
 
     def _take_bits(self, segment: Segment, i: Int32, own: _Own, tile: ScoreTile) -> SeenKeys | None:
-        """Returns the bits of the i-th tile, and asks for those of the next one; None if rows see ranges."""
+        """Returns the bits of the i-th tile, and asks for the next tile's; None if rows see ranges."""
         if self.bits is None:
             return None
         found = self.bits.take(tile.column)
@@ -259,7 +258,7 @@ class DecodeRows:
             old = self.maxima[i]
             grown = Boolean(grown | (x > old))
             new = ptx.maximum(old, x)
-            # A row that has seen no key yet: -inf minus -inf is not a number.
+            # A row may have seen no key yet: -inf minus -inf is not a number.
             shift = ptx.where(new == Float32(softmax.NEVER), Float32(0.0), new)
             self.maxima[i] = new
             self.factors[i] = ptx.exp2((old - shift) * unit)
@@ -291,10 +290,8 @@ class DecodeRows:
             words = entry.pairs(key, strip)
         else:
             return load
-        # Of two neighboring rows a register has the first one in its lower half.
+        # A register has the first of two neighboring rows in its lower half.
         return lambda n, k: [x & words[2 * k + i % 2] for i, x in enumerate(load(n, k))]
-
-    # The end of a segment.
 
     # The end of a segment.
 

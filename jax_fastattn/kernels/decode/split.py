@@ -8,10 +8,10 @@ of one unit is a segment. A segment that is a whole unit gives its results. Ever
 lies in slot 2 c + 1 if the CTA begins a unit that it does not end, and in slot 2 c if the CTA goes on with one that it
 did not begin. A CTA has one of each at most, so scratch memory does not grow with the batch.
 
-Some heads are read side by side: there is a line for each of them, with every so many of the heads and of the CTAs, and
-CTAs go the same way along all lines.
+Some heads are read side by side: there is a line for each of them. With n lines, a line has every n-th head and every
+n-th CTA, and CTAs go the same way along all lines.
 
-Functions run on Python integers as well as on device integers, as those of `tiles/plan.py` do.
+Functions run on Python integers as well as on device integers, as in `tiles/plan.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 Int = Any  # a Python int or a device integer
 
-# Which share of the CTAs may be left without work, so that heads are read side by side.
+# At most this share of the CTAs may be left without work, so that heads are read side by side.
 _IDLE = 0.04
 
 

@@ -21,7 +21,6 @@ def each(line: Line, visit: Callable[[Segment], None], begin: Callable[[Share, U
     """Emits a loop over the segments of the CTA; all lanes of a warp call this.
 
     Args:
-        line: of the launch.
         visit: emits what is done for a segment.
         begin: emits what is done before the loop, given the CTA's share, and its first unit or any unit if there is
             none.
@@ -43,7 +42,7 @@ def each(line: Line, visit: Callable[[Segment], None], begin: Callable[[Share, U
 
 
 class _Walk(Protocol):
-    """Where a CTA is."""
+    """A CTA's place in its line of tiles or units."""
 
     @property
     def own(self) -> Share:
@@ -71,12 +70,10 @@ class _Walk(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _UnitWalk:
-    """Units are not cut: the units are dealt, whatever tiles they have. One without tiles is visited, too.
+    """Units are not cut: they are dealt without regard to their tiles. A unit without tiles is visited, too.
 
     Attributes:
-        line: of the launch.
-        cta: index of the CTA.
-        own: its share, of units.
+        own: the CTA's share, of units.
         at: number of the unit in the line, and units left.
     """
 
@@ -87,7 +84,7 @@ class _UnitWalk:
 
     @classmethod
     def start(cls, line: Line, cta: Int32) -> "_UnitWalk":
-        """Returns the beginning."""
+        """Returns the walk at the CTA's first unit."""
         own, units = cta // line.side, line.scalars.batch * line.heads
         begin, end = line.dealt(own, units)
         batch = begin // line.heads
@@ -119,9 +116,7 @@ class _TileWalk:
     """Tiles are dealt.
 
     Attributes:
-        line: of the launch.
-        cta: index of the CTA.
-        own: its share.
+        own: the CTA's share.
         entries: the next batch entries.
         at: batch entry, head of the line, tile, and tiles left.
     """
@@ -134,7 +129,7 @@ class _TileWalk:
 
     @classmethod
     def start(cls, line: Line, cta: Int32) -> "_TileWalk":
-        """Returns the beginning."""
+        """Returns the walk at the CTA's first tile."""
         own = line.share(cta)
         entries = _LaneEntries.of(line, own.batch)
         unit = Int32(cutlass.max(entries.entry(own.batch).tiles, 1))
@@ -173,7 +168,6 @@ class _LaneEntries:
     """Batch entries from some first one on, one in each lane of a warp.
 
     Attributes:
-        line: of the launch.
         registers: `[4]`, the first entry, then the lane's query_end, key_end and offset.
     """
 

@@ -19,9 +19,8 @@ class Work(NamedTuple):
     """A tile that a CTA works on.
 
     Attributes:
-        tile: index of the tile among those of its sequence.
+        tile: index of the tile in its sequence.
         head: query head; None where keys have tiles.
-        kv_head: key/value head.
         sequence: the rows.
     """
 
@@ -64,10 +63,7 @@ class Schedule(Protocol):
         """Returns the key tile that has an index in an order in which CTAs may add in semaphore order.
 
         Args:
-            index: of the tile.
             section: how many heads are begun together, see `plan.section`.
-            buffers: of the launch.
-            scalars: of the launch.
         """
         ...
 
@@ -77,7 +73,6 @@ class EntryTiles:
     """Tiles of batch entries of one length.
 
     Attributes:
-        spec: the compile key.
         rows: of a tile.
     """
 
@@ -99,9 +94,9 @@ class EntryTiles:
     def longest_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
         """Returns the query tile of a CTA.
 
-        Of its index, the head of the group is the fastest part, then the tile from the last to the first, then the
-        key/value head, then the entry. Heads that share K and V run at the same time, and of a causal mask the longest
-        tiles start first.
+        In its index, the head of the group varies fastest, then the tile from the last to the first, then the key/value
+        head, then the entry. Heads that share K and V run at the same time, and under a causal mask the longest tiles
+        start first.
         """
         group = self.spec.group
         count, kv_heads = copies.count(scalars.query_length, self.rows), scalars.num_heads // group
@@ -134,7 +129,6 @@ class PackedTiles:
     """Tiles of packed sequences, from their records.
 
     Attributes:
-        spec: the compile key.
         rows: of a tile.
     """
 
@@ -154,7 +148,7 @@ class PackedTiles:
         return Int64(head) * self.pitch(scalars) + sequence.queries.padded(tile, 1)
 
     def longest_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:
-        """Returns the query tile of a CTA: that of `last_entry_first`, where the longest of a sequence come first."""
+        """Returns the query tile of a CTA, by `last_entry_first`, whose order has the longest of a sequence first."""
         return self.last_entry_first(block, buffers, scalars)
 
     def last_entry_first(self, block: Int32, buffers: Buffers, scalars: Scalars) -> Work:

@@ -19,8 +19,8 @@ from jax_fastattn.kernels.sm80.forward.config import first_fit, with_bias
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.records import slot_count
 
-# Bytes of Q, dO and dq_accum of the heads that are visited together if CTAs add in semaphore order: what L2 keeps,
-# against how few CTAs of one head run at a time and wait for each other.
+# If CTAs add in semaphore order, the heads that are visited together have this many bytes of Q, dO and dq_accum. With
+# more bytes L2 keeps less of them; with fewer, more CTAs of one head run at a time and wait for each other.
 ORDERED_NBYTES = 64 << 20
 
 
@@ -41,7 +41,7 @@ class DkdvDqConfig:
         parts: 1, or with one role 2. S^T is computed for `queries / parts` at a time, and a stage holds as many rows.
         stages: buffers for Q, dO and the row statistics, 1 or 2; 2 if there are two parts.
         dq_row_warps: warps side by side along the queries in the product dQ = dS K.
-        dq_roles: 2 if all warps compute dQ, 1 if only those of the last role do.
+        dq_roles: 2 if all warps compute dQ, 1 if only the warps of the last role do.
         blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
         bias_pieces: of a matrix that warps which compute S^T keep in shared memory, see `bias_ring`; 0 if there is no
             matrix, or no room for enough of them.
@@ -61,7 +61,7 @@ class DkdvDqConfig:
     bias_pieces: int = 0
     bias_terms: int = 1
 
-    # One kernel computes all gradients, and adds dq up in a buffer. There is none of dq alone.
+    # One kernel computes all gradients, and adds dq up in a buffer. No kernel computes dq alone.
     adds_dq: ClassVar[bool] = True
     dq: ClassVar[None] = None
 
@@ -160,10 +160,9 @@ class DkdvDqMemory:
     Columns split evenly between the warps that share rows, so tiles are padded with zeros to their multiples.
 
     Attributes:
-        config: the tiling.
         head_dim: columns of Q and K.
         v_head_dim: columns of V and dO.
-        feature_rows: rows of features, which join those of the kernel.
+        feature_rows: rows of features, which join the kernel's own rows.
     """
 
     config: DkdvDqConfig
@@ -253,13 +252,13 @@ def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
     """Returns the tilings for the wider one of both head dims, best first; the first that fits shared memory is taken.
 
     A warp of 32 keys keeps its sums in one register for each column. With 160 columns, the other registers hold S^T or
-    dP^T of 64 queries, and with 192 columns those of 32 queries. For wider heads, warps share key rows or have 16 keys
+    dP^T of 64 queries, and with 192 columns of 32 queries. For wider heads, warps share key rows or have 16 keys
     each. Warps that share key rows exchange tiles, which costs more than it saves if the tiles are small.
     """
     if width <= 64:
         return (DkdvDqConfig(4, 1, 64, roles=1, parts=2, blocks=2), DkdvDqConfig(4, 1, 64, dq_roles=1))
     if width <= 128:
-        # Four warps side by side split 128 columns, two of them any multiple of 32.
+        # Four warps side by side split 128 columns; two of them split any multiple of 32.
         dq_row_warps = 1 if width > 96 else 2
         return (
             DkdvDqConfig(4, 1, 64, dq_row_warps=dq_row_warps, dq_roles=1),

@@ -19,11 +19,7 @@ from jax_fastattn.kernels.sm80.schedule import schedule
 
 
 class ConvertKernel:
-    """Writes dq. One CTA for each query tile of a head.
-
-    Args:
-        spec: the compile key.
-    """
+    """Writes dq. One CTA for each query tile of a head."""
 
     def __init__(self, spec: KernelSpec):
         config: DkdvDqConfig = spec.config
@@ -71,7 +67,7 @@ class ConvertKernel:
         gradient.scatter(acc, blocks, self.tile, shared + self.tile.offset(row, column), lane, self.words)
 
     def _store(self, shared: Int32, target: Int64, warp: Int32, lane: Int32, stride: Int64, stored_rows: Int32) -> None:
-        """Stores rows of 16, which go round the warps."""
+        """Stores the rows in blocks of 16, which the warps take in turn."""
         for block in range(0, self.tile.rows // 16, self.config.dq_warps):
             row = (warp + block) * 16
 

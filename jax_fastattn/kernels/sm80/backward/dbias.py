@@ -11,11 +11,11 @@ The bias of the tile is copied once, if shared memory has room for it. Q and K, 
 some columns at a time, so that any head dim fits. Items whose tile is hidden are left out. There are no atomics and no
 sums in memory: the same bits in every run.
 
-Of a bias of rows, which kernels differentiate under a soft cap alone, a tile is 128 queries of a head, and its items
+For a bias of rows, which kernels differentiate under a soft cap alone, a tile is 128 queries of a head, and its items
 are the tiles of their keys. A row has three sums (`tile_sums.RowSums`).
 
-Nothing that is hidden is zeroed: whatever it holds reaches its own pairs only, which are selected away. Reads the
-statistics that `preprocess.py` writes.
+Nothing that is hidden is zeroed: any value there reaches its own pairs only, which are selected away. The kernel reads
+the statistics that `preprocess.py` writes.
 """
 
 from dataclasses import dataclass, replace
@@ -51,16 +51,12 @@ from jax_fastattn.kernels.sums.schedule import FULL, HIDDEN, DbiasItem, DbiasSch
 from jax_fastattn.kernels.sums.tile_sums import Hidden, ItemPart, Lane, MatrixSum, RowSums, TilePlace, start_sum
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
-# Blocks of 16 rows and of 8 columns of a warp.
+# A warp has this many blocks of 16 rows and of 8 columns.
 _BLOCKS = WARP_ROWS // 16, WARP_COLUMNS // 8
 
 
 class DbiasKernel:
-    """Writes dbias, or float32 parts or sums of it. One CTA for each tile of each part.
-
-    Args:
-        spec: the compile key.
-    """
+    """Writes dbias, or float32 parts or sums of it. One CTA for each tile of each part."""
 
     def __init__(self, spec: KernelSpec):
         stages.refuse(spec.features, "the kernel of a bias's gradient")
@@ -89,15 +85,10 @@ class DbiasCta:
     """What a thread does for the tile of its CTA.
 
     Attributes:
-        spec: the compile key.
-        memory: the layout of shared memory.
-        tile: the tile.
-        buffers, scalars: of the launch.
-        shared: address of shared memory.
         score: from products to probabilities.
         items: the items that see something.
         sum: what is added up.
-        stage: that of the next chunk to be read, `[1]`.
+        stage: the stage of the next chunk to be read, `[1]`.
     """
 
     spec: KernelSpec
@@ -136,7 +127,7 @@ class DbiasCta:
             buffers=launch[0],
             scalars=launch[1],
             shared=shared,
-            # With lists three times as many registers would spill.
+            # With lists, three times as many registers would spill.
             score=replace(score, joins_lse=not spec.listed),
             items=VisibleItems.of(schedule, tile, *launch),
             sum=start_sum(schedule, launch, 2 * _BLOCKS[0], _BLOCKS[1]),
@@ -171,7 +162,7 @@ class DbiasCta:
 
     @property
     def _chunks(self) -> tuple[Chunk, ...]:
-        """Those of Q and K, then those of dO and V."""
+        """The chunks of Q and K, then the chunks of dO and V."""
         return self.memory.query_chunks + self.memory.dout_chunks
 
     def _begin(self, first: Item) -> None:
@@ -203,7 +194,7 @@ class DbiasCta:
     def _copy(self, item: Item, which: int, stage: Int32) -> None:
         """Starts the copies of a chunk of an item, zeros for rows past the end."""
         buffers, scalars, spec = self.buffers, self.scalars, self.spec
-        # Read anew: addresses of one chunk would wait in registers for the next one.
+        # They are read anew: addresses of one chunk would wait in registers for the next one.
         head, row, column = self.tile.named([ptx.move(name) for name in item.names])
         sequence, chunk = Sequence.of_entry(spec, head.batch, buffers, scalars), self._chunks[which]
         of_query = which < len(self.memory.query_chunks)
@@ -264,7 +255,7 @@ class DbiasCta:
         cutlass.if_generate(item.kind == FULL, lambda: add(None), lambda: add(edge()))
 
     def _statistics(self, place: DbiasItem) -> tuple[list[Float32], list[Float32]]:
-        """Returns the log-sum-exps in base 2 and delta of the lane's rows; past the end those of the last query."""
+        """Returns the log-sum-exps in base 2 and delta of the lane's rows; rows past the end get the last query's."""
         scalars, (batch, head) = self.scalars, place.head
         queries = Sequence.of_entry(self.spec, batch, self.buffers, scalars).queries
         source = self.buffers.stats.toint() + queries.head_row(scalars.num_heads, head) * 8

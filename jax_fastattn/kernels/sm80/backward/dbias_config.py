@@ -18,14 +18,14 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sums import tiles as dbias_tiles
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 
-# Warps side by side along the queries, and along the keys.
+# These numbers of warps lie side by side along the queries, and along the keys.
 ROW_WARPS, COLUMN_WARPS = 4, dbias_tiles.COLUMN_WARPS["sm80"]
 THREADS = 32 * ROW_WARPS * COLUMN_WARPS
 
-# Rows and columns of a warp, whose sum, S and dP take 64 registers of a lane each.
+# A warp has these rows and columns; its sum, S and dP take 64 registers of a lane each.
 WARP_ROWS, WARP_COLUMNS = ROWS // ROW_WARPS, KEYS // COLUMN_WARPS
 
-# The most stages: one that is read, and those of the two chunks that small head dims have.
+# There are at most this many stages: one that is read, and two for the two chunks that small head dims have.
 _STAGES = 3
 
 
@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(head_dim: int, columns: int) -> list[Chunk]:
-    """Returns the columns of operands in chunks of one pitch, as even as they can be, of so many columns at most."""
+    """Returns the columns of operands in chunks of one pitch, as even as they can be, at most `columns` in each."""
     width = padded(-(-head_dim // -(-head_dim // columns)))
     return [Chunk(SharedTile(ROWS, min(width, head_dim - at), width), at) for at in range(0, head_dim, width)]
 
@@ -67,7 +67,6 @@ class DbiasMemory:
     """Shared memory of a CTA: a ring of chunks, and the tile of each term of the bias.
 
     Attributes:
-        config: the variant.
         query_chunks: of Q and K.
         dout_chunks: of dO and V.
         bias_terms: tiles of the bias.

@@ -45,11 +45,7 @@ class HeadOrder(NamedTuple):
 
 
 class DkdvDqKernel:
-    """Writes dk and dv, and adds to dq_accum.
-
-    Args:
-        spec: the compile key.
-    """
+    """Writes dk and dv, and adds to dq_accum."""
 
     def __init__(self, spec: KernelSpec):
         stages.refuse(spec.features, "the portable backward kernel")
@@ -100,7 +96,7 @@ class DkdvDqKernel:
         index = self.reduce.next_tile(buffers, thread, shared)
         work = self.schedule.in_sections(index, order.group, buffers, scalars)
         warp = cute.arch.make_warp_uniform(thread // 32)
-        # Of four warps in a role, w and w + 4 share a scheduler: one of each role.
+        # If a role has four warps, warps w and w + 4 share a scheduler: one of each role.
         role_warp = warp % config.role_warps
         key_warp = role_warp // config.column_warps
         return DkdvDqPlace(
@@ -133,7 +129,7 @@ class DkdvDqKernel:
         group, planes, batch = self.spec.group, Planes.of(scalars), at.sequence.queries.batch
         tiles = self.spec.tiles_of(self.config)
         if self.spec.classifies_keys:
-            # That of the scalars holds for the lists of tiles of queries that the kernel of dbias reads.
+            # The scalar holds for the lists of tiles of queries that the kernel of dbias reads.
             planes = planes._replace(tile=1)
         key_tiles = copies.count(scalars.key_length, tiles.keys)
         query_tiles = copies.count(scalars.query_length, tiles.rows)

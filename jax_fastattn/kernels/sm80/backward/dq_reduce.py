@@ -29,12 +29,7 @@ def adds_chunks(arch: str) -> bool:
 
 
 class DqTile:
-    """Fragments of a tile of dQ `[queries, head_dim]`: which warp has which, and where they lie in dq_accum.
-
-    Args:
-        spec: the compile key.
-        config: the tiling.
-    """
+    """Fragments of a tile of dQ `[queries, head_dim]`: which warp has which, and where they lie in dq_accum."""
 
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.chunks = adds_chunks(spec.arch)
@@ -57,7 +52,7 @@ class DqTile:
         return address + Int64(warp * self.warp_nbytes + lane * (16 if self.chunks else 4))
 
     def add(self, address: Int64, acc: mma.Accumulator) -> None:
-        """Adds a warp's fragments atomically; `address` is that of `lane_address`, as in `store` and `load`."""
+        """Adds a warp's fragments atomically; `lane_address` gives `address`, as in `store` and `load`."""
         for i in range(0, self.count, 4):
             if self.chunks:
                 ptx.add_global_chunk(address + 128 * i, [acc[i + e] for e in range(4)])
@@ -184,7 +179,7 @@ class DqAtomic:
     def finish(
         self, buffers: Buffers, index: Int64, warp: Int32, lane: Int32, end: Int32
     ) -> tuple[list[Float32], Int32]:
-        """Returns a warp's sums, of all rows: those of tiles that nothing was added to are zeros."""
+        """Returns a warp's sums, of all rows: they are zeros in tiles that nothing was added to."""
         return self.tile.load_accum(buffers, index, warp, lane), end
 
 
@@ -201,7 +196,6 @@ class DqSemaphore:
     counter, and a CTA that has a tile runs until it is done.
 
     Attributes:
-        config: the tiling.
         tile: where the fragments of a tile lie.
     """
 
@@ -284,7 +278,7 @@ class DqSemaphore:
     def finish(
         self, buffers: Buffers, index: Int64, warp: Int32, lane: Int32, end: Int32
     ) -> tuple[list[Float32], Int32]:
-        """Returns a warp's sums, of no rows if nothing was added: they hold anything then."""
+        """Returns a warp's sums, of no rows if nothing was added: the sums then hold anything."""
         count = self._semaphore(buffers) + (index * self.tile.warps + warp) * 4
         end = ptx.where(ptx.bits(ptx.load_global(count)) == 0, Int32(0), end)
         return self.tile.load_accum(buffers, index, warp, lane), end

@@ -28,13 +28,13 @@ def row_stride(heads: Int32, head_dim: int) -> Int64:
 def finish_rows(
     acc: mma.Accumulator, blocks: tuple[int, int], row: Int32, end: Int32, factor: Float32 | None = None
 ) -> None:
-    """Multiplies an accumulator by `factor` and zeroes its rows from `end` on; `row` is that of the lane's c0."""
+    """Multiplies an accumulator by `factor` and zeroes its rows from `end` on; the lane's c0 is in row `row`."""
     for m in range(blocks[0]):
         for n in range(blocks[1]):
             for element in range(4):
                 index = (m * blocks[1] + n) * 4 + element
                 x = acc[index] if factor is None else acc[index] * factor
-                # A select, not a product: rows past the end may hold anything.
+                # It is a select, not a product: rows past the end may hold anything.
                 valid = row + (16 * m + element // 2 * 8) < end
                 acc[index] = ptx.where(valid, x, Float32(0.0))
 

@@ -22,11 +22,7 @@ from jax_fastattn.kernels.tiles import plan
 
 
 class BackwardKernel:
-    """The backward kernels of one compile key.
-
-    Args:
-        spec: what is compiled in.
-    """
+    """The backward kernels of one compile key."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec

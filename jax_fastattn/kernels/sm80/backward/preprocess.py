@@ -54,11 +54,7 @@ class QueryRows:
 
 
 class PreprocessKernel:
-    """Writes stats, and clears dq_accum or dq_semaphore. One CTA for each query tile of a head.
-
-    Args:
-        spec: the compile key.
-    """
+    """Writes stats, and clears dq_accum or dq_semaphore. One CTA for each query tile of a head."""
 
     threads = 128
 
@@ -79,7 +75,7 @@ class PreprocessKernel:
         spec = self.spec
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        # Zeros of the heads that are visited first are in L2 then.
+        # The zeros of the heads that are visited first are then in L2.
         work = self.schedule.last_entry_first(block, buffers, scalars)
         head, heads, queries = work.head, scalars.num_heads, work.sequence.queries
         first = work.tile * self.config.queries

@@ -18,22 +18,18 @@ from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqTile
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 
-# What a warp multiplies K and V by, and sums up: the names of the operands that pass through the stages.
+# These names stand for the operands that pass through the stages. A warp multiplies K and V by them, and sums up dK and
+# dV, which go by the same names.
 QUERY, DOUT = "query", "dout"
 
 
 class Products:
-    """Emits copies and products. Methods take the `state` of the kernel; its `at` says which thread this is.
-
-    Args:
-        spec: the compile key.
-        config: the tiling.
-    """
+    """Emits copies and products. Methods take the `state` of the kernel; its `at` says which thread this is."""
 
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config = spec, config
         self.words = product_words(spec)
-        # P crosses from one role to the other in float16: three bits more than bfloat16.
+        # P crosses from one role to the other in float16, which has three bits more than bfloat16.
         self.crossing = Native("float16")
         self.memory = config.memory(spec.head_dim, spec.v_head_dim)
         self.row_blocks = config.keys_per_warp // 16
@@ -42,7 +38,7 @@ class Products:
         self.dq_tile = DqTile(spec, config)
 
     def _operands(self, which: str) -> tuple[SharedTile, int, SharedTile, int]:
-        """Returns tile and start of K with Q, or of V with dO; the second start is that in a stage."""
+        """Returns tile and start of K with Q, or of V with dO; the second start is relative to a stage."""
         memory = self.memory
         if which == QUERY:
             return memory.key, memory.table.offset("key"), memory.query, 0

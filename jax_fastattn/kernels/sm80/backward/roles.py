@@ -69,9 +69,8 @@ class Role(Protocol):
 
         Args:
             step: how many tiles were visited before.
-            head: the query head.
             index: position of the query tile.
-            masked: whether some of its queries do not see some of the keys.
+            masked: whether some of the tile's queries do not see some of the keys.
         """
         ...
 
@@ -123,7 +122,7 @@ class ProbabilityRole:
 
     @classmethod
     def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState) -> "ProbabilityRole":
-        """Returns the role with its registers, those of dV."""
+        """Returns the role with its registers, for dV."""
         return cls(Warp.start(products, reduce, state, DOUT))
 
     def phases(self) -> list[Phase]:
@@ -159,7 +158,7 @@ class ProbabilityRole:
         if config.dq_roles == 2 or not config.lagged:
             wait(RoleBarrier.DONE, config.threads)
         if not config.lagged:
-            # DONE: the second role has left dP, and all of this one dV.
+            # At DONE the second role has left dP, and all warps of this one have left dV.
             warp.load_next(0, stage, head.member, index)
         if config.dq_roles == 2:
             warp.add_dq(head.member, index)
@@ -213,7 +212,7 @@ class GradientRole:
 
     @classmethod
     def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState) -> "GradientRole":
-        """Returns the role with its registers, those of dK."""
+        """Returns the role with its registers, for dK."""
         return cls(Warp.start(products, reduce, state, QUERY))
 
     def phases(self) -> list[Phase]:
@@ -246,7 +245,7 @@ class GradientRole:
         products.accumulate(state, warp.grads[QUERY], load_ds, QUERY, stage)
         wait(RoleBarrier.SECOND, 32 * config.role_warps)
         if not config.lagged:
-            # DONE and SECOND: the first role has left S, and all of this one dK.
+            # At DONE and SECOND the first role has left S, and all warps of this one have left dK.
             warp.load_next(1, stage, head.member, index)
         warp.add_dq(head.member, index)
 

@@ -36,7 +36,7 @@ class SingleRole:
 
     @classmethod
     def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState) -> "SingleRole":
-        """Returns the role with its registers, those of dV and dK."""
+        """Returns the role with its registers, for dV and dK."""
         return cls(Warp.start(products, reduce, state, DOUT, QUERY))
 
     def phases(self) -> list[Phase]:

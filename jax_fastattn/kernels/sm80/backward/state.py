@@ -24,9 +24,8 @@ class DkdvDqPlace:
     """Which thread this is, and which keys its CTA has.
 
     Attributes:
-        tile: index of the key tile among those of its sequence.
+        tile: index of the key tile in its sequence.
         row: first key of the tile, counted from the first one of its sequence.
-        kv_head: key/value head.
         sequence: the keys, and the queries that attend to them.
         shared: byte address of the CTA's shared memory.
         thread: index of the thread in the CTA.
@@ -36,7 +35,7 @@ class DkdvDqPlace:
         role_thread: index of the thread in its role.
         role_warp: index of the warp in its role.
         dq_warp: index of the warp among those that compute dQ.
-        key_warp: index of the warp's key rows among those of its role.
+        key_warp: index of the warp's key rows in its role.
         column_warp: index of the warp among those that share its key rows.
         warp_row: first key row of the warp in the tile.
     """
@@ -111,9 +110,9 @@ class GroupBits:
     """The bits of a tile of keys in each query head of the group.
 
     Attributes:
-        first: those of the first head.
+        first: the bits of the first head.
         planes: from one head to the next; 0 if all share one.
-        stride: bytes of them.
+        stride: bytes from one plane to the next.
     """
 
     first: TileBits
@@ -121,7 +120,7 @@ class GroupBits:
     stride: Int64
 
     def of(self, member: Int32) -> TileBits:
-        """Returns those of a head of the group."""
+        """Returns the bits of a head of the group."""
         compared = self.first.compared and self.first.compared.moved(member * self.planes)
         return replace(self.first, address=self.first.address + Int64(member) * self.stride, compared=compared)
 

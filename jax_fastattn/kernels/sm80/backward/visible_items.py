@@ -14,7 +14,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.sums.schedule import HIDDEN, DbiasSchedule, DbiasTile
 
-# Items that are looked at together, a lane at each.
+# This many items are looked at together, one by each lane.
 _LANES = 32
 
 
@@ -46,9 +46,6 @@ class VisibleItems:
     """Finds items.
 
     Attributes:
-        schedule: of the launch.
-        tile: the tile.
-        buffers, scalars: of the launch.
         looks: what the lane has seen of an item: kind and place.
         left: the first item that lanes have looked at, and a bit for each one that sees something and was not returned.
     """
@@ -89,7 +86,7 @@ class VisibleItems:
         return [Int32(self.left[i]) for i in range(2)]
 
     def _look(self, first: Int32) -> list[Int32]:
-        """Looks at so many items from one on; returns what `_left` does then."""
+        """Looks at as many items as a warp has lanes, from one on; returns what `_left` does then."""
         index = first + (ptx.thread_index() & 31)
         item = self.tile.item(Int32(cutlass.min(index, self.tile.end - 1)))
         kind, place = self.schedule.look(item, self.buffers, self.scalars)

@@ -64,7 +64,7 @@ class Warp:
     def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState, *computed: str) -> "Warp":
         """Returns the warp with its registers, given the gradients that its role sums up."""
         grads = {which: products.zeros(which) for which in computed}
-        # The role that has dS.
+        # Only the role that computes dK has dS.
         sums = head_sums(products.spec, *products.score_blocks) if QUERY in computed else ()
         return cls(products, reduce, state, grads, reduce.start(), sums)
 
@@ -151,10 +151,10 @@ class Warp:
         Keys past the end have no gradients, but an infinite P of theirs times a K of zero would get into dQ.
 
         Args:
-            score: that of the head.
+            score: from products to probabilities of the head.
             acc: P or weights, changed in place.
             tile: where they lie.
-            bits: those of `load_bits`.
+            bits: what `load_bits` returned.
         """
         seen = self._limits(tile) if bits is None else bits
         score.hide(acc, tile, seen, Float32(0.0), check_low=self.state.visit.edges.low)
@@ -176,7 +176,7 @@ class Warp:
         assert self.products.config.queries <= 64, "queries of a lane are in one word"
         blocks = range(self.products.row_blocks)
         words = [head.bits.fragment(tile, at.warp_row // 16 + m, at.lane)[0] for m in blocks]
-        # Two bits of a word for each 8 queries.
+        # A word has two bits for each 8 queries.
         return Bits([[word >> (first_query // 4)] for word in words])
 
     def zero_dead_queries(
@@ -185,7 +185,6 @@ class Warp:
         """Zeroes what the thread has copied of queries of an edge tile of a list that see no key of it.
 
         Args:
-            head: the query head.
             index: position of the tile.
             stage: of the copies, which have to be there.
             copied: which operands.
@@ -238,7 +237,7 @@ class Warp:
         return 0
 
     def load_next(self, role: int, stage: Any, member: Int32, index: Int32) -> None:
-        """Starts a role's copies, and those of its statistics, of the tile after this one."""
+        """Starts a role's copies of the tile after this one, and the copies of its statistics."""
         products, config, state = self.products, self.products.config, self.state
         member, index = self.after(member, index)
 

@@ -17,10 +17,10 @@ from jax_fastattn.kernels.device.layout import SharedTile, padded
 from jax_fastattn.kernels.device.regions import Region, SharedTable
 from jax_fastattn.kernels.key import KernelSpec
 
-# Bytes of K and V that an SM has on the way.
+# An SM has this many bytes of K and V in flight.
 _BYTES_IN_FLIGHT = 96 * 1024
 
-# More would have fewer registers than they need.
+# More warps would have fewer registers than they need.
 _MAX_WARPS = 8
 
 
@@ -29,7 +29,6 @@ class DecodeMemory:
     """Shared memory of a CTA: a ring for each strip of keys, and results of the warps.
 
     Attributes:
-        config: the variant.
         key: a strip of K.
         value: a strip of V.
     """
@@ -45,7 +44,7 @@ class DecodeMemory:
 
     @property
     def stage_nbytes(self) -> int:
-        """Bytes of a stage of a strip: those of K come first."""
+        """Bytes of a stage of a strip, which has K first."""
         return self.key.nbytes + self.value.nbytes
 
     @cached_property
@@ -66,7 +65,7 @@ class DecodeMemory:
 
 
 def decode_config(spec: KernelSpec, rows: int) -> DecodeConfig:
-    """Returns the variant for a compile key, and for so many rows (queries times query heads of a group)."""
+    """Returns the variant for a compile key and a number of rows (queries times query heads of a group)."""
     for config in _candidates(spec, row_blocks(rows)):
         if DecodeMemory.of(spec, config).nbytes <= shared_memory_limit(spec.arch):
             return config

@@ -25,11 +25,7 @@ from jax_fastattn.kernels.sm80.decode.source import CopySource, DenseRows, Paged
 
 
 class DecodeKernel:
-    """The decoding kernels of one compile key.
-
-    Args:
-        spec: what is compiled in.
-    """
+    """The decoding kernels of one compile key."""
 
     def __init__(self, spec: KernelSpec):
         refuse_placed(spec)

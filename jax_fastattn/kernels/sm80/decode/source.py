@@ -27,10 +27,9 @@ class StripRows(Protocol):
         ...
 
     def row(self, segment: Segment, key: Int32, exists: Boolean) -> Int64:
-        """Returns the row, among those of all batch entries, that a strip begins with; some row if it does not exist.
+        """Returns the row, among the rows of all batch entries, that a strip begins with; any row if there is no strip.
 
         Args:
-            segment: the segment.
             key: the strip's first key. A warp asks for the strips of all tiles, in order.
             exists: whether there is a strip.
         """
@@ -39,11 +38,7 @@ class StripRows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """`StripRows` of arrays `[B, S, ...]`.
-
-    Attributes:
-        line: of the launch.
-    """
+    """`StripRows` of arrays `[B, S, ...]`."""
 
     line: Line
 
@@ -60,8 +55,7 @@ class PagedRows:
     """`StripRows` of pages `[P, page, ...]`: a strip lies in one, whose id is asked for one strip ahead.
 
     Attributes:
-        line: of the launch.
-        page: that of the next strip, `[1]`.
+        page: the page of the next strip, `[1]`.
     """
 
     line: Line
@@ -93,8 +87,6 @@ class CopySource:
     """A `KeySource`: strips that warps copy themselves.
 
     Attributes:
-        line: of the launch.
-        memory: the layout of shared memory.
         rows: where the rows of strips lie.
         address: of the strip's first stage.
         block: which block of rows the warp has.
@@ -183,7 +175,7 @@ class CopySource:
         kv_heads = scalars.num_heads // spec.group
         first = self._first_key(segment, i)
         exists = Boolean((i < segment.count) & (first < entry.end))
-        # Other rows become zeros, and are not read.
+        # Rows outside of [begin, end) become zeros, and are not read.
         begin = None if entry.hidden_end is None else ptx.where(exists, entry.hidden_end - first, Int32(0))
         rows = copies.Rows(begin, ptx.where(exists, entry.end - first, Int32(0)))
         row = self.rows.row(segment, first, exists) * kv_heads + segment.kv_head

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes of the portable forward kernel; see `backward/config.py` for those of the backward kernel.
+"""Tile sizes of the portable forward kernel; `backward/config.py` has the backward kernel's.
 
 Pure Python, no import of the DSL: tests and the support table read it on any machine. Measured and predicted speeds of
 the rows, and the registers they compile to, are in docs/kernels/sm80.md.
@@ -115,7 +115,7 @@ def forward_config(spec: KernelSpec) -> ForwardConfig:
     if not spec.cost.score_nbytes:
         return config
     count = config.bias_ring.count
-    # With fewer, most of a tile would be copied while it is read.
+    # With fewer pieces, most of a tile would be copied while it is read.
     return with_bias(config, spec, range(count, max(count // 2, 2) - 1, -1))
 
 
@@ -147,7 +147,7 @@ def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
     """
     base = (ForwardConfig(16, 8, 64), ForwardConfig(16, 8, 48), ForwardConfig(16, 8, 32))
     if min(padded(spec.head_dim), padded(spec.v_head_dim)) > 192:
-        # Fetched for each key tile, Q would be 16 of the 144 ldmatrix that a warp issues.
+        # If Q were fetched for each key tile, it would be 16 of the 144 ldmatrix that a warp issues.
         return (ForwardConfig(16, 8, 64, q_in_regs=True), *base[1:])
     if padded(spec.v_head_dim) > 128:
         return base

@@ -12,7 +12,7 @@ registers, only K and V pass through shared memory. Key tiles are visited from t
 Keys and values that no query of the batch entry sees may hold anything. A tile that holds some of them at its end is
 the first one visited, whose copies are predicated. If such keys may come first, every copy is predicated.
 
-Of a list (`tiles/lists.py`), any edge tile may hold such keys. Copies of edge tiles are predicated by the end of the
+In a list (`tiles/lists.py`), any edge tile may hold such keys. Copies of edge tiles are predicated by the end of the
 array, and threads zero what they have copied of values that no query of the tile sees.
 
 The maximum that shifts the exponentials may be below the true one by a factor of up to 2^8: the accumulator is
@@ -60,11 +60,7 @@ _LAZY_RESCALE = 8.0
 
 
 class ForwardKernel:
-    """The forward kernel of one compile key.
-
-    Args:
-        spec: what is compiled in.
-    """
+    """The forward kernel of one compile key."""
 
     def __init__(self, spec: KernelSpec):
         stages.refuse(spec.features, "the portable forward kernel")
@@ -244,7 +240,7 @@ class ForwardKernel:
     def _visit(self, state: ForwardState, index: Int32, *, masked: bool) -> None:
         """Adds one key tile to the registers of the rows, with the copies of the next one in flight."""
         tile, stages = state.tile, self.config.stages
-        # The first edge tile of a range holds the end of the keys, that of a list any one.
+        # Only the first edge tile of a range holds the end of the keys; any edge tile of a list may.
         partial = masked and tile.bits is not None
         seen = self._seen(tile, index) if masked else None
         cute.arch.cp_async_wait_group(0)
@@ -266,7 +262,7 @@ class ForwardKernel:
             self._softmax(state, weights, seen)
             tile.load_next_bias(index)
         else:
-            # Of a matrix, pieces on their way would wait for a K that is.
+            # Pieces of a matrix on their way would have to wait for a K that is on its way.
             late = tile.bias is not None and tile.bias.ring.refills
             self._load_value(tile, index, 0, partial=masked)
             cute.arch.cp_async_commit_group()
@@ -325,7 +321,7 @@ class ForwardKernel:
         self._raise_maxima(rows, softmax.row_maxima(scores, *blocks), score.unit)
         maxima = [rows.maxima[i] for i in range(2 * self.m_blocks)]
         if seen is not None or score.hides_in_full:
-            # A row that has seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
+            # A row may have seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
             maxima = [ptx.where(x == Float32(softmax.NEVER), Float32(0.0), x) for x in maxima]
         shifts = [x * score.unit for x in maxima]
         sums = softmax.exponentials(scores, *blocks, score.unit, shifts)
@@ -343,7 +339,7 @@ class ForwardKernel:
             for i, x in enumerate(maxima):
                 old = rows.maxima[i]
                 new = ptx.maximum(old, x)
-                # Both -inf: no key seen so far, so there is nothing to rescale and any finite factor will do.
+                # If both are -inf, no key was seen so far: there is nothing to rescale, and any finite factor will do.
                 shift = ptx.where(new == Float32(softmax.NEVER), Float32(0.0), new)
                 alpha = ptx.exp2((old - shift) * factor)
                 rows.maxima[i] = new

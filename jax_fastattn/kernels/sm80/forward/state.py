@@ -37,8 +37,6 @@ class ForwardPlace:
         warp: index of the warp in the CTA. The compiler knows that it is the same in all lanes.
         shared: byte address of the CTA's shared memory.
         row: first query of the tile, counted from the first one of its sequence.
-        head: query head.
-        kv_head: key/value head.
         sequence: the queries, and the keys that they attend to.
     """
 
