@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
-# The launches that have a buffer, by `KernelSpec.op`.
+# These are the launches that have a buffer, by `KernelSpec.op`.
 _FORWARD, _DECODE, _BACKWARD = ("forward",), ("decode",), ("backward",)
 _ANSWER, _TILED = (*_FORWARD, *_DECODE), (*_FORWARD, *_BACKWARD)
 

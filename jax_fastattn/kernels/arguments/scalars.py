@@ -63,7 +63,7 @@ class Scalars(NamedTuple):
     logits_soft_cap: Annotated[Any, "float32"]
 
     def of_dtype(self, dtype: str) -> tuple[Any, ...]:
-        """Returns those of one dtype, in order, without those that are absent."""
+        """Returns the scalars of one dtype, in order, without absent ones."""
         values = self._asdict()
         return tuple(values[name] for name, x in SCALAR_DTYPES.items() if x == dtype and values[name] is not None)
 
@@ -101,13 +101,13 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, scalars: Scalars) -> Sizes:
-        """Returns those of a launch."""
+        """Returns the sizes of a launch."""
         return cls(**{name: getattr(scalars, name) for name in cls._fields})
 
 
-# Those that only launches with lists or with bits of rows have.
+# Only launches with lists or with bits of rows have these scalars.
 VISIT_SCALARS = ("visit_batch", "visit_head", "visit_kv_head", "visit_tile")
-# Those that only launches with a bias have.
+# Only launches with a bias have these scalars.
 BIAS_SCALARS = ("bias_batch", "bias_head", "bias_kv_head", "bias_planes", "bias_pitch")
 
 SCALAR_DTYPES: Mapping[str, str] = {

@@ -69,7 +69,7 @@ class Feature:
         """Returns the feature with what it reads once for a lane's two keys, where rows of the accumulator are keys.
 
         Args:
-            key: the first one; the other one is 8 further.
+            key: the first one; the other one is 8 rows below.
             live: keys that some query sees. What it reads for others changes nothing.
         """
         raise NotImplementedError
@@ -78,7 +78,7 @@ class Feature:
         """Returns the feature with what it reads once for a lane's two queries, where these are rows.
 
         Args:
-            query: the first one; the other one is 8 further.
+            query: the first one; the other one is 8 rows below.
         """
         raise NotImplementedError
 

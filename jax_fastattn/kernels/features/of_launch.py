@@ -20,7 +20,7 @@ def features_of(arguments: FeatureArguments) -> tuple[Feature, ...]:
     """Returns the features of a launch, in the order of the codes of its key.
 
     Args:
-        arguments: with the factor from products to logits.
+        arguments: the arguments of the launch; `scale` is the factor from products to logits.
     """
     found: list[Feature] = []
     for code in arguments.spec.codes:

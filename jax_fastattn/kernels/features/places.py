@@ -14,12 +14,7 @@ from jax_fastattn.kernels.device import ptx
 
 
 class Head(NamedTuple):
-    """Which scores a warp works on until the next head: those of one query head.
-
-    Attributes:
-        batch: the batch entry.
-        head: the query head.
-    """
+    """The query head whose scores a warp works on until the next head."""
 
     batch: Int32
     head: Int32
@@ -36,7 +31,7 @@ class ScoreTile:
         row: the lane's first accumulator row; the others follow 8 apart.
         index: of the tile, along the columns.
         columns: from one index to the next.
-        lane_column: the lane's first column, from that of the tile on.
+        lane_column: the lane's first column, counted from the tile's first one.
         n_blocks: blocks of 8 columns.
         transposed: whether rows are keys.
     """
@@ -63,7 +58,6 @@ class Element(NamedTuple):
     """Where one score lies.
 
     Attributes:
-        tile: the tile.
         i: which of the lane's accumulator rows.
         column: counted from the lane's first one.
     """

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.spec import UNBOUNDED
 
-# The maximum of a row that has seen no key.
+# This is the maximum of a row that has seen no key.
 _NEVER = float("-inf")
 
 
@@ -31,7 +31,7 @@ class Sinks(Feature):
     Attributes:
         operand: `[b, N]`, logits.
         stride: elements from one batch entry to the next.
-        sink: that of the head; None before `end`.
+        sink: the sink of the head; None before `end`.
     """
 
     operand: cute.Pointer
@@ -54,7 +54,7 @@ class Sinks(Feature):
 
         Args:
             maximum: of the row's logits, in base 2.
-            total: its denominator, relative to that.
+            total: its denominator, relative to `maximum`.
         """
         scaled = self.sink * LOG2_E
         top = ptx.maximum(maximum, scaled)
@@ -76,8 +76,8 @@ def gradient_term(sink: Float32, lse: Float32, delta: Float32, exists: Boolean) 
     Args:
         sink: the sink of the head.
         lse: the log-sum-exp of the row, of which the sink is part.
-        delta: rowsum(out * dout) - dlse. If the row sees no key, the first is 0, whatever `dout` holds.
-        exists: whether lse and delta are those of the row.
+        delta: rowsum(out * dout) - dlse. If the row sees no key, rowsum is 0 for any value in `dout`.
+        exists: whether lse and delta belong to the row.
     """
     counts = Boolean(exists & (lse != Float32(float("-inf"))))
     weight = ptx.exp2((sink - lse) * LOG2_E)

@@ -20,7 +20,7 @@ class SoftCap(Feature):
     Attributes:
         factor: of the tanh in what enters the softmax, which is in base 2.
         inner: twice the factor inside of the tanh, in base 2.
-        exact: whether the tanh is that of `_tanh`, else that of `_rough_tanh`.
+        exact: whether `_tanh` computes the tanh, else `_rough_tanh`.
     """
 
     factor: Float32
@@ -50,9 +50,9 @@ def _tanh(x: Logit, inner: Float32) -> Float32:
 
 
 def _rough_tanh(x: Logit, inner: Float32) -> Float32:
-    """Does what `_tanh` does, by one MUFU: relative error 2^-11, so that of P at a logit of 8 is 2^-8, as of bfloat16.
+    """Does what `_tanh` does, by one MUFU, with a relative error of 2^-11.
 
-    1 - tanh^2 has an absolute error of 2^-10. Not for sinks: their gradient, a sum over all rows, would show that the
-    error is not even.
+    P at a logit of 8 then has a relative error of 2^-8, as in bfloat16. 1 - tanh^2 has an absolute error of 2^-10.
+    Sinks do not use it: their gradient, a sum over all rows, would show that the error is not even.
     """
     return ptx.tanh(x.times(inner * (0.5 * LN_2)))

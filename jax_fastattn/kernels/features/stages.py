@@ -16,12 +16,12 @@ from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device.layout import padded
 from jax_fastattn.kernels.device.regions import Barriers, Region, Row
 
-# Name of the region; with `_full` and `_empty` after it that of its barriers.
+# The region has this name; its barriers have the name with `_full` and `_empty` after it.
 NAME = "features"
 _ALIGNMENT = 1024
-# Stages of a ring of their own.
+# A ring that features own has this many stages.
 RING_STAGES = 2
-# Warps of a warpgroup.
+# A warpgroup has this many warps.
 _WARPS = 4
 
 
@@ -61,6 +61,6 @@ def ring_rows(codes: Sequence[Code], queries: int, keys: int, warpgroups: int) -
 
 
 def stage_rows(codes: Sequence[Code], queries: int, keys: int, stages: int) -> tuple[Row, ...]:
-    """Returns the region of stages that come and go with those of another ring; none if no feature loads."""
+    """Returns the region of stages that are filled and released with another ring's; none if no feature loads."""
     ends = [offset + nbytes for _, offset, nbytes in parts(codes, queries, keys)]
     return (Region(NAME, ends[-1], stages, _ALIGNMENT),) if ends else ()

@@ -35,7 +35,7 @@ class KeySums:
         return cls(n_blocks, cute.make_rmem_tensor((2 * m_blocks,), Float32))
 
     def clear(self) -> None:
-        """Begins with a query head."""
+        """Clears the sums for the next query head."""
         self.sums.fill(0.0)
 
     def add(self, part: DscorePair) -> None:
@@ -47,7 +47,7 @@ class KeySums:
     def store(self, place: LaneKeys) -> None:
         """Stores the sums of a query head to `dkey_bias`."""
         for i in range(cute.size(self.sums)):
-            # The other lanes of the quad have the other queries.
+            # The other lanes of the quad hold the sums over other queries.
             total = softmax.quad_sum(self.sums[i])
             if place.live is not None:
                 total = ResultRow(place.live[i]).value(total)

@@ -39,17 +39,17 @@ class RowEnd(NamedTuple):
         Args:
             score: from products to logits of the row's query head, after `Score.finish`.
             log_max: the maximum logit, in base 2.
-            total: the sum of exponentials relative to that.
-            inside: whether the row is no padding.
+            total: the sum of exponentials relative to `log_max`.
+            inside: whether the row is not padding.
         """
         live = Boolean((total != Float32(0.0)) & inside)
         log_max, total, weight = score.finish_row(log_max, total)
-        # Rounded once: where one weight is 1, the logarithm is what the rounding of the maximum left of its logit.
+        # This rounds once: where one weight is 1, the logarithm is what the rounding of the maximum left of its logit.
         value = ptx.fma(log_max, Float32(softmax.LN_2), ptx.log2(total) * softmax.LN_2)
         return cls(live, ptx.where(inside, value, Float32(softmax.NEVER)), total, weight)
 
     def result(self) -> ResultRow:
-        """Returns what the row of the output is stored as."""
+        """Returns how the row of the output is stored."""
         return ResultRow(self.live, self.weight * ptx.reciprocal(self.total))
 
 
@@ -61,8 +61,7 @@ class LogSumExps:
         score: from products to logits of the query head; its features have what `Score.finish_row` needs.
         queries: the rows of the sequence.
         query_end: rows from there on are padding: their log-sum-exp is -inf, and they have no output.
-        head: the query head.
-        column: the lane's first accumulator column; of the four lanes that share a row, that of column 0 stores.
+        column: the lane's first accumulator column; the lane with column 0 stores for the four lanes that share a row.
     """
 
     score: Score
@@ -77,13 +76,11 @@ class LogSumExps:
         """Stores the log-sum-exps, of which sinks are part.
 
         Args:
-            buffers: of the launch.
-            scalars: of the launch.
             first_row: the lane's first row; the others follow 8 apart.
             softmaxes: the maximum product of each row, and the lane's part of its sum of exponentials relative to that.
 
         Returns:
-            What the output of each row is stored as.
+            How the output of each row is stored.
         """
         results, lse_row = [], self.queries.row()
         for i, (maximum, total) in enumerate(softmaxes):

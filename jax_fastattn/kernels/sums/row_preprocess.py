@@ -50,7 +50,7 @@ class OutputDelta:
         return self._less_dlse(self.product)
 
     def of_sink(self) -> Float32:
-        """Returns the same, -dlse of a row that sees no key."""
+        """Returns rowsum(out * dout) - dlse, which is -dlse for a row that sees no key."""
         return self._less_dlse(self.product if self.seen is None else ptx.where(self.seen, self.product, Float32(0.0)))
 
     def _less_dlse(self, product: Float32) -> Float32:
@@ -68,7 +68,7 @@ class LseScale(Protocol):
 @final
 @dataclass(frozen=True)
 class Base2:
-    """In base 2, +inf of rows without weights.
+    """The log-sum-exp in base 2; +inf for rows without weights.
 
     Attributes:
         log2_factor: the binary logarithm of a factor that P gets; None if it gets none.
@@ -79,7 +79,7 @@ class Base2:
     def scaled(self, lse: Float32, live: Boolean) -> Float32:
         """Returns the log-sum-exp in base 2, less the logarithm of the factor."""
         if self.log2_factor is None:
-            # The other order has two instructions more.
+            # The other order takes two more instructions.
             return ptx.where(live, lse, Float32(float("inf"))) * LOG2_E
         return ptx.where(live, lse * LOG2_E - self.log2_factor, Float32(float("inf")))
 
@@ -87,7 +87,7 @@ class Base2:
 @final
 @dataclass(frozen=True)
 class InProducts:
-    """As a product q . k, of rows without weights an infinity with the sign of the scale."""
+    """The log-sum-exp as a product q . k; for rows without weights an infinity with the sign of the scale."""
 
     scale: Float32
 
@@ -150,7 +150,7 @@ class RowPreprocess:
     """Makes the statistics of rows.
 
     Attributes:
-        lse_scale: how they have the log-sum-exp.
+        lse_scale: how the statistics store the log-sum-exp.
         vague: whether there is a bias whose log-sum-exps may be too large or too small for weights, see `weighable`.
     """
 
@@ -159,11 +159,11 @@ class RowPreprocess:
 
     @classmethod
     def of(cls, spec: KernelSpec, lse_scale: LseScale) -> "RowPreprocess":
-        """Returns it for a launch."""
+        """Returns the preprocess for a launch."""
         return cls(lse_scale, bool(spec.matrix_bias or spec.key_bias))
 
     def statistics(self, row: ReadRow) -> tuple[Float32, Float32]:
-        """Returns (lse_scaled, delta): an infinity and 0 of a row that sees no key."""
+        """Returns (lse_scaled, delta): an infinity and 0 for a row that sees no key."""
         lse, live = row.lse, Boolean(row.live & (row.lse != Float32(float("-inf"))))
         if self.vague:
             lse, live = weighable(lse, live)

@@ -28,10 +28,10 @@ from jax_fastattn.kernels.tiles.plan import Bounds
 from jax_fastattn.kernels.visits.compared import ComparedRows
 from jax_fastattn.kernels.visits.lists import GlobalList, Planes, TileBits
 
-# Kinds of a tile in the scores of an item: for each 64 keys whether some pair is visible, and whether all are, a bit
-# each, then whether some query sees nothing.
+# The kind of a tile is a word of bits about the scores of an item: for each 64 keys one bit says whether some pair is
+# visible and one whether all are; the last bit says whether some query sees nothing.
 HIDDEN, EDGE, FULL, DEAD_ROWS = 0b0000, 0b0101, 0b1111, 0b10000
-# Says that no item follows.
+# This kind says that no item follows.
 LAST = -1
 
 
@@ -162,7 +162,7 @@ class RowsTile(NamedTuple):
 
 
 def _part(items: Int32, part: Int32, sizes: Scalars | Sizes) -> list[Int32]:
-    """Returns the first item of a part, and that after its last one."""
+    """Returns the index of the first item of a part, and the index after its last one."""
     each = copies.count(items, sizes.bias_parts)
     begin = Int32(cutlass.min(part * each, items))
     return [begin, Int32(cutlass.min(begin + each, items))]
@@ -173,11 +173,7 @@ DbiasTile = MatrixTile | RowsTile
 
 @dataclass(frozen=True)
 class DbiasSchedule:
-    """Gives persistent CTAs one tile after the other.
-
-    Attributes:
-        spec: the compile key.
-    """
+    """Gives persistent CTAs one tile after the other."""
 
     spec: KernelSpec
 
@@ -210,10 +206,10 @@ class DbiasSchedule:
         return Sequence.of_entry(self.spec, head.batch, buffers, sizes).bounds()
 
     def look(self, item: DbiasItem, buffers: Buffers, sizes: Scalars | Sizes) -> tuple[Int32, ...]:
-        """Returns the kind of an item, see `HIDDEN`, and what tells hidden pairs.
+        """Returns the kind of an item, see `HIDDEN`, and what identifies hidden pairs.
 
-        That is `ItemList.place`, or if live keys say everything their bits in words of 32; 0 without lists. They may be
-        others in each lane.
+        The latter is `ItemList.place`, or if live keys say everything their bits in words of 32; 0 without lists. It
+        may differ from lane to lane.
         """
         if self.spec.alike:
             return self._live_keys(item, buffers, sizes)
@@ -225,7 +221,7 @@ class DbiasSchedule:
         visible = Boolean((column >= seen.begin) & (column < seen.end))
         full = Boolean((column >= seen.full_begin) & (column < seen.full_end))
         if bounds.kind.query_end:
-            # Rows of padding count as full there; here they would add to the sum.
+            # Rows of padding count as full in `seen`; here they would add to the sum.
             full = Boolean(full & (first + ROWS <= cutlass.max(bounds.query_end, 0)))
         return ptx.where(visible, ptx.where(full, Int32(FULL), Int32(EDGE)), Int32(HIDDEN)), Int32(0)
 
@@ -247,8 +243,6 @@ class ItemList:
 
     Attributes:
         config: tiles of the lists.
-        item: the item.
-        buffers, sizes: of the launch.
         place: index of the list, or of its plane if edge tiles compare rows: what `words` needs.
         row: index of the list; None if only `words` is asked for.
     """
@@ -288,7 +282,7 @@ class ItemList:
         for part in range(self.parts):
             index, last = self.item.column * self.parts + part, self.key_tiles - 1
             word = ptx.load_global_int(classes + Int64(cutlass.min(index, last)) * 4)
-            # Of tiles where nothing is visible, some say that everything is.
+            # Some tiles where nothing is visible are listed as full.
             visible = Boolean(Boolean(index <= last) & Boolean((word & SOME) != 0))
             kind = kind | ptx.where(visible, (word & (SOME | ALL)) << (2 * part), Int32(HIDDEN))
         if self.parts == 1:

@@ -61,5 +61,5 @@ class LaneKeys(NamedTuple):
     factor: float | None = None
 
 
-# Sums over the queries of one head after the other, in kernels that compute dk.
+# These sums run over the queries of one head after the other, in kernels that compute dk.
 HeadSums = Sums[DscorePair, LaneKeys]

@@ -95,9 +95,7 @@ class DbiasSum:
     """The sums of a warp.
 
     Attributes:
-        spec: the compile key.
         schedule: the tiles of the CTA.
-        buffers, sizes: of the launch.
         lane_rows: how many accumulator rows a lane has.
         n_blocks: blocks of 8 columns of its scores.
         total: the sums.
@@ -152,7 +150,7 @@ class DbiasSum:
         return rows
 
     def _add(self, place: int, x: Float32, y: Float32, at: Element, edge: Edge | None) -> None:
-        """Adds a product to a sum, 0 where an element is hidden: what is there may be no number."""
+        """Adds a product to a sum; adds 0 where an element is hidden, since a hidden value may be no number."""
         if edge is None:
             self.total[place] = ptx.fma(x, y, self.total[place])
         else:
@@ -173,7 +171,7 @@ class DbiasSum:
 class MatrixSum(DbiasSum):
     """The sum of dS = P (dP - delta) for each score of a tile of a matrix."""
 
-    # Whether delta is taken off dP before it is added.
+    # This says whether delta is subtracted from dP before dP is added.
     centered = True
 
     @classmethod

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
-# Queries and keys of a tile of scores, which is one of the bias if that is a matrix.
+# A tile of scores has this many queries and keys; for a matrix it is also a tile of the bias.
 ROWS, KEYS = 128, 128
 
-# Sums over the keys of a query that make the gradient of a bias of rows, see `tile_sums.RowSums`.
+# This many sums over the keys of a query make the gradient of a bias of rows, see `tile_sums.RowSums`.
 ROW_SUMS = 3
 
-# Warps side by side along the keys of a tile, by family.
+# Each family has this many warps side by side along the keys of a tile.
 COLUMN_WARPS = {"sm90": 1, "sm80": 2}
 
-# Bytes that parts of a gradient may take.
+# The parts of a gradient take at most this many bytes.
 _PARTS_NBYTES = 128 << 20
 
 
@@ -37,19 +37,18 @@ class _Tiles:
 
 
 def key_list_tiles(spec: KernelSpec) -> PrepassConfig:
-    """Returns the tiles of the lists of keys of a backward pass: those of a kernel of dq alone, else those of dbias."""
+    """Returns the tiles of a backward pass's lists of keys: of the kernel of dq alone if any, else of dbias."""
     return spec.tiles_of(spec.config.dq or _Tiles(PrepassConfig(ROWS, KEYS)))
 
 
 def dbias_parts(shape: tuple[int, int, int], sharing: int, multiprocessors: int) -> int:
     """Returns in how many parts a gradient is computed, each with some of the items of every tile.
 
-    That is the smallest number within 5 % of the best balance over the SMs.
+    The number is the smallest one within 5 % of the best balance over the SMs.
 
     Args:
         shape: planes, queries and keys.
         sharing: how many pairs of a batch entry and a head share a plane.
-        multiprocessors: of the GPU.
     """
     planes, queries, keys = shape
     tiles = planes * -(-queries // ROWS) * -(-keys // KEYS)

@@ -65,7 +65,7 @@ class GlobalBias(PairBias):
         return Int64(scalars.query_length) * (scalars.bias_pitch * 2)
 
     def _term(self, at: Element, term: int) -> Float32:
-        """Returns an element of a term. Those past the end are others that exist."""
+        """Returns an element of a term. Elements past the end are replaced by others that exist."""
         transposed = at.tile.transposed
         which = (term, at.i, at.column // (8 if transposed else 2))
         if which not in self.registers:

@@ -27,7 +27,7 @@ class KeyBias(Feature):
         loaded: numbers by the key that they belong to, since `read`.
     """
 
-    # By -inf.
+    # It hides scores by -inf.
     hides_in_full: ClassVar[bool] = True
 
     operand: cute.Pointer
@@ -47,9 +47,9 @@ class KeyBias(Feature):
         return replace(self, plane=self.planes.vector(self.operand, head))
 
     def hold(self, key: Int32, live: LiveRange) -> "KeyBias":
-        """Returns the feature with the numbers of two keys; 0 for one that no query sees, whatever lies there.
+        """Returns the feature with the numbers of two keys; 0 for a key that no query sees, even if its number differs.
 
-        Rows past the last query see such a key too, where the statistics alone make P 0.
+        Rows past the last query see such a key, too; there the statistics alone make P 0.
         """
         own = []
         for i in range(2):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A bias of pairs, a matrix that is added to the logits, whatever it is read from."""
+"""A bias of pairs, a matrix that is added to the logits. Subclasses say where it is read from."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +17,7 @@ from jax_fastattn.kernels.features.places import Element, Logit
 class PairBias(Feature):
     """Adds the number of its pair to each logit."""
 
-    # By -inf.
+    # It hides scores by -inf.
     hides_in_full: ClassVar[bool] = True
 
     def logit(self, x: Logit, at: Element) -> Logit:

@@ -17,7 +17,6 @@ class Planes(NamedTuple):
     """The planes of a bias.
 
     Attributes:
-        scalars: of the launch.
         group: query heads of a key/value head.
     """
 
@@ -45,12 +44,12 @@ class Vector(NamedTuple):
 
     Attributes:
         address: of the first one.
-        last: which one all that come after it share.
+        last: index of the last number, which all later indices share.
     """
 
     address: Int64
     last: Int32
 
     def load(self, index: Int32) -> Float32:
-        """Loads one."""
+        """Loads the number at an index."""
         return ptx.load_global(self.address + Int64(cutlass.min(index, self.last)) * 4)

@@ -46,7 +46,7 @@ class RowShift(Feature):
     def shift_row(self, maximum: Float32, total: Float32, row: Int32) -> tuple[Float32, Float32]:
         """Returns a row's maximum logit in base 2, and its denominator relative to that."""
         shift = self.plane.load(row)
-        # Whatever the number is of a row that sees no key. Otherwise NaN and inf make the denominator NaN.
+        # A row that sees no key keeps its maximum for any number. In other rows NaN and inf make the denominator NaN.
         hidden = Boolean((shift == Float32(NEVER)) | (total == Float32(0.0)))
         total = ptx.fma(shift, Float32(0.0), total)
         return ptx.where(hidden, Float32(NEVER), maximum + shift), ptx.where(hidden, Float32(0.0), total)

@@ -106,18 +106,18 @@ class StagedBias(PairBias):
         """Returns the address that a lane passes to ldmatrix for the first 16 columns of the accumulator."""
         if self.offset is not None:
             return self.address + self.offset
-        # Read anew: a register for it would live through the loops.
+        # It is read anew: a register for it would live through the loops.
         return self.address + _lane_offset(self.tile.queries, self.tile.keys, transposed=tile.transposed)
 
     def _load_block(self, tile: ScoreTile, block: int, term: int) -> list[Int32]:
-        """Loads what a lane needs for 16 columns of the accumulator: of both of its rows, then 8 columns further."""
+        """Loads what a lane needs for 16 columns of the accumulator: for both of its rows, then 8 columns later."""
         queries, keys = self.tile.queries, self.tile.keys
         columns, start = wgmma.atom_columns(keys), term * _term_nbytes(queries, keys)
         if tile.transposed:
             # The swizzle repeats every 8 rows.
             address = self.lane + (start + block * (16 * 2 * columns))
         else:
-            # Swizzled chunks of 16 bytes: 16 columns are two of them.
+            # Chunks of 16 bytes are swizzled: 16 columns are two of them.
             atom, step = divmod(block, columns // 16)
             address = (self.lane ^ (32 * step)) + (start + atom * (queries * 2 * columns))
         return ptx.ldmatrix(address, transpose=tile.transposed)
@@ -130,7 +130,7 @@ def _term_nbytes(queries: int, keys: int) -> int:
 
 def _lane_offset(queries: int, keys: int, *, transposed: bool) -> Int32:
     """Returns where in a tile a lane's address for ldmatrix lies, for the first 16 columns of the accumulator."""
-    # Of bits the compiler knows that none is a sign.
+    # Bit operations tell the compiler that nothing here is negative.
     thread = ptx.thread_index()
     warp, lane = thread >> 5 & (keys if transposed else queries) // 16 - 1, thread & 31
     if transposed:

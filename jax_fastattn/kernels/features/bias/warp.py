@@ -92,7 +92,7 @@ class WarpBias(PairBias):
         """Loads the lane's pairs of each term of a piece, and starts the copy of the piece that takes its place."""
         ring = self.ring
         if index >= ring.places:
-            # This tile has started copies of later pieces, which may be on their way.
+            # Copies of later pieces, which this tile has started, may still be in flight.
             cute.arch.cp_async_wait_group(min(index + ring.places, ring.count) - index - 1)
             cute.arch.sync_warp()
         address = self.address + ring.piece.read_offset(ptx.thread_index() & 31)
@@ -105,7 +105,7 @@ class WarpBias(PairBias):
         return found
 
     def _copy(self, head: Head, column: Int32, index: int) -> None:
-        """Starts the copies of a piece. Pairs past the end are others that exist."""
+        """Starts the copies of a piece. Pairs past the end are replaced by others that exist."""
         scalars, ring, lane = self.planes.scalars, self.ring, ptx.thread_index() & 31
         query, key = (column, self.row) if self._transposed else (self.row, column)
         first_row, first_column = ring.corner(index)

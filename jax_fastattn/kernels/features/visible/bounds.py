@@ -42,8 +42,7 @@ def hide(acc: Accumulator, tile: ScoreTile, limits: Sequence[Limits], hidden: Fl
     """Puts `hidden` where a score lies outside of the limits of its row, in place.
 
     Args:
-        acc: the accumulator.
-        tile: where it lies.
+        tile: where the accumulator lies.
         limits: the columns that each of the lane's accumulator rows sees.
         hidden: the value put there.
         check_low: whether their lower end can lie above the first column of a tile.

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.row_planes import RowPlanes
 from jax_fastattn.kernels.key import KernelSpec
 
-# Keys of a word.
+# A word has this many keys.
 _WORD = 32
 
 
@@ -55,9 +55,7 @@ class RowBits:
     """Loads the words of a lane.
 
     Attributes:
-        spec: the compile key.
         words: of all rows.
-        scalars: of the launch.
         strip: keys of a tile that a warp computes.
         next: words of the next tile, `[rows * count]`.
     """
@@ -70,18 +68,18 @@ class RowBits:
 
     @classmethod
     def of(cls, spec: KernelSpec, buffers: Buffers, scalars: Scalars, strip: int) -> "RowBits | None":
-        """Returns those of a launch; None if the compile key has none."""
+        """Returns the row bits of a launch; None if the compile key has none."""
         if not spec.row_bits:
             return None
         return cls(spec, buffers.row_bits, scalars, strip, cute.make_rmem_tensor((2 * _count(strip),), Int32))
 
     @property
     def _columns(self) -> Int32:
-        """Words of a row."""
+        """Returns how many words a row has."""
         return (self.scalars.key_length + _WORD - 1) // _WORD
 
     def rows(self, batch: Int32, kv_head: Int32, rows: Sequence[Int32]) -> list[Int64]:
-        """Returns the addresses of the words of rows; those of row 0 in the place of rows that do not exist."""
+        """Returns the addresses of the words of rows; row 0 takes the place of rows that do not exist."""
         planes, queries, group = RowPlanes.of(self.scalars), self.scalars.query_length, self.spec.group
         unit = Int64(batch), Int64(kv_head)
         existing = [ptx.where(row < queries * group, row, Int32(0)) for row in rows]

@@ -26,7 +26,7 @@ class RowPlanes(NamedTuple):
 
     @classmethod
     def of(cls, scalars: Scalars) -> "RowPlanes":
-        """Returns those of a launch."""
+        """Returns the planes of a launch."""
         return cls(scalars.visit_batch, scalars.visit_head, scalars.visit_kv_head, scalars.visit_tile)
 
     def row(self, unit: tuple[Int, Int], row: Int, queries: Int, group: int) -> Int:
@@ -34,7 +34,6 @@ class RowPlanes(NamedTuple):
 
         Args:
             unit: batch entry and key/value head.
-            row: the row.
             queries: T.
             group: query heads of a key/value head.
         """
