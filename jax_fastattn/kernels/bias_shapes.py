@@ -13,14 +13,15 @@ from typing import Literal
 BiasKind = Literal["rows", "keys", "matrix"]
 BiasDtype = Literal["bfloat16", "float16", "float32"]
 
-# Columns of a matrix are padded to a multiple: TMA takes rows that are a multiple of 16 bytes apart.
+# The columns of a matrix are padded to a multiple of this: TMA takes rows that are a multiple of 16 bytes apart.
 MATRIX_COLUMNS = 8
-# Keys of the largest tile. A plane of a bias of keys has so many past the last key, since tiles are loaded whole.
+# The largest tile has this many keys. A plane of a bias of keys has as many past the last key, since tiles are loaded
+# whole.
 TILE_KEYS = 128
-# From which size on a finite log-sum-exp says too little of its row. It is rounded, as logits are, to more than a tenth
+# From this size on, a finite log-sum-exp says too little of its row. It is rounded, as logits are, to more than a tenth
 # in base 2; at 1e9, as where -1e9 is added to all that a row sees, weights could be 2^128.
 VAGUE_LSE = 2.0**20
-# Columns of a bias of keys as a factor of a product, of which three hold the bias.
+# A bias of keys as a factor of a product has this many columns, of which three hold the bias.
 KEY_PARTS = 8
 
 
@@ -55,7 +56,7 @@ class BiasPlanes:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], num_heads: int) -> BiasPlanes:
-        """Returns those of a bias `[b, n, t, s]`, where n may also be the number of key/value heads."""
+        """Returns the planes of a bias `[b, n, t, s]`, where n may also be the number of key/value heads."""
         batch, heads, _, _ = shape
         per_query_head = heads == num_heads and heads > 1
         return cls(heads if batch > 1 else 0, int(per_query_head), int(heads > 1 and not per_query_head), batch * heads)
@@ -72,5 +73,5 @@ def bias_pitch(shape: tuple[int, ...], key_length: int) -> int:
 
 
 def stored_dtype(dtype: str) -> BiasDtype:
-    """Returns as what a matrix of some dtype is stored, see `KernelSpec.bias_dtype`."""
+    """Returns the dtype in which a matrix of some dtype is stored, see `KernelSpec.bias_dtype`."""
     return dtype if dtype in ("bfloat16", "float16") else "float32"

@@ -24,32 +24,34 @@ from jax_fastattn.kernels.sums.tiles import key_list_tiles
 from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
 from jax_fastattn.spec import AttentionSpec, Problem, is_known
 
-# Up to which T and S the Hopper forward has configs of its own, where a row has few tiles.
+# The Hopper forward has configs of its own up to these T and S, where a row has few tiles.
 SHORT_LENGTH = 2048
 
-# The same of the forward pass if its features load tiles.
+# This limit replaces the one above in the forward pass if its features load tiles.
 SHORT_LOADING_LENGTH = 1024
 
-# From how many keys on those of few queries are split; fewer were not timed.
+# Keys of few queries are split from this many keys on; fewer were not timed.
 MIN_SPLIT_KEYS = 128
 
-# Up to how many rows, queries times query heads of a key/value head, whatever else is known.
+# Keys may be split for up to this many rows, queries times query heads of a key/value head; for more only where
+# `_most_split_rows` says so.
 MAX_SPLIT_ROWS = 64
 
-# How many SMs stream as much as the whole GPU: an H100 has 3 TB/s, one of its SMs 75 GB/s.
+# This many SMs stream as much as the whole GPU: an H100 has 3 TB/s, one of its SMs 75 GB/s.
 _STREAMING_SMS = 40
 
-# Bytes that the GPU reads in the time that the launch of the combine kernel takes.
+# The GPU reads this many bytes in the time that the launch of the combine kernel takes.
 _LAUNCH_NBYTES = 16 << 20
 
-# The most bytes of a unit that a CTA reads alone: 2k keys of head dim 128 with 16 bits. Where 40 or 64 CTAs read four
-# times as much, they stream less than `_STREAMING_SMS` says, and the split call takes 0.75 to 0.93 of the time.
+# A CTA alone reads at most this many bytes of a unit: 2k keys of head dim 128 with 16 bits. Where 40 or 64 CTAs read
+# four times as much, they stream less than `_STREAMING_SMS` says, and the split call takes 0.75 to 0.93 of the time.
 _MAX_WHOLE_NBYTES = 1 << 20
 
-# Up to which mean length of packed sequences, padding counted as one before and one after them, CTAs add in one order.
+# CTAs add in one order up to this mean length of packed sequences. Padding counts as one sequence before and one after
+# them.
 _ORDERED_MEAN_LENGTH = 1536
 
-# What makes the lists of batch entries differ, whatever the mask.
+# These make the lists of batch entries differ, with any mask.
 _PER_ENTRY = {"query_segment_ids", "query_seq_lengths", "key_value_seq_lengths", "query_offset"}
 
 
@@ -57,13 +59,12 @@ def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
     """Returns whether CTAs add to sums of dq in one order: for the same bits in every run, or because it is faster.
 
     It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
-    to the next, which takes short heads; and if CTAs that begin together wait for each other less than that saves,
-    which takes many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences
+    to the next, which needs short heads; and if CTAs that begin together wait for each other less than that saves,
+    which needs many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences
     only the mean length is known. Documents that segment ids tell apart count as short, since nothing is known of them;
-    so do those of a long mask that comes with `is_causal`, which hides more than later keys.
+    so do documents of a long mask that comes with `is_causal`, since it hides more than later keys.
 
     Args:
-        problem: what is computed.
         one_sided_window: see `BoundsKind.one_sided_window`.
     """
     if problem.spec.deterministic:
@@ -89,7 +90,7 @@ def _ordered_length(problem: Problem) -> int:
 
 
 def _tells_documents_apart(problem: Problem) -> bool:
-    """Returns whether ids do, or probably a mask."""
+    """Returns whether ids tell documents apart, or a mask probably does."""
     mask, causal = problem.mask_shape, problem.spec.bounds == (None, 0)
     masks_pairs = mask is not None and 1 not in mask[2:]
     long = max(problem.query_length, problem.key_length) > SHORT_LENGTH
@@ -97,7 +98,7 @@ def _tells_documents_apart(problem: Problem) -> bool:
 
 
 def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None) -> KernelSpec:
-    """Returns a compile key with the config that the tables of its family have for it, whatever config it had.
+    """Returns a compile key with the config that the tables of its family have for it, in place of any previous config.
 
     The key of a prepass comes back as it is, since its config holds the tiles of the kernel that reads its lists. Units
     of a decoding kernel that are whole stay whole. A soft cap becomes exact where a sink's gradient would show that the
@@ -107,7 +108,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         spec: the key; tests and tools build one by hand.
         short: whether T and S are at most `SHORT_LENGTH`. At most head dims the tables have one row for all lengths, so
             that a new length compiles nothing.
-        rows: of a decoding kernel, queries times query heads of a group; by default those of the config that it had,
+        rows: of a decoding kernel, queries times query heads of a group; by default the rows of the previous config,
             else 1.
     """
     if spec.op == "prepass":
@@ -209,7 +210,7 @@ def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
 
 
 def splits_keys(problem: Problem) -> bool:
-    """Returns whether the forward pass takes the decoding kernels, which takes few queries and many keys."""
+    """Returns whether the forward pass takes the decoding kernels, for few queries and many keys."""
     rows = problem.query_length * problem.group
     if problem.page:
         return reads_pages(problem)
@@ -253,7 +254,7 @@ def _takes_whole_units(problem: Problem, key: KernelSpec) -> bool:
 def reads_pages(problem: Problem) -> bool:
     """Returns whether a kernel reads the pages of a problem; else they are gathered into dense keys and values first.
 
-    It takes few queries, and head dims that need no padding: padded pages would be copies, too.
+    This needs few queries, and head dims that need no padding: padded pages would be copies, too.
     """
     is_aligned = problem.head_dim % 8 == 0 and problem.v_head_dim % 8 == 0
     is_small = is_known(problem.query_length) and problem.query_length * problem.group <= MAX_SPLIT_ROWS
@@ -338,7 +339,7 @@ def kernel_spec(
     key = replace(key, compared=_compares(problem, key))
     if op != "backward" or not key.config.adds_dq:
         return key
-    # Of the portable kernel it is not known where one order is faster.
+    # It is not known where one order is faster in the portable kernel.
     one_sided_window = key.bounds_kind.one_sided_window
     ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, one_sided_window=one_sided_window)
     return configured(replace(key, ordered=ordered), short=short)

@@ -38,7 +38,7 @@ class Code:
     is_placed: bool = True
 
 
-# Hooks by which the host chooses: whether a logit changes, whether by a term alone, and whether scores are hidden.
+# The host chooses by these hooks: whether a logit changes, whether by a term alone, and whether scores are hidden.
 HOST_HOOKS = ("logit", "term", "sees")
 
 
@@ -56,19 +56,19 @@ class Cost(NamedTuple):
     registers: int
 
 
-# Bytes of a key in what a bias of keys loads where it is a step of the product q . k.
+# A key has this many bytes in what a bias of keys loads where it is a step of the product q . k.
 KEY_PART_NBYTES = 32
 
 _FEATURES = "jax_fastattn.kernels.features"
 
-# Of a soft cap, whether the tanh is exact, see `features/softcap.py`.
+# The two codes of a soft cap differ in whether the tanh is exact, see `features/softcap.py`.
 SOFT_CAP, EXACT_SOFT_CAP = (
     Code("soft cap", f"{_FEATURES}.softcap:SoftCap", ("logit",), constants=(exact,), is_placed=False)
     for exact in (False, True)
 )
 SINKS = Code("sinks", f"{_FEATURES}.sinks:Sinks", operands=(("sinks", "float32"),), is_placed=False)
 KEY_BIAS = Code("bias of keys", f"{_FEATURES}.bias.keys:KeyBias", ("logit", "term"), registers=2)
-# A bias of rows: added to logits that a function takes, else to the maximum of a row.
+# A bias of rows is added to logits that a function takes, else to the maximum of a row.
 ROW_BIAS = Code("bias of queries", f"{_FEATURES}.bias.rows:RowBias", ("logit",), registers=2)
 ROW_SHIFT = Code("bias of queries", f"{_FEATURES}.bias.rows:RowShift")
 

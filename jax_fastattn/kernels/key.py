@@ -36,22 +36,22 @@ class KernelSpec:
         query_seq_lengths, key_value_seq_lengths, dlse: whether that operand is passed.
         dsinks: whether the backward pass computes the gradient of sinks, for which it takes them.
         query_offset: whether there are offsets: an operand, or where sequences are packed in their records.
-        packed: whether rows are those of packed sequences, see `tiles/records.py`.
+        packed: whether rows belong to packed sequences, see `tiles/records.py`.
         ordered: `adds_in_order`: CTAs that take keys of a head add to sums of dq in one order, so that dq has the same
             bits in every run.
         listed: whether tiles are visited by lists, which stand for the whole predicate. The key then has no window, no
-            offset, and no lengths except for those of queries in the forward pass.
+            offset, and no lengths except for query lengths in the forward pass.
         compared: whether edge tiles of lists compare rows, see `visits/compared.py`; else they have bits.
         alike: of lists in a backward pass, whether all queries see the same keys, as with a mask of padding. Which keys
             are live then says everything, and nothing else is read of edge tiles.
         row_bits: of decoding kernels, whether bits say which keys each row sees, see `ops/cuda/row_bits.py`. They stand
             for the whole predicate; offset and lengths of keys are then the range of keys that are read.
         page: of decoding kernels, rows of a page, a multiple of 16; 0 if keys and values are not in pages.
-        mask, segment_ids: which of these the prepass reads; its window, offset and lengths are those of the call.
+        mask, segment_ids: which of these the prepass reads; its window, offset and lengths are the call's.
         bias: the kind of the bias; None without one.
         bias_dtype: of a matrix; "float32" stands for two terms in bfloat16, `bias_terms`. None for other kinds.
         dbias: whether the backward pass computes the gradient of the bias.
-        splits_dbias: whether that of a matrix has parts, which the caller adds up.
+        splits_dbias: whether the gradient of a matrix has parts, which the caller adds up.
         features: what becomes of scores, in the order in which logits pass through it; a bias comes before all of it.
             Sinks are one in the forward pass alone.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
@@ -116,12 +116,12 @@ class KernelSpec:
 
     @property
     def lists_keys(self) -> bool:
-        """Whether a backward pass with lists has those of tiles of queries, for a kernel of dq alone, or of dbias."""
+        """Whether a backward pass with lists has lists of tiles of queries, for a kernel of dq alone, or of dbias."""
         return self.reads_edges and (not self.config.adds_dq or self.classifies_keys)
 
     @property
     def classifies_keys(self) -> bool:
-        """Whether it has the classes of their tiles, for the kernel that computes dbias alone."""
+        """Whether it has the classes of the tiles of keys, for the kernel that computes dbias alone."""
         return self.reads_edges and self.sums_dbias
 
     @property

@@ -32,7 +32,7 @@ from jax_fastattn.kernels.features.visible.row_bits import SeenKeys
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.plan import Limits, LiveRange
 
-# Stands for a scale of 0: small enough to make every finite product vanish, yet -inf times it is still -inf.
+# This number stands for a scale of 0: small enough to make every finite product vanish, yet -inf times it is -inf.
 _TINY_SCALE = 2.0**-120
 
 
@@ -51,7 +51,7 @@ class Edge(NamedTuple):
     rules: tuple[Feature, ...]
 
     def select(self, x: Float32, at: Element) -> Float32:
-        """Returns x where the score counts, else 0. A select, not a product: what is hidden may be no number."""
+        """Returns x where the score counts, else 0. It is a select, not a product: a hidden value may be no number."""
         x = self.rows[at.i].select(x, at.column)
         for rule in self.rules:
             x = ptx.where(rule.sees(at), x, Float32(0.0))
@@ -93,7 +93,7 @@ class Score:
         scalars: Scalars,
         copied_bias: Feature | None = None,
     ) -> "Score":
-        """Returns that of a forward launch; see `backward` for `copied_bias`."""
+        """Returns the composition for a forward launch; see `backward` for `copied_bias`."""
         if not spec.is_affine:
             return cls.backward(spec, buffers, scalars, scalars.scale, copied_bias)
         negative = scalars.scale < Float32(0.0)
@@ -111,12 +111,9 @@ class Score:
         scale: Float32,
         copied_bias: Feature | None = None,
     ) -> "Score":
-        """Returns that of a backward launch, with a scale of any sign.
+        """Returns the composition for a backward launch, with a scale of any sign.
 
         Args:
-            spec: the compile key.
-            buffers: of the launch.
-            scalars: of the launch.
             scale: the factor on products.
             copied_bias: a bias of pairs that the kernel copies to shared memory; None if it copies none.
         """
@@ -129,7 +126,7 @@ class Score:
 
     @property
     def steps(self) -> tuple[Feature, ...]:
-        """Those that change logits, in order."""
+        """The features that change logits, in order."""
         return _with(self.features, "logit")
 
     @property
@@ -145,7 +142,7 @@ class Score:
 
     @property
     def rules(self) -> tuple[Feature, ...]:
-        """Those that hide scores."""
+        """The features that hide scores."""
         return _with(self.features, "sees")
 
     @property
@@ -155,7 +152,7 @@ class Score:
 
     @property
     def folds_lse(self) -> bool:
-        """Whether a logit is that, plus terms, see `KernelSpec.folds_lse`."""
+        """Whether a logit is a factor times the product q . k, plus terms, see `KernelSpec.folds_lse`."""
         return all(step.defines("term") for step in self.steps)
 
     def start(self, head: Head) -> "Score":
@@ -233,8 +230,7 @@ class Score:
         """Does what `full` does, and puts -inf where a score does not count.
 
         Args:
-            acc: the accumulator.
-            tile: where it lies.
+            tile: where the accumulator lies.
             seen: the limits of the columns that each of the lane's accumulator rows sees, or bits.
             check_low: whether the lower limit can lie above the first column of a tile.
         """
@@ -301,7 +297,7 @@ class Score:
     def _probability(self, x: Float32, lse2: Float32, at: Element) -> tuple[Float32, Callable[[], Float32] | None]:
         """Returns P of a product, and the derivative of its logit; None for 1."""
         if self.joins_lse and (added := self.added) is not None:
-            # One FFMA for both, as in `exponentials`.
+            # One FFMA computes both, as in `exponentials`.
             return ptx.exp2(ptx.fma(x, self.factor, added.term(at, lse2))), None
         logit = self.logit(x, at)
         less = logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2)

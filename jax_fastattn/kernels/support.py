@@ -15,7 +15,7 @@ from jax_fastattn.spec import UNBOUNDED, Problem, is_known
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 
-# Dispatch alone finds reasons of the first line.
+# Only dispatch finds reasons of the first line.
 # fmt: off
 Kind = Literal[
     "implementation", "empty", "platform", "installation", "derivative",
@@ -47,7 +47,7 @@ _REMEDIES: dict[Kind, str] = {
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
 }
 
-# Up to which length lists have numbers for all tiles, of 32 rows at least.
+# Lists have numbers for all tiles up to this length; tiles have at least 32 rows.
 MAX_LISTED_LENGTH = 32 * MAX_TILES
 
 
@@ -55,7 +55,6 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     """Returns every reason why no CUDA kernel can run `problem` on `arch`; none when one can.
 
     Args:
-        problem: the call.
         arch: the architecture; None if it is not known.
     """
     symbolic = problem.symbolic_sizes

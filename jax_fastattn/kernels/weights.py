@@ -38,7 +38,7 @@ class Weights:
         self.score.full(self.acc, self.tile)
 
     def edge(self, seen: Sequence[Limits] | Bits | SeenKeys, *, check_low: bool) -> None:
-        """Does the same, and hides what does not count, see `Score.edge`."""
+        """Turns products into logits, and hides what does not count, see `Score.edge`."""
         self.score.edge(self.acc, self.tile, seen, check_low=check_low)
 
     def hide(self, seen: Sequence[Limits] | Bits | SeenKeys, hidden: Float32, *, check_low: bool) -> None:
