@@ -29,7 +29,7 @@ class KernelSpec:
         arch: target architecture, such as "sm_80" or "sm_90a", or one of `architectures.BORROWED`, which may have a
             suffix.
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
-        operand_dtype: of Q, K, V and cotangents in memory, "bfloat16" or "float16".
+        operand_dtype: the dtype of Q, K, V and cotangents in memory, "bfloat16" or "float16".
         head_dim, v_head_dim: multiples of 8, at most 256.
         group: query heads per key/value head.
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
@@ -49,7 +49,7 @@ class KernelSpec:
         page: of decoding kernels, rows of a page, a multiple of 16; 0 if keys and values are not in pages.
         mask, segment_ids: which of these the prepass reads; its window, offset and lengths are the call's.
         bias: the kind of the bias; None without one.
-        bias_dtype: of a matrix; "float32" stands for two terms in bfloat16, `bias_terms`. None for other kinds.
+        bias_dtype: dtype of a matrix; "float32" stands for two terms in bfloat16, `bias_terms`. None for other kinds.
         dbias: whether the backward pass computes the gradient of the bias.
         splits_dbias: whether the gradient of a matrix has parts, which the caller adds up.
         features: what becomes of scores, in the order in which logits pass through it; a bias comes before all of it.

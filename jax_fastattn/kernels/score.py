@@ -68,9 +68,9 @@ class Score:
     """What happens to the scores of a launch.
 
     Attributes:
-        factor: from products to logits in base 2.
-        unit: from what `logits` leaves to logits in base 2, greater than 0 in the forward pass.
-        features: in the order in which they change logits.
+        factor: the factor from products to logits in base 2.
+        unit: the factor from what `logits` leaves to logits in base 2, greater than 0 in the forward pass.
+        features: the features, in the order in which they change logits.
         codes: what the compile key says of each.
         negative: whether the forward kernel has to negate Q, since the scale is negative; None where it never has to.
         hides_keys: whether a bias of keys is a step of the product, and so no feature. It may hide keys.

@@ -24,7 +24,7 @@ class Weights:
     """Products, logits and P of a tile, one after the other in the same registers.
 
     Attributes:
-        score: from products to probabilities of the query head.
+        score: maps products to probabilities of the query head.
         tile: where the scores lie.
         acc: their accumulator.
     """

@@ -64,7 +64,7 @@ class Buffers(NamedTuple):
             the counts.
         key_records, query_ids: what edge tiles of these lists compare in the place of bits, see `visits/compared.py`.
         key_lists, key_bits: of tiles of queries; in a backward pass for a kernel of dq alone, or of dbias.
-        key_classes: of the tiles of keys that the latter visits, see `tile_lists.shapes`.
+        key_classes: classes of the tiles of keys that the latter visits, see `tile_lists.shapes`.
         query_records, key_ids: what edge tiles of these lists compare in the place of bits.
         row_bits: `[planes, rows, ceil(S / 32)]`, the keys that each row sees, see `ops/cuda/row_bits.py`.
         sinks: `[b, N]`, where their gradient is computed.

@@ -18,9 +18,9 @@ class PrepassBuffers(NamedTuple):
         key_value_segment_ids: `[B, S]`.
         query_seq_lengths, key_value_seq_lengths, query_offset: `[B]`.
         lists: header and entries of the list of each own tile.
-        bits: of edge tiles, with the live rows of the visited side.
+        bits: bits of edge tiles, with the live rows of the visited side.
         counts: how many lists a query tile is in.
-        classes: of pairs of tiles.
+        classes: classes of pairs of tiles.
         live: which own rows of a pair see something, or are seen.
         visitors: whether a tile of keys visits a query tile, a byte each.
     """

@@ -99,7 +99,7 @@ class DecodeConfig:
         """Returns the region of partial outputs, maxima and sums of the warps, by which they merge their results.
 
         Args:
-            columns: of the output, padded.
+            columns: columns of the output, padded.
             over: the region whose bytes it uses again; None if it has bytes of its own.
         """
         return Region("merge", self.stats_offset(columns) + self.consumer_warps * BLOCK_ROWS * 8, over=over)

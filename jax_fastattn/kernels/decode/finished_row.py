@@ -27,8 +27,8 @@ class FinishedRow(NamedTuple):
     """A row's result, apart from its accumulated output.
 
     Attributes:
-        place: of the row in `[B, T, N]`.
-        end: of its softmax.
+        place: the place of the row in `[B, T, N]`.
+        end: the end of the row's softmax.
     """
 
     line: Line
@@ -42,7 +42,7 @@ class FinishedRow(NamedTuple):
         """Returns the result of a row.
 
         Args:
-            score: from products to logits.
+            score: maps products to logits.
             entry: what the queries of the batch entry see.
             log_max: its maximum logit, in base 2.
             total: its sum of exponentials relative to `log_max`.

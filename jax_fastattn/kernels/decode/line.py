@@ -56,12 +56,12 @@ class Entry:
     """What the queries of a batch entry see.
 
     Attributes:
-        bounds: of its rows.
+        bounds: bounds of its rows.
         first: the first key of tile 0, which is the first one that some query sees, or in pages the first one of its
             box (`DecodeConfig.box_rows`).
         hidden_end: hidden keys of tile 0 end here; None if there certainly are none.
         end: keys from there on are seen by no query.
-        tiles: of a unit; 0 if no query sees a key.
+        tiles: tiles of a unit; 0 if no query sees a key.
     """
 
     bounds: Bounds

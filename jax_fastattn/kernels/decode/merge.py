@@ -22,7 +22,7 @@ class MergeMemory(NamedTuple):
     Attributes:
         head_dim: columns of K in shared memory, padded.
         v_head_dim: columns of V in shared memory, padded.
-        address: of the region of `DecodeConfig.merge_region`.
+        address: the address of the region of `DecodeConfig.merge_region`.
     """
 
     config: DecodeConfig
@@ -45,7 +45,7 @@ class SegmentMerge:
 
     Attributes:
         memory: where results are merged.
-        score: from products to logits.
+        score: maps products to logits.
         thread: index of the thread among those that compute.
     """
 

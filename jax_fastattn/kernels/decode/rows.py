@@ -96,10 +96,10 @@ class DecodeRows:
 
     Attributes:
         memory: where results are merged.
-        source: of K and V.
-        score: from products to logits.
-        bits: of the keys that rows see; None if they see ranges of keys.
-        merge: of the results of the CTA's warps.
+        source: the source of K and V.
+        score: maps products to logits.
+        bits: bits of the keys that rows see; None if they see ranges of keys.
+        merge: the merge of the results of the CTA's warps.
         block: which block of rows the warp has.
         part: which keys of a tile.
         query: fragments of Q, `[head_dim / 16 * 4]`.

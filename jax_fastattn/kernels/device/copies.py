@@ -95,7 +95,7 @@ class Rows(NamedTuple):
         """Returns the live rows of a tile; they may lie in part or altogether outside of it.
 
         Args:
-            live: from `Bounds.live_keys` or `Bounds.live_queries`.
+            live: the live range, from `Bounds.live_keys` or `Bounds.live_queries`.
             first: first row of the tile.
             length: rows of the array, if TMA loads the tile. Rows past the end are zeros then, and count as live.
         """
@@ -115,7 +115,7 @@ class LiveRows(NamedTuple):
 
     Attributes:
         live: a bit for each row, in words of 32.
-        rows: of the tile.
+        rows: rows of the tile.
         end: rows from there on may not be read, even if their bit is set.
     """
 

@@ -188,7 +188,7 @@ class PieceRing:
 
     Attributes:
         piece: their shape.
-        terms: of a piece, one after the other.
+        terms: terms of a piece, one after the other.
         places: pieces that shared memory has room for, from the first one of a tile on.
         count: pieces of a tile.
         across: pieces side by side; a tile is read from left to right, then from top to bottom.

@@ -113,7 +113,7 @@ class Native:
     """Two numbers of 16 bits a word.
 
     Attributes:
-        dtype: of the numbers, as the compile key names it.
+        dtype: the dtype of the numbers, as the compile key names it.
     """
 
     dtype: str

@@ -247,7 +247,7 @@ class Sequence:
         """Returns the tile that owns a slot, and its packed sequence.
 
         Args:
-            records: of tiles, see `tiles/records.py`.
+            records: records of tiles, see `tiles/records.py`.
             slot: index of the slot, the same in all lanes of a warp.
             of_keys: whether keys have the tiles, else queries.
         """

@@ -20,7 +20,7 @@ class SharedRegions:
     Attributes:
         table: its rows.
         base: pointer to the first byte.
-        address: of the first byte.
+        address: the address of the first byte.
         barriers: the first barrier of each row by name.
     """
 
@@ -40,8 +40,8 @@ class SharedRegions:
         """Returns tiles `[rows, columns, stage]` of 16-bit elements in a region.
 
         Args:
-            name: of the region.
-            dtype: of the elements.
+            name: the name of the region.
+            dtype: the dtype of the elements.
             shape: rows and columns.
             count: number of tiles, which then follow each other without padding; by default each stage has one.
         """

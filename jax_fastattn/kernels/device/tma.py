@@ -113,7 +113,7 @@ class Box(NamedTuple):
         pointer: where it is.
         batch, rows, heads: its sizes.
         head_dim: its columns, a multiple of 8; a device integer if there is one head.
-        box_rows, box_columns: of a copy; the columns are padded.
+        box_rows, box_columns: rows and columns of a copy; the columns are padded.
     """
 
     pointer: Any
@@ -203,7 +203,6 @@ class Tma(NamedTuple):
         """Returns the boxes of a launch.
 
         Args:
-            memory: of the kernel.
         """
         query_rows, key_rows = memory.box_rows
         batch = Int32(1) if spec.packed else scalars.batch

@@ -82,7 +82,7 @@ def release(barrier: cute.Pointer, arrives: Boolean | None = None) -> None:
     """Gives a stage back; every warp that used it calls it.
 
     Args:
-        barrier: of the stage.
+        barrier: the barrier of the stage.
         arrives: whether this lane does so for the others; by default one of them does. Where lanes have loaded from
             the stage themselves, it has to be the last of the lanes that load an address: racecheck remembers no
             other, and does not see that the lanes meet here.
@@ -188,7 +188,7 @@ def product(dtype: Any, columns: int, *, a_in_registers: bool, b_transposed: boo
     """Returns a product of one warpgroup with 64 rows and `columns` columns.
 
     Args:
-        dtype: of both factors.
+        dtype: the dtype of both factors.
         columns: N of the instruction, a multiple of 8, at most 256.
         a_in_registers: whether the left factor is a register fragment, else a tile `[rows, k]`.
         b_transposed: whether the right factor is stored `[k, columns]`, else `[columns, k]`.

@@ -24,11 +24,11 @@ def zero_hidden_rows(
     """Zeroes the rows of tiles that are not live, for products that read them next: 0 * NaN would be NaN.
 
     Args:
-        rows: of each tile.
+        rows: rows of each tile.
         operands: returns the address and the columns of each tile; called if there is something to zero.
         live: the other rows; they may lie in part or altogether outside of the tiles.
         threads: number of the threads that share the work, all of which call: the CTA's first ones, or the next ones.
-        barrier: on which they meet, the first ones at its first number, the next ones at the next one.
+        barrier: the barrier on which they meet, the first ones at its first number, the next ones at the next one.
         together: whether all of them call at the same place in the code.
     """
     begin = Int32(0) if live.begin is None else copies.clamp(live.begin, 0, rows)
@@ -56,7 +56,7 @@ def zero_dead_rows(rows: int, operands: Sequence[tuple[Int32, int]], live: list[
     A row is zeroed by one thread, whose index in the CTA is the row's up to a multiple of 128.
 
     Args:
-        rows: of each tile, at most 128.
+        rows: rows of each tile, at most 128.
         operands: the address and the columns of each tile.
         live: a bit for each row, in words of 32.
     """

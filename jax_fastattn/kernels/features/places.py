@@ -29,8 +29,8 @@ class ScoreTile:
 
     Attributes:
         row: the lane's first accumulator row; the others follow 8 apart.
-        index: of the tile, along the columns.
-        columns: from one index to the next.
+        index: the index of the tile, along the columns.
+        columns: columns from one index to the next.
         lane_column: the lane's first column, counted from the tile's first one.
         n_blocks: blocks of 8 columns.
         transposed: whether rows are keys.
@@ -109,8 +109,8 @@ class Logit(NamedTuple):
     Attributes:
         value: `factor * value` is the logit times log2(e).
         factor: it is folded into what comes next; None for 1.
-        slopes: of the steps so far, whose product is the derivative of the logit with respect to the scaled product
-            q . k. They are computed where they are used.
+        slopes: slopes of the steps so far, whose product is the derivative of the logit with respect to the scaled
+            product q . k. They are computed where they are used.
         addends: a number, a factor on it and a term, which add up to `value`; None if it is no such sum.
     """
 

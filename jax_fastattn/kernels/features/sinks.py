@@ -53,7 +53,7 @@ class Sinks(Feature):
         """Returns maximum, denominator and weight of the output with the sink.
 
         Args:
-            maximum: of the row's logits, in base 2.
+            maximum: the maximum of the row's logits, in base 2.
             total: its denominator, relative to `maximum`.
         """
         scaled = self.sink * LOG2_E

@@ -18,7 +18,7 @@ class SoftCap(Feature):
     """Caps logits. Both passes use one tanh, so that a row of probabilities adds up to 1 at most.
 
     Attributes:
-        factor: of the tanh in what enters the softmax, which is in base 2.
+        factor: the factor of the tanh in what enters the softmax, which is in base 2.
         inner: twice the factor inside of the tanh, in base 2.
         exact: whether `_tanh` computes the tanh, else `_rough_tanh`.
     """

@@ -37,11 +37,9 @@ class _OwnTile:
     """An own tile as a warp sees it.
 
     Attributes:
-        predicate: of its batch entry.
-        writer: of what is known of its tiles.
-        matrix: of the CTA.
-        summary: of the CTA.
-        extent: of its segment ids; None if there are none.
+        predicate: the predicate of the tile's batch entry.
+        writer: writes what is known of the visited tiles.
+        extent: the extent of its segment ids; None if there are none.
         visited: the tiles that it visits by window, lengths and offset.
         first: the first visited tile of the CTA.
     """

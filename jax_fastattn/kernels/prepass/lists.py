@@ -32,7 +32,7 @@ class OwnTilePlace(NamedTuple):
     """An own tile.
 
     Attributes:
-        plane: of the lists.
+        plane: the plane of the lists.
         tiles: how many own tiles and visited tiles there are.
     """
 
@@ -60,7 +60,7 @@ class ClassWriter:
 
     Attributes:
         transposed: whether the own side are keys.
-        lane: of the warp.
+        lane: index of the lane in the warp.
     """
 
     buffers: PrepassBuffers
@@ -119,7 +119,7 @@ class ListWriter:
     Attributes:
         config: sizes of the tiles, and the order of a list.
         chunk: which 32 tiles. With the first ones comes the header.
-        lane: of the warp.
+        lane: index of the lane in the warp.
     """
 
     buffers: PrepassBuffers

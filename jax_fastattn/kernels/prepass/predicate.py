@@ -129,7 +129,7 @@ class EntryPredicate:
 
         Args:
             matrix: as the warp sees it.
-            head: of the mask.
+            head: the head of the mask.
             query_tile, key_tile: the tile. Its ids are staged.
         """
         shape, config = matrix.shape, self.config

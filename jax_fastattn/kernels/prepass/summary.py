@@ -22,10 +22,10 @@ class Summary:
     """The words of all warps. Between `put` and the rest there is a barrier of the CTA.
 
     Attributes:
-        address: of the words of the first warp.
+        address: the address of the words of the first warp.
         warps: how many there are.
         warp: index of the warp.
-        lane: of the warp.
+        lane: index of the lane in the warp.
     """
 
     address: Int32

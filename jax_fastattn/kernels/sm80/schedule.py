@@ -39,7 +39,7 @@ class Schedule(Protocol):
         Args:
             length: rows of a batch entry, or of all packed sequences.
             batch: how many batch entries or sequences there are.
-            heads: of a batch entry.
+            heads: heads of a batch entry.
         """
         ...
 
@@ -73,7 +73,7 @@ class EntryTiles:
     """Tiles of batch entries of one length.
 
     Attributes:
-        rows: of a tile.
+        rows: rows of a tile.
     """
 
     spec: KernelSpec
@@ -129,7 +129,7 @@ class PackedTiles:
     """Tiles of packed sequences, from their records.
 
     Attributes:
-        rows: of a tile.
+        rows: rows of a tile.
     """
 
     spec: KernelSpec

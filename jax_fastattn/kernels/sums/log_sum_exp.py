@@ -37,7 +37,7 @@ class RowEnd(NamedTuple):
         """Returns the end of a row.
 
         Args:
-            score: from products to logits of the row's query head, after `Score.finish`.
+            score: maps products to logits of the row's query head, after `Score.finish`.
             log_max: the maximum logit, in base 2.
             total: the sum of exponentials relative to `log_max`.
             inside: whether the row is not padding.
@@ -58,7 +58,7 @@ class LogSumExps:
     """Stores the log-sum-exps of a lane's rows of a query head.
 
     Attributes:
-        score: from products to logits of the query head; its features have what `Score.finish_row` needs.
+        score: maps products to logits of the query head; its features have what `Score.finish_row` needs.
         queries: the rows of the sequence.
         query_end: rows from there on are padding: their log-sum-exp is -inf, and they have no output.
         column: the lane's first accumulator column; the lane with column 0 stores for the four lanes that share a row.

@@ -63,7 +63,7 @@ class MatrixTile(NamedTuple):
         first: batch entry and head of item 0.
         entries: how many batch entries share the plane: as many items have one head.
         begin: the first item.
-        end: after the last one.
+        end: the item after the last one.
     """
 
     row: Int32
@@ -120,7 +120,7 @@ class RowsTile(NamedTuple):
         target: its batch entry and head, and its part, as one index.
         head: the batch entry and the head.
         begin: the first item.
-        end: after the last one.
+        end: the item after the last one.
     """
 
     row: Int32

@@ -47,7 +47,7 @@ class LiveRange(NamedTuple):
 
     Attributes:
         begin: the first row.
-        end: after the last one.
+        end: the row after the last one.
         hides_first: whether there may be rows before the first one; known when a kernel is compiled.
     """
 
@@ -157,7 +157,7 @@ class Bounds:
     Attributes:
         query_end: queries from there on are padding.
         key_end: keys from there on are padding.
-        offset: of the diagonal: query i is at the position of key i + offset.
+        offset: the offset of the diagonal: query i is at the position of key i + offset.
         left: how many keys before its position a query sees.
         right: how many keys after its position a query sees.
         kind: what a kernel knows of them when it is compiled.
@@ -236,13 +236,13 @@ class Bounds:
 def section(multiprocessors: Int, count: Int, heads: Int, one_sided_window: int) -> Int:
     """Returns how many heads run together: their first tiles, then their second ones, and so on.
 
-    Tiles of equal length run head by head. Under a one-sided window (a causal mask) the longest should start first: of
-    two heads or more, as many as fill the GPU. Of a smaller section that is left over the longest tiles would begin
-    when nothing is left to run concurrently, and of the last of few sections too; then sections fill the GPU twice, and
-    are alike.
+    Tiles of equal length run head by head. Under a one-sided window (a causal mask) the longest should start first: a
+    section then has as many heads as fill the GPU, at least two. If a smaller section is left over, or if there are few
+    sections, the longest tiles of the last one would begin when nothing is left to run concurrently: then sections fill
+    the GPU twice, and are alike.
 
     Args:
-        multiprocessors: of the GPU: CTAs that run at a time.
+        multiprocessors: multiprocessors of the GPU, which are the CTAs that run at a time.
         count: tiles of a head.
         heads: all heads of all batch entries.
         one_sided_window: 1 if the window has one bound, so that the tiles of a head differ in length, else 0.
@@ -261,7 +261,7 @@ def alike_section(most_rows: Int, rows: Int, heads: Int) -> Int:
 
     Args:
         most_rows: rows of a section.
-        rows: of a head.
+        rows: rows of a head.
         heads: all heads of all batch entries.
     """
     most = max(most_rows // max(rows, 1), 1)
@@ -282,7 +282,7 @@ def place_in_sections(index: Int, section: Int, count: Int, heads: Int) -> tuple
     ascending order, on which CTAs that add in semaphore order rely.
 
     Args:
-        index: of the CTA, or in the order.
+        index: the index of the CTA, or in the order.
         section: heads of a section.
         count: tiles of a head.
         heads: all heads of all batch entries.

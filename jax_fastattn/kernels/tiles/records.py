@@ -24,12 +24,12 @@ class Record(NamedTuple):
 
     Attributes:
         first: first row of the sequence.
-        rows: of the sequence that are stored; 0 if no tile owns the slot.
+        rows: rows of the sequence that are stored; 0 if no tile owns the slot.
         tile: index of the tile in its sequence.
         first_other: first of the other side's rows.
         others: how many there are; 0 for padding.
-        first_slot: of the sequence's query tiles.
-        offset: of the queries among the keys.
+        first_slot: the first slot of the sequence's query tiles.
+        offset: the offset of the queries among the keys.
         entry: batch entry that the sequence belongs to; -1 for padding.
     """
 

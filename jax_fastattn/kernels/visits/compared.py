@@ -26,9 +26,9 @@ class ComparedRows:
 
     Attributes:
         config: sizes of the tiles.
-        records: of all own rows.
-        ids: of all visited rows.
-        plane: of the head.
+        records: records of all own rows.
+        ids: ids of all visited rows.
+        plane: the plane of the head.
         tiles: how many own tiles and visited tiles a plane has.
     """
 

@@ -57,7 +57,7 @@ class GlobalList:
     """A list in global memory, see `tiles/lists.py`.
 
     Attributes:
-        address: of its header.
+        address: the address of its header.
     """
 
     address: Int64
@@ -92,7 +92,7 @@ class TileBits:
 
     Attributes:
         config: sizes of the tiles.
-        address: of the bits of the first visited tile.
+        address: the address of the bits of the first visited tile.
         compared: what makes bits where none are in memory; else None.
     """
 

@@ -25,7 +25,7 @@ class QueryTileList:
     Attributes:
         entries: its list.
         visit: the tiles of keys in it.
-        bits: of these tiles.
+        bits: the bits of these tiles.
     """
 
     entries: GlobalList

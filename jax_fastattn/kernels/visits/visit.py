@@ -45,9 +45,9 @@ class Phase(NamedTuple):
 
     Attributes:
         begin: the first one.
-        end: after the last one.
+        end: the position after the last one.
         edges: what its tiles may hold; None for tiles that need no mask.
-        order: of the loop.
+        order: the order of the loop.
     """
 
     begin: Int
@@ -171,14 +171,14 @@ class Visit:
 
     Attributes:
         begin: the first position.
-        end: after the last one.
+        end: the position after the last one.
         full_begin: the first position of a full tile. Without a low edge no tile comes before it.
-        full_end: after the last full tile. If `masks_high` is False, no tile comes after it, except for one that a
-            kernel takes apart from its loops, see `rest`.
+        full_end: the position after the last full tile. If `masks_high` is False, no tile comes after it, except for
+            one that a kernel takes apart from its loops, see `rest`.
         edges: what masked tiles may hold.
         masks_high: whether a loop visits masked tiles after the full ones.
         entries: the list that positions are places of; None for a range. Tests have one without a device.
-        first_entry: of a list that has all tiles, whose entries differ by the tile alone; None for any other list.
+        first_entry: first entry of a list that has all tiles, whose entries differ by the tile alone; else None.
     """
 
     begin: Int

@@ -18,11 +18,11 @@ class CopiedBias(PairBias):
     """Adds a matrix from a tile `[queries, keys]` of each term, one after the other.
 
     Attributes:
-        address: of the lane's first element, of the first term.
-        shape: of a term's tile.
-        dtype: of a term.
+        address: the address of the lane's first element, of the first term.
+        shape: the shape of a term's tile.
+        dtype: the dtype of a term.
         terms: their number.
-        registers: of the lane, by the row and the pair of columns that they belong to, since `read`.
+        registers: registers of the lane, by the row and the pair of columns that they belong to, since `read`.
     """
 
     address: Int32

@@ -23,11 +23,10 @@ class GlobalBias(PairBias):
 
     Attributes:
         operand: see `Buffers.bias`.
-        dtype: of a term.
+        dtype: the dtype of a term.
         terms: their number.
-        planes: of the bias.
         first: address of the plane of the head, of the first term.
-        registers: of the lane, by term, row and the two columns that they belong to, since `read`.
+        registers: registers of the lane, by term, row and the two columns that they belong to, since `read`.
     """
 
     operand: cute.Pointer

@@ -21,8 +21,7 @@ class KeyBias(Feature):
 
     Attributes:
         operand: see `Buffers.key_bias`.
-        planes: of the bias.
-        plane: of the head; None before `start`.
+        plane: the plane of the head; None before `start`.
         own: numbers of the lane's two keys since `hold`, where rows of the accumulator are keys.
         loaded: numbers by the key that they belong to, since `read`.
     """

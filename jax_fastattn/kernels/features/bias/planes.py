@@ -43,7 +43,7 @@ class Vector(NamedTuple):
     """A number for each row or each key.
 
     Attributes:
-        address: of the first one.
+        address: the address of the first one.
         last: index of the last number, which all later indices share.
     """
 

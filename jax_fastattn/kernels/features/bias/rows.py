@@ -25,8 +25,7 @@ class RowShift(Feature):
 
     Attributes:
         operand: see `Buffers.row_bias`.
-        planes: of the bias.
-        plane: of the head; None before `end`.
+        plane: the plane of the head; None before `end`.
     """
 
     operand: cute.Pointer
@@ -58,8 +57,7 @@ class RowBias(Feature):
 
     Attributes:
         operand: see `Buffers.row_bias`.
-        planes: of the bias.
-        plane: of the head; None before `start`.
+        plane: the plane of the head; None before `start`.
         kept: the numbers of the lane's two accumulator rows since `hold_queries`; None without it.
         loaded: numbers by the query that they belong to, since `read`.
     """

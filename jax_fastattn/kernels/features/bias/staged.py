@@ -28,15 +28,14 @@ class StagedBias(PairBias):
 
     Attributes:
         terms: their number.
-        dtype: of a term.
-        planes: of the bias.
+        dtype: the dtype of a term.
         operand: the terms, `[T, columns, 1, terms planes]`.
         held_tile: queries and keys of transposed tiles, if a lane's offset in them stays in a register; else None.
         offset: that offset, since `hold`.
         tile: that has been loaded.
-        address: of its stage.
+        address: the address of its stage.
         lane: what the lane passes to ldmatrix for the first 16 columns of the accumulator, since `read`.
-        registers: of the lane, by the 16 rows and the 16 columns that they belong to, since `read`.
+        registers: registers of the lane, by the 16 rows and the 16 columns that they belong to, since `read`.
     """
 
     terms: int

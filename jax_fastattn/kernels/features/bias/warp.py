@@ -30,14 +30,13 @@ class WarpBias(PairBias):
 
     Attributes:
         operand: see `Buffers.bias`.
-        dtype: of a term.
-        planes: of the bias.
+        dtype: the dtype of a term.
         ring: the pieces.
-        address: of the warp's pieces in shared memory.
+        address: the address of the warp's pieces in shared memory.
         row: the warp's first row in all tiles: a key of transposed tiles, else a query.
         head: the query head, since `start`.
         tile: where the scores lie, since `read`.
-        registers: of the lane, by piece, since `read`.
+        registers: registers of the lane, by piece, since `read`.
     """
 
     operand: cute.Pointer

@@ -31,7 +31,7 @@ class Bits(NamedTuple):
 
         Args:
             row: which of the lane's accumulator rows, see `mma.accumulator_row`.
-            column: of the score, counted from the lane's first one.
+            column: the column of the score, counted from the lane's first one.
         """
         bit = _bit(16 * (row % 2) + 2 * (column // 8 % 8) + column % 2)
         return Boolean((self.words[row // 2][column // 64] & bit) != 0)
@@ -80,7 +80,7 @@ class BitRow(NamedTuple):
     """What one accumulator row sees; `bounds.Visibility` has the same interface.
 
     Attributes:
-        bits: of the tile.
+        bits: bits of the tile.
         row: which of the lane's accumulator rows it is.
     """
 

@@ -55,7 +55,7 @@ class RowBits:
     """Loads the words of a lane.
 
     Attributes:
-        words: of all rows.
+        words: words of all rows.
         strip: keys of a tile that a warp computes.
         next: words of the next tile, `[rows * count]`.
     """

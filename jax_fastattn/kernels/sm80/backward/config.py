@@ -43,8 +43,8 @@ class DkdvDqConfig:
         dq_row_warps: warps side by side along the queries in the product dQ = dS K.
         dq_roles: 2 if all warps compute dQ, 1 if only the warps of the last role do.
         blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
-        bias_pieces: of a matrix that warps which compute S^T keep in shared memory, see `bias_ring`; 0 if there is no
-            matrix, or no room for enough of them.
+        bias_pieces: pieces of a matrix that warps which compute S^T keep in shared memory, see `bias_ring`; 0 if there
+            is no matrix, or no room for enough of them.
         bias_terms: terms of such a piece.
     """
 

@@ -85,7 +85,7 @@ class DbiasCta:
     """What a thread does for the tile of its CTA.
 
     Attributes:
-        score: from products to probabilities.
+        score: maps products to probabilities.
         items: the items that see something.
         sum: what is added up.
         stage: the stage of the next chunk to be read, `[1]`.

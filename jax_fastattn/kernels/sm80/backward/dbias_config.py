@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     """Some columns of Q and K, or of dO and V.
 
     Attributes:
-        tile: of the queries, and of the keys.
+        tile: the layout of the queries, and of the keys.
         first: the first column.
     """
 
@@ -53,7 +53,7 @@ class DbiasConfig:
 
     Attributes:
         columns: most columns of a chunk.
-        stages: of the ring, each with a chunk of queries and keys.
+        stages: stages of the ring, each with a chunk of queries and keys.
         copies_bias: whether the bias of a tile is copied to shared memory, else lanes load their pairs for each item.
     """
 
@@ -67,8 +67,8 @@ class DbiasMemory:
     """Shared memory of a CTA: a ring of chunks, and the tile of each term of the bias.
 
     Attributes:
-        query_chunks: of Q and K.
-        dout_chunks: of dO and V.
+        query_chunks: chunks of Q and K.
+        dout_chunks: chunks of dO and V.
         bias_terms: tiles of the bias.
     """
 

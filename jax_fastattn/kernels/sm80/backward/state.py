@@ -111,7 +111,7 @@ class GroupBits:
 
     Attributes:
         first: the bits of the first head.
-        planes: from one head to the next; 0 if all share one.
+        planes: planes from one head to the next; 0 if all share one.
         stride: bytes from one plane to the next.
     """
 
@@ -138,7 +138,7 @@ class DkdvDqState:
         operands: rows of keys and queries, and of the gradients of keys.
         valid_rows: rows of the tile up to the last key that counts; later rows of dk and dv are zero.
         stored_rows: rows of the tile that dk and dv have.
-        score: from products to probabilities.
+        score: maps products to probabilities.
         dq_scratch: where dQ is added.
         bits: which scores of edge tiles of a list count; None without lists.
         bias: a matrix that the warps which compute S^T copy; None without one, or if lanes load it themselves.

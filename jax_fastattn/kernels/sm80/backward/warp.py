@@ -151,7 +151,7 @@ class Warp:
         Keys past the end have no gradients, but an infinite P of theirs times a K of zero would get into dQ.
 
         Args:
-            score: from products to probabilities of the head.
+            score: maps products to probabilities of the head.
             acc: P or weights, changed in place.
             tile: where they lie.
             bits: what `load_bits` returned.
@@ -186,9 +186,9 @@ class Warp:
 
         Args:
             index: position of the tile.
-            stage: of the copies, which have to be there.
+            stage: the stage of the copies, which have to be there.
             copied: which operands.
-            part: of the tile.
+            part: the part of the tile.
         """
         products, visit, bits = self.products, self.state.visit, head.bits
         if bits is None:
@@ -221,7 +221,7 @@ class Warp:
 
         Args:
             step: how many tiles were visited before.
-            barrier: of the role.
+            barrier: the barrier of the role.
             zero_dead: zeroes what the thread has copied of dead queries, given the stage.
         """
         config = self.products.config
@@ -258,7 +258,7 @@ class QueryHead:
 
     Attributes:
         member: which head of the group it is.
-        score: from products to probabilities of the head.
+        score: maps products to probabilities of the head.
         bits: which scores of edge tiles of a list count; None without lists.
     """
 

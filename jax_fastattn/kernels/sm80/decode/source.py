@@ -88,7 +88,7 @@ class CopySource:
 
     Attributes:
         rows: where the rows of strips lie.
-        address: of the strip's first stage.
+        address: the address of the strip's first stage.
         block: which block of rows the warp has.
         part: which strip.
     """

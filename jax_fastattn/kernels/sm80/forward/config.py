@@ -32,8 +32,8 @@ class ForwardConfig:
         stages: 1: K and V have one buffer each and three barriers per tile; 2: two buffers each and one barrier.
         q_in_regs: whether Q fragments stay in registers, else ldmatrix fetches them for each key tile.
         blocks: CTAs that must fit on an SM together; bounds the registers of a thread.
-        bias_pieces: of a matrix that a warp keeps in shared memory, see `bias_ring`; 0 if there is no matrix, or no
-            room for enough of them.
+        bias_pieces: pieces of a matrix that a warp keeps in shared memory, see `bias_ring`; 0 if there is no matrix, or
+            no room for enough of them.
         bias_terms: terms of such a piece.
     """
 

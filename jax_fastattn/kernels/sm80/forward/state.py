@@ -130,13 +130,13 @@ class QueryTile:
         visit: the key tiles that some query of the tile sees.
         live_keys: the keys that some query of the sequence sees; others may hold anything.
         query_end: queries of the sequence; rows of the tile from there on are padding.
-        score: from products to logits.
+        score: maps products to logits.
         first_row: the first of the lane's accumulator rows, counted as `at.row`; the others follow 8 apart.
         column: the lane's first accumulator column.
         limits: the keys that each of the lane's accumulator rows sees, in order; of a list none.
         bits: which scores of edge tiles of a list count; None without lists.
         bias: a matrix that warps copy for themselves; None without one, or if lanes load it themselves.
-        keys: of a tile of keys.
+        keys: how many keys a tile of keys has.
     """
 
     at: ForwardPlace
