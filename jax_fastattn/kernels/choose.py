@@ -108,7 +108,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         spec: the key; tests and tools build one by hand.
         short: whether T and S are at most `SHORT_LENGTH`. At most head dims the tables have one row for all lengths, so
             that a new length compiles nothing.
-        rows: of a decoding kernel, queries times query heads of a group; by default the rows of the previous config,
+        rows: for a decoding kernel, queries times query heads of a group; by default the rows of the previous config,
             else 1.
     """
     if spec.op == "prepass":

@@ -42,11 +42,11 @@ class KernelSpec:
         listed: whether tiles are visited by lists, which stand for the whole predicate. The key then has no window, no
             offset, and no lengths except for query lengths in the forward pass.
         compared: whether edge tiles of lists compare rows, see `visits/compared.py`; else they have bits.
-        alike: of lists in a backward pass, whether all queries see the same keys, as with a mask of padding. Which keys
-            are live then says everything, and nothing else is read of edge tiles.
-        row_bits: of decoding kernels, whether bits say which keys each row sees, see `ops/cuda/row_bits.py`. They stand
+        alike: in a backward pass with lists, whether all queries see the same keys, as with a mask of padding. Which
+            keys are live then says everything, and nothing else is read of edge tiles.
+        row_bits: in decoding kernels, whether bits say which keys each row sees, see `ops/cuda/row_bits.py`. They stand
             for the whole predicate; offset and lengths of keys are then the range of keys that are read.
-        page: of decoding kernels, rows of a page, a multiple of 16; 0 if keys and values are not in pages.
+        page: in decoding kernels, rows of a page, a multiple of 16; 0 if keys and values are not in pages.
         mask, segment_ids: which of these the prepass reads; its window, offset and lengths are the call's.
         bias: the kind of the bias; None without one.
         bias_dtype: dtype of a matrix; "float32" stands for two terms in bfloat16, `bias_terms`. None for other kinds.

@@ -52,7 +52,7 @@ class Buffers(NamedTuple):
 
     Attributes:
         query: `[B, T, N, H]`.
-        key: `[B, S, K, H]`, K = N // group; of decoding with `spec.page` pages `[P, page, K, H]`.
+        key: `[B, S, K, H]`, K = N // group; in decoding with `spec.page`, pages `[P, page, K, H]`.
         value: `[B, S, K, D]`, or pages `[P, page, K, D]`.
         page_table: `[B, S / page]`, the page of each `page` keys; entries past the last key are not read.
         query_seq_lengths: `[B]`.
@@ -64,7 +64,7 @@ class Buffers(NamedTuple):
             the counts.
         key_records, query_ids: what edge tiles of these lists compare in the place of bits, see `visits/compared.py`.
         key_lists, key_bits: of tiles of queries; in a backward pass for a kernel of dq alone, or of dbias.
-        key_classes: classes of the tiles of keys that the latter visits, see `tile_lists.shapes`.
+        key_classes: classes of the tiles of keys that the latter visits, see `tiles.lists.shapes`.
         query_records, key_ids: what edge tiles of these lists compare in the place of bits.
         row_bits: `[planes, rows, ceil(S / 32)]`, the keys that each row sees, see `ops/cuda/row_bits.py`.
         sinks: `[b, N]`, where their gradient is computed.
@@ -81,8 +81,8 @@ class Buffers(NamedTuple):
         dk: `[B, S, K, H]`.
         dv: `[B, S, K, D]`.
         dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
-        dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`. Of a bias of rows
-            `[parts, B, N, column warps, ROW_SUMS, T]`, see `dbias_sum.RowSums`.
+        dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`. For a bias of rows
+            `[parts, B, N, column warps, ROW_SUMS, T]`, see `tile_sums.RowSums`.
         dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias of keys. Portable: `[B, N column_warps, S]`.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`. Shapes of this and the next four rows are
             for Hopper; `sm80/backward/config.backward_scratch` has the shapes for portable kernels.

@@ -10,7 +10,7 @@ from jax_fastattn.kernels.arguments.buffers import Buffer
 
 
 class PrepassBuffers(NamedTuple):
-    """Buffers of the prepass, for all kernels of both families; `tile_lists.shapes` has the shapes of what it writes.
+    """Buffers of the prepass, for all kernels of both families; `tiles.lists.shapes` has the shapes of what it writes.
 
     Attributes:
         mask: `[b, n, t, s]`, True where a query may attend to a key.
@@ -44,7 +44,7 @@ class PrepassScalars(NamedTuple):
     """Numbers of a launch of the prepass, int32 each.
 
     Attributes:
-        batch, heads, members, query_length, key_length: see `tile_lists.Sizes`.
+        batch, heads, members, query_length, key_length: see `tiles.lists.Sizes`.
         mask_batch: planes `[t, s]` of the mask from one batch entry to the next; 0 if all entries share them.
         mask_rows, mask_keys: t and s; where they are 1, all queries or all keys share them.
         window_left, window_right: see `Scalars`.

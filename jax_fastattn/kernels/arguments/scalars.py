@@ -21,18 +21,18 @@ class Scalars(NamedTuple):
         num_heads: N.
         window_left: keys to the left of its own position that a query sees; `UNBOUNDED`, and not read, if the compile
             key lacks the bound.
-        window_right: the same to the right.
+        window_right: keys to the right of its own position, as `window_left`.
         sinks_stride: elements from one row of sinks to the next; 0 if all batch entries share one.
         multiprocessors: of the GPU, or how many CTAs a forward launch counts on, see `ops.launch.persistent_blocks`;
             decides about speed alone.
         visit_batch, visit_head, visit_kv_head, visit_tile: see `lists.Planes`, and of a decoding launch
-            `features.row_planes.RowPlanes`; None, which is no parameter, if the compile key has neither.
+            `RowPlanes`; None, which is no parameter, if the compile key has neither.
         side_heads: how many key/value heads a decoding launch reads side by side, see `decode/split.py`; None, which is
             no parameter, in other launches.
         pages: how many pages there are; None, which is no parameter, if keys are not in pages.
         bias_batch, bias_head, bias_kv_head, bias_planes: see `bias_shapes.BiasPlanes`; None, which is no parameter,
             without a bias.
-        bias_pitch: of a matrix, its columns; of other kinds, elements from one plane to the next. Queries past the end
+        bias_pitch: for a matrix, its columns; else elements from one plane to the next. Queries past the end
             of a plane of rows share its last element.
         bias_parts: how many parts `dbias` has; None, which is no parameter, if no kernel writes it.
         scale: factor on q . k, of any sign.

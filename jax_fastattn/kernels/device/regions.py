@@ -139,7 +139,7 @@ class SharedTable:
                 yield row.name, index, row.arrive_count
 
     def with_rows(self, *rows: Row) -> SharedTable:
-        """Returns the table with rows of a feature, to which the kernel's own rows make room.
+        """Returns the table with rows of a feature, for which the kernel's own rows make room.
 
         Regions come before the first barriers, where tiles need no padding, and barriers after the last ones.
         """

@@ -29,7 +29,7 @@ def thread_index() -> Int32:
 
 
 def shared_memory() -> cute.Pointer:
-    """Returns dynamic shared memory; its address is read once, for the same reason."""
+    """Returns dynamic shared memory; its address is read once, as in `thread_index`."""
     address = cute.arch.make_warp_uniform(cute.arch.get_dyn_smem(Int8, alignment=1024).toint())
     return cute.make_ptr(Int8, address, cute.AddressSpace.smem, assumed_align=1024)
 
@@ -45,7 +45,7 @@ def atom_columns(columns: int) -> int:
 def tile_layout(dtype: Any, shape: tuple[int, int]) -> Any:
     """Returns the layout of a `[rows, columns]` tile, columns contiguous: atoms of 8 rows, down the rows first.
 
-    Rows of 128 or 64 bytes are swizzled; of 16 they are not.
+    Rows of 128 or 64 bytes are swizzled; rows of 16 bytes are not.
     """
     kinds = warpgroup.SmemLayoutAtomKind
     kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 8: kinds.K_INTER}[atom_columns(shape[1])]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a score, and which scores count: a feature a file, for both families and both passes.
+"""What becomes of a score, and which scores count: one feature per file, for both families and both passes.
 
 `feature.py` has the hooks that a feature may define, `of_launch.py` makes features of the codes in a compile key, and
 `score.py` has their composition, which is all that a kernel calls. Hooks that change a score run in one order: a bias,

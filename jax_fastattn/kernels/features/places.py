@@ -92,8 +92,8 @@ class LoadedTile(NamedTuple):
         head: its query head.
         query: its first query, counted from the first one of the sequence.
         key: its first key, counted from the first one of the sequence.
-        queries: number of its queries; those past the end of the sequence are part of it.
-        keys: number of its keys, likewise.
+        queries: number of its queries; queries past the end of the sequence are part of it.
+        keys: number of its keys; keys past the end of the sequence are part of it.
     """
 
     head: Head

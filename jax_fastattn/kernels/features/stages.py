@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory that features own: what they load for each tile of scores.
 
-The features of a launch share one region. Of each stage they have one part after the other, each aligned to 1024 bytes,
+The features of a launch share one region. In each stage their parts follow each other, each aligned to 1024 bytes,
 as swizzled tiles need it.
 
 This module does not import the DSL, so that tables of shared memory can be made on any machine.

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prepass: a launch that evaluates a predicate once, tile by tile, and one that makes lists of what it has found.
 
-A CTA takes one visited tile of an own tile after the other, few of them or one: the warps share a tile, so that all its
-loads are on their way together. Tiles that window, lengths and offset hide altogether, or whose segment ids lie apart,
-read no mask. It runs on every architecture.
+A CTA takes the visited tiles of an own tile one after the other, a few of them or one. Its warps share a tile, so that
+all its loads are in flight together. Tiles that window, lengths and offset hide altogether, or whose segment ids lie
+apart, read no mask. It runs on every architecture.
 """
 
 from dataclasses import dataclass
@@ -290,6 +290,6 @@ class PrepassKernel:
 
 
 def _existing(live: Int32, lane: Int32, rows: int, tile: Int32, length: Int32) -> Int32:
-    """Returns live rows of a tile with those that do not exist as live ones: lane i has rows 32 i to 32 i + 31."""
+    """Returns live rows of a tile, with rows that do not exist as live ones: lane i has rows 32 i to 32 i + 31."""
     existing = Int32(cutlass.min(length - tile * rows, rows))
     return live | ~ptx.bit_range(Int32(0), copies.clamp(existing - 32 * lane, 0, 32))

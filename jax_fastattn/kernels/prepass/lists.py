@@ -45,7 +45,7 @@ class OwnTilePlace(NamedTuple):
         return (plane * self.tiles[0] + self.own) * self.tiles[1] + visited
 
     def pair(self, visited: Int32) -> Int64:
-        """Returns the same for the plane of the lists."""
+        """Returns the index of a visited tile of the own tile in the plane of the lists."""
         return self.of(Int64(self.plane), visited)
 
     def visitors(self, buffers: PrepassBuffers, query_tile: Int32) -> Int64:

@@ -44,7 +44,7 @@ class Schedule(Protocol):
         ...
 
     def pitch(self, scalars: Scalars) -> Int32:
-        """Returns how many query tiles, or slots, are from one head to the next."""
+        """Returns how many query tiles, or slots, lie from one head to the next."""
         ...
 
     def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:
@@ -140,7 +140,7 @@ class PackedTiles:
         return slot_count(length, self.rows, batch) * heads
 
     def pitch(self, scalars: Scalars) -> Int32:
-        """Returns how many slots are from one head to the next."""
+        """Returns how many slots lie from one head to the next."""
         return slot_count(scalars.query_length, self.rows, scalars.batch)
 
     def index(self, sequence: Sequence, scalars: Scalars, head: Int32, tile: Int32) -> Int64:

@@ -4,8 +4,8 @@
 
 A tile of scores that adds to a tile of the gradient is an item. The items of a tile of a matrix are the pairs of a
 batch entry and a head that read it: batch entries fastest, then heads. The items of a tile of queries of a bias of rows
-are its tiles of keys. A CTA sums over items in their order. Few tiles are split in parts, each with some of the items,
-for want of work for all SMs; XLA sums the parts. Both families have such a kernel.
+are its tiles of keys. A CTA sums over items in their order. If there are too few tiles for all SMs, tiles are split in
+parts, each with some of the items; XLA sums the parts. Both families have such a kernel.
 """
 
 from collections.abc import Callable, Iterable

@@ -13,7 +13,7 @@ Place = TypeVar("Place", contravariant=True)
 
 
 class Sums(Protocol[Part, Place]):
-    """The sums of a lane, in registers: of parts, which are dS or what dS is made of, stored to a place."""
+    """The sums of a lane, in registers. It adds parts, dS or what dS is made of, and stores the sums to a place."""
 
     def clear(self) -> None:
         """Begins anew, with sums of 0."""

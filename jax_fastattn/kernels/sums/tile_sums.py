@@ -37,7 +37,7 @@ class Lane(NamedTuple):
         thread: its index in the CTA.
         fragment: the first 16 rows of the warp, counted in blocks of 16 from the first row of the tile.
         row: the lane's first accumulator row, counted from the first one of the tile; others follow 8 apart.
-        column: its first accumulator column, counted likewise.
+        column: its first accumulator column, counted from the first one of the tile.
         warp_column: the first column of the warp; 0 if warps have all of them.
     """
 
@@ -80,7 +80,7 @@ class Hidden(NamedTuple):
     """What is known of an item that may have hidden pairs.
 
     Attributes:
-        kind: see `dbias_schedule.HIDDEN`.
+        kind: see `sums.schedule.HIDDEN`.
         told: returns what tells hidden pairs, see `DbiasSchedule.look`.
         lse2: the log-sum-exps of the lane's rows, infinite where a query sees nothing.
     """

@@ -278,7 +278,7 @@ def place_in_sections(index: Int, section: Int, count: Int, heads: Int) -> tuple
     """Returns the tile and the head of an index in the order in which tiles are begun.
 
     Heads come in sections (`section`). In a section the first tile of every head comes first, then the second: the
-    longest can start first, and those that run together read the same operands. The tiles of one head are begun in
+    longest can start first, and tiles that run together read the same operands. The tiles of one head are begun in
     ascending order, on which CTAs that add in semaphore order rely.
 
     Args:

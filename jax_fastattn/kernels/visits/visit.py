@@ -266,7 +266,7 @@ class Visit:
         return EntryTurn(entry)
 
     def phases(self, order: Order) -> list[Phase]:
-        """Returns the loops of the visit, in order; those that can never have a position are left out."""
+        """Returns the loops of the visit, in order; loops that can never have a position are left out."""
         phases = [Phase(self.full_begin, self.full_end, None, order)]
         if self.edges.low:
             phases.insert(0, Phase(self.begin, self.full_begin, self.edges, order))

@@ -19,7 +19,7 @@ from jax_fastattn.kernels.sm80.schedule import schedule
 
 
 class ConvertKernel:
-    """Writes dq. One CTA for each query tile of a head."""
+    """Writes dq. It has one CTA for each query tile of a head."""
 
     def __init__(self, spec: KernelSpec):
         config: DkdvDqConfig = spec.config

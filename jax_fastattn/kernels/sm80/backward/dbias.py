@@ -56,7 +56,7 @@ _BLOCKS = WARP_ROWS // 16, WARP_COLUMNS // 8
 
 
 class DbiasKernel:
-    """Writes dbias, or float32 parts or sums of it. One CTA for each tile of each part."""
+    """Writes dbias, or float32 parts or sums of it. It has one CTA for each tile of each part."""
 
     def __init__(self, spec: KernelSpec):
         stages.refuse(spec.features, "the kernel of a bias's gradient")

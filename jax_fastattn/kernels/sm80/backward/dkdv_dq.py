@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The portable kernel that computes dk, dv and dq together: five products where two kernels need seven.
 
-One CTA owns a tile of keys of one key/value head and visits the query tiles that see it, of all heads of the group. Of
+One CTA owns a tile of keys of one key/value head and visits the query tiles that see it, of all heads of the group. For
 each it computes S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, and dQ = dS K, which is added to dq_accum in
 global memory. Scores have keys as rows, so P^T and dS^T are A operands from registers.
 """

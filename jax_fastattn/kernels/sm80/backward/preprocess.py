@@ -54,7 +54,7 @@ class QueryRows:
 
 
 class PreprocessKernel:
-    """Writes stats, and clears dq_accum or dq_semaphore. One CTA for each query tile of a head."""
+    """Writes stats, and clears dq_accum or dq_semaphore. It has one CTA for each query tile of a head."""
 
     threads = 128
 

@@ -61,7 +61,7 @@ class Products:
             copies.load_tile(tile, self.config.threads, state.at.thread, shared, source, stride, rows)
 
     def _live_keys(self, state: DkdvDqState) -> copies.Rows | copies.LiveRows:
-        """Returns the keys of the tile that may be read; of a list those that some query of the group sees."""
+        """Returns the keys of the tile that may be read: with lists, the keys that some query of the group sees."""
         if state.bits is None:
             return copies.Rows.live(state.live_keys, state.at.row)
         return copies.LiveRows(state.visit.entries.live_rows(), self.config.keys, state.stored_rows)

@@ -22,8 +22,8 @@ class Item(NamedTuple):
     """An item.
 
     Attributes:
-        names: tell it from the others of its tile, see `dbias_schedule.DbiasTile`.
-        kind: see `dbias_schedule.HIDDEN`, which says that none is left.
+        names: tell it from the others of its tile, see `sums.schedule.DbiasTile`.
+        kind: see `sums.schedule.HIDDEN`, which says that none is left.
         place: see `ItemList.place`.
     """
 
