@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Keywords that a public function does not have: what other libraries call an argument, and what it is called here.
+"""Explains keywords that a public function lacks: other libraries' names of arguments, and the names here.
 
 `PEERS` is the one table of these names. Errors read it, and docs/migration.md shows it. A feature that takes over an
 argument of a peer changes its row.
@@ -212,7 +212,7 @@ def explained(function: _Public) -> _Public:
     """Returns a public function or class whose error for an unknown keyword says what to pass instead.
 
     Python raises that error before the function runs. The signature that `inspect` shows stays. A function with
-    `**options` takes those of `attention`, and checks them itself by `unknown`.
+    `**options` takes the keywords of `attention`, and checks them itself by `unknown`.
     """
     if isinstance(function, type):
         function.__init__ = explained(function.__init__)
@@ -227,7 +227,7 @@ def explained(function: _Public) -> _Public:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            # An error from inside of the function has further frames.
+            # An error from inside of the function has more frames.
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
             text = unknown(name, kwargs)
@@ -262,7 +262,7 @@ def _remedy(name: str, known: tuple[str, ...]) -> str:
         is_word = any(name in keyword.split("_") for keyword in known)
         return _where([name], "it") if _functions_with([name]) and not is_word else _nearest(name, known)
     named = re.findall(r"`(\w+)", row.remedy)
-    # Names that neither this function has, nor one that the remedy names.
+    # Neither this function nor one that the remedy names has the absent ones.
     there = {*known, *(keyword for function in named for keyword in _KNOWN.get(function, ()))}
     absent = [x for x in dict.fromkeys(named) if x not in there and _functions_with([x])]
     return f"{row.remedy}; {_where(absent, _listed(absent))}" if absent else row.remedy

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation a call would run, and why."""
+"""Explains which implementation a call would run, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_fastattn.ops.ring import describe
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.spec import AttentionSpec, Operands
 
-# What makes operands of the arguments of each function.
+# For each function, this makes operands of its arguments.
 _CANONICALIZE: Mapping[Callable[..., Any], Callable[..., tuple[AttentionSpec, Operands | PagedOperands]]] = {
     attention: batched.canonicalize,
     attention_varlen: packed.canonicalize,
@@ -51,12 +51,12 @@ def explain(
     Args:
         query, key, value, bias, mask, **options: as for `attention`; `jax.ShapeDtypeStruct`s are enough, since nothing
             runs.
-        cu_seqlens_q, cu_seqlens_k: as for `attention_varlen`. If they are given, all arguments are those of
+        cu_seqlens_q, cu_seqlens_k: as for `attention_varlen`. If they are given, all arguments are as for
             `attention_varlen`. Default: None, for a call of `attention`.
-        page_table: as for `paged_attention`. If it is given, all arguments are those of `paged_attention`, whose pages
+        page_table: as for `paged_attention`. If it is given, all arguments are as for `paged_attention`, whose pages
             are `key` and `value` here; its `lengths` are an option. Default: None.
-        arch: the GPU to lower for, such as `"sm_90a"`; see `target_arch`. Default: that of an enclosing `target_arch`,
-            else the local devices.
+        arch: the GPU to lower for, such as `"sm_90a"`; see `target_arch`. Default: the GPU of an enclosing
+            `target_arch`, else the local devices.
 
     Returns:
         A readable record. It has the implementation, kernels, tiles and how dq is added up, or the reasons against the

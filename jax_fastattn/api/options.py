@@ -42,6 +42,6 @@ class PackedOptions(Options, total=False):
 
 
 class SplitOptions(BatchedOptions, total=False):
-    """Keyword arguments of `ring_attention` and `all_to_all_attention`, apart from those of the layout."""
+    """Keyword arguments of `ring_attention` and `all_to_all_attention`, except the arguments of the layout."""
 
     boundaries: ArrayLike | None

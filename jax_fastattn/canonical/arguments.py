@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions `canonicalize` share: conversion and checks of single arguments, offsets, and the spec of a call.
+"""Shared parts of the functions `canonicalize`: conversion and checks of arguments, offsets, and the spec of a call.
 
 Each reshape stands next to its inverse, and `restore` applies the inverses to the results.
 """
@@ -18,7 +18,7 @@ from jax_fastattn.canonical import validation
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, is_known
 
-# What a symbolic length counts as where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
+# A symbolic length counts as this where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
 LONGEST_SYMBOLIC = 1 << 27
 
 AnyOperands = TypeVar("AnyOperands", bound=Operands | PagedOperands)

@@ -14,7 +14,7 @@ from jax_fastattn import packed
 from jax_fastattn.canonical import arguments, batched, validation
 from jax_fastattn.spec import AttentionSpec, Operands, Ring
 
-# Arguments that packed sequences replace.
+# Packed sequences replace these arguments.
 _NOT_PACKED = ("bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths", "segment_ids")
 
 
@@ -34,7 +34,7 @@ def canonicalize(
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `ring_attention` and `all_to_all_attention`, and gives them canonical shapes.
 
-    Arrays are those of a device; positions count from the start of the whole sequence.
+    The arrays belong to one device; positions count from the start of the whole sequence.
     """
     _check_packed_alone(boundaries, options | {"bias": bias, "mask": mask, "query_offset": query_offset})
     spec, operands = batched.canonicalize(

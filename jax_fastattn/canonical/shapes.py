@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The spec and the shapes of the operands of a call, for those who ask before it runs."""
+"""The spec and the shapes of the operands of a call, computed before it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import AnyOperands
 from jax_fastattn.spec import AttentionSpec
 
-# Arguments that are Python values, fixed when a call is traced.
+# These arguments are Python values, fixed when a call is traced.
 _STATIC = ("is_causal", "local_window_size", "implementation", "logits_soft_cap", "deterministic")
 
 
@@ -46,7 +46,7 @@ def _is_abstract(x: Any) -> bool:
 
 
 def _has_shape_alone(x: Any) -> bool:
-    """Returns whether a call checks no value of x. It checks those of integers on the host."""
+    """Returns whether a call checks no value of x. It checks the values of integers on the host."""
     if isinstance(x, np.ndarray):  # JAX refuses some subclasses, such as masked arrays
         return type(x) is np.ndarray and x.dtype.isnative and x.dtype.name in ("bool", *validation.FLOATS)
     return _is_abstract(x)

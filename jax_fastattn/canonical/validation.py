@@ -23,7 +23,7 @@ from jax_fastattn.spec import is_known
 
 _LARGEST_FLOAT32, _SMALLEST_FLOAT32 = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
-# Rows of a page are a multiple of this.
+# The number of rows of a page is a multiple of this.
 PAGE_ROWS = 16
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -120,8 +120,8 @@ def _foreign_byte_order(x: Any) -> str | None:
 def as_integers(name: str, x: Any) -> jax.Array:
     """Returns `x` as a JAX array in its own integer dtype; raises a TypeError for any other dtype.
 
-    Values that are known on the host must fit into int32: JAX would wrap them around without a warning. Those of a
-    JAX array are not read, since that would wait for the device.
+    Values that are known on the host must fit into int32: JAX would wrap them around without a warning. Values
+    of a JAX array are not read, since that would wait for the device.
     """
     array = as_array(name, x)
     check_kind(name, array, "integer")

@@ -17,7 +17,7 @@ Every argument that a module may pass is honored or raises. Two things differ fr
 float32 for every dtype, and a query that sees no key gives 0, while Flax gives the mean of the values.
 
 The attention weights never exist in memory. Sowing them raises an error. A call with dropout on them goes to
-Flax's own function, with one warning, so its result is that of Flax.
+Flax's own function, with one warning, so its result is Flax's.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Packed:
     Attributes:
         segment_ids: integers `[batch..., T]` (with T = S), or a pair `([batch..., T], [batch..., S])`; tokens attend
             inside equal ids.
-        cu_seqlens: integers `[batch..., sequences + 1]`, or a pair of those of queries and of keys: the boundaries of
-            the sequences in each row of the batch, as for `jax_fastattn.attention_varlen`. The kernels
-            need no prepass for them.
+        cu_seqlens: integers `[batch..., sequences + 1]`, or a pair, of queries and of keys: the boundaries of the
+            sequences in each row of the batch, as for `jax_fastattn.attention_varlen`. The kernels need no prepass for
+            them.
     """
 
     segment_ids: Any = None
@@ -112,7 +112,7 @@ def attention_fn(
         deterministic: whether dropout is off, as in Flax. Default False.
         dtype: the dtype that query, key and value are cast to. Default None: their common dtype.
         precision: of products of float32, as in Flax: a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, the name
-            of one, or a pair of the same. Default None: that of `jax.default_matmul_precision`.
+            of one, or a pair of the same. Default None: as `jax.default_matmul_precision` says.
         module: where to sow the attention weights; must be None, the default.
         force_fp32_for_softmax: accepted and not used, since the softmax is always in float32.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None, the default.
@@ -121,7 +121,7 @@ def attention_fn(
         input_positions: accepted and not used, since only rotary embeddings need positions; rotate query and key
             before the call. Default None.
         deterministic_gradients: `deterministic` of `jax_fastattn.attention`. Default False.
-        **options: further keyword arguments of `jax_fastattn.attention`. If there are several batch axes, arguments
+        **options: other keyword arguments of `jax_fastattn.attention`. If there are several batch axes, arguments
             with a batch axis must have them flattened into one.
 
     Returns:
@@ -276,7 +276,7 @@ def _attend_with_dropout(
     is_causal: bool,
     **arguments: Any,
 ) -> jax.Array:
-    """Calls linen's function, whose dropout draws the same weights as that of nnx."""
+    """Calls linen's function, whose dropout draws the same weights as nnx's."""
     from flax import linen  # takes a second, which calls without dropout need not wait for
 
     _warn_of_dropout()

@@ -33,7 +33,7 @@ def dot_product_attention(*args: Any, implementation: str | None = None, **kwarg
     Args:
         *args, **kwargs: as for `jax_fastattn.attention`.
         implementation: "xla" and "cudnn" mean None here: the CUDA kernels where they apply, else the XLA path. Other
-            values are those of `jax_fastattn.attention`.
+            values are as for `jax_fastattn.attention`.
 
     Returns:
         The results of `jax_fastattn.attention`; docs/semantics.md lists what differs from `jax.nn`.
