@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Abstract values of results, derived from those of operands, so that manual axes and explicit shardings carry over."""
+"""Abstract values of results, derived from the operands', so that manual axes and explicit shardings carry over."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def forward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
 
 
 def backward_results(spec: AttentionSpec, arrays: Any, wanted: tuple[str, ...]) -> list[Any]:
-    """Returns abstract gradients of the operands named in `wanted`: float32 or wider, except for those of QKV."""
+    """Returns abstract gradients of the operands named in `wanted`: float32 or wider, except for QKV."""
     operands = spec.operands(arrays[: len(spec.present)])
 
     def gradient(name: str) -> Any:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows exchanged for heads: each device computes whole sequences of its share of the heads.
 
-Operands are those of a ring with contiguous rows: a device's rows, while lengths, offsets, sequences and the columns of
-bias and mask count from the start of the whole sequence. They mean the same once a device has all rows.
+Operands are the same as in a ring with contiguous rows: a device's rows, while lengths, offsets, sequences and the
+columns of bias and mask count from the start of the whole sequence. They mean the same once a device has all rows.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ Cotangents = tuple[jax.Array | None, jax.Array | None]
 def gradient(
     spec: AttentionSpec, saved: Saved, cotangents: Cotangents, wanted: Collection[str]
 ) -> dict[str, jax.Array]:
-    """Returns the gradients of query, key and value, and in float32 or wider those of other operands in `wanted`.
+    """Returns the gradients of query, key and value, and, in float32 or wider, of other operands in `wanted`.
 
     Args:
         saved: operands, output and log-sum-exp.
-        cotangents: those of both; either may be None, which is zero.
+        cotangents: of output and log-sum-exp; either may be None, which is zero.
     """
     arrays, names = cotangent_arrays(saved, cotangents), wanted_names(wanted)
     found = gradient_op.bind(*saved, *arrays, spec=spec, with_dlse=len(arrays) > 1, wanted=names)
@@ -42,7 +42,7 @@ def gradient(
 
 
 def cotangent_arrays(saved: Saved, cotangents: Cotangents) -> list[jax.Array]:
-    """Returns the cotangents as an op binds them: that of the log-sum-exp only if it is not zero."""
+    """Returns the cotangents as an op binds them: the log-sum-exp's only if it is not zero."""
     dout, dlse = cotangents
     dout = _compat.zeros_like(saved[-2]) if dout is None else dout
     return [dout] if dlse is None else [dout, dlse]

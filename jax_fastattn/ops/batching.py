@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fastattn.spec import OPERANDS, is_known
 
-# Where the head axis is in the operands that may be mapped if V becomes query heads.
+# If V becomes query heads, these operands may be mapped. Their head axes are here.
 HEAD_AXIS = {name: x.axes.upper().index("N") for name, x in OPERANDS.items() if "N" in x.axes.upper()}
 
 
@@ -53,7 +53,7 @@ class Fold:
 
     @property
     def _is_batch_major(self) -> bool:
-        """Whether B comes first: the major part of the folded axis is the one that may be split alone."""
+        """Returns whether B comes first: the major part of the folded axis is the one that may be split alone."""
         return self.names[0] is None and self.names[1] is not None
 
     def fold(self, x: jax.Array, is_mapped: bool, axes: str = "B", *, may_broadcast: bool = False) -> jax.Array:
@@ -142,7 +142,7 @@ class IntoHeads:
 
 
 def _head_axis(axes: str) -> int | None:
-    """Returns which of an array's axes is that of heads, if there is one."""
+    """Returns which of an array's axes is the head axis, if there is one."""
     return next((i for i, letter in enumerate(axes) if letter in "nNK"), None)
 
 

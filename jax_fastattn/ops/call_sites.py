@@ -13,10 +13,10 @@ import inspect
 
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
-# Packages whose frames are not the user's.
+# Frames of these packages are not the user's.
 _LIBRARIES = ("jax_fastattn", "jax", "jaxlib", "flax", "keras", "equinox", "equimo", "ejkernel")
 
-# The last place of each kind of call, the latest call last.
+# It holds the last place of each kind of call, the latest call last.
 _places: dict[object, str] = {}
 _MAX_PLACES = 512  # two for each call
 

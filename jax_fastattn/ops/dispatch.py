@@ -17,12 +17,12 @@ from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, u
 from jax_fastattn.ops import call_sites
 from jax_fastattn.spec import Problem
 
-# Why tangents and second derivatives take the XLA path, whatever the call is.
+# This is why tangents and second derivatives take the XLA path in every call.
 NO_DERIVATIVE_KERNELS = (
     "no kernel computes tangents (forward mode) or second derivatives; outputs and gradients still run the kernels"
 )
 
-# What else `explain` says of a paged call.
+# `explain` also says this of a paged call.
 READ_PAGES = "the pages are read where they lie; there is no gradient"
 GATHERED_PAGES = "the pages are first gathered into dense keys and values, which takes a copy; there is no gradient"
 

@@ -79,7 +79,7 @@ def _elsewhere(tuning: Tuning, ctx: mlir.LoweringRuleContext, *values: Any, **pa
     return _lower_xla(tuning, ctx, *values, **params)
 
 
-# Not inlined: the layers of a model share one function, on every path.
+# It is not inlined: the layers of a model share one function, on every path.
 mlir.register_lowering(forward_p, _cuda, platform="cuda", inline=False)
 mlir.register_lowering(forward_p, functools.partial(_elsewhere, CPU), platform="cpu", inline=False)
 mlir.register_lowering(forward_p, functools.partial(_elsewhere, ACCELERATOR), inline=False)

@@ -27,17 +27,17 @@ from jax_fastattn.xla.chunks import ACCELERATOR, CPU, Tuning
 
 Names = tuple[str, ...]
 
-# Output, log-sum-exp, and their cotangents.
+# These are the axes of output, log-sum-exp, and their cotangents.
 ROWS = ("BTND", "BTN", "BTND", "BTN")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What an op binds and returns.
+    """The arrays that an op binds and returns.
 
     Attributes:
         axes: axes of each array as `spec.Operand` has them.
-        names: of each array the operand that it is, or of which it is a tangent; None for output and cotangents.
+        names: for each array, the operand that it is or whose tangent it is; None for output and cotangents.
         first_tangent: index of the first tangent.
         wanted: operands of which the results are gradients; None if the results are as output and log-sum-exp.
     """
@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def results(self) -> Names:
-        """The axes of each result."""
+        """Returns the axes of each result."""
         return ROWS[:2] if self.wanted is None else axes_of(self.wanted)
 
     def letters(self) -> Axes:
@@ -86,7 +86,7 @@ def define(
     xla: Callable[..., Sequence[jax.Array]],
     cuda: Callable[..., Any] | None = None,
 ) -> Op:
-    """Makes an op with all rules except those of differentiation.
+    """Makes an op with all rules except for differentiation.
 
     Args:
         name, share: the names of its primitives.
@@ -104,7 +104,7 @@ def define(
         dispatch.note_derivative(Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)])))
         return lower(ACCELERATOR, ctx, *values, spec=spec, **params)
 
-    # Not inlined: the layers of a model share one function, on every path.
+    # It is not inlined: the layers of a model share one function, on every path.
     mlir.register_lowering(op.share, cuda or without_kernel, platform="cuda", inline=False)
     mlir.register_lowering(op.share, functools.partial(lower, CPU), platform="cpu", inline=False)
     mlir.register_lowering(op.share, functools.partial(lower, ACCELERATOR), inline=False)

@@ -85,7 +85,7 @@ mlir.register_lowering(paged_op.share, _lower, inline=False)
 
 
 def _batch(arrays: Any, dims: Any, *, needs_devices: Any, spec: AttentionSpec) -> tuple[list[jax.Array], list[int]]:
-    """Folds a mapped axis into the batch; the pages stay those of all examples."""
+    """Folds a mapped axis into the batch; all examples share the pages."""
     del needs_devices
     for name, dim in zip(spec.present, dims, strict=True):
         if name in PAGES and dim is not None:

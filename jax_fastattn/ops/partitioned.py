@@ -4,7 +4,7 @@
 
 An `Op` is an outer primitive, which has the rules of differentiation and batching, and an inner one, `share`. Lowering
 the outer one yields a `custom_partitioning` of the inner one. No rule of an outer primitive can be dropped, as JAX
-drops those of a `custom_vjp` where it evaluates a scan partially.
+drops the rules of a `custom_vjp` where it evaluates a scan partially.
 
 `sharding.py` says which axes are split. The rules are where each op is defined.
 """
@@ -32,11 +32,11 @@ from jax_fastattn.ops import abstract
 from jax_fastattn.ops.sharding import Split, own_letters, refuse_gather, rows_whole, shardy_rule
 from jax_fastattn.spec import Ring
 
-# Functions that an op keeps. A new one is made for every new spec, such as a new scale.
+# An op keeps up to this many functions. A new one is made for every new spec, such as a new scale.
 CACHED_FUNCTIONS = 256
 
-# A device's part of a partitioned call, lowered with no mesh in sight. If the partitioner runs in a thread with an
-# Explicit mesh, jax otherwise puts sharding constraints even into the reduction of a psum, and XLA refuses them.
+# It is a device's part of a partitioned call, lowered with no mesh in sight. If the partitioner runs in a thread with
+# an Explicit mesh, jax otherwise puts sharding constraints even into the reduction of a psum, and XLA refuses them.
 part_p = Primitive("jax_fastattn_part")
 part_p.multiple_results = True
 part_p.def_abstract_eval(lambda *_, results, **__: results)
@@ -67,7 +67,7 @@ class Op:
     """A primitive that JAX transforms, and its share.
 
     Attributes:
-        primitive: has one parameter more than `share`, `needs_devices`.
+        primitive: the outer primitive, which has one parameter more than `share`: `needs_devices`.
         share: one device's part of the work, on any number of batch entries and heads.
         ring: the share of a device that has some of the rows, and meets the keys of other devices (`spec.Ring`); None
             if there is none.
@@ -101,7 +101,7 @@ class Op:
         def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
             return mlir.lower_fun(functools.partial(function, **params))(ctx, *values)
 
-        # Not inlined: the layers of a model share one function.
+        # It is not inlined: the layers of a model share one function.
         mlir.register_lowering(self.ring, lower, inline=False)
 
     def bind(self, *arrays: Any, **params: Any) -> list[jax.Array]:
@@ -197,8 +197,8 @@ def partitioned(
     is None, the rows are gathered. If the devices do not divide the rows evenly, XLA pads them, and the ring hides the
     padding.
 
-    Where query heads are split further than key/value heads, a device slices the key/value heads that its query heads
-    read. A result whose batch or head axis is of size 1 while that axis is split is a sum over it, and so is the
+    Where query heads are split into more parts than key/value heads, a device slices the key/value heads that its query
+    heads read. A result whose batch or head axis is of size 1 while that axis is split is a sum over it, and so is the
     gradient of a key/value head that several devices read: the devices' shares are added up.
     """
     operands, results = ([rows_whole(x, on_ring is not None) for x in group] for group in axes[:2])

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The axes that a mesh may split: batch, heads and rows; every other axis is whole on each device.
 
-Rows are those of queries and keys, T and S. They are split together, and only for ops that have a ring (`ops/ring`).
+Rows are the axes of queries and keys, T and S. They are split together, and only for ops that have a ring (`ops/ring`).
 Within a program XLA may split rows that devices do not divide evenly. It gives all devices as many rows as the first
 one. The last rows of the last devices are then padding.
 
@@ -26,14 +26,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_fastattn.ops import abstract
 from jax_fastattn.spec import Ring
 
-# Axes that a mesh may split; V is an axis that `vmap` put ahead of others.
+# A mesh may split these axes; V is an axis that `vmap` put ahead of others.
 SPLITTABLE = "VBTSNK"
 
 
 def rows_whole(letters: str, has_ring: bool) -> str:
-    """Returns the letters of an array with those of rows that stay whole in lower case.
+    """Returns the letters of an array with the letters of rows that stay whole in lower case.
 
-    All rows do if the op has no ring. Of a bias or a mask, with both queries and keys, the columns do.
+    All rows stay whole if the op has no ring. Otherwise only the columns of a bias or a mask with queries and keys do.
     """
     if not has_ring:
         letters = letters.replace("T", "t")
@@ -47,8 +47,8 @@ def shardy_rule(
 
     Queries and keys have one factor if there are as many of both, so that a split of one carries over to the other.
 
-    Query heads are key/value heads times the group, `(k g)`. If a mesh can split the query heads further than the
-    key/value heads, both have a factor of their own: Shardy would divide a mesh axis between k and g, which no
+    Query heads are key/value heads times the group, `(k g)`. If a mesh can split the query heads into more parts
+    than the key/value heads, both have a factor of their own: Shardy would divide a mesh axis between k and g, which no
     `NamedSharding` can express. An axis of size 1 that broadcasts has a factor of its own, too.
     """
     _, keys, kv_heads, _ = operands[1][1]
@@ -72,7 +72,7 @@ def shardy_rule(
 
 
 def own_letters(letters: str, shape: Sequence[int], heads: tuple[int, int]) -> str:
-    """Returns the letters of an array's axes; that of the heads of a mask or bias is K if it has K rows and not N."""
+    """Returns the letters of an array's axes; the head axis of a mask or bias is K if it has K rows and not N."""
     num_heads, num_kv_heads = heads
     return "".join(
         "K" if letter == "N" and 1 < size == num_kv_heads < num_heads else letter
@@ -87,8 +87,8 @@ class Split:
     Batch and heads are split as far as that divides evenly. Rows may have padding.
 
     Attributes:
-        names: mesh axes that split each axis letter of SPLITTABLE. Those of "K" are the first ones of "N". Those of "S"
-            are those of "T", or none if the keys are whole.
+        names: mesh axes that split each axis letter of SPLITTABLE. "K" has the first ones of "N". "S" has the same as
+            "T", or none if the keys are whole.
         heads: N and K of the whole call.
         lengths: T and S of the whole call.
     """
@@ -126,7 +126,7 @@ class Split:
 
     @property
     def ring(self) -> Ring | None:
-        """The devices that share the rows; None if each has all of them."""
+        """Returns the devices that share the rows; None if each has all of them."""
         names, keys = self.names["T"], self.names["S"]
         if not names:
             return None
@@ -138,12 +138,12 @@ class Split:
 
     @property
     def sharers(self) -> tuple[str, ...]:
-        """Mesh axes whose devices hold the same key/value heads and different query heads."""
+        """Returns the mesh axes whose devices hold the same key/value heads and different query heads."""
         return self.names["N"][len(self.names["K"]) :]
 
     @property
     def read_heads(self) -> int:
-        """How many key/value heads a device takes if it shares them."""
+        """Returns how many key/value heads a device takes if it shares them."""
         heads, kv_heads = self.heads
         count = heads // _size(self.mesh, self.names["N"])
         return count // math.gcd(count, heads // kv_heads)

@@ -10,8 +10,8 @@ With f the forward op, u and w tangents of operands, and c cotangents of results
     second_gradient   D2f[u, .]^T c   bilinear; its transpose in u is itself (a Hessian), in c `second_tangent`
 
 So each transpose is one of these four, and reverse mode never goes through the loops of the XLA path. Output and
-log-sum-exp are bound next to the operands. They are functions of the operands, so their own tangents say nothing that
-those of the operands do not, and no rule transposes in them; else the transposes would need more ops. `second_gradient`
+log-sum-exp are bound next to the operands. They are functions of the operands, so their own tangents add nothing to
+the tangents of the operands, and no rule transposes in them; else the transposes would need more ops. `second_gradient`
 binds them where JAX has them, and computes them again where it does not: in transposes. Operands that do not move have
 no tangent among the arrays.
 """

@@ -37,7 +37,7 @@ from jax_fastattn.ops.tangents import (
 )
 from jax_fastattn.spec import AttentionSpec, Operands
 
-# For `jax.checkpoint` policies: saving both spares the backward pass the forward kernel.
+# These names are for `jax.checkpoint` policies: saving both spares the backward pass the forward kernel.
 OUT_NAME = "jax_fastattn_out"
 LSE_NAME = "jax_fastattn_lse"
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bias as kernels read it: the layouts of `kernels/bias_shapes.py`, in which -inf stands for `HIDDEN_BIAS` and below.
 
-Its axes of batch entries and heads are joined to one, that of planes.
+Its axes of batch entries and heads are joined to one axis, the planes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands
 MIN_SCALE = 2.0**-20
 
 _LOG2_E = math.log2(math.e)
-# The largest quotient, as which larger ones count: its parts in bfloat16 are finite, and so are its sums with products.
+# Larger quotients count as this one: its parts in bfloat16 are finite, and so are its sums with products.
 _LARGEST = 2.0**127
-# Bits of bfloat16.
+# bfloat16 has these bits.
 _EXPONENT, _MANTISSA = 8, 7
 
 
@@ -35,8 +35,6 @@ def bias_operands(kernel: KernelSpec, bias: jax.Array | None, key_length: int, s
     """Returns the operands of a launch that stand for a bias `[b, n, t, s]`, by name; none without a bias.
 
     Args:
-        kernel: the compile key.
-        bias: the operand of the call.
         key_length: S.
         scale: the scalar of the launch.
     """

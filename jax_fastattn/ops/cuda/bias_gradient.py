@@ -24,10 +24,10 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sums.tiles import COLUMN_WARPS, KEYS, ROW_SUMS, dbias_parts
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands, Problem
 
-# The operands that kernels do not read if a bias of rows is left to XLA: the sum of dS is what a sink leaves.
+# Kernels do not read these operands if a bias of rows is left to XLA: the sum of dS is what a sink leaves.
 LEFT_TO_XLA = ("bias", "sinks")
 
-# Four roundings of float32, relative to a sink.
+# This is four roundings of float32, relative to a sink.
 SINK_ROUNDING = 2.0**-22
 
 
@@ -42,10 +42,8 @@ def backward_spec(
     """Returns the compile key of the launch that `ops/cuda/passes.py` makes for gradients that kernels compute.
 
     Args:
-        problem: the call.
-        arch: the architecture.
         dlse, dsinks, dbias: as for `kernel_spec`.
-        multiprocessors: of the GPU.
+        multiprocessors: the number that the GPU has.
     """
     kernel = kernel_spec(problem, "backward", arch, dlse=dlse, dsinks=dsinks, dbias=dbias)
     if is_of_rows_alone(kernel):
@@ -95,8 +93,8 @@ def bias_gradient(
     """Returns the gradient of a bias `[b, n, t, s]` in float32, from what a launch has written.
 
     Args:
-        shape: of the bias.
-        found: what was written.
+        shape: the shape of the bias.
+        found: the arrays by name.
         dlse: the cotangent of the log-sum-exps `[B, T, N]`, or None for 0.
         products: the sums of output times cotangent `[B, T, N]`, if the launch has a part of the keys of its rows.
     """
@@ -124,7 +122,6 @@ class XlaRowBias:
     """A bias of rows that is left to XLA.
 
     Args:
-        operands: of the call.
         out: the output `[B, T, N, D]`.
         lse: the log-sum-exps `[B, T, N]`.
     """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_fastattn.kernels.tiles.lists import RECORD_WORDS, PrepassConfig, Sizes
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
 
-# The id of visited rows that a mask hides; those of other rows are at least 0 then.
+# Visited rows that a mask hides have this id; the ids of other rows are at least 0 then.
 _NO_ID = -1
 
 
@@ -26,7 +26,7 @@ class ComparedRowsArrays(NamedTuple):
 
     Attributes:
         records: `[planes, own rows, RECORD_WORDS]`, int32.
-        ids: `[planes, visited rows]`, int32. Rows are those of whole tiles.
+        ids: `[planes, visited rows]`, int32. The rows fill whole tiles.
     """
 
     records: jax.Array
@@ -37,8 +37,7 @@ def compared_rows(spec: AttentionSpec, operands: Operands, config: PrepassConfig
     """Returns the rows of a call.
 
     Args:
-        spec: the static facts of the call.
-        operands: its arrays; a mask broadcasts over queries or over keys.
+        operands: the arrays; a mask broadcasts over queries or over keys.
         config: sizes of the tiles.
         sizes: which batch entries and heads have planes of their own.
     """
@@ -60,9 +59,9 @@ class _Side(NamedTuple):
     """Queries or keys.
 
     Attributes:
-        length: of the arrays.
+        length: the rows of the arrays.
         ids: `[1 or B, 1, length]`.
-        lengths: `[B, 1, 1]`, of sequences; None without.
+        lengths: the lengths of sequences, `[B, 1, 1]`; None without.
         seen: `[b, n, length]`, False for rows that the mask hides; None if it hides rows of the other side.
     """
 

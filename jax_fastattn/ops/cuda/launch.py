@@ -32,14 +32,14 @@ def _lower(ctx, *operands, kernel, ints, floats, results):  # type: ignore[no-un
     return ffi.custom_call(ctx, kernel, operands, ints, floats)
 
 
-# Not inlined: identical calls, as those of a model's layers, share one function and carry their kernel once.
+# It is not inlined: identical calls, as a model's layers make them, share one function and carry their kernel once.
 mlir.register_lowering(launch_p, _lower, platform="cuda", inline=False)
 
 
-# Pairs of a query and a key that a CTA of a forward launch takes next to collectives, at head dim 128: some 0.1 ms.
+# Next to collectives, a CTA of a forward launch takes this many pairs of query and key at head dim 128: some 0.1 ms.
 _PAIRS_OF_CTA = 1 << 20
 
-# Far more than there are tiles, and far less than an int32 holds.
+# This is far more than there are tiles, and far less than an int32 holds.
 _MOST_BLOCKS = 1 << 20
 
 
@@ -47,12 +47,11 @@ def persistent_blocks(problem: Problem, multiprocessors: int) -> int:
     """Returns up to how many CTAs a forward launch has where they are persistent: one for each SM, or more.
 
     A collective runs next to the block of a ring, and holds some SMs. CTAs that find no SM begin when others end, so
-    none may take long. Other launches have one CTA for each SM, which is a little faster. So have those under a left
-    window bound, of packed sequences and by lists, whose rows see fewer keys than there are.
+    none may take long. Other launches have one CTA for each SM, which is a little faster. So have
+    launches with a left window bound, packed sequences or lists, whose rows see fewer keys than there are.
 
     Args:
-        problem: what is computed.
-        multiprocessors: of the GPU.
+        multiprocessors: the number that the GPU has.
     """
     left, right = problem.spec.bounds
     sees_fewer = {"mask", "query_segment_ids", "sequences"} & {*problem.spec.present}
@@ -73,9 +72,9 @@ def launch_scalars(
     """Returns the run-time scalars of a launch.
 
     Args:
-        problem: the sizes; of packed sequences, which are then all in one batch entry, their number is the batch.
-        multiprocessors: how many the GPU has; of a forward launch `persistent_blocks`.
-        visit: those of lists, see `lists.Planes`.
+        problem: the sizes. Packed sequences are all in one batch entry, and their number is the batch.
+        multiprocessors: how many the GPU has; for a forward launch, `persistent_blocks`.
+        visit: the scalars of lists, see `lists.Planes`.
         side_heads, bias_parts: see `Scalars`.
     """
     left, right = problem.spec.bounds

@@ -31,8 +31,8 @@ class LaunchPlan:
         problem: the problem that the kernel was chosen for, see `launched_problem`.
         operands: the operands by name; None is absent.
         shapes: the shapes of the results and of scratch, by name.
-        lists: what the kernel has in place of the predicate, if it does. Of a launch with lists of both sides these are
-            the lists of tiles of queries, whose `planes` hold for both.
+        lists: what the kernel has in place of the predicate, if it does. For a launch with lists of both sides, these
+            are the lists of tiles of queries, whose `planes` hold for both.
     """
 
     kernel: KernelSpec
@@ -54,10 +54,10 @@ class LaunchPlan:
         """Plans the launch of a call, with a bias, records and lists as the kernel reads them.
 
         Args:
-            kernel, problem, shapes: as of the plan.
-            operands: of the call, padded for kernels.
+            kernel, problem, shapes: as for the plan.
+            operands: the call's, padded for kernels.
             kept: see `tile_lists`.
-            residuals: what a backward pass takes beside the operands of the call, by name, `[B, T, ...]` each.
+            residuals: what a backward pass takes in addition to the operands of the call, by name, `[B, T, ...]` each.
         """
         arrays: dict[str, jax.Array | None] = operands._asdict() | residuals
         if operands.is_packed:

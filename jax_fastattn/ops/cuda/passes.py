@@ -74,8 +74,6 @@ def forward(
     kernel's tiles are kept.
 
     Args:
-        spec: the static facts of the call.
-        operands: the arrays of the call.
         kernel: the compile key; by default the one that `forward_spec` chooses.
         kept: see `tile_lists`.
     """
@@ -122,8 +120,8 @@ def backward(
 ) -> Gradients:
     """Returns the gradients from one custom call, which launches every kernel of the backward pass.
 
-    A mask or segment ids take others before it, the prepasses: two where dq has a kernel of its own, else one, less
-    those whose lists are kept. See `xla.passes.backward` for `wanted`, and `forward` for `kernel` and `kept`.
+    A mask or segment ids take other calls before it, the prepasses: two where dq has a kernel of its own, else one. A
+    prepass whose lists are kept is left out. See `xla.passes.backward` for `wanted`, `forward` for `kernel` and `kept`.
     """
     sinks = operands.sinks if "sinks" in wanted else None
     padded = _for_kernels(operands)._replace(sinks=sinks)
@@ -173,7 +171,6 @@ def sinks_gradient(sinks: jax.Array, terms: jax.Array, batch: int) -> jax.Array:
     """Sums the terms of rows to the gradient of sinks `[1 or B, N]`.
 
     Args:
-        sinks: the operand.
         terms: `[B, N, T]`, or `[1, N, B T]` if a launch has joined batch entries.
         batch: B.
     """

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prepass as part of a launch: lists of tiles and bits of scores for a mask or segment ids.
 
-It is a custom call of its own without state, so that XLA merges equal ones: those of a model's layers, or those that a
-scan over layers hoists. Its results depend on the tiles of the kernel that reads them, and so on the architecture.
+It is a custom call of its own without state, so that XLA merges equal ones: the prepasses of a model's layers, or the
+ones that a scan over layers hoists. Its results depend on the tiles of the kernel that reads them, and so on the
+architecture.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jax_fastattn.ops.cuda.compared import ComparedRowsArrays, compared_rows, na
 from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Problem
 
-# What lists stand for.
+# Lists stand for these operands.
 PREDICATE = (
     "mask",
     "query_segment_ids",
@@ -49,7 +50,7 @@ class TileLists:
         lists, bits: see `kernels/tiles/lists.py`.
         counts: how many tiles of keys visit each query tile; None for lists of tiles of queries.
         rows: what edge tiles compare; None if they have bits.
-        classes: of all pairs of tiles; None for lists of tiles of keys.
+        classes: the classes of all pairs of tiles; None for lists of tiles of keys.
     """
 
     config: PrepassConfig = field(metadata={"static": True})
@@ -76,16 +77,15 @@ class TileLists:
 def tile_lists(
     spec: AttentionSpec, operands: Operands, config: PrepassConfig, kept: Sequence[TileLists] = ()
 ) -> TileLists:
-    """Returns the lists of a call: those of `kept` that have its tiles, else new ones from one custom call.
+    """Returns the lists of a call: the ones in `kept` that have its tiles, else new ones from one custom call.
 
     Args:
-        spec: the static facts of the call.
-        operands: its arrays, of which it reads those of `PREDICATE`.
+        operands: the call's arrays, of which only the ones in `PREDICATE` are read.
         config: sizes of the tiles of the kernel that reads them.
         kept: lists of calls with the same predicate: equal mask, ids, lengths, offset and window.
 
     Raises:
-        ValueError: the lists of `kept` with these tiles are those of a call with other sizes.
+        ValueError: the lists in `kept` with these tiles belong to a call with other sizes.
     """
     kernel = prepass_spec(spec, config, ffi.arch())
     problem = Problem.of(spec, operands)

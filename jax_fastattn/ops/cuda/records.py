@@ -19,8 +19,8 @@ def tile_records(sequences: jax.Array, lengths: tuple[int, int], rows: tuple[int
     Args:
         sequences: `[B, M, 4 or 5]`; their batch entries lie one after the other.
         lengths: T and S of a batch entry.
-        rows: of a query tile and of a key tile.
-        of_keys: which tiles.
+        rows: the rows of a query tile and of a key tile.
+        of_keys: whether the tiles are key tiles.
     """
     batch, count, columns = sequences.shape
     entry = jnp.arange(batch, dtype=jnp.int32)[:, None]

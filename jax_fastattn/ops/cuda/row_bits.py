@@ -20,7 +20,7 @@ from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.xla.chunks import Span
 from jax_fastattn.xla.predicate import Predicate
 
-# Keys of a word.
+# A word has the bits of this many keys.
 WORD = 32
 
 
@@ -54,7 +54,7 @@ def row_bits(spec: AttentionSpec, operands: Operands) -> RowBitsArrays:
     assert seen is not None, spec
     entries, kv_heads, group, rows, _ = seen.shape
     planes = (kv_heads if entries > 1 else 0, int(group > 1), int(kv_heads > 1), int(rows > 1))
-    # Rows are numbered as those of the kernels: query heads of a group next to each other.
+    # Rows are numbered as in the kernels: query heads of a group are next to each other.
     words = _packed(jnp.broadcast_to(seen, (*seen.shape[:4], keys)).swapaxes(2, 3))
     begin, end = (jnp.broadcast_to(x, (batch,)) for x in _range(words, keys))
     return RowBitsArrays(planes, words.reshape(entries * kv_heads, rows * group, -1), begin, end)

@@ -3,7 +3,7 @@
 """The operands of a block: what a device computes with the keys of another one, as an ordinary call.
 
 Lengths, offsets, sequences and the columns of bias and mask count from the start of the whole sequence in a call with a
-ring. A block gets those of its own rows. All of them depend on the device's index, so they are run-time data.
+ring. A block gets the ones of its own rows. All of them depend on the device's index, so they are run-time data.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ def block_call(
     """Returns spec and operands of a block.
 
     Args:
-        spec: of the call with a ring.
-        operands: those of the device, except that keys, values and their ids are those that were fetched.
-        block: the block.
-        place: where it is.
-        with_sinks: whether its queries get their sinks: once in a forward pass, and never in a backward pass.
+        spec: the spec of the call with a ring.
+        operands: the device's, except that keys, values and their ids are the ones that were fetched.
+        place: where the block is.
+        with_sinks: whether the block's queries get their sinks: once in a forward pass, and never in a backward pass.
     """
     assert spec.ring is not None
     chunks = _Chunks.of(spec.ring, block, place)
@@ -130,7 +129,7 @@ class _Chunks(NamedTuple):
         """Returns how many rows of the block are before lengths `[B]`; of two chunks these are a prefix of both."""
         if x is None:
             return None
-        # Clipped first: int32 may not hold `x - start`.
+        # x is clipped first: int32 may not hold `x - start`.
         parts = [jnp.subtract(jnp.clip(x, start, start + size), start).astype(jnp.int32) for start in starts]
         return self.join(parts) if self.is_folded else sum(parts[1:], start=parts[0])
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `explain` says of a call whose rows a mesh splits: the calls of its steps, and what travels."""
+"""Describes a call whose rows a mesh splits, for `explain`: the calls of its steps, and what travels."""
 
 from __future__ import annotations
 

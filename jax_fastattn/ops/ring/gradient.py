@@ -3,7 +3,7 @@
 """The backward pass of a ring.
 
 A block computes its gradients with output, log-sum-exp and cotangents of its whole rows, so the gradients of blocks add
-up. Those of keys and values go straight to the device of the keys, rounded to their dtype, and are added there in
+up. Gradients of keys and values go straight to the device of the keys, rounded to their dtype, and are added there in
 float32. This takes half of the bytes that sums in float32 would take, and has the same roundings.
 """
 
@@ -37,11 +37,10 @@ Sums = dict[str, jax.Array]
 def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array], wanted: Names) -> dict[str, jax.Array]:
     """Returns a device's share of the gradients named in `wanted`.
 
-    Those of query, key and value are whole. The shares of all others, which devices add up, are float32 or wider.
+    Gradients of query, key and value are whole. The shares of all others, which devices add up, are float32 or wider.
 
     Args:
-        spec, operands: the call.
-        rows: output, log-sum-exp, cotangent of the output and, if it is not zero, that of the log-sum-exp.
+        rows: output, log-sum-exp, cotangent of the output and, if it is not zero, cotangent of the log-sum-exp.
         wanted: as for `ops.backward.gradient`.
     """
     spec, operands = hide(spec, operands)
@@ -88,7 +87,7 @@ class _Backward:
         self.call, self.rows, self.wanted, self.is_swapped = call, list(rows), wanted, False
         self.dtype = statistics_dtype(call.operands.query.dtype)
         self.first, self.stop = plan.touched(call.steps, call.operands.query.shape[1])
-        # Gradients that were sent home in the step before, and the first key of each.
+        # It holds the gradients that were sent home in the step before, and the first key of each.
         self.pending: tuple[dict[str, jax.Array], int] | None = None
 
     def run(self) -> Sums:
@@ -100,7 +99,7 @@ class _Backward:
         for at, step in enumerate(later):
             keys = arrived
             if at + 1 < len(later):
-                # The queries and their rows, too: otherwise XLA may prepare those of all steps at once.
+                # The barrier has the queries and their rows, too: otherwise XLA may prepare all steps' queries at once.
                 taken = {name: x for name, x in self._of_queries().items() if x is not None}
                 sums, home, keys, taken, self.rows = jax.lax.optimization_barrier(
                     (sums, home, arrived, taken, self.rows)
@@ -115,7 +114,7 @@ class _Backward:
     def _swap(self, later: Sequence[Step]) -> None:
         """Swaps the halves of queries and their rows once, if the blocks of later steps take them so."""
         swaps = {block.queries for step in later for block in step.blocks if block.is_half}
-        for view in swaps:  # all are one
+        for view in swaps:  # there is one at most
             self.is_swapped = True
             self.rows = [view.take(x) for x in self.rows]
             self._take({name: view.take(x) for name, x in self._of_queries().items() if x is not None})
@@ -143,7 +142,7 @@ class _Backward:
         return whole, sums
 
     def _step(self, step: Step, keys: Mapping[str, jax.Array], sums: Sums) -> Sums:
-        """Adds the gradients of a step. Those of its keys are sent home, and those of the step before are added."""
+        """Adds the gradients of a step. It sends those for its keys home, and adds what the step before has sent."""
         away = {name: jnp.zeros(x.shape, self.dtype) for name, x in keys.items() if name in QKV}
         is_single = len(step.blocks) == 1
         for block in step.blocks:
@@ -184,7 +183,7 @@ class _Backward:
         return found | {name: block.keys.restore(found[name]) for name in ("key", "value")}
 
     def _add(self, sums: Sums, step: Step, block: Block, found: Mapping[str, jax.Array]) -> Sums:
-        """Adds gradients of a block; those of queries to the range of `self.first`, those of keys to fetched ones."""
+        """Adds gradients of a block: of queries to the range from `self.first` on, of keys to the fetched ones."""
         added: dict[str, Any] = {}
         for name, x in found.items():
             if name == "query":

@@ -29,7 +29,7 @@ from jax_fastattn.ops.ring.permute import permute_during
 from jax_fastattn.ops.ring.plan import Block
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
 
-# Arrays of queries that a backward pass takes, in the order in which the op binds them.
+# A backward pass takes these arrays of queries, in the order in which the op binds them.
 _ROWS = ("out", "lse", "dout", "dlse")
 
 
@@ -42,7 +42,6 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: list[jax.Array], wan
     """Returns a device's share of the gradients named in `wanted`, as `gradient.gradient` does; sinks have none here.
 
     Args:
-        spec, operands: the call.
         rows: output, log-sum-exp, cotangent of the output and, if it is not zero, cotangent of the log-sum-exp.
         wanted: names of operands, "query", "key" and "value" among them.
     """

@@ -34,7 +34,7 @@ Arrays = dict[str, jax.Array]
 
 OF_QUERIES, OF_KEYS = ("query", "query_segment_ids"), ("key", "value", "key_value_segment_ids")
 
-# The opening has a multiple of so many rows, which is a whole number of most tiles.
+# The number of rows of the opening is a multiple of this, and so a whole number of most tiles.
 _TILE = 128
 
 
@@ -70,7 +70,7 @@ def own_blocks(rows: int) -> tuple[Block, Block]:
 
 
 def steps(ring: Ring, rows: int) -> list[HelpStep]:
-    """Returns the steps between opening and closing, of devices with so many rows each."""
+    """Returns the steps between opening and closing, of devices with `rows` rows each."""
     return [HelpStep(ring, shift, rows) for shift in range(1, ring.size // 2 + 1)]
 
 
@@ -82,7 +82,7 @@ class Travelers(NamedTuple):
 
     @classmethod
     def of(cls, operands: Operands, rows: Arrays | None = None) -> Travelers:
-        """Returns the travelers among the operands of a device, and further arrays of its queries."""
+        """Returns the travelers among the operands of a device, and other arrays of its queries."""
         queries, keys = (
             {name: x for name in names if (x := getattr(operands, name)) is not None} for names in (OF_QUERIES, OF_KEYS)
         )
@@ -95,8 +95,8 @@ class HelpStep:
 
     Attributes:
         ring: the devices.
-        shift: each device sends to the one so many places after it, and receives from the one before it.
-        rows: queries and keys of a device.
+        shift: each device sends to the device this many places after it, and receives from the one as many before it.
+        rows: how many queries, and how many keys, a device has.
     """
 
     ring: Ring
@@ -105,23 +105,23 @@ class HelpStep:
 
     @property
     def is_shared(self) -> bool:
-        """Whether two devices compute a block, each one half of its queries."""
+        """Returns whether two devices compute a block, each one half of its queries."""
         return 2 * self.shift == self.ring.size
 
     @property
     def block(self) -> Block:
-        """The block of each device. All of its queries see all of its keys."""
+        """Returns the block of each device. All of its queries see all of its keys."""
         rows = self.rows // 2 if self.is_shared else self.rows
         return Block(View(0, rows), View(0, self.rows), (0,), (0,), (None, None))
 
     @property
     def there(self) -> list[tuple[int, int]]:
-        """Pairs of devices that send operands and receive them."""
+        """Returns pairs of devices that send operands and receive them."""
         return [(device, (device + self.shift) % self.ring.size) for device in range(self.ring.size)]
 
     @property
     def home(self) -> list[tuple[int, int]]:
-        """Pairs of devices that send results and receive them. Devices that help come first."""
+        """Returns pairs of devices that send results and receive them. Devices that help come first."""
         return [(target, source) for source, target in self.there[-self.shift :] + self.there[: -self.shift]]
 
     def helps(self) -> jax.Array:
@@ -146,7 +146,7 @@ class HelpStep:
 
         Args:
             own: rows of this device.
-            results: those of the kernel that runs meanwhile.
+            results: the results of the kernel that runs meanwhile.
         """
         helped = {name: self.block.queries.take(x) for name, x in own.queries.items()}
         groups = list(own.keys.values()), list(helped.values())
@@ -154,7 +154,7 @@ class HelpStep:
         return Travelers(dict(zip(helped, queries, strict=True)), dict(zip(own.keys, keys, strict=True))), results
 
     def choose(self, own: Travelers, arrived: Travelers) -> Travelers:
-        """Returns queries and keys of the block: those of this device, and what has arrived in place of one of both."""
+        """Returns queries and keys of the block: one of both is this device's, and the other one has arrived."""
         kept, helps = View(self.rows - self.block.queries.stop, self.rows), self.helps()
         return Travelers(
             {name: jnp.where(helps, x, kept.take(own.queries[name])) for name, x in arrived.queries.items()},

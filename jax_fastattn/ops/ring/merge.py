@@ -57,7 +57,7 @@ def put(x: jax.Array, part: jax.Array, start: int) -> jax.Array:
 
 def merge(x: RowResults, y: RowResults) -> RowResults:
     """Returns the results of all keys that two calls have seen, of the same queries, in the dtype of log-sum-exps."""
-    # A row of which neither has seen a key: -inf minus -inf, which is in the tangent of `logaddexp`, too.
+    # If neither has seen a key of a row, -inf would be subtracted from -inf, in the tangent of `logaddexp`, too.
     is_empty = jnp.maximum(x.lse, y.lse) == -jnp.inf
     shift = jnp.logaddexp(jnp.where(is_empty, 0.0, x.lse), y.lse)
     lse = jnp.where(is_empty, -jnp.inf, shift)

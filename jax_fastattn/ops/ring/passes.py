@@ -20,7 +20,7 @@ from jax_fastattn.ops.ring.permute import permute
 from jax_fastattn.ops.ring.plan import Block, Step
 from jax_fastattn.spec import AttentionSpec, Operands
 
-# Operands with an axis of rows or of keys.
+# These operands travel: they have an axis of keys.
 TRAVELERS = ("key", "value", "key_value_segment_ids")
 
 
@@ -86,7 +86,7 @@ def _forward(call: Call) -> RowResults:
     for at, step in enumerate(later):
         keys = arrived
         if at + 1 < len(later):
-            # One step ahead and no more: otherwise XLA may fetch all keys at once, and keep all outputs for one merge.
+            # Keys come one step ahead and no more: else XLA may fetch all at once, and keep all outputs for one merge.
             state, home, keys = jax.lax.optimization_barrier((state, home, arrived))
             arrived = call.fetch(later[at + 1], home)
         for block in step.blocks:

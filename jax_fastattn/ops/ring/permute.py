@@ -39,8 +39,8 @@ def permute_during(
 
     Args:
         ring, pairs: as for `permute`.
-        groups: one group or two; those of all devices have the same shapes and dtypes.
-        results: those of the kernel, floating-point arrays. Nothing reads what arrived before the kernel ends:
+        groups: one group or two, with the same shapes and dtypes on all devices.
+        results: the kernel's results, floating-point arrays. Nothing reads what arrived before the kernel ends:
             otherwise XLA may wait for the permute first, to unpack what arrived.
         is_second: whether this device sends the second group.
     """
@@ -76,13 +76,13 @@ def _permute(ring: Ring, x: jax.Array, pairs: Pairs) -> jax.Array:
     """Returns what arrived of one array. JAX permutes over axes in the order of the mesh alone."""
     sizes = {name: size for name, size in ring.mesh if name in ring.axes}
     axes = tuple(sizes)
-    # The number that each device of the ring has along the axes in the mesh's order.
+    # These numbers are what each device of the ring has along the axes in the mesh's order.
     numbers = np.arange(ring.size).reshape(*sizes.values()).transpose([axes.index(name) for name in ring.axes]).ravel()
     return jax.lax.ppermute(x, axes, [(int(numbers[source]), int(numbers[target])) for source, target in pairs])
 
 
 def _is_zero(tangent: Any) -> bool:
-    """Returns whether a tangent is that of integers."""
+    """Returns whether a tangent belongs to integers."""
     return tangent.dtype == jax.dtypes.float0
 
 

@@ -127,7 +127,7 @@ class _Planner:
     """Makes the steps of one call.
 
     Attributes:
-        rows, keys: of a device.
+        rows, keys: how many of each a device has.
         has_pairs: whether a bias or a mask is given, of which a block takes contiguous columns.
     """
 
