@@ -35,7 +35,7 @@ def reduce_to(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
 
 
 def scale_gradient(operands: Operands, dscaled: jax.Array) -> jax.Array | None:
-    """Returns the gradient of a scale operand from that of the scaled query `[B, T, N, H]`; None without one."""
+    """Returns the gradient of a scale operand from the scaled query's gradient `[B, T, N, H]`; None without one."""
     if operands.scale is None:
         return None
     dscaled = dscaled.astype(operands.scale.dtype)
@@ -46,7 +46,7 @@ def scale_gradient(operands: Operands, dscaled: jax.Array) -> jax.Array | None:
 
 @jax.custom_jvp
 def product_or_zero(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns x * y, and 0 where x is 0, whatever y is.
+    """Returns x * y, and 0 where x is 0, even if y is NaN or infinite.
 
     A `where` alone would also have no derivative along x where x is 0. `ops/` calls this inside primitives only, in
     which no transformation of the user's can drop the rule.

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from jax_fastattn.spec import Operands, is_known
 
-# Segment id of queries that belong to no sequence; that of keys is one less.
+# Queries that belong to no sequence have this segment id, and such keys have one less.
 PADDING_ID = -1
 
 
 def sequences(cu_seqlens_q: jax.Array, cu_seqlens_k: jax.Array, totals: tuple[int, int]) -> jax.Array:
     """Returns the sequences `[M, 4]` between boundaries `[C]`, M = C + 1.
 
-    Boundaries that decrease, or lie outside of the rows, become those of empty or shorter sequences.
+    Boundaries that decrease, or lie outside of the rows, become the boundaries of empty or shorter sequences.
     """
     columns = []
     for boundaries, total in zip((cu_seqlens_q, cu_seqlens_k), totals, strict=True):

@@ -54,7 +54,7 @@ class PagedOperands(NamedTuple):
     def gathered(self) -> Operands:
         """Returns dense operands with copies of the pages: keys `[B, M * R, K, H]` and values `[B, M * R, K, D]`.
 
-        Ids are clamped to the pages. Rows past the last page of a batch entry are those of page 0: no id that might be
+        Ids are clamped to the pages. Rows past the last page of a batch entry come from page 0: no id that might be
         anything is read, and the lengths hide these rows.
         """
         ids = page_ids(self)
@@ -74,7 +74,7 @@ class PagedOperands(NamedTuple):
         return dataclasses.replace(spec, present=self.dense_shapes().present())
 
     def problem(self, spec: AttentionSpec) -> Problem:
-        """Returns the problem of the call; its spec is that of the dense one."""
+        """Returns the problem of the call; its spec is the dense call's."""
         pages, rows = self.key_pages.shape[:2]
         return dataclasses.replace(Problem.of(self.dense_spec(spec), self.dense_shapes()), page=rows, pages=pages)
 
@@ -98,7 +98,7 @@ PAGED_OPERANDS: dict[str, Operand] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(PagedOperands, include_extras=True).items()
 }
 
-# The operands that all batch entries share.
+# All batch entries share these operands.
 PAGES = ("key_pages", "value_pages")
 
 

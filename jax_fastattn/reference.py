@@ -15,7 +15,7 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
     j <= p                                if is_causal
     p - left <= j <= p + right            with window = (left, right)
     query_segment_ids[i] == key_value_segment_ids[j]
-    mask[i, j]                            where a mask with K heads is that of the key/value head, and so is a bias
+    mask[i, j]                            where a mask with K heads is read at the key/value head, and so is a bias
 
 - The log-sum-exp is log(sum of exp(logits) over visible keys + exp(sink)): natural, and the softmax's denominator.
 - A query that sees no key, or only logits of -inf, has out 0, zero gradients for its query, and a log-sum-exp of -inf,
@@ -24,11 +24,11 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
   log-sum-exp -inf, sink or not, and their cotangents are not read.
 - A key and value that no query sees is not read, nor is a query that sees no key, nor a bias at an invisible position:
   NaN there reaches neither a result nor a gradient, and its own gradient is 0.
-- Arithmetic is float32 whatever the operands are, or float64 if they are float64; so is the log-sum-exp. `out` and
-  gradients are rounded once, to the dtype of their operand.
+- Arithmetic is float64 if the operands are float64, and float32 otherwise; so is the log-sum-exp. `out` and gradients
+  are rounded once, to the dtype of their operand.
 
-Gradients are those of plain automatic differentiation, the log-sum-exp's included. Only tests call this
-module: it is as slow as it looks.
+Plain automatic differentiation gives the gradients, the log-sum-exp's included. Only tests call this module: it is as
+slow as it looks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
     if operands.bias is not None:
         bias = by_query_head(operands.bias, logits.shape[1]).astype(dtype)
         logits = logits + jnp.where(bias <= HIDDEN_BIAS, -jnp.inf, bias)
-    # Before the cap as well as after it: NaN times the zero cotangent of an invisible logit would be NaN.
+    # They are hidden before the cap as well as after it: NaN times the zero cotangent of an invisible logit is NaN.
     logits = jnp.where(visible, logits, 0.0)
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)

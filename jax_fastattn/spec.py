@@ -18,7 +18,7 @@ import jax
 
 Implementation = Literal["cuda", "xla"]
 
-# Beyond any length. Offsets and sides of windows are clamped to it, so that no sum with a position leaves int32.
+# It is beyond any length. Offsets and sides of windows are clamped to it, so that no sum with a position leaves int32.
 UNBOUNDED = 1 << 29
 
 # A bias at or below this counts as -inf: `finfo.min` of float32 and of bfloat16, with which models spell masks, and 0.7
@@ -38,7 +38,7 @@ class Operand:
     Attributes:
         axes: a letter for each axis. A lower-case letter is an axis of its full size or of size 1, which broadcasts.
             `1` is an axis of size 1 in the place of the query heads.
-        dtype: "query" is that of the query; "logits" is float32, or float64 if the query is float64; "float" and
+        dtype: "query" is the query's; "logits" is float32, or float64 if the query is float64; "float" and
             "integer" are any such dtype; "bool" and "int32" are themselves.
         differentiable: whether it has a gradient, which is summed over axes of size 1.
         per_kv_head: whether the axis of query heads may also have size K. The query heads of a group then share the row
@@ -52,7 +52,7 @@ class Operand:
 
     @property
     def letters(self) -> str:
-        """The letters of the axes in upper case, N for `1`."""
+        """Returns the letters of the axes in upper case, N for `1`."""
         return self.axes.upper().replace("1", "N")
 
 
@@ -99,7 +99,7 @@ class Operands(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether they hold sequences one after the other (`attention_varlen`)."""
+        """Returns whether they hold sequences one after the other (`attention_varlen`)."""
         return self.sequences is not None
 
 
@@ -109,8 +109,8 @@ OPERANDS: dict[str, Operand] = {
 DIFFERENTIABLE = tuple(name for name, x in OPERANDS.items() if x.differentiable)
 QKV = tuple(name for name, x in OPERANDS.items() if x.dtype == "query")
 
-# Gradients of the operands, in their shapes; None is absent. Those of QKV have the dtype of the query. All others have
-# the dtype of the logits, since the ops may have to add up several before they round.
+# They are gradients of the operands, in their shapes; None is absent. Gradients of QKV have the dtype of the query. All
+# others have the dtype of the logits, since the ops may have to add up several before they round.
 Gradients = Operands
 
 
@@ -178,7 +178,7 @@ class AttentionSpec:
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
-        """The window with causality folded in: causal is a right bound of 0."""
+        """Returns the window with causality folded in: causal is a right bound of 0."""
         left, right = self.window
         return left, 0 if self.is_causal else right
 
@@ -192,7 +192,6 @@ class Problem:
     """A spec together with the sizes of a call. Kernels are chosen and launched by it.
 
     Attributes:
-        spec: the static facts.
         dtype: name of the dtype of query, key and value, such as "bfloat16".
         batch, query_length, key_length: B, T, S.
         num_heads, num_kv_heads: N, K.
@@ -251,16 +250,16 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute: no query or no key."""
+        """Returns whether there is nothing to compute: no query or no key."""
         return 0 in (self.batch, self.query_length, self.key_length, self.num_heads, self.head_dim, self.v_head_dim)
 
     @property
     def symbolic_sizes(self) -> list[str]:
-        """The sizes that `jax.export.symbolic_shape` made, such as `B = b`; kernels have none of these."""
+        """Returns the sizes that `jax.export.symbolic_shape` made, such as `B = b`; kernels have none of these."""
         sizes = {"B": self.batch, "T": self.query_length, "S": self.key_length, "sequences": self.num_sequences}
         return [f"{name} = {size}" for name, size in sizes.items() if not is_known(size)]
 
     @property
     def group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Returns how many query heads share one key/value head."""
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1

@@ -28,13 +28,13 @@ from jax_fastattn.xla.predicate import Predicate
 
 Pairs = tuple[tuple[jax.Array, jax.Array], ...]
 
-# Bands of queries of a call that is computed at once: at most so many, of at least so many rows. Their first and last
-# keys are multiples of BAND_KEYS.
+# A call that is computed at once has at most MAX_BANDS bands of queries, each of at least MIN_BAND rows if there are
+# several. Their first and last keys are multiples of BAND_KEYS.
 MAX_BANDS = 8
 MIN_BAND = 256
 BAND_KEYS = 64
 
-# Up to so many queries, a product with values takes about as long as a copy of the values.
+# Up to this many queries, a product with values takes about as long as a copy of the values.
 FEW_QUERIES = 16
 
 
@@ -104,13 +104,13 @@ class Blocks:
         return jnp.full(shape, value, self.zero.dtype) + self.zero
 
     def product(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Multiplies in the dtype of the operands and accumulates in that of `zero`.
+        """Multiplies in the dtype of the operands and accumulates in the dtype of `zero`.
 
         Operands of 16 bits with a float32 result are what the dot algorithms `BF16_BF16_F32` and `F16_F16_F32` of a GPU
         mean: it multiplies them as they are and adds in float32.
 
-        The axes of a result should be those that x and y share, those of x, and those of y, in their order. Otherwise a
-        plane of logits is transposed, which takes a CPU longer than the product.
+        The axes of a result should be, in this order, the axes that x and y share, the axes of x alone, and the axes of
+        y alone. Otherwise a plane of logits is transposed, which takes a CPU longer than the product.
 
         XLA:CPU cannot run some bfloat16 products into which it has folded a transpose ("Unsupported element type for
         DotThunk", jax 0.8 to 0.12). A barrier keeps transposes out of the product, and took no measurable time;
@@ -210,7 +210,7 @@ class Blocks:
 
     @property
     def predicate(self) -> Predicate:
-        """Which queries see which keys."""
+        """Returns which queries see which keys."""
         return Predicate(self.spec, self.operands, self.mask, self.queries.length, self.keys.length)
 
     def visible(self, queries: Span, keys: Span, *, skip_stored_queries: bool = False) -> jax.Array | None:

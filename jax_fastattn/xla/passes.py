@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain JAX: the XLA path of every platform. Its results are those that `reference.py` defines.
+"""Attention in plain JAX: the XLA path of every platform. `reference.py` defines its results.
 
 A call with few logits is computed at once, by a softmax over whole rows. Any other call takes memory that is linear in
 the sequence length: an online softmax over chunks of queries and keys. The backward pass recomputes the probabilities
@@ -116,7 +116,7 @@ def backward(
     instead if the call has a part of their keys, or in chunks if the output was not rounded.
 
     Args:
-        out, lse: the results of `forward`; with `spec.is_part`, those of all keys.
+        out, lse: the results of `forward`; with `spec.is_part`, the results of all keys.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`, or None for zero.
         wanted: names of operands. Bias, sinks and scale get a gradient only if they are named, else None.
@@ -149,7 +149,7 @@ def add_rows(
     """Adds what `add_block` does, for queries that see no key except `keys`, and the gradients of sinks by row."""
     planes = Planes.of(blocks, dout, queries, keys, skip_stored_queries=True)
     if dlse is not None:
-        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        # Rows without a visible key have no gradient, even if their cotangent is NaN.
         empty = blocks.take_query(lse, queries) == -jnp.inf
         dlse = jnp.where(empty, 0.0, blocks.take_query(dlse, queries))
     rows = RowTerms.of_planes(planes, blocks.sinks(), dlse)
@@ -161,7 +161,7 @@ def add_rows(
 def add_block(
     blocks: Blocks, dout: jax.Array, rows: RowTerms, queries: Span, keys: Span, dquery: jax.Array, sums: Gradients
 ) -> tuple[jax.Array, Gradients]:
-    """Adds the gradients of a block to that of its queries, `[B, K, G, t, H]`, and to the others.
+    """Adds the gradients of a block to `dquery`, for its queries `[B, K, G, t, H]`, and to `sums`.
 
     `dout` is `[B, K, G, T, D]`, and `sums` is as `sum_blocks` returns it.
     """
@@ -200,7 +200,7 @@ def _of_scaled_query(
     keys: Span,
     visible: jax.Array | None,
 ) -> jax.Array:
-    """Returns the gradient of scaled queries `[B, K, G, t, H]` from those of logits and the same, rounded.
+    """Returns the gradient of scaled queries `[B, K, G, t, H]` from the gradients of logits, as they are and rounded.
 
     If all keys are large in a channel, the terms of that channel nearly cancel, and the errors that rounding made
     remain. Their sum in a row, times the mean key, is taken back: 1.4 times the error of jax.nn is left of 20 times.
@@ -237,8 +237,8 @@ def sum_blocks(
 ) -> Gradients:
     """Sums the gradients over all blocks by `add`, which is `add_block` of its last arguments.
 
-    The sums have the axes of `blocks`, except that keys and values are `[B, K, S, ...]`. Those of sinks are there for
-    calls that are computed at once, by row `[B, K, G, T]`, and 0 unless `add` puts them there.
+    The sums have the axes of `blocks`, except that keys and values are `[B, K, S, ...]`. The sums of sinks are there
+    for calls that are computed at once, by row `[B, K, G, T]`, and 0 unless `add` puts them there.
     """
 
     def no_gradient(queries: Span) -> jax.Array:

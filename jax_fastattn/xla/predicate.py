@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which queries see which keys, as booleans that broadcast: for blocks of the plane of logits, and for bits of rows.
+"""Computes which queries see which keys, as booleans that broadcast: for blocks of logits, and for bits of rows.
 
 `reference.visible_pairs` says the same a second time, and tests compare both.
 """

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The statistics of queries in a backward pass: those of their softmax, and what gradients of weights are reduced by.
+"""Terms of rows in a backward pass: shift and total of their softmax, and what gradients of weights are reduced by.
 
 They are computed from all logits of a row, or taken from the results of a forward pass, as kernels do. The latter takes
-no pass over the keys, and has their rounding: `delta` is then off by that of the output, and every weight of a row by
-that of its log-sum-exp. `RowTerms.divided` removes the latter.
+no pass over the keys, and has their rounding: `delta` is then off by the rounding of the output, and every weight of a
+row by the rounding of its log-sum-exp. `RowTerms.divided` removes the latter.
 
 What stays out: gradients (`passes.py`).
 """
@@ -60,7 +60,7 @@ class Softmax(NamedTuple):
         exponentials: of logits less the greatest one of their row, `[B, K, G, t, s]`.
         top: the greatest logit of each row, sinks included, `[B, K, G, t]`. It has no derivative, since no weight
             depends on it.
-        shift: the same, and a finite number for rows that see nothing, so that every exponential is 0.
+        shift: `top`, but a finite number for rows that see nothing, so that every exponential is 0.
         total: the sums of exponentials, sinks included.
     """
 
@@ -110,7 +110,7 @@ class RowTerms(NamedTuple):
 
     @classmethod
     def of_planes(cls, planes: Planes, sinks: jax.Array | None, dlse: jax.Array | None) -> RowTerms:
-        """Computes the rows of queries that see no key except those of the block.
+        """Computes the rows of queries that see no key except the block's.
 
         Args:
             sinks: `[b, K, G, 1]`.
@@ -132,7 +132,7 @@ class RowTerms(NamedTuple):
         cls, operands: Operands, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
     ) -> RowTerms:
         """Takes the rows of all queries from the results of a forward pass and their cotangents."""
-        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        # Rows without a visible key have no gradient, even if their cotangent is NaN.
         empty, num_kv_heads = lse == -jnp.inf, operands.key.shape[2]
         # A row whose log-sum-exp is its sink alone is not empty. Its output is 0, and its cotangent may be NaN.
         multiply = jnp.multiply if operands.sinks is None else product_or_zero
@@ -209,7 +209,7 @@ class RowSums(NamedTuple):
         shift, total = _finite(self.top), jnp.where(self.total == 0.0, 1.0, self.total)
         delta = self.weighted / total
         delta = delta if dlse is None else delta - blocks.take_query(dlse, queries)
-        # Rows without a visible key have no gradient, whatever their cotangent holds.
+        # Rows without a visible key have no gradient, even if their cotangent is NaN.
         delta = jnp.where(empty, 0.0, delta)
         dsinks = None if sinks is None else jnp.where(empty, 0.0, -jnp.exp(sinks - shift) / total * delta)
         return RowTerms(shift, total, delta, dsinks)

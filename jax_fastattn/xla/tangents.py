@@ -13,7 +13,8 @@ sum of its weights, here and in second derivatives.
 Second derivatives are `jax.jvp` of a tangent or of the backward pass. Output and log-sum-exp are functions of the
 operands: along a direction of the operands, both move, and their tangents are computed here unless they are given.
 
-What stays out: transposes. Those of all functions here are among them and `passes.backward` (`ops/tangents.py`).
+What stays out: transposes. The transpose of each function here is one of them or `passes.backward`
+(`ops/tangents.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from jax_fastattn.xla.chunks import CPU, Index, Span, Tuning
 from jax_fastattn.xla.passes import add_block, add_rows, gradients_of, sum_blocks
 from jax_fastattn.xla.rows import RowTerms, Softmax
 
-# Planes of logits in float32 that an op holds at once.
+# An op holds this many planes of logits in float32 at once.
 TANGENT_PLANES = 5
 SECOND_DERIVATIVE_PLANES = 10
 
