@@ -29,7 +29,7 @@ from jax_fastattn.spec import DIFFERENTIABLE, Operands
 
 Attend = Callable[[Case, Operands], Any]
 
-# The least time of one measurement, which holds as many calls as that takes.
+# One measurement takes at least this long, and holds as many calls as that takes.
 _MEASUREMENT_SECONDS = 0.02
 
 
@@ -39,7 +39,7 @@ class _Unsupported(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What an implementation takes for a call.
+    """The times that an implementation takes for a call.
 
     Attributes:
         forward, backward: milliseconds; None if it was not measured.

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""`info`: what this machine has, what serves its GPUs, and what is missing.
+"""`info`: prints what this machine has, what serves its GPUs, and what is missing.
 
 Every fact comes from where calls get it (`ffi`, `kernels.support`, `ops.dispatch`). Nothing is imported that a machine
 may lack: no compiler, no extension, no GPU is needed.
@@ -37,7 +37,7 @@ _PACKAGES = (
     "nvidia-cutlass-dsl",
 )
 _ABSENT = {"jax_fastattn": "imported from a source tree"}
-# Of a call without `--length`.
+# A call without `--length` has this size.
 _SIZE = shapes.Size(1, 4096, 4096)
 
 

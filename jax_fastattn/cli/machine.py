@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has, for commands that must also run where parts are missing or broken."""
+"""Finds what this machine has, for commands that must also run where parts are missing or broken."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def local_gpus() -> tuple[list[Any], str]:
     try:
         return list(jax.local_devices(backend="cuda")), ""
     except Exception as error:
-        # A plugin that does not fit its libraries raises what it likes.
+        # A plugin that does not fit its libraries may raise any error.
         return [], str(error).partition("\n")[0]
 
 

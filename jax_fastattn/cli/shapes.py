@@ -16,7 +16,7 @@ from jax_fastattn.cases.models import MODELS, layers_by_name
 from jax_fastattn.cli.errors import UsageError
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 
-# Arguments of `attention` that are arrays or results of their own.
+# These arguments of `attention` are arrays or results of their own.
 WITH = (
     "mask",
     "segment_ids",

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`warmup`: compiles the kernels of calls into the cache directory, on any machine.
 
-The keys are those of a call: `choose.kernel_spec` makes them and `ffi.prepare` compiles and keeps them. A compile key
-holds no size, but sizes choose among keys; without a size, every key that some size has is compiled.
+The keys are the same as in a call: `choose.kernel_spec` makes them and `ffi.prepare` compiles and keeps them. A
+compile key holds no size, but sizes choose among keys; without a size, every key that some size has is compiled.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.ops.cuda.passes import HEAD_DIM_MULTIPLE
 
-# Long calls; calls with a config for short lengths, packed ones too; and calls with so many short heads that dq is
-# added in semaphore order. Together with `few_queries`, `biased` and `compared` they have every key that any size has,
-# which a test shows.
+# These are long calls; calls with a config for short lengths, packed ones too; and calls with enough short heads that
+# dq is added in semaphore order. Together with `few_queries`, `biased` and `compared` they have every key that any size
+# has, which a test shows.
 SIZES = [shapes.Size(batch, length, length) for batch, length in ((1, 8192), (1, SHORT_LENGTH), (264, 512))]
 
 
 def few_queries(layer: Case) -> Iterator[shapes.Size]:
-    """Yields sizes of the decoding kernels: for each number of blocks of rows those whose units are whole or split."""
+    """Yields sizes of the decoding kernels: for each number of blocks of rows, whole units and split ones."""
     for blocks in ROW_BLOCKS:
         if queries := BLOCK_ROWS * blocks // layer.group:
-            # Few keys are whole units, and many keys are split; of many heads those of a large batch are.
+            # Units of few keys are whole, and of many keys split; with many heads, they are whole in a large batch.
             yield from (shapes.Size(*size) for size in ((1, queries, 128), (1, queries, 1 << 20), (133, queries, 128)))
 
 

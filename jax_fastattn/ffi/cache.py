@@ -34,11 +34,11 @@ from pathlib import Path
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.key import KernelSpec
 
-# Changes when the layout of a file does.
+# It changes when the layout of a file does.
 _FORMAT = "1"
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
-# Bytes of an entry; csrc/store.cc takes objects up to this size.
+# An entry has at most this many bytes; csrc/store.cc takes objects up to this size.
 _MAX_SIZE = 1 << 28
 
 _DAY = 24 * 3600
@@ -53,7 +53,7 @@ _UNTRUSTED_REMEDY = (
     "that several users share."
 )
 
-# Directories that a warning has said cannot be read.
+# A warning has said that these directories cannot be read.
 _unreadable: set[Path] = set()
 
 
@@ -71,7 +71,7 @@ def directory() -> Path | None:
             return Path(override).expanduser()
         # The XDG specification says to ignore a relative path.
         return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "jax_fastattn"
-    except RuntimeError:  # neither HOME nor an entry in the password database
+    except RuntimeError:  # there is neither HOME nor an entry in the password database
         return None
 
 
@@ -164,14 +164,14 @@ def store(key: str, kernel: bytes) -> None:
         descriptor, name = tempfile.mkstemp(dir=target, prefix=_TEMPORARY_PREFIX)
         temporary = Path(name)
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # whatever the umask
+            os.fchmod(descriptor, 0o600)  # regardless of the umask
             file.write(_digest(key, kernel) + kernel)
         temporary.replace(target / key)
     except _UntrustedError as error:
         _warn_untrusted(target, str(error))
     except OSError as error:
         if temporary is not None:
-            with contextlib.suppress(OSError):  # a file system that is mounted read-only since, after an error
+            with contextlib.suppress(OSError):  # an error may have made the file system read-only
                 temporary.unlink()
         if target not in _unreadable or not isinstance(error, PermissionError):
             _warn_unwritable(f"to {target} ({error.strerror or error})")
@@ -275,7 +275,7 @@ def _read(target: Path, key: str) -> bytes:
         if status.st_size > _MAX_SIZE:
             raise _UntrustedError("an entry is larger than any kernel")
         if time.time() - status.st_mtime > _DAY:  # `_prune` reads this as the time of the last use
-            with contextlib.suppress(OSError):  # of root's files, in a cache that an administrator shares
+            with contextlib.suppress(OSError):  # root owns the files of a cache that an administrator shares
                 os.utime(descriptor)
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(status.st_size)
@@ -288,7 +288,7 @@ def _opened(path: Path | str, kind: int, parent: int | None = None) -> Generator
     The checks apply to the file that was opened: no link is followed, and no name is looked up twice.
     """
     name = "it" if parent is None else "an entry"
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would wait for a writer
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # else a FIFO would wait for a writer
     try:
         descriptor = os.open(path, flags, dir_fd=parent)
     except OSError as error:
@@ -311,9 +311,9 @@ def _opened(path: Path | str, kind: int, parent: int | None = None) -> Generator
 
 
 def _create(target: Path) -> None:
-    """Creates the directory, and those above it, for the user alone, whatever the umask."""
+    """Creates the directory and its parents, for the user alone, regardless of the umask."""
     for path in reversed([path for path in (target, *target.parents) if not path.exists()]):
-        with contextlib.suppress(FileExistsError):  # by another process, meanwhile
+        with contextlib.suppress(FileExistsError):  # another process may create it meanwhile
             path.mkdir(mode=0o700)
             path.chmod(0o700)
 

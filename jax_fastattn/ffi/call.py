@@ -76,8 +76,7 @@ def custom_call(
     """Emits the launch of the kernel of `spec`, in a lowering rule for CUDA.
 
     Args:
-        ctx: the context of a primitive whose operands are `operands` and whose results are those of the kernel.
-        spec: the compile key.
+        ctx: the context of a primitive whose operands are `operands` and whose results are the kernel's.
         operands: the operands that `launch_buffers(spec)` has, in its order, as row-major ir values.
         ints, floats: see `launch_scalars`.
 

@@ -33,14 +33,14 @@ from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
 from jax_fastattn.kernels.sm90.decode import kernel as sm90_decode
 from jax_fastattn.kernels.sm90.forward import kernel as sm90_forward
 
-# Under which csrc/store.cc looks the host function up.
+# csrc/store.cc looks the host function up under this name.
 FUNCTION_PREFIX = "jax_fastattn"
 
 # XLA aligns buffers to 256 bytes; kernels copy 16 at a time.
 _ALIGNMENT = 16
 
 KERNELS: dict[tuple[str, str], Any] = {
-    # Portable, and the same for both families.
+    # The prepass is portable, and the same for both families.
     ("sm80", "prepass"): prepass.PrepassKernel,
     ("sm80", "forward"): sm80_forward.ForwardKernel,
     ("sm80", "decode"): sm80_decode.DecodeKernel,

@@ -26,12 +26,12 @@ import jax
 from jax_fastattn.kernels.architectures import ARCHITECTURES, H100_MULTIPROCESSORS
 from jax_fastattn.keywords import explained
 
-# Written into compiled programs and exported files: never changes.
+# Compiled programs and exported files hold this name, so it never changes.
 TARGET_NAME = "jax_fastattn_launch"
 
 _EXTENSION = "jax_fastattn.ffi._ffi"
 _COMPILER = "nvidia_cutlass_dsl"
-# The first version of nvidia-cutlass-dsl that all tests ran with, and the first one after those, as in pyproject.toml.
+# All tests ran with nvidia-cutlass-dsl from the first version to below the second one, as in pyproject.toml.
 _COMPILER_FROM, _COMPILER_BELOW = (4, 8), (4, 9)
 _DRIVER = "libcuda.so.1"
 
@@ -42,11 +42,11 @@ def _capability(arch: str) -> str:
     return f"{digits[:-1]}.{digits[-1]}"
 
 
-# What to compile for, by compute capability. Binaries run on later minor versions of their major version; those with
-# the suffix "a" run on their own version only.
+# Each compute capability has an architecture to compile for. Binaries run on later minor versions of their major
+# version; binaries with the suffix "a" run on their own version only.
 BY_CAPABILITY = {_capability(arch): arch for arch in ARCHITECTURES}
 
-# From which CUDA version on the compiler writes code for an architecture of that name. For compute capability 11.0 the
+# The compiler writes code for an architecture of that name from this CUDA version on. For compute capability 11.0 the
 # compiler of CUDA 12.9 writes what it calls sm_101a, and says nothing (nvidia-cutlass-dsl 4.8.1).
 _FIRST_CUDA = {"sm_110a": 13}
 
@@ -97,7 +97,7 @@ def named_arch() -> str | None:
 
 
 def arch() -> str:
-    """Returns the architecture to compile for: that of `target_arch`, else that of this process's CUDA devices.
+    """Returns the architecture to compile for: `target_arch`'s, else the one of this process's CUDA devices.
 
     Returns:
         A name such as `"sm_90a"`. `unsupported_reasons` refuses the names of devices that no kernel is written for.
@@ -134,7 +134,7 @@ def multiprocessors() -> int:
     """Returns the streaming multiprocessors of the GPU to lower for, by which kernels size their grids.
 
     Returns:
-        Those of the local CUDA device with the fewest, or those of an H100 SXM if `target_arch` names the GPU.
+        The number that the local CUDA device with the fewest has, or an H100 SXM's if `target_arch` names the GPU.
     """
     if named_arch() is not None:
         return H100_MULTIPROCESSORS
