@@ -25,7 +25,7 @@ class Case:
     """One attention problem. `str(case)` is its name, such as `gqa5-causal-d128-bf16-q193-kv257`.
 
     Attributes:
-        dtype: of query, key and value.
+        dtype: the dtype of query, key and value.
         batch, query_length, key_length: B, T, S.
         num_kv_heads, group: K and the query heads for each; N = K * group.
         head_dim, v_head_dim: H, D; D None is H.
@@ -169,7 +169,7 @@ class Case:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes by axis letter."""
+        """Returns the sizes by axis letter."""
         dims = self.head_dim, self.v_head_dim or self.head_dim
         sizes = self.batch, self.query_length, self.key_length, self.num_heads, self.num_kv_heads, *dims
         return dict(zip("BTSNKHD", sizes, strict=True))
@@ -224,7 +224,7 @@ class Case:
 
     @property
     def _full_axes(self) -> dict[str, str | None]:
-        """Which axes of the operands that broadcast have their full size; None is absent."""
+        """Returns which axes of the operands that broadcast have their full size; None is absent."""
         return {"bias": self.bias, "mask": self.mask, "sinks": self.sinks}
 
     def operands(self, key: jax.Array) -> Operands:

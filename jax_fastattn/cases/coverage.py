@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which checks the kernels for each architecture have passed; docs/support.md and `info` print it."""
+"""Records which checks the kernels for each architecture have passed; docs/support.md and `info` print it."""
 
 from __future__ import annotations
 

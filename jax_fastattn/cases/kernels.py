@@ -16,7 +16,7 @@ from jax_fastattn.ops.cuda.bias_gradient import backward_spec
 def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     """Returns the distinct kernels that the cases need, forward and backward with prepasses, each to be compiled.
 
-    Those of gradients of a bias are for an H100's number of SMs.
+    Kernels for the gradient of a bias are for an H100's number of SMs.
     """
     found: dict[KernelSpec, None] = {}
     for case in cases:

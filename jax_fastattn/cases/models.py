@@ -20,8 +20,8 @@ def _model(heads: int, kv_heads: int, head_dim: int, *layers: dict[str, Any]) ->
     return tuple(dataclasses.replace(base, **layer) for layer in layers)
 
 
-# By the names in their repositories' config.json (num_attention_heads, num_key_value_heads, head_dim and so on). A
-# config counts the query's own key in `sliding_window`, and `window` does not.
+# The config.json of each repository has these numbers (num_attention_heads, num_key_value_heads, head_dim and so on).
+# A config counts the query's own key in `sliding_window`, and `window` does not.
 #   llama3-8b     meta-llama/Meta-Llama-3-8B
 #   llama3-70b    meta-llama/Meta-Llama-3-70B
 #   gemma2-9b     google/gemma-2-9b; `get_config_for_9b` in google/gemma_pytorch, gemma/config.py. Half of the layers
@@ -54,7 +54,7 @@ MODELS = {
 
 
 def layers_by_name(name: str) -> dict[str, Case]:
-    """Returns the layers of a model by name; those of models with two kinds have the kind in their names."""
+    """Returns the layers of a model by name; if a model has two kinds, their names have the kind."""
     layers = MODELS[name]
     if len(layers) == 1:
         return {name: layers[0]}
@@ -66,22 +66,22 @@ def as_mask(case: Case, axes: str) -> Case:
 
     Args:
         case: a call without a mask.
-        axes: those that the mask has in full, such as "bts". The mask is the same along all others.
+        axes: the axes that the mask has in full, such as "bts". The mask is the same along all others.
     """
     plain: dict[str, Any] = {"is_causal": False, "window": (None, None), "segments": 0, "ids": "sorted"}
     plain |= dict.fromkeys(("documents", "query_offset", "query_seq_lengths", "key_value_seq_lengths"))
     return dataclasses.replace(case, **plain, mask=axes, spelled=dataclasses.replace(case, sinks=None, dlse=False))
 
 
-# Lengths of the documents in rows of 8192 tokens, drawn once from a log-uniform distribution of 64 to 8192. The last
-# row has padding.
+# These are the lengths of the documents in rows of 8192 tokens, drawn once from a log-uniform distribution of 64 to
+# 8192. The last row has padding.
 DOCUMENTS = (
     (5318, 189, 702, 94, 1889),
     (1024, 3310, 77, 2648, 455, 678),
     (8192,),
     (353, 131, 2210, 967, 64, 3015, 708, 112),
 )
-# Tokens of the sentences in a batch of BERT, of 512 at most.
+# The sentences in a batch of BERT have these numbers of tokens, 512 at most.
 SENTENCES = (512, 87, 301, 44, 130, 512, 219, 68)
 
 
@@ -109,7 +109,7 @@ def _bert() -> dict[str, Case]:
 
 
 def _pretraining() -> dict[str, Case]:
-    """Returns calls of Llama 3 8B over a batch of documents, which the padding of the last row ends."""
+    """Returns calls of Llama 3 8B over a batch of documents; the last row ends with padding."""
     (layer,) = MODELS["llama3-8b"]
     ids = dataclasses.replace(layer, **ROWS, documents=DOCUMENTS)
     bidirectional = dataclasses.replace(ids, is_causal=False)
@@ -134,11 +134,11 @@ def _all_calls() -> dict[str, Case]:
     return found | _bert() | _pretraining()
 
 
-# In the sizes of training.
+# These calls have the sizes of training.
 CALLS = _all_calls()
 
 
-# Models that add a bias to their logits, most of which they learn. Those that are not learnt are constant.
+# These models add a bias to their logits. They learn most of these biases; the others are constant.
 #   t5-base       google-t5/t5-base: 12 heads of 64, one relative position bias for all layers. Its scale of 1 is left
 #                 out: random operands would give weights of 0 and 1.
 #   alphafold     triangle attention (https://doi.org/10.1038/s41586-021-03819-2, algorithms 13 and 14): rows of 256

@@ -4,7 +4,7 @@
 
 A kind is a combination of features with everything that is static, so that all of its draws share a program and a set
 of kernels. Draws of a kind differ in lengths, offsets, ids, masks, values and poison. A seed fixes all of them. They
-are cases, so poison, oracle and comparison are those of the named cases. `evaluate` calls the public functions.
+are cases, so poison, oracle and comparison are as for the named cases. `evaluate` calls the public functions.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, Sizes
 from jax_fastattn.testing.poison import poison
 from jax_fastattn.xla import blocks, chunks
 
-# Arguments that `attention_varlen` does not have. `draws.py` has its calls under other conditions.
+# `attention_varlen` does not have these arguments. `draws.py` has its calls under other conditions.
 _UNPACKED = {"lengths", "mask", "bias", "ids", "vmap"}
-# Axes that a mask may have in full. "k" is a row for each key/value head.
+# A mask may have these axes in full. "k" is a row for each key/value head.
 MASKS = ("bts", "ts", "bnts", "bs", "s", "bt", "bkts", "kts", "nts", "ks", "nt", "t", "n", "")
 # What models pass comes more often.
 _MASKS = (*MASKS, "bts", "bts", "bts", "bts", "ts", "bs", "bnts", "bkts")
-# Axes that a bias may have in full: all choices, and again those of models (T5 and Swin, AlphaFold, graphs, ALiBi).
+# A bias may have these axes in full: all choices, and again the ones of models (T5 and Swin, AlphaFold, graphs, ALiBi).
 BIASES = (*("".join(axes) for count in range(5) for axes in itertools.combinations("bnts", count)), "bkts", "kts", "ks")
 _BIASES = (*BIASES, "nts", "nts", "nts", "bnts", "bnts", "ts", "bs", "ns")
 # Calls of more queries are computed in chunks.
@@ -195,7 +195,7 @@ def _shown(random: np.random.Generator, axes: str, kind: Case, sizes: Sizes) -> 
 
     Args:
         random, kind, sizes: as for `_draw`.
-        axes: those that the array has in full.
+        axes: the axes that the array has in full.
 
     Returns:
         A call, or the density of random pairs.
@@ -214,7 +214,7 @@ def _shown(random: np.random.Generator, axes: str, kind: Case, sizes: Sizes) -> 
 
 
 def _ids(random: np.random.Generator, kind: Case, sizes: Sizes) -> dict[str, Any]:
-    """Returns segment ids: random ones, of queries and of keys apart, or those of documents."""
+    """Returns segment ids: random ones, of queries and of keys apart, or the ids of documents."""
     order = random.choice(["sorted", "unsorted", "negative", "documents"])
     if order != "documents":
         return {"segments": int(random.integers(2, 7)), "ids": str(order)}
@@ -245,8 +245,7 @@ def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Arra
 
     Args:
         case: the source of boundaries and of offsets of packed sequences, and of how the function is called.
-        spec: the static facts.
-        operands, dout, dlse: those of the case, poisoned or not. If dlse is None, the log-sum-exp is not
+        operands, dout, dlse: the arrays of the case, poisoned or not. If dlse is None, the log-sum-exp is not
             differentiated.
     """
     if case.packed is not None:
@@ -330,7 +329,7 @@ def in_chunks() -> Generator[None]:
 
 
 def expected(case: Case, spec: AttentionSpec, operands: Operands, *cotangents: Any) -> tuple[Results, Results]:
-    """Returns the results of the oracle and of the baseline. Those of float32 may differ by rounding alone."""
+    """Returns the results of the oracle and of the baseline. In float32 they may differ by rounding alone."""
     if {operands.query.dtype, (operands.query if operands.bias is None else operands.bias).dtype} != {np.float32}:
         exact, baseline = compare.expected(spec, operands, *cotangents)
     else:

@@ -9,7 +9,7 @@ its largest error and its root mean square both, since the largest elements of a
 
 In one thing the baseline of gradients is FlashAttention's (Dao et al. 2022, algorithm 4), not jax.nn's: `delta`, the
 product of dout with the output, takes the output as the forward pass stores it: of rounded weights, and rounded to the
-dtype of the operands. Both roundings may be most of the error of a gradient, such as that of a key which many queries
+dtype of the operands. Both roundings may be most of the error of a gradient, such as dk for a key which many queries
 see and few other keys with it. jax.nn takes the weights before it rounds them.
 """
 
@@ -31,12 +31,12 @@ Attention = Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]]
 
 FACTOR = 2.0
 # The gradients of sinks, of scale and of a bias that all queries share are long sums, and the baseline's error is small
-# by chance now and then. The root mean square of `_typical_errors` over this many draws of signs takes its place. The
-# largest of a thousand sums may be so many of those deviations off, which are known to a fifth. The
-# gradient of scale is a single number.
+# by chance now and then. The root mean square of `_typical_errors` over `SIGNS` draws of signs takes its place. The
+# largest of a thousand sums may be off by `SUM_FACTORS` such deviations, which are known to a fifth. The gradient of
+# scale is a single number.
 SIGNS = 16
 SUM_FACTORS = {"dsinks": 4.5, "dscale": 5.0, "dbias": 4.5}
-# Of `1 + the largest element`: sums of a thousand float32 terms of order 1, in another order.
+# It is relative to `1 + the largest element`, for sums of a thousand float32 terms of order 1 in another order.
 ROUNDING = 2.0**-15
 
 _GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
@@ -48,7 +48,7 @@ class Results(_Results):
 
     @classmethod
     def of(cls, out: Any, lse: Any, gradients: Gradients) -> Results:
-        """Returns the results of a call from those of the two passes."""
+        """Returns the results of a call from the results of the two passes."""
         return cls(out, lse, *(getattr(gradients, name) for name in DIFFERENTIABLE))
 
 
@@ -106,7 +106,7 @@ def _typical_errors(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> dict[str, jax.Array]:
-    """Returns typical errors of each element of some results: the baseline's, and those of `delta` by a stored output.
+    """Returns typical errors of each element of some results: of the baseline, and of `delta` by a stored output.
 
     The errors of rows are independent, so each draw changes the signs of rows of the cotangents. A row that sees few
     keys may have most of such a sum, where the rounding of the output is ten times the baseline's other errors.
@@ -160,7 +160,7 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
     visible = visible_pairs(spec, operands)
     batch, num_heads, query_length, key_length = visible.shape
     num_kv_heads = operands.key.shape[2]
-    # Heads apart, so that gradients of keys and values are summed over the group before they are rounded.
+    # Heads are apart, so that gradients of keys and values are summed over the group before they are rounded.
     heads = num_kv_heads, num_heads // max(num_kv_heads, 1)
     grouped = visible.reshape(batch, *heads, query_length, key_length)
     sees = jnp.moveaxis(jnp.any(grouped, axis=4), 3, 1)[..., None]

@@ -30,13 +30,13 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """What kinds may take.
+    """The choices for kinds of calls.
 
     Attributes:
         dtypes, head_dims: the choices; head dims of calls whose values have the same one.
         value_head_dims: pairs `(H, D)` of calls whose values have a head dim of their own; kernels pad 68 to 72.
         rows: the least and the largest number of queries, and of keys.
-        edges: lengths that are drawn more often than others, such as those of tiles.
+        edges: lengths that are drawn more often than others, such as the sizes of tiles.
         windows: the choices; every one has a bound. Some end where chunks or tiles of 16, 64 and 128 keys do.
         widening: a factor on the head dims of dtypes of 16 bits. The largest error of the baseline is small by chance
             if a result has few elements: with head dims of 4, two of some 500 right calls failed.
@@ -51,7 +51,7 @@ class Sizes:
     widening: int = 1
 
 
-# For the XLA path on a CPU.
+# These sizes are for the XLA path on a CPU.
 SMALL = Sizes(
     dtypes=("float32", "float32", "float32", "bfloat16"),
     head_dims=(8, 4),
@@ -61,7 +61,7 @@ SMALL = Sizes(
     windows=((7, 4), (11, None), (None, 5), (3, 0), (0, 0), (30, 9), (16, None), (15, 16)),
     widening=8,
 )
-# For kernels on a GPU.
+# These sizes are for kernels on a GPU.
 LARGE = Sizes(
     dtypes=("bfloat16", "float16"),
     head_dims=(64, 128, 96, 256, 40),
@@ -70,7 +70,7 @@ LARGE = Sizes(
     edges=draws.EDGES,
     windows=((128, None), (7, 0), (None, 64), (63, 200), (127, 0)),
 )
-# For kernels in the emulators, which take seconds for a tile.
+# These sizes are for kernels in the emulators, which take seconds for a tile.
 EMULATED = dataclasses.replace(
     LARGE,
     dtypes=("bfloat16",),

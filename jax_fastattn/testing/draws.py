@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random packed calls of a few kinds, each with one program, one set of kernels, and many lengths and boundaries.
 
-A seed fixes all draws. They are cases, so poison, oracle and comparison are those of the named cases. `evaluate` calls
+A seed fixes all draws. They are cases, so poison, oracle and comparison are as for the named cases. `evaluate` calls
 the public function.
 """
 
@@ -22,7 +22,7 @@ from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 from jax_fastattn.testing.compare import Results
 
-# Lengths around those of tiles; any other length is as likely as one of them.
+# These lengths are around the sizes of tiles; any other length is as likely as one of them.
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
 LONGEST = 300
 
@@ -157,8 +157,7 @@ def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Arra
 
     Args:
         case: the source of boundaries and offsets.
-        spec: the static facts.
-        operands, dout, dlse: those of the case, poisoned or not. If dlse is None, the log-sum-exp is not
+        operands, dout, dlse: the arrays of the case, poisoned or not. If dlse is None, the log-sum-exp is not
             differentiated.
     """
     offset = case.query_offset

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the launches of kernels in the StableHLO of a program. For tests and benchmarks."""
+"""Counts the launches of kernels in the StableHLO of a program, for tests and benchmarks."""
 
 import re
 

@@ -13,7 +13,7 @@ from jax_fastattn.spec import Operands
 from jax_fastattn.testing import draws
 from jax_fastattn.testing.poison import full
 
-# Fields of cases that calls over pages have no argument for.
+# Calls over pages have no argument for these fields of cases.
 _DENSE = ("mask", "bias", "segments", "documents", "packed", "query_seq_lengths")
 
 

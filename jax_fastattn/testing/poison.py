@@ -35,7 +35,6 @@ def poison(
     reads, and `dlse` of padding rows and, without sinks, of every query that sees no key.
 
     Args:
-        spec: the static facts.
         operands, dout, dlse: what is poisoned.
         turn: says which of the values comes first; see `fill`.
     """
@@ -63,7 +62,7 @@ def poison(
 def visible_rows(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns which queries see a key, `[B, T, n]`; which keys a query sees, `[B, S, k]`; and the pairs `[B, n, T, S]`.
 
-    The axes n and k are those of the heads with a mask, and of size 1 without one: then all heads see the same.
+    With a mask, n and k are axes of heads. Without one their size is 1, since all heads see the same.
     """
     if operands.mask is None:
         operands = operands._replace(query=operands.query[:, :, :1], key=operands.key[:, :, :1])

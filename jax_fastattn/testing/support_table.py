@@ -19,7 +19,7 @@ from jax_fastattn.spec import Problem
 
 _BASE = Case(dtype="bfloat16", group=2)
 
-# What a row says, and a problem that has it.
+# Each entry is what a row says, and the changes that make a problem with it.
 FEATURES: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float16": {"dtype": "float16"},

@@ -28,6 +28,6 @@ def on(base: Case, **more: Any) -> Case:
 MHA = Case(dtype="bfloat16")
 GQA = Case(dtype="bfloat16", num_kv_heads=4, group=2)
 FEW = lengths((65, 129), (193, 64), (257, 1000))
-# One of them beyond `SHORT_LENGTH`, with the other around tile sizes; 2112 is a multiple of 192 rows and of 96 keys.
+# One of them is beyond `SHORT_LENGTH`, the other is around tile sizes; 2112 is a multiple of 192 rows and of 96 keys.
 LONG = lengths((2049, 65), (2113, 2305), (63, 2177), (193, 4097))
 IDS = {"mask": None, "segments": 4}

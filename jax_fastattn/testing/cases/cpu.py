@@ -9,7 +9,7 @@ import dataclasses
 from jax_fastattn.cases.case import Case
 from jax_fastattn.testing.cases.base import lengths, vary
 
-# Fast, float32, every feature: the semantics of every implementation that runs on a CPU.
+# The cases have small sizes, so that they are fast.
 _SMALL = Case(query_length=37, key_length=53, num_kv_heads=3, group=2, head_dim=8, v_head_dim=12)
 CPU_CASES = [
     *vary(
@@ -53,7 +53,7 @@ CPU_CASES = [
         {"segments": 4},
         {"segments": 3, "is_causal": True, "query_offset": (5, 12), "sinks": "bn"},
     ),
-    # AlphaFold, Swin, a graph transformer, ALiBi by keys and by rows, and padding that a bias spells.
+    # Biases are as in AlphaFold, Swin, a graph transformer, ALiBi by keys and by rows, and padding that a bias spells.
     *vary(
         _SMALL,
         {"bias": "nts", "mask": "bs"},

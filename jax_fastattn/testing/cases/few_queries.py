@@ -7,8 +7,8 @@ from __future__ import annotations
 from jax_fastattn.cases.case import Case
 from jax_fastattn.testing.cases.base import IDS, on
 
-# Few queries, whose keys are split: lengths about those of tiles, none among them; rows that see nothing; each number
-# of blocks of rows.
+# The keys of few queries are split. The cases have lengths of 0 and near the sizes of tiles, rows that see nothing, and
+# each number of blocks of rows.
 _DECODING = Case(
     dtype="bfloat16", batch=9, query_length=1, key_length=1100, num_kv_heads=2, group=4, head_dim=128, v_head_dim=128
 )

@@ -14,7 +14,7 @@ from jax_fastattn.testing.cases.hidden_rows import HIDDEN_ROWS
 from jax_fastattn.testing.cases.masked import MASKED
 from jax_fastattn.testing.cases.packed import PACKED
 
-# Lengths around the tile sizes of kernels (64, 128), both ways round, and far from them.
+# These lengths are around the tile sizes of kernels (64, 128), both ways round, and far from them.
 _ODD = lengths((1, 63), (64, 65), (127, 193), (129, 128), (257, 127), (1000, 257))
 _MANY = _ODD + lengths((193, 1), (63, 64), (65, 129), (128, 1000), (1, 1), (128, 128))
 _LONG_EDGES = lengths((2111, 2112), (2112, 2113), (2113, 2111))
@@ -35,7 +35,7 @@ _SHORTER = [
     *vary(on(MHA, dtype="float16", is_causal=True), {}, *_MANY, {"scale": -0.2}, *LONG),
     *vary(on(MHA, head_dim=128), {}, *_ODD, {"scale": 0.3}, {"scale": 0.1, "scale_is_array": True}),
     *vary(on(MHA, head_dim=128, num_kv_heads=4, group=5, is_causal=True), {}, *_MANY, {"num_kv_heads": 1}),
-    # Head dims; some with a feature that has no line of its own.
+    # Head dims. Some lines have a feature that has no line of its own.
     *vary(on(GQA, head_dim=8, is_causal=True), {}, *_ODD),
     *vary(on(MHA, dtype="float16", head_dim=32), {}, *FEW),
     *vary(on(GQA, head_dim=256, v_head_dim=32), {}, *FEW),
@@ -51,7 +51,7 @@ _SHORTER = [
     *vary(on(GQA, head_dim=160), *({"window": (left, None)} for left in (0, 1, 64, 150, 1000))),
     *vary(on(GQA, head_dim=192, dtype="float16"), {}, *_ODD),
     *vary(on(GQA, head_dim=256, is_causal=True), {}, *_ODD),
-    # A head dim of the value's own.
+    # The value has a head dim of its own.
     *vary(
         on(MHA, head_dim=192, v_head_dim=128, is_causal=True),
         {},
@@ -69,7 +69,7 @@ _SHORTER = [
     *vary(MHA, *_WINDOWS, {"window": (70, None), "is_causal": True}, {"window": (0, 9), "is_causal": True}),
     *vary(on(MHA, window=(70, 30)), *lengths((65, 1000), (1000, 129), (257, 128)), *LONG),
     *vary(on(GQA, window=(500, 0), query_offset=(-7, 90)), *LONG),
-    # More query tiles than there are multiprocessors, in more than one section of heads.
+    # There are more query tiles than multiprocessors, in more than one head group.
     *vary(on(MHA, batch=1, num_kv_heads=20, head_dim=128, window=(300, 0)), *lengths((1100, 1100))),
     *vary(on(GQA, head_dim=128), *({"window": (None, right)} for right in (0, 1, 64, 150, 1000))),
     *vary(on(GQA, is_causal=True), *_OFFSETS, *lengths((1, 257), (129, 65), query_offset=(-3, 128))),
@@ -111,7 +111,7 @@ _SHORTER = [
     *vary(on(MHA, dlse=True), {}, *_ODD),
     *vary(on(GQA, head_dim=128, is_causal=True, sinks="bn", dlse=True), {}, {"scale": -0.1}, *FEW),
     *vary(on(GQA, is_causal=True, dlse=True), *_BOTH_LENGTHS, {**_BOTH_LENGTHS[1], "scale_is_array": True}),
-    # So many heads that statistics of the last ones are computed concurrently with the first ones.
+    # There are enough heads that the preprocess of the last ones runs concurrently with the first ones.
     *vary(
         on(MHA, batch=3, num_kv_heads=40, query_length=193, key_length=577),
         {},
@@ -130,7 +130,7 @@ _SHORTER = [
             "deterministic": True,
         },
     ),
-    # Many short heads, whose CTAs add to dq in one order.
+    # The CTAs of many short heads add to dq in one order.
     *vary(
         on(MHA, batch=32, num_kv_heads=4, is_causal=True),
         *lengths((512, 512), (257, 127), (129, 193), (1, 300), (300, 1)),
@@ -165,7 +165,7 @@ _SHORTER = [
         {"head_dim": 96, "query_length": 577, "key_length": 640, "dlse": True},
         {"logits_soft_cap": None, "query_length": 577, "key_length": 640},
     ),
-    # Equal bits in every run, short and long, with few heads and with so many that CTAs of several heads overlap.
+    # Every run gives equal bits, short and long, with few heads and with enough that CTAs of several heads overlap.
     *vary(
         on(MHA, deterministic=True),
         *FEW,
@@ -184,7 +184,7 @@ _SHORTER = [
         {},
         {"batch": 16, "query_length": 129, "key_length": 1089},
         *lengths((257, 1089), (1100, 65)),
-        # Each query sees one key, so that an error is that of a few roundings: it takes many to compare.
+        # Each query sees one key, so that an error is a few roundings: it takes many to compare.
         {"batch": 16, "query_length": 1, "key_length": 1100},
         *LONG[:2],
     ),
@@ -213,7 +213,7 @@ _SHORTER = [
         {"query_seq_lengths": (1100, 65), "key_value_seq_lengths": (0, 129)},
         {"query_seq_lengths": (193, 1089), "key_value_seq_lengths": (257, 64)},
     ),
-    # All of it at once.
+    # All features are combined.
     *vary(
         on(MHA, num_kv_heads=4, group=5, head_dim=128, logits_soft_cap=5.0, sinks="n", dlse=True),
         *(
@@ -235,7 +235,7 @@ _SHORTER = [
             for deterministic in (False, True)
         ),
     ),
-    # A few new queries against a long cache.
+    # A few new queries attend to a long cache.
     *vary(
         on(MHA, batch=3, num_kv_heads=2, group=4, head_dim=128, is_causal=True, key_length=1000),
         *(
@@ -244,7 +244,7 @@ _SHORTER = [
             for offset, lengths in (((999, 0, 500), (1000, 1, 501)), ((935, 128, -5), (1000, 193, 60)))
         ),
     ),
-    # Capped logits so large that an error of tanh shows, with sinks and without.
+    # Capped logits are so large that an error of tanh shows, with sinks and without.
     *vary(
         on(GQA, head_dim=128, is_causal=True, logits_soft_cap=50.0, scale=1.0, query_length=257, key_length=1000),
         {},
@@ -263,7 +263,7 @@ GPU_CASES = [
     *_SHORTER,
     *PACKED,
     *MASKED,
-    # More queries: CTAs add in any order, unless the case is deterministic.
+    # With more queries, CTAs add in any order, unless the case is deterministic.
     *(
         dataclasses.replace(case, query_length=case.query_length + 1024, deterministic=i % 3 == 2)
         for i, case in enumerate(filter(_in_order, _SHORTER))

@@ -18,13 +18,13 @@ PACKED = vary(
     {"is_causal": True, "head_dim": 64, "v_head_dim": 64, "deterministic": True, "scale": -0.2},
     {"is_causal": True, "head_dim": 128, "v_head_dim": 128, "group": 4},
     {"is_causal": True, "head_dim": 128, "v_head_dim": 128, "deterministic": True},
-    # So few sequences that CTAs add to dq in any order on Hopper.
+    # There are so few sequences that CTAs add to dq in any order on Hopper.
     *(
         {"head_dim": head_dim, "v_head_dim": head_dim, "packed": _FEW_LENGTHS, "query_length": 6200, "key_length": 6200}
         | {"is_causal": head_dim == 128, "group": 2}
         for head_dim in (64, 128)
     ),
-    # So many heads that statistics of the last sequences are computed concurrently with the first products.
+    # There are enough heads that the preprocess of the last sequences runs concurrently with the first products.
     *(
         {"is_causal": True, "head_dim": head_dim, "v_head_dim": head_dim, "packed": (_LONGER, _LONGER)}
         | {"query_length": 2600, "key_length": 2600, "num_kv_heads": 33, "dlse": head_dim == 64}
