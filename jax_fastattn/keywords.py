@@ -203,7 +203,7 @@ PEERS = (
     Row(("deterministic_backward",), "cuDNN", "pass `deterministic=True`"),
 )
 
-# The keywords of each public function, in the order of their definitions.
+# It holds the keywords of each public function, in the order of their definitions.
 _KNOWN: dict[str, tuple[str, ...]] = {}
 _ROWS = {name: row for row in PEERS for name in row.names}
 

@@ -123,7 +123,7 @@ def is_batched(query: Any) -> bool:
 
 
 def restore(results: tuple[jax.Array, jax.Array | None], *, batched: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Inverts all three on the results: drops an added batch axis, and a log-sum-exp that was not requested."""
+    """Inverts `canonicalize` on the results: drops an added batch axis, and a log-sum-exp that was not requested."""
     out, lse = results if batched else jax.tree.map(drop_batch, results)
     return out if lse is None else (out, lse)
 

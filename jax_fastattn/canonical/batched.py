@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of `attention` to canonical operands."""
+"""Converts the arguments of `attention` to canonical operands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of `attention_varlen` to canonical operands: packed tokens become one batch entry."""
+"""Converts the arguments of `attention_varlen` to canonical operands: packed tokens become one batch entry."""
 
 from __future__ import annotations
 

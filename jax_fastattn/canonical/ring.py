@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of `api/ring.py` to the canonical operands of a device, and the spec of its ring."""
+"""Converts the arguments of `api/ring.py` to the canonical operands of a device and the spec of its ring."""
 
 from __future__ import annotations
 

@@ -107,12 +107,13 @@ def attention_fn(
             holds bools, or numbers as the mask functions of Flax return them; a query may attend where it is not 0. A
             `Packed` instead lets tokens attend inside their own sequence. Default None.
         broadcast_dropout, dropout_rng: as in Flax.
-        dropout_rate: on the attention weights. If it is not 0 (the default) and not `deterministic`, Flax's function
-            computes the call.
+        dropout_rate: the rate of dropout on the attention weights. If it is not 0 (the default) and not
+            `deterministic`, Flax's function computes the call.
         deterministic: whether dropout is off, as in Flax. Default False.
         dtype: the dtype that query, key and value are cast to. Default None: their common dtype.
-        precision: of products of float32, as in Flax: a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, the name
-            of one, or a pair of the same. Default None: as `jax.default_matmul_precision` says.
+        precision: the precision of products of float32, as in Flax: a `jax.lax.Precision`, a
+            `jax.lax.DotAlgorithmPreset`, the name of one, or a pair of the same. Default None: as
+            `jax.default_matmul_precision` says.
         module: where to sow the attention weights; must be None, the default.
         force_fp32_for_softmax: accepted and not used, since the softmax is always in float32.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None, the default.
@@ -316,7 +317,7 @@ def _refuse(**arguments: Any) -> None:
         "attn_weights_value_einsum": "the products are part of the kernel: leave `attn_weights_value_einsum_cls` out",
         "return_residual": "a module takes one array: call `jax_fastattn.attention` for the residual",
     }
-    # Names alone: a module is printed on pages.
+    # The error has names alone, since a module is printed on pages.
     asked = [f"`{name}`: {remedies[name]}" for name, value in arguments.items() if value]
     if asked:
         raise NotImplementedError(
