@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-# `jax.extend.core.Primitive`, whose package loads Pallas in jax 0.12: 42 ms that every import would pay.
+# It is `jax.extend.core.Primitive`, whose package loads Pallas in jax 0.12: 42 ms that every import would pay.
 Primitive: Any = type(jax.lax.add_p)
 
 

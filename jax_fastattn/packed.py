@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences: from boundaries to sequences, and to the ids of tokens, which the XLA path compares.
+"""Converts boundaries of packed sequences to sequences, and to the ids of tokens, which the XLA path compares.
 
 The operand `sequences` is int32 `[B, M, 4]`: first query row, queries, first key row and keys of each sequence; with
 offsets `[B, M, 5]`, the offset last. The first and the last sequence are padding: they lie outside of all boundaries.

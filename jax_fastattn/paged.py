@@ -22,11 +22,11 @@ class PagedOperands(NamedTuple):
     """The arrays of one paged call, in the order in which its primitive takes them; None is absent.
 
     Attributes:
-        query: as of `Operands`.
+        query: as in `Operands`.
         key_pages, value_pages: the pages of all batch entries. No axis but K may be split over a mesh.
         page_table: the page of each R keys of a batch entry. Any int32; entries past the last key are not read.
         key_value_seq_lengths: the keys of each batch entry, in `[0, M * R]`.
-        query_offset, sinks, scale: as of `Operands`.
+        query_offset, sinks, scale: as in `Operands`.
     """
 
     query: Annotated[jax.Array, Operand("BTNH", "query")]

@@ -99,7 +99,7 @@ class Operands(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Returns whether they hold sequences one after the other (`attention_varlen`)."""
+        """Returns whether the operands hold sequences one after the other (`attention_varlen`)."""
         return self.sequences is not None
 
 
@@ -156,7 +156,7 @@ class AttentionSpec:
         logits_soft_cap: `cap * tanh(x / cap)` on scaled, biased logits; None is off.
         deterministic: gradients must be bitwise equal from run to run.
         implementation: "cuda", "xla" or None: the CUDA kernels where they apply.
-        precision: of products of float32 on the XLA path, as `jax.lax.dot_general` takes it.
+        precision: the precision of products of float32 on the XLA path, as `jax.lax.dot_general` takes it.
         present: names of the operands that are given, see `Operands.present`.
         ring: how T and S are split over devices; None if a device has all of them. The operands of a call with a ring
             are one device's share, except that lengths, offsets, sequences and the columns of bias and mask count from
@@ -197,7 +197,7 @@ class Problem:
         num_heads, num_kv_heads: N, K.
         head_dim, v_head_dim: H, D.
         sinks_per_batch: whether sinks has its own row for each batch entry.
-        num_sequences: how many lie one after the other in each batch entry, padding included; 0 if none do.
+        num_sequences: how many sequences lie one after the other in each batch entry, padding included; 0 if none do.
         packed_offsets: whether they have offsets.
         mask_shape: `[b, n, t, s]`; None without a mask.
         page: rows of a page, if keys and values are in pages; else 0.

@@ -55,8 +55,9 @@ class Tuning:
 # With gradients the ratios are 0.63 to 1.08 and 0.85 to 1.28 (benchmarks/results/jax-nn-2026-11-25-cpu.jsonl). Blocks
 # of 2**20 logits took 0 to 30 % less time than blocks of 2**21.
 CPU = Tuning(whole=1 << 21, band=1 << 20, block=1 << 20, chunk=512, min_chunk=128, barriers=True, copied=0)
-# Logits of 4 GiB, as jax.nn keeps them on the same device. A copy of 64 MiB of values takes longer than the decision
-# whether it is needed, about 10 us: one query takes 118 us instead of 90 on an H100; with 32 MiB it takes 65, not 72.
+# `whole` is 4 GiB of logits, as jax.nn keeps them on the same device. A copy of 64 MiB of values takes longer than the
+# decision whether it is needed, about 10 us: one query takes 118 us instead of 90 on an H100; with 32 MiB it takes 65,
+# not 72.
 ACCELERATOR = Tuning(
     whole=1 << 30, band=1 << 23, block=1 << 28, chunk=4096, min_chunk=512, barriers=False, copied=48 << 20
 )

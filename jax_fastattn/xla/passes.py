@@ -203,7 +203,7 @@ def _of_scaled_query(
     """Returns the gradient of scaled queries `[B, K, G, t, H]` from the gradients of logits, as they are and rounded.
 
     If all keys are large in a channel, the terms of that channel nearly cancel, and the errors that rounding made
-    remain. Their sum in a row, times the mean key, is taken back: 1.4 times the error of jax.nn is left of 20 times.
+    remain. Their sum in a row, times the mean key, is taken back: the error falls from 20 to 1.4 times jax.nn's.
 
     `total` is what the rows of `dlogits` add up to; None computes it.
     """

@@ -42,7 +42,7 @@ class Planes(NamedTuple):
 
     @classmethod
     def of(cls, blocks: Blocks, dout: jax.Array, queries: Span, keys: Span, *, skip_stored_queries: bool) -> Planes:
-        """Computes them from the cotangent `[B, K, G, T, D]`; see `Predicate.visible` for `skip_stored_queries`."""
+        """Computes planes from the cotangent `[B, K, G, T, D]`; see `Predicate.visible` for `skip_stored_queries`."""
         visible = blocks.visible(queries, keys, skip_stored_queries=skip_stored_queries)
         logits, slope = blocks.logits(queries, keys, visible)
         dout = zero_unseeing_queries(blocks.take_query(dout, queries), visible)
@@ -71,7 +71,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of(cls, logits: jax.Array, sinks: jax.Array | None) -> Softmax:
-        """Computes it; sinks are `[b, K, G, 1]`.
+        """Computes the softmax; sinks are `[b, K, G, 1]`.
 
         Without sinks, each reduction is combined with its row only through a maximum with a constant, so XLA for GPUs
         recognizes a softmax and compiles it to one kernel.
@@ -83,7 +83,7 @@ class Softmax(NamedTuple):
         exponentials = jnp.exp(logits - shift[..., None])
         total = exponentials.sum(-1)
         total = total if sinks is None else total + jnp.exp(sinks - shift)
-        # Rows that see nothing: what is divided by it, and by its square in derivatives, is 0.
+        # In rows that see nothing, what is divided by it, and by its square in derivatives, is 0.
         return cls(exponentials, top, shift, jnp.maximum(total, float(limits.tiny) ** 0.5))
 
     @property
@@ -92,7 +92,7 @@ class Softmax(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """What the gradients of a block take of its queries, `[B, K, G, t]`.
+    """The terms of its queries that the gradients of a block take, `[B, K, G, t]`.
 
     Attributes:
         shift: a weight is `exp(logit - shift) / total`.

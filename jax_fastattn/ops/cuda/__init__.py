@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""From canonical operands to the launches of kernels and back to results, on one device."""
+"""Converts canonical operands to launches of kernels, and back to results, on one device."""

@@ -86,7 +86,7 @@ def _rows(kernel: KernelSpec, bias: jax.Array, pitch: int, scale: float) -> jax.
     return _hidden(bias)[..., 0] * _LOG2_E
 
 
-# By name: functions of the compile key, the bias `[planes, t, s]`, the pitch and the scale.
+# Each name has a function of the compile key, the bias `[planes, t, s]`, the pitch and the scale.
 _LAYOUTS = {"bias": _matrix, "key_bias": _keys, "key_bias_parts": _key_parts, "row_bias": _rows}
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What edge tiles compare where a launch has no bits: records of own rows and ids of visited rows.
+"""Makes what edge tiles compare where a launch has no bits: records of own rows and ids of visited rows.
 
 A query sees a key if both have the same id, and the visited one of them lies between the limits of the other one.
 Segment ids are ids, and window, offset and lengths are limits. A mask broadcasts over queries or over keys, and hides

@@ -80,7 +80,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Step:
-    """What a device does with the keys of the device `shift` before it.
+    """The work of a device with the keys of the device `shift` before it.
 
     Attributes:
         fetched: the range of that device's keys that are sent.
