@@ -27,7 +27,7 @@ def _model(heads: int, kv_heads: int, head_dim: int, *layers: dict[str, Any]) ->
 #   gemma2-9b     google/gemma-2-9b; `get_config_for_9b` in google/gemma_pytorch, gemma/config.py. Half of the layers
 #                 have a window of 4096.
 #   gemma3-12b    google/gemma-3-12b-pt; `get_config_for_12b` there. Five of six layers have a window of 1024.
-#   gemma3-27b    google/gemma-3-27b-pt; `get_config_for_27b_v3` there. The same windows. Logits are scaled by
+#   gemma3-27b    google/gemma-3-27b-pt; `get_config_for_27b_v3` there. It has the same windows. Logits are scaled by
 #                 query_pre_attn_scalar ** -0.5, which is 5376 // 32, unlike the head dim.
 #   gpt-oss-20b   openai/gpt-oss-20b; `ModelConfig` and `sdpa` in openai/gpt-oss, gpt_oss/torch/model.py. Half of the
 #                 layers have a window of 128. All have sinks.

@@ -155,7 +155,7 @@ def _milliseconds(call: Callable[..., Any], arrays: tuple[Any, ...], seconds: fl
         jax.block_until_ready(result)
         return (time.perf_counter() - started) / count
 
-    jax.block_until_ready(call(*arrays))  # compiles
+    jax.block_until_ready(call(*arrays))  # the first call compiles
     calls = max(1, min(1000, int(_MEASUREMENT_SECONDS / measure(1))))
     started, times = time.monotonic(), [measure(calls)]
     while time.monotonic() - started < seconds:

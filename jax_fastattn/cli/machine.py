@@ -23,7 +23,7 @@ def version(package: str) -> str | None:
 
 
 def missing_parts() -> list[str]:
-    """Returns what the installation lacks to launch kernels; also if an uninstallation left parts of the compiler."""
+    """Returns what the installation lacks to launch kernels, even if an uninstallation left parts of the compiler."""
     missing = ffi.missing_parts()
     if registry.runtime_libraries() and version("nvidia-cutlass-dsl") is None:
         missing.append(

@@ -111,7 +111,7 @@ def cases_of(layer: Case, options: argparse.Namespace) -> Iterator[Case]:
         case = dataclasses.replace(case, head_dim=_padded(case.head_dim), v_head_dim=v_head_dim)
         yield case
         if case.mask is not None:
-            # A mask of padding, under which all queries see the same keys.
+            # Under a mask of padding all queries see the same keys.
             yield dataclasses.replace(case, mask="bs")
 
 

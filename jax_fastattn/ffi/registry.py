@@ -52,7 +52,7 @@ _FIRST_CUDA = {"sm_110a": 13}
 
 _lock = threading.Lock()
 
-# JAX caches traces, lowerings and compiled programs by it, and each thread has a value of its own.
+# JAX caches traces, lowerings and compiled programs by its value, and each thread has a value of its own.
 _target: Any = jax.make_user_context(default_value=None)
 
 

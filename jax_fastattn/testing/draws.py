@@ -40,7 +40,8 @@ def packed_draws(
 
     Args:
         seed: fixes the kinds and the draws.
-        count, kinds: calls, and combinations of what is static. Calls of a kind differ in lengths, padding and offsets.
+        count, kinds: the numbers of calls, and of combinations of what is static. Calls of a kind differ in lengths,
+            padding and offsets.
         dtypes, head_dims, rows: the choices for kinds. A head dim is a pair `(H, D)`. `rows` limits the rows of
             queries, and of keys, padding included.
     """
