@@ -34,7 +34,7 @@ def gradient(
 
     Args:
         saved: operands, output and log-sum-exp.
-        cotangents: of output and log-sum-exp; either may be None, which is zero.
+        cotangents: the cotangents of output and log-sum-exp; either may be None, which is zero.
     """
     arrays, names = cotangent_arrays(saved, cotangents), wanted_names(wanted)
     found = gradient_op.bind(*saved, *arrays, spec=spec, with_dlse=len(arrays) > 1, wanted=names)

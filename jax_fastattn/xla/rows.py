@@ -57,7 +57,7 @@ class Softmax(NamedTuple):
     are in one program, XLA finds what they share.
 
     Attributes:
-        exponentials: of logits less the greatest one of their row, `[B, K, G, t, s]`.
+        exponentials: exponentials of logits less the greatest one of their row, `[B, K, G, t, s]`.
         top: the greatest logit of each row, sinks included, `[B, K, G, t]`. It has no derivative, since no weight
             depends on it.
         shift: `top`, but a finite number for rows that see nothing, so that every exponential is 0.

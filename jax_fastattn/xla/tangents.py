@@ -154,8 +154,8 @@ def _with_fields(blocks: Blocks, fields: Tangents) -> Blocks:
 def _second(tuning: Tuning) -> Tuning:
     """Returns the sizes for a function that `jax.jvp` differentiates.
 
-    Whether values have NaN in rows that no query sees does not say whether their tangents do. So these get a copy
-    without such rows always.
+    Values always get a copy without the rows that no query sees: their tangents may have NaN in such rows even if the
+    values have none.
     """
     return replace(tuning.with_planes(SECOND_DERIVATIVE_PLANES), copied=math.inf)
 

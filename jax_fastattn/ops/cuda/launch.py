@@ -47,8 +47,8 @@ def persistent_blocks(problem: Problem, multiprocessors: int) -> int:
     """Returns up to how many CTAs a forward launch has where they are persistent: one for each SM, or more.
 
     A collective runs next to the block of a ring, and holds some SMs. CTAs that find no SM begin when others end, so
-    none may take long. Other launches have one CTA for each SM, which is a little faster. So have
-    launches with a left window bound, packed sequences or lists, whose rows see fewer keys than there are.
+    none may take long. Other launches have one CTA for each SM, which is a little faster. So have launches with a
+    left window bound, packed sequences or lists, whose rows see fewer keys than there are.
 
     Args:
         multiprocessors: the number that the GPU has.

@@ -20,13 +20,13 @@ from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Ring
 
 
 class BlockPlace(NamedTuple):
-    """Where the queries and the keys of a step are.
+    """The place of the queries and the keys of a step.
 
     Attributes:
         device, source: indices of the devices that have the queries and the keys.
         rows, keys: how many of each a device has.
-        first_key: of the keys of `source`, the first one that was fetched.
-        first_query: of the queries of `device`, the first one that the operands have.
+        first_key: the first key of `source` that was fetched.
+        first_query: the first query of `device` that the operands have.
     """
 
     device: jax.Array

@@ -94,7 +94,7 @@ class _Pass(abc.ABC):
         return self.compute(block, BlockPlace(device, device, self.rows, self.rows, 0), self.own)
 
     def _wait(self, last: Any) -> Any:
-        """Returns the results of the last kernel. XLA computes after them all that uses what this returns.
+        """Returns the results of the last kernel. Work that reads them, `own` or `sums` starts after this kernel.
 
         Otherwise XLA may fetch the operands of all steps at once, or run the closing before the last step.
         """

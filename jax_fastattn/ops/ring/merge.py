@@ -46,7 +46,7 @@ class RowResults(NamedTuple):
         return RowResults(*(put(x, y, first) for x, y in zip(self, merged, strict=True)))
 
     def where(self, is_there: jax.Array) -> RowResults:
-        """Returns these where there are results, else rows that have seen no key. What was there may be NaN."""
+        """Returns these results if `is_there`, else rows that have seen no key. Replaced results may be NaN."""
         return RowResults(jnp.where(is_there, self.out, 0), jnp.where(is_there, self.lse, -jnp.inf))
 
 

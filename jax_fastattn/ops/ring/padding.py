@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows past the end of a sequence that the devices of a ring do not divide evenly.
 
-All devices have as many rows, and the last rows of the last devices are padding of zeros (`Ring.lengths`). With zeros
-for queries, cotangents and results, padding adds nothing to a gradient. Lengths hide it where zeros are not enough.
+All devices have the same number of rows; the last rows of the last devices are padding of zeros (`Ring.lengths`). With
+zeros for queries, cotangents and results, padding adds nothing to a gradient. Lengths hide it where zeros are not
+enough.
 """
 
 from __future__ import annotations

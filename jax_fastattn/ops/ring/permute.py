@@ -35,7 +35,7 @@ def permute_during(
 ) -> tuple[list[list[jax.Array]], Any]:
     """Sends one of two groups of arrays while a kernel runs. Returns what arrived, read as each group, and `results`.
 
-    A device that reads what is no such group reads bits of no meaning, which may be NaN.
+    A device that reads what arrived as the other group reads bits of no meaning, which may be NaN.
 
     Args:
         ring, pairs: as for `permute`.
