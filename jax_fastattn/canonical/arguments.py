@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared parts of the functions `canonicalize`: conversion and checks of arguments, offsets, and the spec of a call.
 
-Each reshape stands next to its inverse, and `restore` applies the inverses to the results.
+Each reshape is next to its inverse, and `restore` applies the inverses to the results.
 """
 
 from __future__ import annotations

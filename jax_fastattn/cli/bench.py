@@ -34,7 +34,7 @@ _MEASUREMENT_SECONDS = 0.02
 
 
 class _Unsupported(Exception):
-    """An implementation has no argument for a call, or cannot run it here; the message says why."""
+    """Signals that an implementation has no argument for a call, or cannot run it here; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@
 
 
 class UsageError(Exception):
-    """The command line asks for something impossible; exit status 2."""
+    """Signals that the command line asks for something impossible; exit status 2."""
 
 
 class CommandError(Exception):
-    """The command line is right and the command failed; exit status 1."""
+    """Signals that the command line is right and the command failed; exit status 1."""

@@ -110,7 +110,7 @@ def collect() -> dict[str, Any]:
 
 
 def _extension_problem() -> str:
-    """Says that the C++ extension is missing or does not load; empty if it does."""
+    """Returns why the C++ extension is missing or does not load; empty if it loads."""
     try:
         ffi.register()
     except ImportError as error:

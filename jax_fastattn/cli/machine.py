@@ -34,7 +34,7 @@ def missing_parts() -> list[str]:
 
 
 def local_gpus() -> tuple[list[Any], str]:
-    """Returns the CUDA devices of JAX, and without any the first line of what JAX says about that.
+    """Returns the CUDA devices of JAX, and the first line of JAX's reason if there are none.
 
     JAX is asked to take no memory in advance: another process may have the GPU's.
     """

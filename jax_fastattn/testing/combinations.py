@@ -102,7 +102,7 @@ def emulated_draws(seed: int, count: int) -> list[Case]:
 
 
 def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
-    """Returns cases with all static facts. What draws choose is there, with any value."""
+    """Returns cases with all static facts. Arguments that draws choose are present, with any value."""
 
     def some(options: Sequence[Any]) -> Iterator[Any]:
         return itertools.cycle([options[i] for i in random.permutation(len(options))])
