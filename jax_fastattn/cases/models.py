@@ -54,7 +54,7 @@ MODELS = {
 
 
 def layers_by_name(name: str) -> dict[str, Case]:
-    """Returns the layers of a model by name; if a model has two kinds, their names have the kind."""
+    """Returns the layers of a model by name; if it has two kinds of layers, their names have the kind."""
     layers = MODELS[name]
     if len(layers) == 1:
         return {name: layers[0]}
