@@ -17,6 +17,7 @@ import pytest
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.ffi import call
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS
 from jax_fastattn.kernels.bias_shapes import TILE_KEYS, BiasPlanes, bias_kind, bias_pitch
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec
@@ -117,7 +118,7 @@ def test_a_bias_of_keys_keeps_its_sign(scale: float, cap: bool) -> None:
     """The forward kernel negates Q where a logit is a factor times a product; with a cap it multiplies by the scale."""
     bias = np.array([1.0, -np.inf, -3.4e38, -1e38, 1e38, np.inf], np.float32)
     sign = -1.0 if cap and scale < 0 else 1.0
-    found = sign * keys_of(bias, scale, logits_soft_cap=cap)[:6].sum(1)
+    found = sign * keys_of(bias, scale, features=(codes.SOFT_CAP,) if cap else ())[:6].sum(1)
     np.testing.assert_allclose(found[0], 1 / 0.3, rtol=2.0**-20)
     assert np.isneginf(found[1]) and np.isneginf(found[2]) and np.isposinf(found[5])
     assert np.isfinite(found[3:5]).all() and found[3] < -1e38 and found[4] > 1e38

@@ -20,7 +20,7 @@ import kept_kernels
 
 from jax_fastattn.ffi import cache
 from jax_fastattn.kernels.choose import configured
-from jax_fastattn.kernels.features.feature import Feature
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
@@ -28,11 +28,6 @@ from jax_fastattn.kernels.visits import lists
 
 SPEC = configured(KernelSpec("forward", "sm_80", "bfloat16", 64, 32))
 PREPASS = KernelSpec("prepass", "sm_80", "bfloat16", 64, 64, mask=True, config=PrepassConfig(64, 64))
-
-
-@dataclasses.dataclass(frozen=True)
-class Foreign(Feature):
-    """A feature whose code is in no file of the package."""
 
 
 @pytest.fixture
@@ -100,7 +95,7 @@ def test_nothing_is_kept_of_patched_kernels(patch: str, folder: Path, monkeypatc
 
 
 def test_nothing_is_kept_of_a_feature_that_a_test_defines(folder: Path) -> None:
-    spec = dataclasses.replace(SPEC, programs=(Foreign(),))
+    spec = dataclasses.replace(SPEC, features=(Code("of a test", "test_kept_kernels:Feature"),))
     assert is_compiled(spec) and is_compiled(spec)
     assert is_compiled(host=SimpleNamespace()) and is_compiled(host=SimpleNamespace())
     assert list(folder.iterdir()) == []

@@ -39,7 +39,8 @@ def kernel(kind: str, spec: KernelSpec, host: Any, compiled: Callable[[], bytes]
     """
     folder = kept.folder("kernels")
     description = _described(host)
-    if folder is None or description is None or _described(spec) is None or _are_patched():
+    is_foreign = any(not code.feature.startswith(f"{jax_fastattn.__name__}.") for code in spec.features)
+    if folder is None or description is None or is_foreign or _are_patched():
         return compiled()
     options = sorted((x, y) for x, y in os.environ.items() if x.startswith("CUTE_DSL"))
     parts = (kind, cache.kernel_key(spec), description, str(options))

@@ -45,7 +45,7 @@ _FEW_KEYS = 512
 _PROLOGUE_WAVES = 3
 
 
-class _Rows(NamedTuple):
+class _HeadRows(NamedTuple):
     """Describes `_ROWS` rows of a query head.
 
     Attributes:
@@ -214,7 +214,7 @@ class PreprocessKernel:
         # Past the end the last row is read once more, or the first one, which always exists, and dropped.
         last = Int32(cutlass.max(bounds.query_end - 1, 0))
         before = queries.row() * scalars.num_heads + work.head
-        rows = _Rows(before, scalars.num_heads, first, last)
+        rows = _HeadRows(before, scalars.num_heads, first, last)
         own = self._own_row(buffers, bounds, rows, lane)
         in_products = self.spec.folds_lse and self.config.adds_dq
         preprocess = RowPreprocess.of(self.spec, InProducts(scalars.scale) if in_products else Base2())
@@ -246,7 +246,7 @@ class PreprocessKernel:
         hidden = ptx.where(Boolean(visitors == 0), queries.length - first, Int32(0))
         wgmma.loop(copies.clamp(hidden, 0, _ROWS), clear)
 
-    def _own_row(self, buffers: Buffers, bounds: plan.Bounds, rows: _Rows, lane: Int32) -> _Row:
+    def _own_row(self, buffers: Buffers, bounds: plan.Bounds, rows: _HeadRows, lane: Int32) -> _Row:
         """Loads the lane's own row."""
         product = self._row_product(buffers, rows, lane)
         index = rows.first + lane % _ROWS
@@ -273,7 +273,7 @@ class PreprocessKernel:
         live = row < rows.end
         return Boolean(live & (row >= rows.begin)) if rows.hides_first else Boolean(live)
 
-    def _row_product(self, buffers: Buffers, rows: _Rows, lane: Int32) -> Float32:
+    def _row_product(self, buffers: Buffers, rows: _HeadRows, lane: Int32) -> Float32:
         """Returns rowsum(out * dout) of the lane's own row."""
         columns = self.spec.v_head_dim
         deltas = [Float32(0.0)] * _ROWS

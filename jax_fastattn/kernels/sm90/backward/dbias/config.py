@@ -49,8 +49,8 @@ class DbiasMemory(OperandMemory[DbiasConfig]):
 
     Attributes:
         stats_row_nbytes: bytes of a statistic of a row.
-        names: words that tell an item from the others of its tile, see `dbias_schedule.DbiasTile`.
-        told: words that tell its hidden pairs, see `dbias_schedule.DbiasSchedule.look`.
+        names: words that tell an item from the others of its tile, see `sums.schedule.DbiasTile`.
+        told: words that tell its hidden pairs, see `sums.schedule.DbiasSchedule.look`.
     """
 
     stats_row_nbytes: int = 4

@@ -72,7 +72,7 @@ class Item(NamedTuple):
 
     Attributes:
         stage: where its statistics and its names are.
-        kind: kind of the tile, see `dbias_schedule.HIDDEN`.
+        kind: kind of the tile, see `sums.schedule.HIDDEN`.
     """
 
     stage: Int32
@@ -118,11 +118,11 @@ class Items:
         return Item(stage, cute.arch.make_warp_uniform(ptx.load_shared(self._address(stage))))
 
     def names(self, stage: Int32) -> list[Int32]:
-        """Returns the words that tell an item from the others of its tile, see `dbias_schedule.DbiasTile`."""
+        """Returns the words that tell an item from the others of its tile, see `sums.schedule.DbiasTile`."""
         return self._words(stage, 1, self.shared.memory.names)
 
     def told(self, stage: Int32) -> list[Int32]:
-        """Returns what tells hidden pairs of an item, see `dbias_schedule.DbiasSchedule.look`."""
+        """Returns what tells hidden pairs of an item, see `sums.schedule.DbiasSchedule.look`."""
         return self._words(stage, 1 + self.shared.memory.names, self.shared.memory.told)
 
     def _words(self, stage: Int32, first: int, count: int) -> list[Int32]:
