@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The glossary of kernels' words: each row names a file that has the word."""
+"""The glossary of kernels' words, and the files that CONTRIBUTING.md names for each task."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def test_a_word_moved_away_from_its_file() -> None:
         parts = re.findall(r"[a-z]+", re.sub(r"\(.*\)", "", term).lower())
         missing += [f"{term}: {path}" for part in parts if part not in text]
     assert missing == []
+
+
+def test_a_file_of_a_task_is_gone() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| I want to ... | file |")[2].partition("\n\n")[0]
+    paths = re.findall(r"`([^`]+)`", table)
+    assert len(paths) > 20
+    assert [x for x in paths if not any((top / x).exists() for top in (ROOT, ROOT / "jax_fastattn"))] == []
