@@ -171,15 +171,16 @@ def test_the_xla_path_on_request() -> None:
 
 @pytest.mark.usefixtures("_cuda")
 @pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "bf16"), ("float16", "f16")])
-def test_the_xla_path_of_a_gpu_multiplies_16_bits_without_barriers(dtype: str, name: str) -> None:
-    """By the GPU's own products with a float32 result. The workaround for XLA:CPU stays there."""
+def test_the_xla_path_of_a_gpu_multiplies_16_bits_without_workarounds(dtype: str, name: str) -> None:
+    """By the GPU's own products with a float32 result. The workarounds for XLA:CPU stay there."""
     x = jax.ShapeDtypeStruct((2, 129, 3, 32), dtype)
     loss = lambda *qkv: attention(*qkv, implementation="xla").astype(jnp.float32).sum()
     text = calls.cuda_text(jax.value_and_grad(loss, argnums=(0, 1, 2)), x, x, x)
     types = re.findall(r"stablehlo\.dot_general.* : \((.*)\) -> (.*)", text)
     found = [tuple(re.findall(r"x([a-z]+\d+)>", operands + result)) for operands, result in types]
     assert found == [(name, name, "f32")] * 7
-    assert "optimization_barrier" not in text
+    # One barrier keeps the rounded dS from being computed once more for each of its uses.
+    assert re.findall(r"optimization_barrier .* : tensor<(\S+)>", text) == [f"2x3x1x129x129x{name}"]
 
 
 def line_of(function: Any, text: str) -> int:
