@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import calls
 import jax
+import numpy as np
 import pytest
 import test_sharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_fastattn import attention_varlen
+from jax_fastattn import attention, attention_varlen, ring_attention
 
 CASE = test_sharding.CASE
 SPECS = {name: P(*axes) for name, axes in test_sharding.SPLIT.items()}
@@ -117,3 +120,17 @@ def test_some_axes_alone(auto: P) -> None:
     compiled = run(mapped).lower(split).compile()
     assert test_sharding.collectives(compiled) == []
     calls.assert_same(jax.device_get(compiled(split)), jax.device_get(run(calls.attention)(arrays)))
+
+
+def test_a_ring_has_its_gradients_where_a_shard_map_checks_no_axes() -> None:
+    """With jax 0.8, marks of varying axes summed the gradients over the devices of the ring."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 4))
+
+    def gradient(function: Any, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: (function(x, x, x, is_causal=True) * x).sum())(x)
+
+    ring = functools.partial(gradient, functools.partial(ring_attention, axis_name="rows"))
+    rows = P(None, "rows")
+    mapped = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
+    np.testing.assert_allclose(mapped(x), gradient(attention, x), atol=2e-6)
