@@ -51,8 +51,8 @@ def zeros_like(x: jax.Array) -> jax.Array:
 def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """Returns `x` marked as varying over `axes` too; the transpose sums over the axes that were added.
 
-    Where a `shard_map` does not check such marks, there are none. jax 0.8 would sum in the transpose even so, which made
-    gradients of a ring wrong.
+    Where a `shard_map` does not check such marks, there are none. jax 0.8 would sum in the transpose even so, and
+    gradients of a ring would be wrong.
     """
     added = tuple(axes - varying_axes(x))
     checks = getattr(jax_config, "_check_vma", None)
