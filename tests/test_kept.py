@@ -71,7 +71,8 @@ def _with(setting: str, value: bool) -> None:
 
 def test_a_damaged_program_is_compiled_and_written_again(programs: Path) -> None:
     expected = compiled()
-    damaged = {path: path.read_bytes()[:-9] for path in programs.glob("jit__lambda*-cache")}
+    # Two compilations of a program may differ by some bytes in length, so half of it is cut off.
+    damaged = {path: x[: len(x) // 2] for path in programs.glob("jit__lambda*-cache") for x in [path.read_bytes()]}
     for path, content in damaged.items():
         path.write_bytes(content)
     assert compiled() == expected
