@@ -145,6 +145,8 @@ def add_rows(
     keys: Span,
     dquery: jax.Array,
     sums: Gradients,
+    *,
+    has_unit: bool = True,
 ) -> tuple[jax.Array, Gradients]:
     """Adds what `add_block` does, for queries that see no key except `keys`, and the gradients of sinks by row."""
     planes = Planes.of(blocks, dout, queries, keys, skip_stored_queries=True)
@@ -155,22 +157,40 @@ def add_rows(
     rows = RowTerms.of_planes(planes, blocks.sinks(), dlse)
     if sums.sinks is not None and rows.dsinks is not None:
         sums = sums._replace(sinks=queries.put(sums.sinks, rows.dsinks, 3))
-    return _add_planes(blocks, planes, rows, queries, keys, dquery, sums)
+    return _add_planes(blocks, planes, rows, queries, keys, dquery, sums, has_unit)
 
 
 def add_block(
-    blocks: Blocks, dout: jax.Array, rows: RowTerms, queries: Span, keys: Span, dquery: jax.Array, sums: Gradients
+    blocks: Blocks,
+    dout: jax.Array,
+    rows: RowTerms,
+    queries: Span,
+    keys: Span,
+    dquery: jax.Array,
+    sums: Gradients,
+    *,
+    has_unit: bool = True,
 ) -> tuple[jax.Array, Gradients]:
     """Adds the gradients of a block to `dquery`, for its queries `[B, K, G, t, H]`, and to `sums`.
 
-    `dout` is `[B, K, G, T, D]`, and `sums` is as `sum_blocks` returns it.
+    Args:
+        dout: `[B, K, G, T, D]`.
+        sums: what `sum_blocks` returns.
+        has_unit: whether gradients of logits in float16 have a unit. It has room for them, and not for their tangents.
     """
     planes = Planes.of(blocks, dout, queries, keys, skip_stored_queries=True)
-    return _add_planes(blocks, planes, rows.take(blocks, queries), queries, keys, dquery, sums)
+    return _add_planes(blocks, planes, rows.take(blocks, queries), queries, keys, dquery, sums, has_unit)
 
 
 def _add_planes(
-    blocks: Blocks, planes: Planes, rows: RowTerms, queries: Span, keys: Span, dquery: jax.Array, sums: Gradients
+    blocks: Blocks,
+    planes: Planes,
+    rows: RowTerms,
+    queries: Span,
+    keys: Span,
+    dquery: jax.Array,
+    sums: Gradients,
+    has_unit: bool,
 ) -> tuple[jax.Array, Gradients]:
     dtype, visible = blocks.query.dtype, planes.visible
     query = zero_unseeing_queries(blocks.take_query(blocks.query, queries), visible)
@@ -181,15 +201,31 @@ def _add_planes(
     dlogits = dlogits if planes.slope is None else dlogits * planes.slope
     dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
     dbias = None if sums.bias is None else blocks.add_plane(sums.bias, dlogits, queries, keys)
+    total, scale, unit = rows.dlogits, blocks.scale(4), None
+    if has_unit and dtype == jnp.float16:
+        unit = _unit(dlogits)
+        dlogits, total, scale = dlogits / unit, None if total is None else total / unit[..., 0], scale * unit[..., 0]
     rounded = _rounded(dlogits, dtype)
-    dkey = keys.add(sums.key, blocks.product("bkgts,bkgth->bksh", rounded, query) * blocks.scale(4), 2)
+    dkey = keys.add(sums.key, blocks.product("bkgts,bkgth->bksh", rounded, query) * scale, 2)
     dvalue = keys.add(sums.value, blocks.product("bkgts,bkgtd->bksd", weights, planes.dout), 2)
-    dscaled = _of_scaled_query(blocks, dlogits, rounded, rows.dlogits, keys, visible)
+    dscaled = _of_scaled_query(blocks, dlogits, rounded, total, keys, visible)
+    dscaled = dscaled if unit is None else dscaled * unit
     dscale = sums.scale
     if dscale is not None:
         products = dscaled.astype(dscale.dtype) * query.astype(dscale.dtype)
         dscale = dscale + reduce_to(dscale.shape, products.sum(axis=(1, 2, 3, 4))[:, None])
     return dquery + dscaled * blocks.scale(5), sums._replace(key=dkey, value=dvalue, bias=dbias, scale=dscale)
+
+
+def _unit(dlogits: jax.Array) -> jax.Array:
+    """Returns a power of two `[B, K, 1, 1, 1]`: gradients of logits, divided by it, fit into float16.
+
+    Most weights of a long row are so small that the gradients of its logits would be subnormal numbers of float16, or
+    0. The greatest gradient becomes 2^14 to 2^15. What is not finite does not count, so that it reaches no other row.
+    """
+    size = jnp.abs(lax.stop_gradient(dlogits))
+    greatest = jnp.max(jnp.where(size < jnp.inf, size, 0.0), axis=(2, 3, 4), keepdims=True, initial=0.0)
+    return jnp.ldexp(jnp.ones((), size.dtype), jnp.clip(jnp.frexp(greatest)[1] - 15, -100, 100))
 
 
 def _of_scaled_query(

@@ -108,7 +108,7 @@ def second_backward(
 
         def along(fields: Tangents, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
             moving = _with_fields(blocks, fields)
-            return add_rows(moving, dout_rows, lse_rows, dlse_rows, queries, keys, dquery, sums)
+            return add_rows(moving, dout_rows, lse_rows, dlse_rows, queries, keys, dquery, sums, has_unit=False)
 
         still = jax.tree.map(jnp.zeros_like, (dquery, sums))
         return jax.jvp(along, (fields, *still), (dfields, dquery, sums))[1]
@@ -130,7 +130,8 @@ def second_backward(
         """Adds tangents. Along a loop, `jax.jvp` would add up the gradients as well, which nothing reads."""
 
         def along(fields: Tangents, rows: RowTerms, dquery: jax.Array, sums: Gradients) -> tuple[jax.Array, Gradients]:
-            return add_block(_with_fields(blocks, fields), dout_rows, rows, queries, keys, dquery, sums)
+            moving = _with_fields(blocks, fields)
+            return add_block(moving, dout_rows, rows, queries, keys, dquery, sums, has_unit=False)
 
         still = jax.tree.map(jnp.zeros_like, (dquery, sums))
         return jax.jvp(along, (fields, rows, *still), (dfields, drows, dquery, sums))[1]
