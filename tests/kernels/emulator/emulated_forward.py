@@ -16,19 +16,27 @@ from jax_fastattn.kernels.sm80.forward.kernel import ForwardKernel
 def check(spec: KernelSpec, sizes: Sizes | None = None) -> None:
     """Runs the kernel on poisoned operands, into buffers of NaN, and compares output and lse."""
     sizes = sizes or Sizes()
-    kernel = ForwardKernel(spec)
-    texts = compile_kernel(kernel, spec)
     arrays, wanted = draw_operands(spec, sizes)
     out, lse = wanted["out"], wanted["lse"]
     if codes.SINKS in spec.features:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
-    arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
-    arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
-    memory, buffers = place(spec, arrays)
+    found = run(spec, sizes, arrays)
+    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
+    got = found["out"].astype(np.float64)
+    np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
+    np.testing.assert_allclose(found["lse"], lse, atol=1e-4, rtol=1e-5)
+
+
+def run(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the output and the log-sum-exp that the kernel makes of operands."""
+    kernel = ForwardKernel(spec)
+    texts = compile_kernel(kernel, spec)
+    rows, v_head_dim = arrays["query"].shape[:3], arrays["value"].shape[3]
+    results = {
+        "out": np.full((*rows, v_head_dim), np.nan, arrays["query"].dtype),
+        "lse": np.full(rows, np.nan, np.float32),
+    }
+    memory, buffers = place(spec, arrays | results)
     for launch in kernel.launches(buffers, launch_scalars(spec, sizes)):
         start(launch, texts, memory, schedule="random", finds_races=True)
-
-    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
-    got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
-    np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
-    np.testing.assert_allclose(memory.read(buffers.lse, lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
+    return {name: memory.read(getattr(buffers, name), x.shape, x.dtype) for name, x in results.items()}

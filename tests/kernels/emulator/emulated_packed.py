@@ -146,14 +146,26 @@ def _join(pack: Pack, name: str, parts: list[dict[str, np.ndarray]], fill: float
 
 def check_forward(spec: KernelSpec, pack: Pack) -> None:
     """Runs the kernel of its family into buffers of NaN, and compares output and log-sum-exp."""
+    arrays, wanted = draw(spec, pack)
+    found = run_forward(spec, pack, arrays)
+    out, whole = wanted["out"][:, pack.whole(0)], pack.whole(0)
+    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10
+    got = found["out"].astype(np.float64)[:, whole]
+    np.testing.assert_allclose(got, out, atol=tolerance * np.abs(wanted["out"]).max(), rtol=tolerance)
+    np.testing.assert_allclose(found["lse"][:, whole], wanted["lse"][:, whole], atol=1e-4, rtol=1e-5)
+
+
+def run_forward(spec: KernelSpec, pack: Pack, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the output and the log-sum-exp that the kernel of its family makes of operands."""
     on_hopper = spec.family == "sm90"
     kernel = (HopperForwardKernel if on_hopper else ForwardKernel)(spec)
     texts = compile_kernel(kernel, spec)
-    arrays, wanted = draw(spec, pack)
-    out, lse = wanted["out"], wanted["lse"]
-    arrays |= {"out": np.full(out.shape, np.nan, arrays["query"].dtype)}
-    arrays |= {"lse": np.full(lse.shape, np.nan, np.float32)}
-    arrays["query_tiles"] = pack.records(spec.config.slot_rows, of_keys=False)
+    rows, v_head_dim = arrays["query"].shape[:3], arrays["value"].shape[3]
+    results = {
+        "out": np.full((*rows, v_head_dim), np.nan, arrays["query"].dtype),
+        "lse": np.full(rows, np.nan, np.float32),
+    }
+    arrays = arrays | results | {"query_tiles": pack.records(spec.config.slot_rows, of_keys=False)}
     arrays |= {name: np.full(shape, -1, np.int32) for name, shape in forward_scratch(spec).items()}
     memory, buffers = place(spec, arrays)
     for launch in kernel.launches(buffers, launch_scalars(spec, pack.launch_sizes())):
@@ -161,11 +173,7 @@ def check_forward(spec: KernelSpec, pack: Pack) -> None:
             emulated_hopper.start(launch, texts, memory)
         else:
             start(launch, texts, memory, schedule="random", finds_races=True)
-    tolerance, whole = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10, pack.whole(0)
-    got = memory.read(buffers.out, out.shape, arrays["out"].dtype).astype(np.float64)
-    np.testing.assert_allclose(got[:, whole], out[:, whole], atol=tolerance * np.abs(out).max(), rtol=tolerance)
-    got = memory.read(buffers.lse, lse.shape, np.float32)
-    np.testing.assert_allclose(got[:, whole], lse[:, whole], atol=1e-4, rtol=1e-5)
+    return {name: memory.read(getattr(buffers, name), x.shape, x.dtype) for name, x in results.items()}
 
 
 def check_backward(spec: KernelSpec, pack: Pack) -> None:
