@@ -3,6 +3,7 @@
 """Measures the XLA path beside `jax.nn.dot_product_attention`, by turns, and appends one JSON record per line.
 
     python benchmarks/jax_nn.py --set gpu          # what the kernels do not take, and the XLA path where they do
+    python benchmarks/jax_nn.py --set gpu-long     # the XLA path where logits take 4 GiB
     python benchmarks/jax_nn.py --set one-query    # one query over many keys: our kernel, our XLA path, jax.nn
     python benchmarks/jax_nn.py --set cpu
     python benchmarks/jax_nn.py --set cpu-d128     # the default scale is no power of two, see `Blocks.rounded`
@@ -184,6 +185,12 @@ SETS = {
         "float32-1k-highest": Row(4, 16, 1024, dtype="float32", precision="highest"),
         "one-query-1x128k": _ONE,
         **_SQUARE,
+    },
+    "gpu-long": {
+        "float32-4k": Row(4, 16, 4096, dtype="float32"),
+        "float32-4k-highest": Row(4, 16, 4096, dtype="float32", precision="highest"),
+        "float32-4k-causal": Row(4, 16, 4096, dtype="float32", is_causal=True),
+        "bfloat16-d128-2k-causal": Row(16, 16, 2048, 128, is_causal=True),
     },
     "one-query": {
         f"one-query-{batch}x{length // 1024}k{'-lengths' * has_lengths}": replace(
