@@ -27,7 +27,10 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-# Chunks have 5 rows, an odd number. A window of 6 or 11 ends where a chunk does, and that of 11 where a device does.
+# A device has 10 rows, and in zigzag order two chunks of 5, an odd number that no other size divides. Windows are
+# chosen by where they end. A window of 6 or 11 keys to the left ("both-sides", "window") ends, for the first row of a
+# chunk, at the last row of another chunk; that of 11, for the first row of a device, at the last row of another device.
+# The window of 40 ("wide-window") ends in no neighbor, but reaches over four devices.
 @pytest.mark.numbers
 @pytest.mark.parametrize(
     ("size", "mask", "layout"),
@@ -261,10 +264,12 @@ ALL_TO_ALL: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 REPEATED = ("one-key-head", "mask-per-repeated-key-head")  # on more devices than key heads
+# It alone has a mask per key head where key heads are repeated.
+EVERY_TURN = "mask-per-repeated-key-head"
 
 
 @pytest.mark.numbers
-@pytest.mark.parametrize("name", ALL_TO_ALL)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.whole] * (x == EVERY_TURN)) for x in ALL_TO_ALL])
 def test_all_to_all(name: str) -> None:
     heads, extra = ALL_TO_ALL[name]
     arrays, size = rings.draw(20, heads=heads) | extra, 4 if name in REPEATED else 2
