@@ -145,6 +145,12 @@ def test_rows_of_padding_in_full_tiles_add_nothing() -> None:
     emulated_hopper.check_backward(spec, Sizes(2, 200, 256, 1, query_lengths=(70, 200), bias=(1, 1, 200, 256)))
 
 
+def test_the_number_of_the_key_after_the_last_visible_one_is_not_read() -> None:
+    """A bias of keys under a causal mask. There are more keys than queries; NaN is in the numbers that nobody sees."""
+    spec = configured(KernelSpec("backward", "sm_90a", "bfloat16", 64, 64, family="sm90", **CAUSAL, **KEYS))
+    emulated_hopper.check_backward(spec, Sizes(1, 37, 45, 1, right=0, bias=(1, 1, 1, 45)))
+
+
 # By name: a case without a bias, and the shape of a bias.
 LISTED = {
     "d64-blocks": (FUSED["d64-blocks"], (1, 1, 300, 400)),

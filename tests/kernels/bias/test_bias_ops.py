@@ -191,6 +191,11 @@ def test_nan_in_the_bias_of_a_row_that_sees_nothing_reaches_no_result() -> None:
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
 
 
+def test_terms_of_a_float32_bias_with_several_planes() -> None:
+    """The low term of a plane is as many planes further as there are. TMA loads both."""
+    compare(*draw({"bias": (1, N, 20, 40), "bias_dtype": "float32", "size": 20.0}, (1, 20, 40, N, K)))
+
+
 @pytest.mark.parametrize("shape", [(1, N), (1, K), (3, 1)], ids=str)
 def test_heads_that_share_a_large_bias_come_together(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile is computed once in any order; here three heads begin a position together."""
