@@ -6,9 +6,10 @@
     .venv-newest/bin/python tests/planted/plant.py prepass-rank limit-of-bits    some of them
     .venv-newest/bin/python tests/planted/plant.py --list                   their names, and what each does
 
-A fault is caught if one of its cases fails. It is not if pytest cannot collect the cases, if only their set-up fails,
-or if they take longer than `--timeout`. The exit status is 1 if a fault was not caught. Files that git ignores are not
-copied, except for the C++ extension, which is that of the Python that runs this; faults in `csrc/` cannot be planted.
+First all cases have to pass in a copy without a fault. A fault is caught if one of its cases then fails. It is not if
+pytest cannot collect the cases, if only their set-up fails, or if they take longer than `--timeout`. The exit status is
+1 if a fault was not caught. Files that git ignores are not copied, except for the C++ extension, which is that of the
+Python that runs this; faults in `csrc/` cannot be planted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -66,17 +68,29 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the cases of a fault did.
+    """What cases did.
 
     Attributes:
-        is_caught: whether a case failed.
+        status: of pytest; None if it did not end in time.
         seconds: of CPU time.
-        told: how the first case failed, or why none did; a line.
+        failures: how each case failed that did; errors of its set-up are none.
+        last: the last line that pytest printed.
     """
 
-    is_caught: bool
+    status: int | None
     seconds: float
-    told: str
+    failures: list[str]
+    last: str
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether a case failed, and nothing else went wrong."""
+        return self.status == 1 and len(self.failures) > 0
+
+    @property
+    def told(self) -> str:
+        """The outcome in a line."""
+        return self.failures[0].partition("\n")[0] if self.is_caught else f"pytest ends with {self.status}: {self.last}"
 
 
 def faults() -> dict[str, Fault]:
@@ -85,29 +99,27 @@ def faults() -> dict[str, Fault]:
     return {name: Fault(name, **row) for name, row in table.items()}
 
 
-def run(fault: Fault, timeout: float) -> Outcome:
-    """Runs the cases of a fault in a copy of this tree."""
+def run(cases: Iterable[str], timeout: float, fault: Fault | None = None) -> Outcome:
+    """Runs cases in a copy of this tree, into which it plants a fault if one is given."""
     with tempfile.TemporaryDirectory() as folder:
         tree, report = Path(folder) / "tree", Path(folder) / "report.xml"
         _copy(tree)
-        fault.plant(tree)
+        if fault is not None:
+            fault.plant(tree)
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
         environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-        options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}"]
         before = _cpu_seconds()
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "pytest", *options, *fault.cases],
+                [*command, f"--junitxml={report}", *cases],
                 cwd=tree, env=environment, timeout=timeout, capture_output=True, text=True, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Outcome(False, _cpu_seconds() - before, f"no end after {timeout:.0f} s")
-        seconds = _cpu_seconds() - before
+            return Outcome(None, _cpu_seconds() - before, [], f"no end after {timeout:.0f} s")
         found = ElementTree.parse(report).iter("testcase") if report.exists() else ()
-        messages = [failure.get("message", "") for case in found for failure in case.iter("failure")]
-        if done.returncode == 1 and messages:
-            return Outcome(True, seconds, messages[0].partition("\n")[0])
+        failures = [failure.get("message", "") for case in found for failure in case.iter("failure")]
         last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
-        return Outcome(False, seconds, f"pytest ends with {done.returncode}: {last}")
+        return Outcome(done.returncode, _cpu_seconds() - before, failures, last)
 
 
 def _copy(tree: Path) -> None:
@@ -124,7 +136,10 @@ def _copy(tree: Path) -> None:
 
 def _extension() -> str:
     """Returns the path of the C++ extension."""
-    found = importlib.util.find_spec("jax_fastattn.ffi._ffi")
+    try:
+        found = importlib.util.find_spec("jax_fastattn.ffi._ffi")
+    except ModuleNotFoundError:
+        found = None
     if found is None or found.origin is None:
         raise SystemExit("jax_fastattn is not installed here; run `sh tests/run`, then .venv-newest/bin/python")
     return found.origin
@@ -166,9 +181,13 @@ def main() -> int:
         return 0
     _refuse_another_package()
     chosen = options.names or [*every]
+    cases = dict.fromkeys(case for name in chosen for case in every[name].cases)
+    without = run(cases, options.timeout * len(cases))
+    if without.status != 0:
+        raise SystemExit("\n".join(["Not all cases pass without a fault:", *without.failures, without.last]))
     outcomes = []
     for name in chosen:
-        outcome = run(every[name], options.timeout)
+        outcome = run(every[name].cases, options.timeout, every[name])
         outcomes.append(outcome)
         state = "caught" if outcome.is_caught else "NOT CAUGHT"
         print(f"{name:{width}}  {state:10}  {outcome.seconds:5.1f} s  {outcome.told[:120]}", flush=True)

@@ -11,7 +11,7 @@ import pytest
 import sampling
 
 FAULTS = plant.faults()
-# At this many faults and fewer no case may run in every turn.
+# Of so many faults at most no case runs in every turn.
 MOST_BY_TURN = 2
 
 
@@ -37,3 +37,14 @@ def test_a_case_of_a_fault_is_gone_or_sampled(every_case: list[pytest.Item]) -> 
     always = set.intersection(*turns)
     by_turn = [name for name, fault in FAULTS.items() if not always & {*fault.cases}]
     assert len(by_turn) <= MOST_BY_TURN, by_turn
+
+
+@pytest.mark.parametrize(
+    ("status", "failures", "is_caught"),
+    [(1, ["AssertionError"], True), (0, [], False), (1, [], False), (2, [], False), (None, [], False)],
+    ids=["failure", "pass", "error of a set-up", "error of collection", "timeout"],
+)
+def test_what_is_no_failure_of_a_case_counts_as_caught(
+    status: int | None, failures: list[str], is_caught: bool
+) -> None:
+    assert plant.Outcome(status, 0.0, failures, "").is_caught == is_caught
