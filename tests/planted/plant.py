@@ -90,7 +90,7 @@ class Outcome:
     @property
     def told(self) -> str:
         """The outcome in a line."""
-        return self.failures[0].partition("\n")[0] if self.is_caught else f"pytest ends with {self.status}: {self.last}"
+        return " ".join(self.failures[0].split()) if self.is_caught else f"pytest ends with {self.status}: {self.last}"
 
 
 def faults() -> dict[str, Fault]:
