@@ -61,9 +61,12 @@ def prune() -> None:
 
 
 def keep_programs() -> None:
-    """Lets this process, and those that it starts, keep programs; leaves a folder that the user has named."""
+    """Lets this process, and those that it starts, keep programs; leaves a folder that the user has named.
+
+    A worker of pytest-xdist has inherited the settings, and needs the writing of entries.
+    """
     programs = folder("programs")
-    if programs is None or jax.config.jax_compilation_cache_dir:
+    if programs is None or jax.config.jax_compilation_cache_dir not in (None, "", str(programs)):
         return
     lru_cache.LRUCache.put = _put
     settings = {
