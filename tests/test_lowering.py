@@ -429,3 +429,21 @@ def test_new_sizes_windows_and_caps_compile_nothing(monkeypatch: pytest.MonkeyPa
         calls.cuda_text(attention, *(jnp.zeros((2, 5, 3, 16), jnp.bfloat16) for _ in range(3)))
         assert ffi.compile_count() == before + 3
     dispatch._warned.cache_clear()
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_profiles_name_kernels_in_the_words_of_explain() -> None:
+    """Both passes had one name, that of the custom call."""
+    q, k, v = (jax.ShapeDtypeStruct((2, 192, heads, 64), jnp.bfloat16) for heads in (4, 2, 2))
+    one, mask = jax.ShapeDtypeStruct((2, 1, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 1, 192, 192), bool)
+
+    def names(function: Any, *arrays: Any) -> set[str]:
+        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+        return {*re.findall(r'loc\("jax_fastattn_(\w+)["/]', text)} - {"launch"}
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        return attention(q, k, v, mask=mask).astype(jnp.float32).sum()
+
+    assert names(jax.grad(loss), q, k, v, mask) == {"prepass", "sm90_forward", "sm90_backward"}
+    assert names(attention, one, k, v) == {"sm90_decode"}
+    assert str(explain(q, k, v, arch="sm_90a")).startswith("CUDA kernels sm90 forward, sm90 backward (")

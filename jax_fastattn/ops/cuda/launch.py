@@ -15,6 +15,7 @@ from jax_fastattn import ffi
 from jax_fastattn._compat import Primitive
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, VISIT_SCALARS, Scalars
 from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.spec import UNBOUNDED, Problem
 
 launch_p = Primitive("jax_fastattn_launch")
@@ -34,6 +35,13 @@ def _lower(ctx, *operands, kernel, ints, floats, results):  # type: ignore[no-un
 
 # It is not inlined: identical calls, as a model's layers make them, share one function and carry their kernel once.
 mlir.register_lowering(launch_p, _lower, platform="cuda", inline=False)
+
+
+def launch(*operands: Any, kernel: KernelSpec, **params: Any) -> list[jax.Array]:
+    """Binds the custom call under a name for profiles, in the words of `explain`: `jax_fastattn_sm90_forward`."""
+    name = kernel.op if kernel.op == "prepass" else f"{kernel.family}_{kernel.op}"
+    with jax.named_scope(f"jax_fastattn_{name}"):
+        return launch_p.bind(*operands, kernel=kernel, **params)
 
 
 # Next to collectives, a CTA of a forward launch takes this many pairs of query and key at head dim 128: some 0.1 ms.

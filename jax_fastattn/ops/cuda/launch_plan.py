@@ -16,7 +16,7 @@ from jax_fastattn.kernels.choose import prepass_configs
 from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda.bias import bias_operands
-from jax_fastattn.ops.cuda.launch import launch_p, launch_scalars, persistent_blocks
+from jax_fastattn.ops.cuda.launch import launch, launch_scalars, persistent_blocks
 from jax_fastattn.ops.cuda.prepass import PREDICATE, TileLists, tile_lists
 from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.ops.cuda.row_bits import RowBitsArrays, row_bits
@@ -82,7 +82,7 @@ class LaunchPlan:
         given = {name for name, x in self.operands.items() if x is not None}
         assert given == set(names) and self.shapes.keys() == made.keys(), (self.kernel, given, set(self.shapes))
         scalars = self._scalars()
-        found = launch_p.bind(
+        found = launch(
             *(self.operands[name] for name in names),
             kernel=self.kernel,
             ints=scalars.of_dtype("int32"),

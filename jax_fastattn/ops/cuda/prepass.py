@@ -21,7 +21,7 @@ from jax_fastattn.kernels.choose import is_one_row, list_sizes, prepass_spec
 from jax_fastattn.kernels.tiles import lists as layout
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.ops.cuda.compared import ComparedRowsArrays, compared_rows, narrow_ids
-from jax_fastattn.ops.cuda.launch import launch_p
+from jax_fastattn.ops.cuda.launch import launch
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Problem
 
 # Lists stand for these operands.
@@ -98,7 +98,7 @@ def tile_lists(
     for lists in kept:
         if lists.config == config:
             return _checked(lists, shapes, planes)
-    found = launch_p.bind(
+    found = launch(
         *(arrays[name] for name, buffer in buffers.items() if buffer.role == "operand"),
         kernel=kernel,
         ints=tuple(_scalars(spec, operands, sizes)),
