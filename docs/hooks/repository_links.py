@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the site from pages that a code host shows, too: mkdocs.yml loads this module.
 
-Pages outside of `docs/` join the site: README's neighbors, the notebook, and plots. A link from one page to another
-keeps its meaning, whichever folder each lies in. A link to any other file of the repository leads to the code host.
-A page that a docstring names becomes a link. mkdocs reports what leads nowhere.
+Pages outside of `docs/` join the site: README's neighbors, the notebook, and plots. The notebook is found neither by
+the search nor in the navigation. A link from one page to another keeps its meaning, whichever folder each lies in. A
+link to any other file of the repository leads to the code host; as long as the project has no address, its text stands
+alone. A page that a docstring names becomes a link. mkdocs reports what leads nowhere.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCE = PROJECT["urls"]["Source"]
+HAS_ADDRESS = not posixpath.dirname(SOURCE).endswith(".example")  # a host that RFC 2606 reserves
 
 # Files outside of docs/, by their address in the site.
 JOINED = {"contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
@@ -29,30 +33,15 @@ JOINED |= {f"plots/{path.name}": path.relative_to(ROOT).as_posix() for path in R
 _ADDRESSES = {path: address for address, path in JOINED.items()}
 _CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+_TO_SOURCE = re.compile(rf'<a href="{re.escape(SOURCE)}[^"]*">(.*?)</a>', re.DOTALL)
 _MENTION = re.compile(r"\bdocs/([\w/]+\.md)\b")
 
 
 def on_config(config: Any) -> Any:
-    """Takes the address of the repository from pyproject.toml, the one place that has it, and lists the notebook."""
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
-    config.repo_url = urls["Source"]
-    (section,) = (x for x in config.nav if "Notebook" in x)
-    section["Notebook"] = _notebook()
+    """Names the repository in the header of each page, once it has an address."""
+    if HAS_ADDRESS:
+        config.repo_url, config.repo_name = SOURCE, PROJECT["name"]
     return config
-
-
-def _notebook() -> list[Any]:
-    """Returns the notebook's part of the navigation: `topic-question.md` comes below `topic.md`, which has an index."""
-    pages = sorted(path.name for path in (ROOT / "notebook").glob("*.md"))
-    below = {page: [x for x in pages if x.startswith(f"{page.removesuffix('.md')}-")] for page in pages}
-    shown: list[Any] = ["notebook/README.md"]
-    for page in pages:
-        if below[page]:
-            title = (ROOT / "notebook" / page).read_text().partition("\n")[0].removeprefix("# ").partition(":")[0]
-            shown.append({title: [f"notebook/{x}" for x in (page, *below[page])]})
-        elif page != "README.md" and not any(page in found for found in below.values()):
-            shown.append(f"notebook/{page}")
-    return shown
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -63,15 +52,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrites the links of a page, except in code."""
+    """Rewrites the links of a page, except in code, and keeps the notebook out of the search."""
     address = page.file.src_uri
+    if address.startswith("notebook/"):
+        page.meta["search"] = {"exclude": True}
     pieces = _CODE.split(markdown)
-    pieces[::2] = [_LINK.sub(lambda link: _rewritten(address, link, config), piece) for piece in pieces[::2]]
+    pieces[::2] = [_LINK.sub(lambda link: _rewritten(address, link), piece) for piece in pieces[::2]]
     return "".join(pieces)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Links the pages that docstrings name, such as `docs/semantics.md`."""
+    """Takes links to the code host away if it has no address; links the pages that docstrings name."""
+    if not HAS_ADDRESS:
+        html = _TO_SOURCE.sub(r"\1", html)
     if page.file.src_uri != "api.md":
         return html
     return _MENTION.sub(lambda mention: _linked(mention, page.file, files), html)
@@ -84,7 +77,7 @@ def _linked(mention: re.Match[str], here: File, files: Files) -> str:
     return f'<a href="{there.url_relative_to(here)}">{mention[0]}</a>'
 
 
-def _rewritten(address: str, link: re.Match[str], config: Any) -> str:
+def _rewritten(address: str, link: re.Match[str]) -> str:
     path, anchor = link.groups(default="")
     own = JOINED.get(address, f"docs/{address}")
     target = posixpath.normpath(posixpath.join(posixpath.dirname(own), path))
@@ -96,5 +89,5 @@ def _rewritten(address: str, link: re.Match[str], config: Any) -> str:
         there = target.removeprefix("docs/")
         return f"]({os.path.relpath(there, posixpath.dirname(address) or '.')}{anchor})"
     if (ROOT / target).exists():
-        return f"]({config.repo_url}/blob/HEAD/{target}{anchor})"
+        return f"]({SOURCE}/blob/HEAD/{target}{anchor})"
     return link[0]

@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Exports a program for another GPU: it carries its kernels, so the process that loads it needs no compiler.
-
-This machine needs the extra `cuda13` or `cuda12`, `flatbuffers` for JAX, and no GPU.
+"""Exports a program for another GPU. It carries its kernels, so the process that loads
+it needs no compiler. This machine needs the extras `cuda13` and `export`, and no GPU.
 """
 
 from pathlib import Path
@@ -23,12 +22,12 @@ q = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.bfloat16)
 kv = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
 
 with jax_fastattn.target_arch("sm_80"):  # an A100; "sm_90a" is an H100
-    exported = jax.export.export(
-        jax.jit(attend),
-        platforms=["cuda"],
-        # JAX cannot know that the launch of a kernel stays compatible; this package says so.
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jax_fastattn_launch")],
-    )(q, kv, kv)
+    # JAX cannot know that the launch of a kernel stays compatible; you say so.
+    launch = jax.export.DisabledSafetyCheck.custom_call("jax_fastattn_launch")
+    export = jax.export.export(
+        jax.jit(attend), platforms=["cuda"], disabled_checks=[launch]
+    )
+    exported = export(q, kv, kv)
 
 with TemporaryDirectory() as folder:
     path = Path(folder, "attend.bin")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""A masked encoder layer of Flax linen: `attention_fn` takes the place of Flax's own function."""
+"""A masked encoder layer of Flax linen: `attention_fn` replaces Flax's own function."""
 
 import flax.linen as nn
 import jax
@@ -11,10 +11,11 @@ from jax_fastattn.integrations.flax import attention_fn
 
 
 class Encoder(nn.Module):
-    """One layer of attention over x [batch, length, width] with a padding mask from is_token [batch, length].
+    """One layer over x [batch, length, width] with a padding mask from is_token.
 
-    The mask may also be any other array of Flax. Where lengths, causality or a window say the same, pass them to `bind`
-    instead, as flax_nnx.py does: kernels then skip what is hidden without reading a mask.
+    The mask may be any mask of Flax. Where causality or a window says the same, use
+    `bind` (flax_nnx.py), and for padding `Packed` (bert_flax.py): kernels then skip
+    what is hidden without reading a mask.
     """
 
     attention_fn: object = attention_fn
@@ -23,7 +24,10 @@ class Encoder(nn.Module):
     def __call__(self, x, is_token):
         mask = nn.make_attention_mask(jnp.ones_like(is_token), is_token)
         y = nn.LayerNorm(dtype=jnp.bfloat16)(x)
-        return x + nn.MultiHeadDotProductAttention(8, dtype=jnp.bfloat16, attention_fn=self.attention_fn)(y, mask=mask)
+        attend = nn.MultiHeadDotProductAttention(
+            8, dtype=jnp.bfloat16, attention_fn=self.attention_fn
+        )
+        return x + attend(y, mask=mask)
 
 
 x = jax.random.normal(jax.random.key(0), (2, 64, 256))

@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences in `nnx.MultiHeadAttention`: boundaries are data, so a new batch does not trace the step again."""
+"""Packed sequences in `nnx.MultiHeadAttention`: boundaries are data, so a new batch
+does not trace the step again.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,12 @@ from jax_fastattn.integrations.flax import Packed, bind
 
 ROWS, MOST = 128, 8  # tokens of a row, and how many documents it may hold
 
-layer = nnx.MultiHeadAttention(
-    4, 64, dtype=jnp.bfloat16, attention_fn=bind(is_causal=True), decode=False, rngs=nnx.Rngs(0)
-)
+options = {"dtype": jnp.bfloat16, "decode": False, "rngs": nnx.Rngs(0)}
+layer = nnx.MultiHeadAttention(4, 64, attention_fn=bind(is_causal=True), **options)
 
 
 def boundaries(lengths):
-    """Returns where the documents of a row begin and end, [MOST + 1]; unused documents are empty."""
+    """Returns where the documents of a row begin and end; unused ones are empty."""
     return np.pad(np.cumsum([0, *lengths]), (0, MOST - len(lengths)), mode="edge")
 
 
@@ -26,7 +27,7 @@ traces = []
 
 @nnx.jit
 def step(layer, x, cu_seqlens):
-    """Returns the loss and its gradient for x [batch, ROWS, 64] and cu_seqlens [batch, MOST + 1]."""
+    """Returns loss and gradient; x [batch, ROWS, 64], cu_seqlens [batch, MOST + 1]."""
     traces.append(x.shape)
 
     def loss(layer):

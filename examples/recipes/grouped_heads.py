@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped-query attention: keys and values keep their few heads, in the forward and the backward pass."""
+"""Grouped-query attention: keys and values keep their few heads in both passes."""
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,21 @@ def loss(k, v, attend):
 
 def attend_repeated(q, k, v, **options):
     """What to avoid: this copies keys and values, and their gradients, GROUP times."""
-    return jax.nn.dot_product_attention(q, jnp.repeat(k, GROUP, axis=2), jnp.repeat(v, GROUP, axis=2), **options)
+    k, v = (jnp.repeat(x, GROUP, axis=2) for x in (k, v))
+    return jax.nn.dot_product_attention(q, k, v, **options)
 
 
 dk, dv = jax.grad(loss, (0, 1))(k, v, attention)
 assert dk.shape == dv.shape == (BATCH, LENGTH, KV_HEADS, HEAD_DIM)
 
-# A mask or a bias has a head axis of 1 or HEADS; a mask may also have one row for each key/value head.
-mask = jax.random.bernoulli(jax.random.key(1), 0.7, (BATCH, KV_HEADS, LENGTH, LENGTH)).at[..., 0].set(True)
+# The head axis of a mask or bias has size 1, HEADS or KV_HEADS.
+mask = jax.random.bernoulli(jax.random.key(1), 0.7, (BATCH, KV_HEADS, LENGTH, LENGTH))
+mask = mask.at[..., 0].set(True)
 out = attention(q, k, v, mask=mask)
 
-for found, wanted in zip((dk, dv), jax.grad(loss, (0, 1))(k, v, attend_repeated), strict=True):
-    np.testing.assert_allclose(found.astype(float), wanted.astype(float), atol=0.02 * float(jnp.abs(wanted).max()))
+wanted = jax.grad(loss, (0, 1))(k, v, attend_repeated)
+for x, y in zip((dk, dv), wanted, strict=True):
+    x, y = x.astype(float), y.astype(float)
+    np.testing.assert_allclose(x, y, atol=0.02 * float(jnp.abs(y).max()))
 wanted = attend_repeated(q, k, v, mask=jnp.repeat(mask, GROUP, axis=1))
 np.testing.assert_allclose(out.astype(float), wanted.astype(float), atol=0.05)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Keras on the JAX backend: inside `installed()`, its layers call `jax_fastattn.attention`."""
+"""Keras on the JAX backend: inside `installed()`, its layers call this package."""
 
 import os
 
@@ -15,7 +15,7 @@ keras.utils.set_random_seed(0)
 
 
 def make_model():
-    """Returns an encoder with a causal mask; kernels take the dtypes of the two mixed policies, not float32."""
+    """Returns an encoder with a causal mask; kernels take the mixed policies."""
     tokens = keras.Input((24,), dtype="int32")
     x = keras.layers.Embedding(50, 32)(tokens)
     attend = keras.layers.MultiHeadAttention(4, 16, dtype="mixed_bfloat16")
@@ -26,7 +26,8 @@ def make_model():
 model = make_model()
 tokens = np.random.default_rng(0).integers(50, size=(8, 25), dtype="int32")
 x, y = tokens[:, :-1], tokens[:, 1:]
-model.compile(optimizer=keras.optimizers.Adam(1e-2), loss="sparse_categorical_crossentropy")
+adam = keras.optimizers.Adam(1e-2)
+model.compile(optimizer=adam, loss="sparse_categorical_crossentropy")
 wanted = model(x)  # by jax.nn
 
 with jax_nn.installed():

@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""An attention op with the arguments of MaxText's: segment ids, causal or local masks, soft cap, sinks, its layout."""
+"""An attention op with the arguments of MaxText's: segment ids, causal or local masks,
+a soft cap, sinks.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,35 +11,32 @@ import numpy as np
 from jax_fastattn import attention
 
 
-def attention_op(q, k, v, segment_ids=None, kind="global", window=None, soft_cap=None, sinks=None, start=0):
+def attention_op(
+    q, k, v, kind="global", window=None, start=0, soft_cap=None, **options
+):
     """Returns the output [batch, length, heads, head_dim].
 
-    MaxText's queries come scaled, its padding has id 0, and its window counts the query's own key.
+    MaxText's queries come scaled, its padding has id 0, and its window counts the
+    query's own key.
 
     Args:
         q: [batch, length, heads, head_dim]; k and v have fewer heads.
-        segment_ids: [batch, length] of packed documents. If documents are adjacent, boundaries say the same
-            without a prepass: see docs/packed.md.
         kind: "global" (causal), "local_sliding" (causal with a window) or "full".
-        start: where the queries stand in the cache, in prefill by chunks and in decoding; with it, no ids.
+        start: where the queries stand in the cache; with it, no ids.
+        options: `sinks`, and `segment_ids` [batch, length] of packed documents. If
+            documents are adjacent, boundaries need no prepass: see docs/packed.md.
     """
-    local = (window - 1, None) if kind == "local_sliding" else None
-    return attention(
-        q,
-        k,
-        v,
-        scale=1.0,
-        is_causal=kind != "full",
-        segment_ids=segment_ids,
-        local_window_size=local,
-        logits_soft_cap=soft_cap,
-        sinks=sinks,
-        query_offset=start,
-    )
+    options |= {"is_causal": kind != "full", "query_offset": start}
+    if kind == "local_sliding":
+        options["local_window_size"] = (window - 1, None)
+    return attention(q, k, v, scale=1.0, logits_soft_cap=soft_cap, **options)
 
 
-keys = jax.random.split(jax.random.key(0), 3)
-q, k, v = (jax.random.normal(key, (2, 64, n, 32), jnp.bfloat16) for key, n in zip(keys, (4, 2, 2), strict=True))
+shapes = ((2, 64, n, 32) for n in (4, 2, 2))
+q, k, v = (
+    jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+    for i, shape in enumerate(shapes)
+)
 q, ids = q / 32**0.5, jnp.array([[1] * 30 + [2] * 34, [1] * 20 + [2] * 30 + [0] * 14])
 out = attention_op(q, k, v, segment_ids=ids, kind="local_sliding", window=16)
 
@@ -45,4 +44,5 @@ before = jnp.arange(64)[:, None] - jnp.arange(64)[None]
 mask = (before >= 0) & (before < 16) & (ids[:, :, None] == ids[:, None, :])
 wanted = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=1.0)
 np.testing.assert_allclose(out.astype(float), wanted.astype(float), atol=0.03)
-assert attention_op(q, k, v, kind="full", soft_cap=20.0, sinks=jnp.zeros(4)).shape == q.shape
+out = attention_op(q, k, v, kind="full", soft_cap=20.0, sinks=jnp.zeros(4))
+assert out.shape == q.shape

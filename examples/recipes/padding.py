@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Padding by lengths: no mask array is made, and neither padding keys nor padding queries cost time in the kernels."""
+"""A padding mask by lengths: no mask array is made, and neither padding keys nor
+padding queries cost time in the kernels.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,15 @@ import numpy as np
 from jax_fastattn import attention
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 3, 128, 4, 64
-lengths = jnp.array([128, 37, 70])  # tokens of each sequence; the rest of its row is padding
+lengths = jnp.array(
+    [128, 37, 70]
+)  # tokens of each sequence; the rest of its row is padding
 
 keys = jax.random.split(jax.random.key(0), 3)
-q, k, v = (jax.random.normal(key, (BATCH, LENGTH, HEADS, HEAD_DIM), jnp.bfloat16) for key in keys)
+q, k, v = (
+    jax.random.normal(key, (BATCH, LENGTH, HEADS, HEAD_DIM), jnp.bfloat16)
+    for key in keys
+)
 is_token = jnp.arange(LENGTH) < lengths[:, None]  # [batch, length]
 
 
@@ -24,17 +31,20 @@ def by_lengths(q, k, v):
 
 @jax.jit
 def by_mask(q, k, v):
-    """The usual mask over keys; padding queries attend, too, so a loss has to leave them out."""
+    """The usual mask over keys; padding queries attend, so a loss leaves them out."""
     return jax.nn.dot_product_attention(q, k, v, mask=is_token[:, None, None, :])
 
 
 def gradient(function):
-    loss = lambda q, k, v: jnp.sum(jnp.where(is_token[..., None, None], jnp.sin(function(q, k, v)), 0))
+    loss = lambda *x: jnp.sum(
+        jnp.where(is_token[..., None, None], jnp.sin(function(*x)), 0)
+    )
     return jax.grad(loss, (0, 1, 2))(q, k, v)
 
 
 out, wanted = by_lengths(q, k, v), by_mask(q, k, v)
-np.testing.assert_allclose(out[is_token].astype(float), wanted[is_token].astype(float), atol=0.03)
+found, wanted = (x[is_token].astype(float) for x in (out, wanted))
+np.testing.assert_allclose(found, wanted, atol=0.03)
 assert not out[~is_token].any()
 for found, wanted in zip(gradient(by_lengths), gradient(by_mask), strict=True):
     np.testing.assert_allclose(found.astype(float), wanted.astype(float), atol=0.1)

@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rematerialization by names: a checkpointed layer keeps the output and log-sum-exp, and never attends twice."""
+"""Rematerialization (gradient checkpointing) by names: a layer keeps the output and the
+log-sum-exp of attention, and never attends twice.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,8 @@ import numpy as np
 from jax_fastattn import attention
 
 LAYERS, WIDTH, HEADS, HEAD_DIM = 3, 128, 4, 32
-NAMES = "jax_fastattn_out", "jax_fastattn_lse"  # both, else the backward pass runs the forward kernel again
+# Save both: else the backward pass runs the forward kernel again.
+NAMES = "jax_fastattn_out", "jax_fastattn_lse"
 
 
 def layer(weights, x):
@@ -23,16 +26,19 @@ def loss(params, x, layer):
 
 
 policy = jax.checkpoint_policies.save_only_these_names(*NAMES)
-frugal = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # under a scan, CSE needs no prevention
+# Under a scan, CSE needs no prevention.
+frugal = jax.checkpoint(layer, policy=policy, prevent_cse=False)
 frugal_but_slow = jax.checkpoint(layer, prevent_cse=False)
 
-params = jax.random.normal(jax.random.key(0), (LAYERS, 3, WIDTH, HEADS, HEAD_DIM), jnp.bfloat16) / 12
+shape = (LAYERS, 3, WIDTH, HEADS, HEAD_DIM)
+params = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) / 12
 x = jax.random.normal(jax.random.key(1), (2, 64, WIDTH), jnp.bfloat16)
 
 
 def forward_calls(layer):
-    """Returns how often the bodies of the scans attend, in the forward and in the backward pass."""
-    return str(jax.make_jaxpr(jax.grad(loss), static_argnums=2)(params, x, layer)).count("jax_fastattn_attend[")
+    """Returns how often the bodies of the scans attend, over both passes."""
+    jaxpr = jax.make_jaxpr(jax.grad(loss), static_argnums=2)(params, x, layer)
+    return str(jaxpr).count("jax_fastattn_attend[")
 
 
 assert [forward_calls(f) for f in (layer, frugal, frugal_but_slow)] == [1, 1, 2]

@@ -19,7 +19,8 @@ from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.testing.support_table import problems
 
 ROOT = Path(__file__).parents[2]
-PAGES = [path for top in (".", "docs", "docs/kernels", "notebook") for path in sorted((ROOT / top).glob("*.md"))]
+FOLDERS = (".", "docs", "docs/kernels", "docs/recipes", "notebook")
+PAGES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.md"))]
 README = (ROOT / "README.md").read_text()
 SEPARATOR = "-- next block --"
 NUMBER = re.compile(r"\d+\.\d+")

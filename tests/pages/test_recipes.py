@@ -23,7 +23,13 @@ from jax_fastattn.spec import Problem
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples" / "recipes").glob("*.py"))}
 DOCKERFILE = ROOT / "examples" / "recipes" / "Dockerfile"
-NEEDS = {"equinox_layer": "equinox", "keras_model": "keras", "export": "cutlass"}
+PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+NEEDS = {
+    "equinox_layer": ["equinox"],
+    "export": ["cutlass"],
+    "float32_models": ["equinox", "keras"],
+    "keras_model": ["keras"],
+}
 
 
 def _run(path: Path) -> None:
@@ -37,7 +43,7 @@ def _run(path: Path) -> None:
 def test_recipe(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its own comparisons hold, and the kernels take each of its calls on an H100."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    if module := NEEDS.get(name):
+    for module in NEEDS.get(name, []):
         pytest.importorskip(module)
     monkeypatch.setenv("JAX_FASTATTN_CACHE_DIR", str(tmp_path))
     problems: list[Problem] = []
@@ -47,7 +53,7 @@ def test_recipe(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert [reason for problem in problems for reason in unsupported_reasons(problem, "sm_90a")] == []
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "kv_cache", "maxtext"])
+@pytest.mark.parametrize("name", ["alibi", "gemma2", "gpt_oss", "kv_cache", "maxtext"])
 def test_a_recipe_notices_wrong_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its comparisons would mean nothing: this attention shows each query one key too many."""
     right = jax_fastattn.attention
@@ -62,12 +68,18 @@ def test_a_recipe_notices_wrong_attention(name: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("path", [*RECIPES.values(), DOCKERFILE], ids=lambda path: path.stem)
 def test_recipe_is_short_and_shown(path: Path) -> None:
-    """The page includes the whole file after the two lines of the license."""
-    assert len(path.read_text().splitlines()) <= 48
-    page = (ROOT / "docs" / "recipes.md").read_text()
+    """One page includes the whole file after the two lines of the license, and the list of recipes has that page."""
+    shown = path.read_text().splitlines()[2:]
+    assert len([line for line in shown if line]) <= 40
     name = path.relative_to(ROOT)
-    assert page.count(f'--8<-- "{name}:3"') == 1
-    assert f"](../{name})" in page
+    (page,) = (page for page in PAGES if f'--8<-- "{name}:3"' in page.read_text())
+    assert f"](../../{name})" in page.read_text()
+    title = page.read_text().partition("\n")[0].removeprefix("# ")
+    assert f"[{title}](recipes/{page.name})" in (ROOT / "docs" / "recipes.md").read_text()
+
+
+def test_each_page_shows_a_recipe() -> None:
+    assert len(PAGES) == len(RECIPES) + 1
 
 
 @pytest.mark.slow
