@@ -17,14 +17,15 @@ import pytest
 import jax_fastattn
 from jax_fastattn import ffi
 
-DOCS = Path(__file__).parents[2] / "docs"
-SITE = (DOCS.parent / "mkdocs.yml").read_text()
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SITE = (ROOT / "mkdocs.yml").read_text()
 BLOCK = re.compile(r"```(python|text)\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["start", "concepts", "migration"])
+@pytest.mark.parametrize("name", ["start", "concepts", "migration", "profiling"])
 def test_each_block_prints_what_is_below_it(name: str) -> None:
-    if name == "start" and ffi.missing_parts():
+    if name in ("start", "profiling") and ffi.missing_parts():
         pytest.skip(f"explain names what is missing: {ffi.missing_parts()}")
     blocks = BLOCK.findall((DOCS / f"{name}.md").read_text())
     names: dict[str, Any] = {}
@@ -38,6 +39,28 @@ def test_each_block_prints_what_is_below_it(name: str) -> None:
                     exec(text, names)
                 printed += output.getvalue()
     assert expected and printed == expected
+
+
+def test_no_page_and_no_message_asks_an_index_for_the_package() -> None:
+    """No index has the name, which anybody may register there. A wheel or a clone is a path."""
+    asks = re.compile(r"jax[_-]fastattn\[|\b(?:install|add)\b[^`\n]*(?<![\w./-])jax[_-]fastattn(?![\w./-])")
+    assert asks.search("pip install 'jax_fastattn[flax]'") and asks.search("uv add jax-fastattn")
+    assert not asks.search("pip install './jax_fastattn-0.1.0-cp313.whl[flax]'")
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    pages += (ROOT / "examples" / "recipes").glob("Dockerfile")
+    sources = [*(ROOT / "jax_fastattn").rglob("*.py"), *(ROOT / "csrc").glob("*.cc")]
+    found = [(path.name, asks.search(path.read_text())) for path in (*pages, *sources)]
+    assert [(name, match[0]) for name, match in found if match] == []
+
+
+def test_kernels_in_profiles_are_those_of_the_package() -> None:
+    """The name of a kernel has its module and class, without dots."""
+    folder = ROOT / "jax_fastattn" / "kernels"
+    modules = {"".join(x.relative_to(folder.parent).with_suffix("").parts): x.read_text() for x in folder.rglob("*.py")}
+    classes = re.compile(r"^class (\w+)", re.MULTILINE)
+    known = {f"{name}{found}" for name, text in modules.items() for found in classes.findall(text)}
+    shown = set(re.findall(r"`(kernels\w+Kernel)`", (DOCS / "profiling.md").read_text()))
+    assert len(shown) == 15 and shown <= known
 
 
 def test_the_site_lists_every_page() -> None:
