@@ -3,9 +3,10 @@
 """Builds the site from pages that a code host shows, too: mkdocs.yml loads this module.
 
 Pages outside of `docs/` join the site: README's neighbors, the notebook, and plots. The notebook is found neither by
-the search nor in the navigation. A link from one page to another keeps its meaning, whichever folder each lies in. A
-link to any other file of the repository leads to the code host; as long as the project has no address, its text stands
-alone. A page that a docstring names becomes a link. mkdocs reports what leads nowhere.
+the search nor in the navigation, and the search shows pages for developers last. A link from one page to another keeps
+its meaning, whichever folder each lies in. A link to any other file of the repository leads to the code host; as long
+as the project has no address, its text stands alone. A page that a docstring names becomes a link. mkdocs reports what
+leads nowhere.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrites the links of a page, except in code, and keeps the notebook out of the search."""
+    """Rewrites the links of a page, except in code; says whether the search finds the page."""
     address = page.file.src_uri
     if address.startswith("notebook/"):
         page.meta["search"] = {"exclude": True}
+    elif address.startswith(("kernels/", "contributing.md", "changes.md")):
+        page.meta["search"] = {"boost": 0.1}  # users look for other pages
     pieces = _CODE.split(markdown)
     pieces[::2] = [_LINK.sub(lambda link: _rewritten(address, link), piece) for piece in pieces[::2]]
     return "".join(pieces)
