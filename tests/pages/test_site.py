@@ -43,8 +43,8 @@ def test_links_to_files_lead_to_no_reserved_host(
     assert ("href" in html) == has_address and "<code>padding.py</code>" in html
 
 
-def test_the_address_is_reserved_until_the_project_has_one(hooks: Any) -> None:
-    assert not hooks.HAS_ADDRESS
+def test_the_reserved_host_is_no_address(hooks: Any) -> None:
+    assert hooks.HAS_ADDRESS == ("https://jax-fastattn.example/" not in hooks.SOURCE)
 
 
 @pytest.mark.parametrize(
