@@ -6,7 +6,7 @@
     python benchmarks/machine_code.py --before main --after HEAD --rows 'sm90-*-forward-*' '*-d192v128-*'
 
 Compiles the compile keys of `rows` in `tests/kernels/test_resources.py`, those of each commit in a git worktree of it,
-and disassembles them with nvdisasm (`pip install '.[dev]'`). Needs no GPU and no C++ extension. For each kernel of a
+and disassembles them with nvdisasm (`pip install --group dev`). Needs no GPU and no C++ extension. For each kernel of a
 row that both commits have it prints
 
     equal          every instruction is the same
@@ -410,7 +410,7 @@ def compiled(spec: Any) -> dict[str, dict[str, Any]]:
 
 
 def disassembler() -> str:
-    """Path of nvdisasm: that of the package of the extra `dev`, else that of a CUDA toolkit on PATH.
+    """Path of nvdisasm: that of the package of the group `dev`, else that of a CUDA toolkit on PATH.
 
     Raises:
         SystemExit: there is neither.
@@ -418,7 +418,7 @@ def disassembler() -> str:
     packaged = [path for folder in sys.path for path in Path(folder or ".").glob("nvidia/*/bin/nvdisasm")]
     found = str(packaged[0]) if packaged else shutil.which("nvdisasm")
     if found is None:
-        raise SystemExit("nvdisasm is not installed; run `pip install '.[dev]'`")
+        raise SystemExit("nvdisasm is not installed; run `pip install --group dev`")
     return found
 
 

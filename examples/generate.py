@@ -30,12 +30,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import jax_fastattn
 
 sys.path.append(str(Path(__file__).parent))  # where it is not, if this runs as a module of a wheel
 import train_gpt
+from train_gpt import nnx  # it says what to install if there is no flax
 
 PAGE = 16  # rows of a page, a multiple of 16
 PROMPTS = ["def __init__(self, ", "import ", "class Error(Exception):\n"]

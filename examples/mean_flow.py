@@ -13,9 +13,16 @@ import argparse
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jax_fastattn import attention
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"{error.name} is not installed. Install the extra `examples`: `pip install '.[examples]'` in a clone, or "
+        "`[examples]` after the file name of the wheel."
+    ) from error
 
 LENGTH, WIDTH, HEADS, LAYERS = 8, 32, 4, 2
 

@@ -34,19 +34,26 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax
 import jax
 import jax.numpy as jnp
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
-import optax
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tqdm import trange
 
 import jax_fastattn
+
+try:
+    import flax
+    import matplotlib
+    import matplotlib.pyplot as plt
+    import optax
+    from flax import nnx
+    from tqdm import trange
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"{error.name} is not installed. Install the extra `examples`: `pip install '.[examples]'` in a clone, or "
+        "`[examples]` after the file name of the wheel."
+    ) from error
 
 VOCABULARY = 256  # bytes
 HELD_OUT_EVERY = 20  # one file in twenty is never trained on

@@ -39,6 +39,10 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 kept.keep_programs()
 
+# An sdist has no records, no notebook and no CI: tests that compare them stay out there.
+_IN_SDIST = not (Path(__file__).parents[1] / "notebook").is_dir()
+collect_ignore = ["benchmarks", "pages", "test_distributions.py", "test_runner.py"] if _IN_SDIST else []
+
 _ended = itertools.count()  # tests of this process
 _ITEMS = pytest.StashKey[list[pytest.Item]]()
 

@@ -45,8 +45,9 @@ TOOLS = Path(sys.executable).parent
 ON_PATH = {"PATH": f"{TOOLS}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 # All that an sdist holds, at its top level.
-SDIST = {"CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
-SDIST |= {"csrc", "examples", "jax_fastattn"}
+SDIST = {"CHANGELOG.md", "CITATION.cff", "CMakeLists.txt", "CONTRIBUTING.md", "LICENSE", "PKG-INFO", "README.md"}
+SDIST |= {"mkdocs.yml", "pyproject.toml"}
+SDIST |= {"benchmarks", "csrc", "docs", "examples", "jax_fastattn", "tests"}
 URLS = {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
 PLACEHOLDER = "https://jax-fastattn.example/"
 

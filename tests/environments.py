@@ -44,6 +44,7 @@ class Environment:
     Attributes:
         directory: where it is, below the root of the repository.
         extras: of this package.
+        groups: of dependencies, of its `pyproject.toml`.
         requirements: what it has besides.
         constraints: name of its file in `tests/constraints`.
         takes_newest: whether it wants the newest Python, or the oldest one.
@@ -52,6 +53,7 @@ class Environment:
 
     directory: str
     extras: tuple[str, ...]
+    groups: tuple[str, ...]
     requirements: tuple[str, ...]
     constraints: str
     takes_newest: bool = True
@@ -59,9 +61,11 @@ class Environment:
 
     def all_requirements(self) -> list[str]:
         """Returns what to install before this package."""
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        text = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        project = text["project"]
         extras = [x for extra in self.extras for x in project["optional-dependencies"][extra]]
-        return sorted({*project["dependencies"], *extras, *self.requirements})
+        groups = [x for group in self.groups for x in text["dependency-groups"][group]]
+        return sorted({*project["dependencies"], *extras, *groups, *self.requirements})
 
     @property
     def constraints_file(self) -> Path:
@@ -72,23 +76,25 @@ class Environment:
         return ROOT / self.directory / "bin" / "python"
 
 
-# Keras is for one test in tests/integrations/test_integrations_jax_nn.py; both are for recipes.
+# Keras is for one test in tests/integrations/test_integrations_jax_nn.py; equinox and Keras are for recipes.
 NEWEST = Environment(
     ".venv-newest",
-    ("dev", "docs", "examples", "test"),
-    ("nvidia-cutlass-dsl[cu13]>=4.8,<4.9", "equinox>=0.13", "keras>=3"),
+    ("equinox", "examples", "keras"),
+    ("dev", "docs", "test"),
+    ("nvidia-cutlass-dsl[cu13]>=4.8,<4.9",),
     "newest",
 )
 OLDEST = Environment(
     ".venv-oldest",
-    ("examples", "test"),
+    ("examples",),
+    ("test",),
     ("jax==0.8.1", "jaxlib==0.8.1", "flax==0.12.0", "nvidia-cutlass-dsl>=4.8,<4.9"),
     "oldest",
     takes_newest=False,
     compiler=("jax-cuda13-plugin==0.8.1", "jax-cuda13-pjrt==0.8.1"),
 )
-EXAMPLES = Environment(".venv", ("examples",), (), "newest")
-EXAMPLES_ON_GPU = Environment(".venv", ("examples", "cuda13"), (), "newest")
+EXAMPLES = Environment(".venv", ("examples",), (), (), "newest")
+EXAMPLES_ON_GPU = Environment(".venv", ("examples", "cuda13"), (), (), "newest")
 
 
 @dataclass(frozen=True)

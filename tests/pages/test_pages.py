@@ -8,6 +8,9 @@ Other pages have tests of their own: README.md, packed.md, kv_cache.md, forward_
 import contextlib
 import io
 import re
+import runpy
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,20 @@ def test_no_page_and_no_message_asks_an_index_for_the_package() -> None:
     sources = [*(ROOT / "jax_fastattn").rglob("*.py"), *(ROOT / "csrc").glob("*.cc")]
     found = [(path.name, asks.search(path.read_text())) for path in (*pages, *sources)]
     assert [(name, match[0]) for name, match in found if match] == []
+
+
+@pytest.mark.parametrize(("name", "missing"), [("train_gpt", "tqdm"), ("generate", "flax"), ("mean_flow", "optax")])
+def test_an_example_without_its_extra_says_what_to_install(
+    name: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with a traceback."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.delitem(sys.modules, "train_gpt", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with warnings.catch_warnings(), pytest.raises(SystemExit, match=f"{missing} is not installed. Install the extra"):
+        # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates.
+        warnings.filterwarnings("ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning)
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
 
 
 def test_kernels_in_profiles_are_those_of_the_package() -> None:

@@ -44,7 +44,7 @@ def test_links_to_files_lead_to_no_reserved_host(
 
 
 def test_the_reserved_host_is_no_address(hooks: Any) -> None:
-    assert hooks.HAS_ADDRESS == ("https://jax-fastattn.example/" not in hooks.SOURCE)
+    assert ("https://jax-fastattn.example/" not in hooks.SOURCE) == hooks.HAS_ADDRESS
 
 
 @pytest.mark.parametrize(
