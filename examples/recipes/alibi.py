@@ -31,6 +31,7 @@ out = attention(*qkv, alibi(fixed), is_causal=True)
 
 log_slopes = jnp.log(fixed)  # a float32 parameter of the model
 train = jax.grad(lambda x, *rest: loss(jnp.exp(x), *rest), has_aux=True)
+train = jax.jit(train, static_argnums=2)
 dlog_slopes, learned_out = train(log_slopes, qkv, attention)
 
 exact = [x.astype(jnp.float32) for x in qkv]
