@@ -8,9 +8,9 @@
 Builds the sdist, and a wheel for each minor version of Python on this machine, up to that of `.venv-newest`; in a turn
 the wheel of one of them, another one in the next turn. auditwheel gives the wheels the platform tag that an index
 accepts. Each archive is installed with its dependencies in `build/installed`. There the quickstart of README.md runs,
-and the C++ extension loads; mypy and pyright check `tests/typed_calls.py` against each wheel. With the wheel of the
-newest of these Pythons the examples train for two steps and generate two tokens. Then twine checks all archives, and
-`problems` their contents. The archives stay in `build/dist`. Nothing is uploaded.
+the C++ extension loads, and `jax-fastattn info` runs; mypy and pyright check `tests/typed_calls.py` against each wheel.
+With the wheel of the newest of these Pythons the examples train for two steps and generate two tokens. Then twine
+checks all archives, and `problems` their contents. The archives stay in `build/dist`. Nothing is uploaded.
 
 `tests/environments.py` says which interpreters there are and how they install; the tools are those of `.venv-newest`.
 """
@@ -140,6 +140,7 @@ def try_out(archive: Path, home: Path, *, has_examples: bool = False) -> None:
     variables = {"PYTHONPATH": "", "JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         must([python, "-P", "-c", quickstart() + CHECKS], variables, Path(folder))
+        must([home / "bin" / "jax-fastattn", "info"], variables, Path(folder))
         if not has_examples:
             return
         must([python, "-P", "-m", "jax_fastattn.examples.train_gpt", *TRAINING], variables, Path(folder))
