@@ -97,6 +97,7 @@ def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> by
             *fake_arguments(spec),
             options=f"--gpu-arch {spec.gpu_arch}",
             trace_finalize_hooks=on_traced,
+            no_jit_engine=True,  # where the GPU can run the kernel, an engine that runs it would be made, too
         )
         return compiled.dump_to_object(FUNCTION_PREFIX)
 

@@ -46,6 +46,8 @@ def gemm(
         dtype: "bf16" or "f16".
     """
     m_blocks, n_blocks, k_steps = shape
+    # Each access to a register tensor is two operations to compile, so only the first and the last step access it.
+    sums: dict[int, list[Float32]] = {}
     for k in range(k_steps):
         a = [load_a(m, k) for m in range(m_blocks)]
         for n in range(0, n_blocks, 2):
@@ -53,9 +55,11 @@ def gemm(
             for m in range(m_blocks):
                 for half in range(2):
                     first = (m * n_blocks + n + half) * 4
-                    c = [acc[first + e] for e in range(4)]
-                    for e, x in enumerate(ptx.mma(a[m], b[2 * half : 2 * half + 2], c, dtype=dtype)):
-                        acc[first + e] = x
+                    c = sums[first] if k else [acc[first + e] for e in range(4)]
+                    sums[first] = ptx.mma(a[m], b[2 * half : 2 * half + 2], c, dtype=dtype)
+                    if k == k_steps - 1:
+                        for e, x in enumerate(sums[first]):
+                            acc[first + e] = x
 
 
 def load_a(tile: SharedTile, address: Int32) -> Callable[[int, int], Fragment]:

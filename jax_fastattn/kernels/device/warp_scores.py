@@ -49,6 +49,8 @@ def warp_scores(
         mma_dtype: "bf16" or "f16".
     """
     scores.fill(0.0)
+    # Each access to a register tensor is two operations to compile, so only the last step stores to it.
+    sums = [scores[i] for i in range(keys // 2)]
     a_row, a_column = plain_lane(lane)
     b_row, b_column = crossed_lane(lane)
 
@@ -63,6 +65,8 @@ def warp_scores(
             b = ptx.ldmatrix(first + block * (16 * 2 * wgmma.atom_columns(head_dim)))
             for half in range(2):
                 index = (2 * block + half) * 4
-                c = [scores[index + e] for e in range(4)]
-                for e, x in enumerate(ptx.mma(a, b[2 * half : 2 * half + 2], c, dtype=mma_dtype)):
-                    scores[index + e] = x
+                c = sums[index : index + 4]
+                sums[index : index + 4] = ptx.mma(a, b[2 * half : 2 * half + 2], c, dtype=mma_dtype)
+                if k == head_dim // 16 - 1:
+                    for e in range(4):
+                        scores[index + e] = sums[index + e]
