@@ -10,10 +10,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import config as jax_config
+from jax._src import core as jax_core
 from jax.interpreters import mlir
 
 # It is `jax.extend.core.Primitive`, whose package loads Pallas in jax 0.12: 42 ms that every import would pay.
 Primitive: Any = type(jax.lax.add_p)
+
+
+def runs_at_once() -> bool:
+    """Returns whether an operation runs when it is called, so that nothing is traced; False where jax does not say.
+
+    Also False under `debug_nans` and `debug_infs`, which look at each operation.
+    """
+    is_clean = getattr(jax_core, "trace_state_clean", None)
+    config: Any = jax.config
+    return is_clean is not None and is_clean() and not (config.jax_debug_nans or config.jax_debug_infs)
 
 
 def separate_channels(ctx: mlir.LoweringRuleContext) -> None:

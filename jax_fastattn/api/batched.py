@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
 
+from jax_fastattn.api import eager
 from jax_fastattn.api.options import BatchedOptions, SegmentIds, Window
 from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import is_batched, restore
@@ -144,24 +145,32 @@ def attention(
         NotImplementedError: `implementation` is "cuda" and no kernel applies; the message lists every reason. Or a
             third derivative with respect to the operands is taken.
     """
-    spec, operands = canonicalize(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        logits_soft_cap=logits_soft_cap,
-        segment_ids=segment_ids,
-        sinks=sinks,
-        query_offset=query_offset,
-        deterministic=deterministic,
-    )
+    operands = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "mask": mask,
+        "scale": scale,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "segment_ids": segment_ids,
+        "sinks": sinks,
+        "query_offset": query_offset,
+    }
+    options = {
+        "is_causal": is_causal,
+        "local_window_size": local_window_size,
+        "implementation": implementation,
+        "return_residual": return_residual,
+        "logits_soft_cap": logits_soft_cap,
+        "deterministic": deterministic,
+    }
+    return eager.call(_attention, operands, options)
+
+
+def _attention(*, query: Any, return_residual: Any, **arguments: Any) -> Any:
+    spec, operands = canonicalize(query, **arguments)
     call_sites.note(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=is_batched(query))

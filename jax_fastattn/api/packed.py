@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
 
+from jax_fastattn.api import eager
 from jax_fastattn.api.options import PackedOptions, Window
 from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import restore
@@ -104,21 +105,29 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as for `attention`.
     """
-    spec, operands = canonicalize(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        query_offset=query_offset,
-        deterministic=deterministic,
-    )
+    operands = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "scale": scale,
+        "sinks": sinks,
+        "query_offset": query_offset,
+    }
+    options = {
+        "is_causal": is_causal,
+        "local_window_size": local_window_size,
+        "implementation": implementation,
+        "return_residual": return_residual,
+        "logits_soft_cap": logits_soft_cap,
+        "deterministic": deterministic,
+    }
+    return eager.call(_attention_varlen, operands, options)
+
+
+def _attention_varlen(*, return_residual: Any, **arguments: Any) -> Any:
+    spec, operands = canonicalize(**arguments)
     call_sites.note(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=False)  # pyright: ignore (untyped in jax 0.10)

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
 
+from jax_fastattn.api import eager
 from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import restore
 from jax_fastattn.canonical.paged import canonicalize
@@ -119,20 +120,29 @@ def paged_attention(
         NotImplementedError: the call is differentiated, or the pages are mapped by `vmap`, or `implementation` is
             "cuda" and no kernel applies; the message lists every reason.
     """
-    spec, operands = canonicalize(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        lengths,
-        query_offset=query_offset,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        sinks=sinks,
-        logits_soft_cap=logits_soft_cap,
-        scale=scale,
-        implementation=implementation,
-    )
+    paged.refuse_split_pages(key_pages=key_pages, value_pages=value_pages)
+    operands = {
+        "query": query,
+        "key_pages": key_pages,
+        "value_pages": value_pages,
+        "page_table": page_table,
+        "lengths": lengths,
+        "query_offset": query_offset,
+        "sinks": sinks,
+        "scale": scale,
+    }
+    options = {
+        "is_causal": is_causal,
+        "local_window_size": local_window_size,
+        "logits_soft_cap": logits_soft_cap,
+        "return_residual": return_residual,
+        "implementation": implementation,
+    }
+    return eager.call(_paged_attention, operands, options)
+
+
+def _paged_attention(*, return_residual: Any, **arguments: Any) -> Any:
+    spec, operands = canonicalize(**arguments)
     call_sites.note(operands.dense_spec(spec), operands.dense_shapes())
     results = paged.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=True)

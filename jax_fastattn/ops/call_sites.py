@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of where the user calls attention. `api` notes the places, the warnings of `dispatch.py` name them.
 
-A warning is given when XLA programs are made. Python's stack says nothing of the call then, so its place is noted while
-the call is traced. It is found by what vmap and meshes leave of a call as it is.
+A warning is given when XLA programs are made. Python's stack says nothing of a jitted call then, so its place is noted
+while the call is traced. It is found by what vmap and meshes leave of a call as it is. The program of an eager call is
+made inside of that call, maybe long after another call traced it, so that the stack has the place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
 
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
@@ -25,7 +29,7 @@ def note(spec: AttentionSpec, operands: Operands) -> None:
     """Notes where the user calls attention, for the warning that this call may need when it is lowered."""
     if spec.implementation is not None:
         return
-    problem, place = Problem.of(spec, operands), _user_frame()
+    problem, place = Problem.of(spec, operands), _user_frame(inspect.currentframe())
     for key in (_key(problem), _key_of_blocks(problem)):
         _places.pop(key, None)
         _places[key] = place
@@ -33,8 +37,18 @@ def note(spec: AttentionSpec, operands: Operands) -> None:
         _places.pop(next(iter(_places)), None)
 
 
+def calling(program: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Calls the program of an eager call, whose place is the caller of this."""
+    return program(**arguments)
+
+
 def find(problem: Problem) -> str:
     """Returns where the last call like this one was made, or words that say that it is unknown."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not calling.__code__:
+        frame = frame.f_back
+    if frame is not None:
+        return _user_frame(frame)
     known = (_places.get(key(problem)) for key in (_key, _key_of_blocks))
     return next(filter(None, known), "an unknown place")
 
@@ -50,9 +64,8 @@ def _key_of_blocks(problem: Problem) -> object:
     return _key(dataclasses.replace(problem, spec=spec))
 
 
-def _user_frame() -> str:
-    """Returns file and line of the innermost frame that belongs to no library."""
-    frame = inspect.currentframe()
+def _user_frame(frame: FrameType | None) -> str:
+    """Returns file and line of the innermost frame, from this one on, that belongs to no library."""
     assert frame is not None  # CPython has frames
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
         frame = frame.f_back

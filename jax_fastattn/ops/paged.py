@@ -28,19 +28,23 @@ from jax_fastattn.paged import PAGED_OPERANDS, PAGES, PagedOperands
 from jax_fastattn.spec import AttentionSpec
 
 
-def attend(spec: AttentionSpec, operands: PagedOperands, return_residual: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the output `[B, T, N, D]` and, if asked for, the log-sum-exp `[B, T, N]`, else None.
+def refuse_split_pages(**pages: Any) -> None:
+    """Raises ValueError if an axis of the pages other than K is split, as far as that is known before compilation.
 
-    Raises:
-        ValueError: an axis of the pages other than K is split, as far as that is known before the call is compiled.
-            `partitioned` refuses it otherwise.
+    It is called with the arguments of the public function: the sharding of an array is not known while it is traced.
+    `partitioned` refuses split pages otherwise.
     """
-    for name in PAGES:
-        pages = getattr(operands, name)
-        sharding = jax.typeof(pages).sharding if isinstance(pages, jax.core.Tracer) else pages.sharding
+    for name, x in pages.items():
+        if not isinstance(x, jax.Array):
+            continue
+        sharding: Any = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
         split = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
         if any(names is not None for axis, names in enumerate(split) if axis != PAGED_OPERANDS[name].axes.index("K")):
             refuse_split(name, sharding.spec)
+
+
+def attend(spec: AttentionSpec, operands: PagedOperands, return_residual: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the output `[B, T, N, D]` and, if asked for, the log-sum-exp `[B, T, N]`, else None."""
     out, lse = paged_op.bind(*operands.arrays(), spec=spec)
     return out, lse if return_residual else None
 
