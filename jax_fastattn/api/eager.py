@@ -15,6 +15,7 @@ itself runs the function as it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,7 +58,9 @@ def call(function: Callable[..., Any], operands: Mapping[str, Any], options: Map
                 kinds.append(kind)
         if len(arrays) + len(plain) == len(operands) + len(options):
             program = _program(function, tuple(plain), tuple(plain.values()), tuple(kinds))
-            return call_sites.calling(program, arrays)
+            # An error of a trace has frames and words of JAX in it: the call below raises the same error without them.
+            with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+                return call_sites.calling(program, arrays)
     return function(**operands, **options)
 
 
