@@ -15,7 +15,6 @@ itself runs the function as it is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,8 +58,10 @@ def call(function: Callable[..., Any], operands: Mapping[str, Any], options: Map
         if len(arrays) + len(plain) == len(operands) + len(options):
             program = _program(function, tuple(plain), tuple(plain.values()), tuple(kinds))
             # An error of a trace has frames and words of JAX in it: the call below raises the same error without them.
-            with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+            try:
                 return call_sites.calling(program, arrays)
+            except (TypeError, ValueError, NotImplementedError):
+                pass
     return function(**operands, **options)
 
 
