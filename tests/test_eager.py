@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import re
@@ -132,6 +133,17 @@ def test_a_number_that_was_changed_in_place_is_read_again() -> None:
     scale.value = 0.25
     calls.assert_same(attention(Q, K, V, scale=scale), attention(Q, K, V, scale=0.25))
     calls.assert_same(before, attention(Q, K, V, scale=0.5))
+
+
+def test_an_offset_of_each_token_compiles_no_program_of_its_own() -> None:
+    """A loop that decodes passes another one in each step."""
+    found = [attention(Q[:, :1], K, V, query_offset=step, is_causal=True) for step in (1, 2)]
+    before = eager._program.cache_info().currsize
+    found += [attention(Q[:, :1], K, V, query_offset=step, is_causal=True) for step in (3, np.int64(4))]
+    assert eager._program.cache_info().currsize == before
+    for step, x in enumerate(found, 1):
+        expected = jax.jit(functools.partial(attention, is_causal=True))(Q[:, :1], K, V, query_offset=jnp.int32(step))
+        calls.assert_same(x, expected)
 
 
 EQUAL = {

@@ -48,6 +48,8 @@ def call(function: Callable[..., Any], operands: Mapping[str, Any], options: Map
         for name, x in operands.items():
             if _is_known(x):
                 arrays[name] = x
+            elif name == "query_offset" and _is_position(x):
+                arrays[name] = np.int32(x)
             elif kind := _kind(x):
                 plain[name] = x
                 kinds.append(kind)
@@ -72,6 +74,11 @@ def _is_known(x: Any) -> bool:
     if type(x) is tuple:
         return len(x) > 0 and all(map(_is_known, x))
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
+def _is_position(x: Any) -> bool:
+    """Returns whether `x` is an offset that may change from token to token. It is data then; an offset of 0 is none."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x) and -(2**31) <= int(x) < 2**31
 
 
 def _kind(x: Any) -> object:
