@@ -8,9 +8,12 @@ loads what it needs.
 
 from jax_fastattn.api import (
     all_to_all_attention,
+    and_masks,
     attention,
     attention_varlen,
+    causal,
     explain,
+    or_masks,
     paged_attention,
     positions,
     ring_attention,
@@ -22,9 +25,12 @@ from jax_fastattn.ffi import target_arch
 
 __all__ = [
     "all_to_all_attention",
+    "and_masks",
     "attention",
     "attention_varlen",
+    "causal",
     "explain",
+    "or_masks",
     "paged_attention",
     "positions",
     "register_ffi_targets",

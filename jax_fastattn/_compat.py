@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -72,3 +73,12 @@ def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, added, to="varying")
     return jax.lax.pvary(x, added)  # pyright: ignore[reportAttributeAccessIssue] (gone from newer jax)
+
+
+def bind(primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Binds a primitive with the parameters that an equation of a jaxpr has."""
+    found = primitive.get_bind_params(params)
+    if isinstance(found, tuple):  # until jax 0.11
+        functions, params = found
+        return primitive.bind(*functions, *args, **params)
+    return primitive.bind(*args, **found)

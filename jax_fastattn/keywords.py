@@ -87,17 +87,12 @@ PEERS = (
         "pass `logits_soft_cap`, with None in place of 0.0",
     ),
     Row(
-        ("attn_mask", "attention_mask", "block_mask", "mask_mod"),
-        "PyTorch, FlexAttention, TransformerEngine, fa4-jax",
+        ("attn_mask", "attention_mask"),
+        "PyTorch, TransformerEngine",
         "pass a bool array, True where the query may attend, as `mask`, and one to add as `bias`; flags, lengths and "
         "`segment_ids` are faster where they say it",
     ),
-    Row(
-        ("score_mod",),
-        "FlexAttention, flash-attn, cuDNN",
-        "pass what it adds to the logits as `bias`, and a cap as `logits_soft_cap`; other functions of scores have no "
-        "counterpart",
-    ),
+    Row(("block_mask",), "FlexAttention", "pass the function that it is made of as `mask_mod`"),
     Row(("attn_bias", "core_attention_bias", "ab"), "TransformerEngine, xFormers, Pallas", "pass `bias`"),
     Row(("alibi_slopes", "use_alibi_mask"), "flash-attn, TransformerEngine, cuDNN", _ALIBI),
     Row(

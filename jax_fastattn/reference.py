@@ -5,6 +5,7 @@
 This docstring and the function below are the contract that every implementation is tested against.
 
     logits = scale * query . key + bias                     where a bias at or below -2.36e38 counts as -inf
+    logits = score_mod(logits, b, h, i, j)                  with score_mod
     logits = cap * tanh(logits / cap)                       with logits_soft_cap
     weights = exp(logits) over visible keys / (sum of exp(logits) over visible keys + exp(sink))
     out = weights . value
@@ -15,6 +16,7 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
     j <= p                                if is_causal
     p - left <= j <= p + right            with window = (left, right)
     query_segment_ids[i] == key_value_segment_ids[j]
+    mask_mod(b, h, i, j)
     mask[i, j]                            where a mask with K heads is read at the key/value head, and so is a bias
 
 - The log-sum-exp is log(sum of exp(logits) over visible keys + exp(sink)): natural, and the softmax's denominator.
@@ -23,7 +25,8 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
 - Rows from query_seq_lengths on, and packed rows that belong to no sequence, are padding: they have out 0 and
   log-sum-exp -inf, sink or not, and their cotangents are not read.
 - A key and value that no query sees is not read, nor is a query that sees no key, nor a bias at an invisible position:
-  NaN there reaches neither a result nor a gradient, and its own gradient is 0.
+  NaN there reaches neither a result nor a gradient, and its own gradient is 0. So it is with arrays that `score_mod`
+  captures.
 - Arithmetic is float64 if the operands are float64, and float32 otherwise; so is the log-sum-exp. `out` and gradients
   are rounded once, to the dtype of their operand.
 
@@ -34,6 +37,7 @@ slow as it looks.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +45,9 @@ import numpy as np
 
 from jax_fastattn import packed
 from jax_fastattn.paged import PagedOperands
+from jax_fastattn.programs.code import Code
+from jax_fastattn.programs.function import HARMLESS
+from jax_fastattn.programs.planes import Place, places
 from jax_fastattn.spec import HIDDEN_BIAS, UNBOUNDED, AttentionSpec, Operands
 
 
@@ -69,6 +76,8 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
         logits = logits + jnp.where(bias <= HIDDEN_BIAS, -jnp.inf, bias)
     # They are hidden before the cap as well as after it: NaN times the zero cotangent of an invisible logit is NaN.
     logits = jnp.where(visible, logits, 0.0)
+    if spec.score_mod is not None:
+        logits = _of_pairs(spec, operands, visible, logits)
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     logits = jnp.where(visible, logits, -jnp.inf)
@@ -140,7 +149,47 @@ def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
         terms.append(operands.query_segment_ids[:, None, :, None] == operands.key_value_segment_ids[:, None, None, :])
     if operands.mask is not None:
         terms.append(by_query_head(operands.mask, num_heads))
+    if spec.mask_mod is not None:
+        terms.append(_of_pairs(spec, operands))
     return functools.reduce(jnp.logical_and, terms)
+
+
+def _of_pairs(
+    spec: AttentionSpec, operands: Operands, visible: jax.Array | None = None, scores: jax.Array | None = None
+) -> jax.Array:
+    """Returns what `score_mod` makes of scores, or `mask_mod` without scores, for all pairs `[B, N, T, S]`.
+
+    At a pair that is not visible, all floats of `score_mod` are `HARMLESS`.
+    """
+    (batch, queries, heads, _), keys = operands.query.shape, operands.key.shape[1]
+    shape = batch, heads, queries, keys
+    b, h, i, j = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))
+
+    def read(place: Place) -> Any:
+        x = getattr(operands, place.operand)
+        x = jnp.broadcast_to(x, (batch, heads, *x.shape[2:]))
+        if place.plane.kind == "table":
+            return functools.partial(look_up, place) if isinstance(program, Code) else table(place)
+        at = {"head": (), "query": (i,), "key": (j,), "distance": (j - i + queries,)}[place.plane.kind]
+        found = x[b, h, place.start, *at]
+        return found if visible is None or place.plane.dtype == "i" else jnp.where(visible, found, HARMLESS)
+
+    def table(place: Place) -> jax.Array:
+        return getattr(operands, place.operand)[:, :, place.start : place.start + place.plane.length]
+
+    def look_up(place: Place, index: jax.Array) -> jax.Array:
+        x = table(place)
+        return jnp.broadcast_to(x, (batch, heads, x.shape[2]))[b, h, jnp.broadcast_to(index, shape)]
+
+    program, leaves = spec.mask_mod, {"query": i, "key": j}
+    number = 1
+    if scores is not None and visible is not None:
+        program, number, leaves["score"] = spec.score_mod, 0, jnp.where(visible, scores, HARMLESS)
+    assert program is not None
+    planes = [read(place) for place in places((spec.score_mod, spec.mask_mod))[number]]
+    if isinstance(program, Code):
+        return jnp.broadcast_to(program.evaluate(leaves, planes, 1)[0], shape)
+    return program.evaluate(shape, leaves, planes, visible)
 
 
 def by_query_head(x: jax.Array, num_heads: int) -> jax.Array:

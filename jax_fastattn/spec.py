@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import jax
 
+from jax_fastattn.programs.function import Program
+
 Implementation = Literal["cuda", "xla"]
 
 # It is beyond any length. Offsets and sides of windows are clamped to it, so that no sum with a position leaves int32.
@@ -73,6 +75,11 @@ class Operands(NamedTuple):
         scale: a factor on query . key that is not static.
         sequences: M sequences that lie one after the other, each with R numbers: 4, or 5 with offsets; see
             `packed.py`. Offset, lengths and segment ids are absent then.
+        head_numbers, query_numbers, key_numbers, distance_numbers: P planes of `score_mod`, then of `mask_mod`, in the
+            order in which programs have them; U = T + S distances `key - query + T`. See `programs/planes.py`.
+        table_numbers: C floats that a function without code captures, one array after the other.
+        head_integers, query_integers, key_integers, distance_integers, table_integers: the same of integers and
+            booleans.
     """
 
     query: Annotated[jax.Array, Operand("BTNH", "query", differentiable=True)]
@@ -88,6 +95,16 @@ class Operands(NamedTuple):
     sinks: Annotated[jax.Array | None, Operand("bN", "logits", differentiable=True)] = None
     scale: Annotated[jax.Array | None, Operand("b1", "logits", differentiable=True)] = None
     sequences: Annotated[jax.Array | None, Operand("BMR", "int32")] = None
+    head_numbers: Annotated[jax.Array | None, Operand("bnP", "logits", differentiable=True)] = None
+    query_numbers: Annotated[jax.Array | None, Operand("bnPT", "logits", differentiable=True)] = None
+    key_numbers: Annotated[jax.Array | None, Operand("bnPS", "logits", differentiable=True)] = None
+    distance_numbers: Annotated[jax.Array | None, Operand("bnPU", "logits", differentiable=True)] = None
+    table_numbers: Annotated[jax.Array | None, Operand("bnC", "logits", differentiable=True)] = None
+    head_integers: Annotated[jax.Array | None, Operand("bnP", "int32")] = None
+    query_integers: Annotated[jax.Array | None, Operand("bnPT", "int32")] = None
+    key_integers: Annotated[jax.Array | None, Operand("bnPS", "int32")] = None
+    distance_integers: Annotated[jax.Array | None, Operand("bnPU", "int32")] = None
+    table_integers: Annotated[jax.Array | None, Operand("bnC", "int32")] = None
 
     def present(self) -> tuple[str, ...]:
         """Returns the names of the operands that are not None, in order."""
@@ -108,6 +125,7 @@ OPERANDS: dict[str, Operand] = {
 }
 DIFFERENTIABLE = tuple(name for name, x in OPERANDS.items() if x.differentiable)
 QKV = tuple(name for name, x in OPERANDS.items() if x.dtype == "query")
+PLANES = tuple(name for name in OPERANDS if name.endswith(("_numbers", "_integers")))
 
 # They are gradients of the operands, in their shapes; None is absent. Gradients of QKV have the dtype of the query. All
 # others have the dtype of the logits, since the ops may have to add up several before they round.
@@ -163,6 +181,8 @@ class AttentionSpec:
             the start of the whole sequence.
         is_part: whether the call is a block of a ring, so that rows may have more logits than its own. Its backward
             pass takes output and log-sum-exp of all of them.
+        score_mod: what becomes of a scaled, biased logit before the soft cap; None leaves it.
+        mask_mod: which pairs count, besides all other conditions; None is all.
     """
 
     scale: float
@@ -175,6 +195,12 @@ class AttentionSpec:
     present: tuple[str, ...] = QKV
     ring: Ring | None = None
     is_part: bool = False
+    score_mod: Program | None = None
+    mask_mod: Program | None = None
+
+    @property
+    def has_programs(self) -> bool:
+        return self.score_mod is not None or self.mask_mod is not None
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:

@@ -10,7 +10,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_fastattn.api import eager
-from jax_fastattn.api.options import BatchedOptions, SegmentIds, Window
+from jax_fastattn.api.options import BatchedOptions, MaskMod, ScoreMod, SegmentIds, Window
 from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import is_batched, restore
 from jax_fastattn.canonical.batched import canonicalize
@@ -78,6 +78,8 @@ def attention(
     sinks: ArrayLike | None = None,
     query_offset: int | ArrayLike = 0,
     deterministic: bool = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes exact scaled dot-product attention, as `jax.nn.dot_product_attention` does, with more features.
 
@@ -133,6 +135,12 @@ def attention(
         query_offset: int or integers `[B]`: query i stands at key position i + query_offset for `is_causal` and
             windows. Default: 0, `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.
         deterministic: whether gradients must be bitwise equal from run to run. Default: False.
+        score_mod: `score_mod(score, b, h, q, k)`, a JAX function of scalars that returns what becomes of a scaled,
+            biased logit before the soft cap. All of its floats are float32 (float64 for float64 input), and b, h, q, k
+            are int32 indices of `query` and `key`. Arrays that it captures are data, and differentiable;
+            docs/programs.md has recipes. Default: None.
+        mask_mod: `mask_mod(b, h, q, k)`, a JAX function of scalars that returns whether a pair counts, besides all
+            other conditions; see `and_masks`, `or_masks` and `causal`. Default: None.
 
     Returns:
         The output `[B, T, N, D]` (`[T, N, D]` for unbatched input) in the dtype of `query`; with `return_residual`,
@@ -165,6 +173,8 @@ def attention(
         "return_residual": return_residual,
         "logits_soft_cap": logits_soft_cap,
         "deterministic": deterministic,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
     }
     return eager.call(_attention, operands, options)
 

@@ -18,6 +18,7 @@ from jax_fastattn.keywords import explained
 from jax_fastattn.ops import dispatch
 from jax_fastattn.ops.ring import describe
 from jax_fastattn.paged import PagedOperands
+from jax_fastattn.programs.function import words
 from jax_fastattn.spec import AttentionSpec, Operands
 
 # For each function, this makes operands of its arguments.
@@ -84,6 +85,7 @@ def explain(
         problem, note = operands.problem(spec), ""
     else:
         problem, note = describe.call(spec, operands, split_of=(query, key))
+        note = "; ".join(filter(None, (note, words("score_mod", spec.score_mod), words("mask_mod", spec.mask_mod))))
     validation.check_flag("return_residual", return_residual)
     with ffi.target_arch(ffi.named_arch() if arch is None else arch):
         return dispatch.with_note(dispatch.explain(problem), note)

@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypedDict
 
+import jax
 from jax.typing import ArrayLike
 
 from jax_fastattn.spec import Implementation
 
 Window = int | tuple[int | None, int | None] | None
 SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike] | None
+ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], ArrayLike]
+MaskMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], ArrayLike]
 
 
 class Options(TypedDict, total=False):
@@ -26,13 +30,20 @@ class Options(TypedDict, total=False):
     deterministic: bool
 
 
-class BatchedOptions(Options, total=False):
-    """Keyword arguments of `attention`."""
+class DenseOptions(Options, total=False):
+    """Keyword arguments of functions of dense arrays."""
 
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
     segment_ids: SegmentIds
     query_offset: int | ArrayLike
+
+
+class BatchedOptions(DenseOptions, total=False):
+    """Keyword arguments of `attention`."""
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
 
 
 class PackedOptions(Options, total=False):
@@ -41,7 +52,7 @@ class PackedOptions(Options, total=False):
     query_offset: int | ArrayLike | Literal["bottom_right"]
 
 
-class SplitOptions(BatchedOptions, total=False):
+class SplitOptions(DenseOptions, total=False):
     """Keyword arguments of `ring_attention` and `all_to_all_attention`, except the arguments of the layout."""
 
     boundaries: ArrayLike | None

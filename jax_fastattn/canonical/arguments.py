@@ -16,6 +16,7 @@ import numpy as np
 from jax_fastattn import _compat
 from jax_fastattn.canonical import validation
 from jax_fastattn.paged import PagedOperands
+from jax_fastattn.programs.function import Program
 from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, is_known
 
 # A symbolic length counts as this where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
@@ -33,6 +34,8 @@ def resolve(
     implementation: Any = None,
     logits_soft_cap: Any = None,
     deterministic: Any = False,
+    score_mod: Program | None = None,
+    mask_mod: Program | None = None,
 ) -> tuple[AttentionSpec, AnyOperands]:
     """Returns the static facts of a call with defaults filled in, and operands that agree with them."""
     head_dim = operands.query.shape[-1]
@@ -53,6 +56,8 @@ def resolve(
         implementation=implementation,
         precision=_precision(operands.query.dtype),
         present=operands.present(),
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     )
     return spec, operands
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jax_fastattn.canonical import arguments, validation
+from jax_fastattn.canonical.programs import programs
 from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands
 
 
@@ -24,6 +25,8 @@ def canonicalize(
     segment_ids: Any = None,
     sinks: Any = None,
     query_offset: Any = 0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
     **static: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `api.attention` and gives them canonical shapes."""
@@ -38,6 +41,7 @@ def canonicalize(
 
     query_ids, key_ids = _check_segment_ids(axes, segment_ids, batched)
     offset, static = arguments.near_offset(axes, arguments.offset_per_batch(query_offset, batch), static)
+    found, planes = programs(axes, q.dtype, score_mod, mask_mod)
     operands = Operands(
         query=q,
         key=k,
@@ -52,8 +56,9 @@ def canonicalize(
         query_segment_ids=query_ids,
         key_value_segment_ids=key_ids,
         sinks=None if sinks is None else arguments.check_sinks(axes, sinks, q.dtype),
+        **planes,
     )
-    return arguments.resolve(operands, **static)
+    return arguments.resolve(operands, **static, **found)
 
 
 def _check_segment_ids(

@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 256
 # fmt: off
 Kind = Literal[
     "implementation", "empty", "platform", "installation", "derivative",
-    "architecture", "dtype", "head_dim", "symbolic", "length",
+    "architecture", "dtype", "head_dim", "symbolic", "length", "program",
 ]
 # fmt: on
 
@@ -44,6 +44,7 @@ class Reason:
 
 _REMEDIES: dict[Kind, str] = {
     "dtype": "cast query, key and value to bfloat16",
+    "program": 'pass `implementation="xla"`, or an array as `bias` or `mask`',
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
 }
 
@@ -77,6 +78,11 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
             not is_listed(problem) or longest <= MAX_LISTED_LENGTH,
             "length",
             f"a length is {longest}; with a mask or segment ids the kernels take at most {MAX_LISTED_LENGTH}",
+        ),
+        *(
+            (False, "program", f"no kernel evaluates `{name}` yet")
+            for name in ("score_mod", "mask_mod")
+            if getattr(problem.spec, name) is not None
         ),
     ]
     return [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]

@@ -39,8 +39,8 @@ class Explanation:
         variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
         reasons: every reason why the CUDA kernels are not taken; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
-        note: caveats about the speed of the CUDA kernels on some GPUs, what is done with pages, and what travels if a
-            mesh splits the rows; else empty.
+        note: caveats about the speed of the CUDA kernels on some GPUs, what is done with pages, what travels if a mesh
+            splits the rows, and how `score_mod` and `mask_mod` were understood; else empty.
     """
 
     implementation: str

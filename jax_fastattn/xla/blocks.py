@@ -23,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_fastattn.heads import reduce_to, rows_of, split_heads
 from jax_fastattn.packed import by_token, key_range
 from jax_fastattn.spec import HIDDEN_BIAS, UNBOUNDED, AttentionSpec, Operands, is_known
+from jax_fastattn.xla import mods
 from jax_fastattn.xla.chunks import Axis, Index, Span, Tuning
 from jax_fastattn.xla.predicate import Predicate
 
@@ -228,23 +229,33 @@ class Blocks:
         """
         cap = self.spec.logits_soft_cap
         is_exact = is_power_of_two(self.spec.scale if cap is None else cap)
+        is_exact = is_exact and (cap is not None or self.spec.score_mod is None)
         if not self.barriers or (is_exact and (cap is not None or self.operands.scale is None)):
             return logits
         return logits + lax.optimization_barrier(jnp.zeros((), logits.dtype))
 
-    def logits(self, queries: Span, keys: Span, visible: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """Returns logits `[B, K, G, t, s]`, -inf where invisible, and the derivative of the soft cap (None without)."""
+    def logits(
+        self, queries: Span, keys: Span, visible: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, mods.ScoreMod | None]:
+        """Returns logits `[B, K, G, t, s]`, -inf where invisible, and what their derivatives need.
+
+        That is the derivative of the soft cap, and the `score_mod` of the block; None without.
+        """
         query, key = self.take_query(self.query, queries), self.take_key(self.key, keys)
         logits = self.rows_by_keys(((query, key),)) * self.scale(5)
         if self.bias is not None:
             bias = self.take_plane(self.bias, queries, keys).astype(logits.dtype)
             logits = logits + jnp.where(bias <= HIDDEN_BIAS, -jnp.inf, bias)
-        slope = None
+        slope = mod = None
+        if self.spec.score_mod is not None:
+            block = mods.Block(self.operands, queries, keys, (self.queries.length, self.keys.length))
+            mod = mods.ScoreMod(self.spec.score_mod, block, logits, visible)
+            logits = mod.value()
         if self.spec.logits_soft_cap is not None:
             capped = jnp.tanh(logits / self.spec.logits_soft_cap)
             logits, slope = capped * self.spec.logits_soft_cap, 1.0 - capped**2
         logits = self.rounded(logits)
-        return logits if visible is None else jnp.where(visible, logits, -jnp.inf), slope
+        return logits if visible is None else jnp.where(visible, logits, -jnp.inf), slope, mod
 
 
 def bands(spec: AttentionSpec, operands: Operands, tuning: Tuning) -> tuple[tuple[Span, Span], ...]:

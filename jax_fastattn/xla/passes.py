@@ -22,7 +22,7 @@ from jax import lax
 
 from jax_fastattn.heads import merge_rows, reduce_to, rows_of
 from jax_fastattn.packed import padding_rows
-from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, PLANES, AttentionSpec, Gradients, Operands
 from jax_fastattn.xla.blocks import (
     Blocks,
     mean_of_seen_keys,
@@ -67,7 +67,7 @@ def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array,
     sinks sums small differences.
     """
     visible = blocks.visible(queries, keys)
-    logits, _ = blocks.logits(queries, keys, visible)
+    logits, *_ = blocks.logits(queries, keys, visible)
     sinks = blocks.sinks()
     softmax = Softmax.of(logits, sinks)
     weights = softmax.weights if sinks is None else softmax.exponentials
@@ -83,7 +83,7 @@ def _rows(blocks: Blocks, queries: Span) -> tuple[jax.Array, jax.Array]:
         out, top, total = state
         keys = blocks.keys.span(j)
         visible = blocks.visible(queries, keys)
-        logits, _ = blocks.logits(queries, keys, visible)
+        logits, *_ = blocks.logits(queries, keys, visible)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, initial=-jnp.inf))
         # The maximum of a row that has seen nothing yet is -inf; with 0 in its place every exponential is 0.
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -200,6 +200,9 @@ def _add_planes(
     dlogits = rows.of_exponentials(exponentials * (planes.dweights - rows.delta[..., None]))
     dlogits = dlogits if planes.slope is None else dlogits * planes.slope
     dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
+    if planes.mod is not None:
+        dlogits, dplanes = planes.mod.pull(dlogits, [name for name in PLANES if getattr(sums, name) is not None])
+        sums = sums._replace(**{name: getattr(sums, name) + x for name, x in dplanes.items()})
     dbias = None if sums.bias is None else blocks.add_plane(sums.bias, dlogits, queries, keys)
     total, scale, unit = rows.dlogits, blocks.scale(4), None
     if has_unit and dtype == jnp.float16:
@@ -298,6 +301,11 @@ def sum_blocks(
         bias=None if blocks.bias is None or "bias" not in wanted else blocks.full(blocks.bias.shape, 0.0),
         sinks=None if not has_sinks or "sinks" not in wanted else blocks.full(blocks.query.shape[:4], 0.0),
         scale=None if scale is None or "scale" not in wanted else blocks.full(scale.shape, 0.0),
+        **{
+            name: blocks.full(getattr(blocks.operands, name).shape, 0.0)
+            for name in PLANES
+            if name in wanted and name in blocks.spec.present
+        },
     )
     for queries, keys in blocks.bands:
         dquery, sums = add(queries, keys, no_gradient(queries), sums)
@@ -320,6 +328,7 @@ def gradients_of(operands: Operands, sums: Gradients, dsinks: jax.Array | None) 
         bias=None if operands.bias is None or sums.bias is None else sums.bias.reshape(operands.bias.shape),
         sinks=dsinks,
         scale=sums.scale,
+        **{name: getattr(sums, name) for name in PLANES},
     )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jax_fastattn.heads import split_heads
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
+from jax_fastattn.xla import mods
 from jax_fastattn.xla.chunks import Span
 
 
@@ -77,6 +78,9 @@ class Predicate:
             key_ids = keys.take(key_ids, 1, self.key_length)
             terms.append(query_ids[:, :, None] == key_ids[:, None, :])
         terms = [term[:, None, None] for term in terms]
+        if self.spec.mask_mod is not None:
+            lengths = self.query_length, self.key_length
+            terms.append(mods.counts(self.spec, operands, queries, keys, lengths))
         if self.mask is not None:
             rows = queries.take(self.mask, 3, self.query_length)
             terms.append(keys.take(rows, 4, self.key_length))

@@ -21,6 +21,7 @@ from jax_fastattn.heads import product_or_zero, rows_of
 from jax_fastattn.spec import Operands
 from jax_fastattn.xla.blocks import Blocks, zero_unseeing_queries
 from jax_fastattn.xla.chunks import Index, Span
+from jax_fastattn.xla.mods import ScoreMod
 
 
 class Planes(NamedTuple):
@@ -30,6 +31,7 @@ class Planes(NamedTuple):
         visible: which pairs are visible, broadcastable; None is all.
         logits: -inf where invisible.
         slope: the derivative of the soft cap; None without.
+        mod: the `score_mod` of the block; None without.
         dweights: the gradient of the weights. It may be NaN where invisible.
         dout: `[B, K, G, t, D]`, and 0 for queries that see no key of the block.
     """
@@ -37,6 +39,7 @@ class Planes(NamedTuple):
     visible: jax.Array | None
     logits: jax.Array
     slope: jax.Array | None
+    mod: ScoreMod | None
     dweights: jax.Array
     dout: jax.Array
 
@@ -44,10 +47,10 @@ class Planes(NamedTuple):
     def of(cls, blocks: Blocks, dout: jax.Array, queries: Span, keys: Span, *, skip_stored_queries: bool) -> Planes:
         """Computes planes from the cotangent `[B, K, G, T, D]`; see `Predicate.visible` for `skip_stored_queries`."""
         visible = blocks.visible(queries, keys, skip_stored_queries=skip_stored_queries)
-        logits, slope = blocks.logits(queries, keys, visible)
+        logits, slope, mod = blocks.logits(queries, keys, visible)
         dout = zero_unseeing_queries(blocks.take_query(dout, queries), visible)
         dweights = blocks.product("bkgtd,bskd->bkgts", dout, blocks.take_key(blocks.value, keys))
-        return cls(visible, logits, slope, dweights, dout)
+        return cls(visible, logits, slope, mod, dweights, dout)
 
 
 class Softmax(NamedTuple):
@@ -122,10 +125,12 @@ class RowTerms(NamedTuple):
         delta = weighted.sum(-1) / softmax.total
         delta = delta if dlse is None else delta - dlse
         dsinks = None if sinks is None else -jnp.exp(sinks - softmax.shift) / softmax.total * delta
-        # A row of logits and its sink move the log-sum-exp alone if they move alike. A soft cap does not let them.
+        # A row of logits and its sink move the log-sum-exp alone if they move alike. A soft cap does not let them, nor
+        # does a `score_mod`.
         dlogits = jnp.zeros_like(delta) if dlse is None else dlse
         dlogits = dlogits if dsinks is None else dlogits - dsinks
-        return cls(softmax.shift, softmax.total, delta, dsinks, dlogits if planes.slope is None else None)
+        is_plain = planes.slope is None and planes.mod is None
+        return cls(softmax.shift, softmax.total, delta, dsinks, dlogits if is_plain else None)
 
     @classmethod
     def of_results(
@@ -156,7 +161,7 @@ class RowTerms(NamedTuple):
 
             def key_chunk(j: Index, total: jax.Array) -> jax.Array:
                 keys = blocks.keys.span(j)
-                logits, _ = blocks.logits(queries, keys, blocks.visible(queries, keys))
+                logits, *_ = blocks.logits(queries, keys, blocks.visible(queries, keys))
                 return total + jnp.exp(logits - shift[..., None]).sum(-1)
 
             total = jnp.zeros_like(shift) if sinks is None else jnp.exp(sinks - shift)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.heads import merge_rows, rows_of, split_heads
-from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, AttentionSpec, Gradients, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, PLANES, AttentionSpec, Gradients, Operands
 from jax_fastattn.xla.blocks import Blocks, mean_of_seen_keys
 from jax_fastattn.xla.chunks import CPU, Index, Span, Tuning
 from jax_fastattn.xla.passes import add_block, add_rows, gradients_of, sum_blocks
@@ -147,9 +147,9 @@ def _fields(arrays: Tangents, num_kv_heads: int) -> Tangents:
 
 def _with_fields(blocks: Blocks, fields: Tangents) -> Blocks:
     """Returns blocks of other operands, as `_fields` returns them."""
-    scalars = {name: x for name, x in fields.items() if name in ("scale", "sinks")}
-    others = {name: x for name, x in fields.items() if name not in scalars}
-    return replace(blocks, operands=blocks.operands._replace(**scalars), **others)
+    reshaped = {name: x for name, x in fields.items() if name in ("query", "key", "value", "bias")}
+    others = {name: x for name, x in fields.items() if name not in reshaped}
+    return replace(blocks, operands=blocks.operands._replace(**others), **reshaped)
 
 
 def _second(tuning: Tuning) -> Tuning:
@@ -194,6 +194,7 @@ class _Motion:
         bias: `[b, k, g, t, s]`.
         scale: `[b, 1, 1, 1, 1]`.
         sinks: `[b, K, G, 1]`.
+        planes: planes of programs by name.
         sink_weights: probabilities of sinks `[B, K, G, T]` by that lse; None without sinks.
         empty: which rows `[B, K, G, T]` have an lse of -inf.
     """
@@ -207,6 +208,7 @@ class _Motion:
     bias: jax.Array | None
     scale: jax.Array | None
     sinks: jax.Array | None
+    planes: Tangents
     sink_weights: jax.Array | None
     empty: jax.Array
 
@@ -227,6 +229,7 @@ class _Motion:
             bias=split_heads(moved["bias"], num_kv_heads, 1).astype(dtype) if "bias" in moved else None,
             scale=moved["scale"].reshape(-1, 1, 1, 1, 1) if "scale" in moved else None,
             sinks=split_heads(moved["sinks"], num_kv_heads, 1).astype(dtype)[..., None] if "sinks" in moved else None,
+            planes={name: x for name, x in moved.items() if name in PLANES},
             sink_weights=sink_weights,
             empty=empty,
         )
@@ -299,7 +302,7 @@ class _Motion:
         """
         blocks = self.blocks
         visible = blocks.visible(queries, keys)
-        logits, slope = blocks.logits(queries, keys, visible)
+        logits, slope, mod = blocks.logits(queries, keys, visible)
         query, key = blocks.take_query(blocks.query, queries), blocks.take_key(blocks.key, keys)
 
         pairs: list[tuple[jax.Array, jax.Array]] = []
@@ -312,9 +315,12 @@ class _Motion:
             terms.append(blocks.rows_by_keys(((query, key),)) * self.scale)
         if self.bias is not None:
             terms.append(jnp.broadcast_to(self._moved_bias(queries, keys), logits.shape))
-        if not terms:
+        if not terms and not self.planes:
             return visible, logits, None
-        dlogits = functools.reduce(jnp.add, terms)
+        dlogits = functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(logits)
+        if mod is not None:
+            # A score of -inf has the weight 0, whatever its derivatives are.
+            dlogits = jnp.where(logits == -jnp.inf, 0.0, mod.push(dlogits, self.planes))
         dlogits = dlogits if slope is None else dlogits * slope
         return visible, logits, dlogits if visible is None else jnp.where(visible, dlogits, 0.0)
 
@@ -322,10 +328,11 @@ class _Motion:
         """Returns the mean of a row's tangents of logits over the first keys, `[B, K, G, t]`.
 
         The results do not depend on it: a constant of a row moves its log-sum-exp alone. The mean over all keys that
-        some query of the chunk sees takes no product of planes. With a soft cap no move of operands is a constant.
+        some query of the chunk sees takes no product of planes. With a soft cap or a
+        `score_mod` no move of operands is a constant.
         """
         blocks = self.blocks
-        if blocks.spec.logits_soft_cap is not None:
+        if blocks.spec.logits_soft_cap is not None or blocks.spec.score_mod is not None:
             return None
         keys = blocks.keys.span(blocks.key_chunks(queries)[0])
         visible = blocks.visible(queries, keys)

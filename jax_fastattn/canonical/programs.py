@@ -1,0 +1,64 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Converts `score_mod` and `mask_mod` to programs, which a spec holds, and to planes, which are operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_fastattn.canonical.validation import Axes
+from jax_fastattn.programs import planes
+from jax_fastattn.programs.function import Function, Program
+from jax_fastattn.programs.lower import NoCodeError, lower_mask, lower_score
+from jax_fastattn.programs.trace import MASK_ARGUMENTS, SCORE_ARGUMENTS, Graph, trace_call
+
+
+def programs(
+    axes: Axes, dtype: Any, score_mod: Any, mask_mod: Any
+) -> tuple[dict[str, Program | None], dict[str, jax.Array]]:
+    """Returns the programs by the names that a spec has for them, and operands by name.
+
+    Args:
+        axes: the sizes of the call.
+        dtype: the dtype of the query.
+    """
+    if score_mod is None and mask_mod is None:
+        return {}, {}
+    wide, sizes = np.promote_types(dtype, np.float32), (axes["B"], axes["N"], axes["T"], axes["S"])
+    score, of_score = _program("score_mod", score_mod, sizes, wide)
+    mask, of_mask = _program("mask_mod", mask_mod, sizes, wide)
+    arrays = of_score, [lax.stop_gradient(x) for x in of_mask]
+    return {"score_mod": score, "mask_mod": mask}, planes.stack((score, mask), arrays)
+
+
+def _program(
+    name: str, function: Any, sizes: tuple[int, int, int, int], wide: Any
+) -> tuple[Program | None, list[jax.Array]]:
+    if function is None:
+        return None, []
+    names = SCORE_ARGUMENTS if name == "score_mod" else MASK_ARGUMENTS
+    graph, captured = trace_call(name, function, {x: wide if x == "score" else np.int32 for x in names})
+    try:
+        code, cuts = lower_score(graph, wide) if name == "score_mod" else lower_mask(graph)
+    except NoCodeError as error:
+        return _whole(name, graph, captured, sizes, wide, str(error))
+    return code, planes.arrays(graph, cuts, captured, sizes, wide)
+
+
+def _whole(
+    name: str, graph: Graph, captured: Sequence[Any], sizes: tuple[int, int, int, int], wide: Any, reason: str
+) -> tuple[Program, list[jax.Array]]:
+    for x in captured:
+        if not any(jnp.issubdtype(x.dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
+            raise NotImplementedError(
+                f"`{name}` reads an array of dtype {x.dtype} for pairs of query and key, expected floats, integers or "
+                "booleans; make numbers of it before, such as `jax.random.key_data(key)`"
+            )
+    function = Function.of(graph, reason)
+    return function, function.arrays(captured, sizes[0], sizes[1], wide)

@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the values of a graph depend on, and which of them XLA should compute ahead of a call.
+
+A number is a plane if it reads a captured array and depends on no index of the pair, on one, or on their distance,
+taken as far up as its kind stays the kind of an array that it reads: `slopes[h] * (k - q)` reads a plane of heads and
+multiplies, while `table[bucket(k - q), h]` is a plane of distances, bucket included. So is what depends on batch entry
+or head alone, and what depends on a query or a key alone and is not linear in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_fastattn.programs.code import Kind
+from jax_fastattn.programs.trace import Graph, Value
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a value depends on.
+
+    Attributes:
+        depends: names of arguments, and "distance" for key - query.
+        affine: a, b, c of `a * query + b * key + c`; None for other values.
+        is_own: whether it becomes a plane, if it has a kind.
+    """
+
+    depends: frozenset[str]
+    affine: tuple[int, int, int] | None = None
+    is_own: bool = False
+
+    @property
+    def kind(self) -> Kind | None:
+        """Returns the kind of a plane that could hold it; None for a pair of query and key, and for a score."""
+        at = self.depends & {"query", "key", "distance"}
+        if "score" in self.depends or len(at) > 1:
+            return None
+        return next(iter(at)) if at else "head"  # pyright: ignore[reportReturnType] (the three names are kinds)
+
+
+def facts(graph: Graph) -> list[Facts]:
+    """Returns the facts of each value."""
+    found: list[Facts] = []
+    for value in graph.values:
+        found.append(_facts_of(graph, value, found))
+    return found
+
+
+def _facts_of(graph: Graph, value: Value, before: Sequence[Facts]) -> Facts:
+    if value.op == "captured":
+        return Facts(frozenset(), is_own=True)
+    if value.op == "constant":
+        return Facts(frozenset(), affine=None if value.is_float or value.dtype == np.bool_ else (0, 0, value.number))
+    if value.primitive is None:
+        affine = {"query": (1, 0, 0), "key": (0, 1, 0)}.get(value.op)
+        return Facts(frozenset([value.op]), affine, is_own=value.op in ("batch", "head"))
+    args = [before[x] for x in value.args]
+    affine = _affine(value, args)
+    depends = frozenset[str]().union(*(x.depends for x in args))
+    if affine is not None:
+        a, b, _ = affine
+        depends = frozenset(["distance"] if a == -b != 0 else [x for x, n in (("query", a), ("key", b)) if n])
+        return Facts(depends, affine)
+    facts = Facts(depends)
+    reads = any(graph.values[x].shape for x in value.args)
+    is_far_up = any(x.is_own and x.kind == facts.kind for x in args)
+    is_bool = value.dtype == np.bool_
+    saves = bool(depends) and (facts.kind == "head" or (facts.kind in ("query", "key") and not is_bool))
+    return Facts(depends, is_own=reads or is_far_up or (saves and not value.shape))
+
+
+def _affine(value: Value, args: Sequence[Facts]) -> tuple[int, int, int] | None:
+    if value.shape or value.dtype not in (np.int32, np.int64) or not args:
+        return None
+    forms = [x.affine for x in args if x.affine is not None]
+    if len(forms) != len(args):
+        return None
+    if value.op in ("add", "sub"):
+        sign = 1 if value.op == "add" else -1
+        return _combined(forms[0], forms[1], sign)
+    if value.op == "neg":
+        return _combined((0, 0, 0), forms[0], -1)
+    if value.op == "mul":
+        for x, y in (forms, forms[::-1]):
+            if x[:2] == (0, 0):
+                return _combined((0, 0, 0), y, x[2])
+    return forms[0] if value.op == "convert_element_type" else None
+
+
+def _combined(x: tuple[int, int, int], y: tuple[int, int, int], factor: int) -> tuple[int, int, int]:
+    return x[0] + factor * y[0], x[1] + factor * y[1], x[2] + factor * y[2]

@@ -1,0 +1,108 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A function that has no code: the XLA path evaluates it as it stands, for all pairs of a block.
+
+The arrays that it captures become tables, and batch entry and head two planes of numbers, as `vmap` and meshes renumber
+both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastattn.programs.code import Code, Plane
+from jax_fastattn.programs.trace import Graph, Value, evaluate
+
+# Where a pair does not count, a function is differentiated at this score and captured number: most functions have a
+# finite derivative there, and 0 times it is 0.
+HARMLESS = 0.5
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function as a graph.
+
+    Attributes:
+        graph: of `score_mod` or `mask_mod`.
+        planes: batch entries, heads, and a table for each captured array.
+        reason: why there is no code.
+    """
+
+    graph: Graph
+    planes: tuple[Plane, ...]
+    reason: str
+
+    @classmethod
+    def of(cls, graph: Graph, reason: str) -> Function:
+        """Makes a function of a graph that reads arrays of floats, integers and booleans only."""
+        indices = Plane("head", "i", True, False), Plane("head", "i", False, True)
+        tables = [Plane("table", "f" if x.is_float else "i", False, False, _size(x)) for x in _captured(graph)]
+        return cls(graph, (*indices, *tables), reason)
+
+    def arrays(self, captured: Sequence[Any], batch: int, heads: int, wide: Any) -> list[jax.Array]:
+        """Returns the planes `[b, n, L]`."""
+        tables = [x.astype(wide if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32) for x in captured]
+        indices = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+        return [*indices, *(x.reshape(1, 1, -1) for x in tables)]
+
+    def evaluate(
+        self, shape: tuple[int, ...], leaves: Mapping[str, Any], planes: Sequence[Any], counts: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the function of all pairs `[B, K, G, t, s]`.
+
+        Args:
+            shape: of the result.
+            leaves: "query" and "key", and "score" of a score function, each in a shape that broadcasts.
+            planes: two that broadcast, then tables `[b, 1, L]`.
+            counts: which pairs count. Others are evaluated at `HARMLESS`.
+        """
+        wide = leaves["score"].dtype if "score" in leaves else jnp.float32
+        batch, head, *tables = planes
+        numbers = {**leaves, "batch": batch, "head": head, **({} if counts is None else {"counts": counts})}
+        pairs = {name: jnp.broadcast_to(x, shape).reshape(shape[0], -1) for name, x in numbers.items()}
+
+        def at(pair: dict[str, jax.Array], captured: list[jax.Array]) -> jax.Array:
+            def harmless(x: jax.Array) -> jax.Array:
+                return jnp.where(pair["counts"], x, jnp.asarray(HARMLESS, x.dtype))
+
+            read = harmless if "counts" in pair else None
+            given = {"score": read(pair["score"])} if read is not None else {}
+            return evaluate(self.graph, self.graph.results, pair | given, captured, wide, read)[0]
+
+        def entry(pairs: dict[str, jax.Array], tables: list[jax.Array]) -> jax.Array:
+            shaped = zip(tables, _captured(self.graph), strict=True)
+            captured = [x.reshape(y.shape).astype(wide if y.is_float else y.dtype) for x, y in shaped]
+            return jax.vmap(at, in_axes=(0, None))(pairs, captured)
+
+        # A table that is the same for all batch entries is not repeated.
+        own = [0 if x.shape[0] != 1 else None for x in tables]
+        given = [x[:, 0] if axis == 0 else x[0, 0] for x, axis in zip(tables, own, strict=True)]
+        return jax.vmap(entry, in_axes=(0, own))(pairs, given).reshape(shape)
+
+
+Program = Code | Function
+
+
+def words(name: str, program: Program | None) -> str:
+    """Says how the function of an argument was understood; an empty string without one."""
+    if program is None:
+        return ""
+    if isinstance(program, Function):
+        return f"`{name}` is evaluated as it stands, because {program.reason}"
+    kinds = ", ".join(plane.kind for plane in program.planes)
+    planes = f"{len(program.planes)} plane{'s' * (len(program.planes) != 1)}{f' ({kinds})' * bool(kinds)}"
+    return f"`{name}` has {planes} and {len(program.instructions)} instructions"
+
+
+def _captured(graph: Graph) -> list[Value]:
+    return sorted((x for x in graph.values if x.op == "captured"), key=lambda x: x.index)
+
+
+def _size(value: Value) -> int:
+    return int(np.prod(value.shape, dtype=np.int64))

@@ -1,0 +1,138 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The planes of programs: XLA computes them before a call, and a call takes them as operands, stacked by kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_fastattn.programs.code import Plane
+from jax_fastattn.programs.function import HARMLESS, Program
+from jax_fastattn.programs.lower import Cut
+from jax_fastattn.programs.trace import Graph, evaluate
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operand has a plane.
+
+    Attributes:
+        operand: name of the operand, see `spec.Operands`.
+        start: number of the plane in the stack, or of the first element of a table.
+    """
+
+    operand: str
+    start: int
+    plane: Plane
+
+
+def places(programs: Sequence[Program | None]) -> list[list[Place]]:
+    """Returns where the planes of each program are, in the order in which `stack` puts them."""
+    taken: dict[str, int] = {}
+    found: list[list[Place]] = []
+    for program in programs:
+        found.append([])
+        for plane in program.planes if program is not None else ():
+            name = f"{plane.kind}_{'numbers' if plane.dtype == 'f' else 'integers'}"
+            found[-1].append(Place(name, taken.get(name, 0), plane))
+            taken[name] = taken.get(name, 0) + (plane.length if plane.kind == "table" else 1)
+    return found
+
+
+def stack(programs: Sequence[Program | None], arrays: Sequence[Sequence[jax.Array]]) -> dict[str, jax.Array]:
+    """Returns operands by name from the planes `[b, n, L]` of each program."""
+    found: dict[str, list[jax.Array]] = {}
+    for program_places, planes in zip(places(programs), arrays, strict=True):
+        for place, x in zip(program_places, planes, strict=True):
+            is_stacked = place.plane.kind in ("query", "key", "distance")
+            found.setdefault(place.operand, []).append(x[:, :, None] if is_stacked else x)
+    return {name: _concatenated(x) for name, x in found.items()}
+
+
+def _concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Joins `[b, n, ...]` along the next axis; b and n broadcast."""
+    if len(arrays) == 1:
+        return arrays[0]
+    batch, heads = np.broadcast_shapes(*(x.shape[:2] for x in arrays))
+    return jnp.concatenate([jnp.broadcast_to(x, (batch, heads, *x.shape[2:])) for x in arrays], axis=2)
+
+
+def arrays(
+    graph: Graph, cuts: Sequence[Cut], captured: Sequence[Any], sizes: tuple[int, int, int, int], wide: Any
+) -> list[jax.Array]:
+    """Returns the planes `[b, n, L]` of a graph.
+
+    Args:
+        captured: the arrays that the graph captures.
+        sizes: B, N, T and S.
+        wide: the dtype of floats.
+    """
+    if not cuts:
+        return []
+    # A graph that no other one equals would leave a program in the cache for each call.
+    compute = _jitted if graph.is_stable else _arrays
+    return compute(graph, tuple(cuts), sizes, np.dtype(wide), list(captured))
+
+
+def _arrays(
+    graph: Graph, cuts: tuple[Cut, ...], sizes: tuple[int, int, int, int], wide: Any, captured: list[Any]
+) -> list[jax.Array]:
+    return [_plane(graph, cut, captured, sizes, wide) for cut in cuts]
+
+
+_jitted = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)(_arrays)
+
+
+def _plane(graph: Graph, cut: Cut, captured: list[Any], sizes: tuple[int, int, int, int], wide: Any) -> jax.Array:
+    batch, heads, queries, keys = sizes
+    plane = cut.plane
+    lengths = {"query": queries, "key": keys, "distance": queries + keys}
+    first = -queries if plane.kind == "distance" else 0
+
+    def at(b: jax.Array, h: jax.Array, i: jax.Array) -> jax.Array:
+        zero = jnp.zeros_like(i)
+        query, key = (i, zero) if plane.kind == "query" else (zero, i)
+        leaves = {"batch": b, "head": h, "query": query, "key": key}
+        compute = functools.partial(evaluate, graph, leaves=leaves, captured=captured, wide=wide)
+        if plane.kind == "table":
+            return _table(cut, compute).astype(jnp.int32)
+        if plane.dtype == "i":
+            return compute([cut.value])[0].astype(jnp.int32)
+        return _number(functools.partial(compute, [cut.value]))
+
+    axes = [jnp.arange(n, dtype=jnp.int32) for n in (batch if plane.per_batch else 1, heads if plane.per_head else 1)]
+    over_heads: Callable[..., jax.Array] = jax.vmap(jax.vmap(at, (None, 0, None)), (0, None, None))
+    if plane.kind not in lengths:
+        found = over_heads(*axes, jnp.int32(0))
+        return found if plane.kind == "table" else found[..., None]
+    indices = jnp.arange(lengths[plane.kind], dtype=jnp.int32) + first
+    return jax.vmap(over_heads, (None, None, 0), 2)(*axes, indices)
+
+
+def _table(cut: Cut, compute: Any) -> jax.Array:
+    """Returns the array of a table without the axes of which batch entry and head are the indices."""
+    array, *starts = compute([cut.value, *(x for x in cut.starts if x is not None)])
+    given = iter(starts)
+    starts = [jnp.int32(0) if x is None else next(given).astype(jnp.int32) for x in cut.starts]
+    sizes = [n if x is None else 1 for x, n in zip(cut.starts, array.shape, strict=True)]
+    return lax.dynamic_slice(array, starts, sizes).reshape(-1)
+
+
+def _number(compute: Any) -> jax.Array:
+    """Returns a number of a plane, of which the gradient is 0 if no pair reads it, whatever it is.
+
+    0 times the derivative at NaN would be NaN, and reach arrays that others read too. A number that is not finite has
+    no derivative; a pair that reads one makes the results NaN, or sees nothing.
+    """
+    (x,) = compute()
+    is_finite = jnp.isfinite(lax.stop_gradient(x))
+    (y,) = compute(read=lambda x: jnp.where(is_finite, x, jnp.asarray(HARMLESS, x.dtype)))
+    return jnp.where(is_finite, y, lax.stop_gradient(x))
