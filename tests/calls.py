@@ -21,9 +21,13 @@ from jax_fastattn.cases.case import Case
 from jax_fastattn.ffi import registry
 from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE as _DIFFERENTIABLE
+from jax_fastattn.spec import PLANES, AttentionSpec, Operands
 from jax_fastattn.testing import compare
 from jax_fastattn.testing.launches import count_launches  # noqa: F401 (tests call it as one of this module)
+
+# The differentiable arrays that a caller passes. Planes are made of what functions capture.
+DIFFERENTIABLE = tuple(name for name in _DIFFERENTIABLE if name not in PLANES)
 
 # Every array of a call, in small sizes that are pairwise distinct.
 EVERYTHING = Case(

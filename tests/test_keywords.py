@@ -18,7 +18,17 @@ import numpy as np
 import pytest
 
 import jax_fastattn
-from jax_fastattn import attention, attention_varlen, explain, keywords, paged_attention, ring_attention, zigzag
+from jax_fastattn import (
+    and_masks,
+    attention,
+    attention_varlen,
+    explain,
+    keywords,
+    or_masks,
+    paged_attention,
+    ring_attention,
+    zigzag,
+)
 from jax_fastattn.integrations import flax, jax_nn
 from jax_fastattn.testing.keyword_table import with_table
 
@@ -42,7 +52,8 @@ SAID = [
     (attention, {"is_casual": True}, "pass `is_causal`"),
     (attention, {"boundaries": X}, "`ring_attention` and `all_to_all_attention` have it"),
     (attention, {"nothing_like_it": 1}, "pass one of `query`, `key`, `value`, `bias`, "),
-    (attention_varlen, {"mask": X}, "`attention` has it"),
+    (attention_varlen, {"mask": X}, "pass `mask_mod`"),
+    (ring_attention, {"score_mod": None}, "`attention` has it"),
     (attention_varlen, {"attn_mask": X}, "; `attention` has `mask`, `bias` and `segment_ids`"),
     (attention_varlen, {"seqused_k": X}, "and `lengths` to `paged_attention`; `attention` has `key_value_seq_lengths`"),
     (paged_attention, {"block_table": X}, "pass `page_table` to `paged_attention`"),
@@ -108,7 +119,7 @@ def test_the_page_has_the_table() -> None:
 def test_signatures_and_pickles_are_those_of_the_function(function: Any) -> None:
     """Flax chooses by `inspect.signature` what it passes, and `jax.jit` what is static."""
     kinds = [x.kind for x in inspect.signature(function).parameters.values()]
-    assert inspect.Parameter.VAR_POSITIONAL not in kinds
+    assert (inspect.Parameter.VAR_POSITIONAL in kinds) == (function in (and_masks, or_masks))
     takes_options = function in (explain, flax.attention_fn, flax.bind)
     assert (inspect.Parameter.VAR_KEYWORD in kinds) == takes_options
     assert pickle.loads(pickle.dumps(function)) is function

@@ -16,9 +16,10 @@ import pytest
 from jax_fastattn.canonical import batched, packed
 from jax_fastattn.cases.case import Case
 from jax_fastattn.ops import batching
-from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, QKV, AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, PLANES, QKV, AttentionSpec, Operands
 from jax_fastattn.testing import compare
 
+KINDS = ("head", "query", "key", "distance", "table")
 PACKED = Case(batch=1, query_length=50, key_length=70, packed=((17, 30), (40, 25)), sinks="n", scale_is_array=True)
 CASES = {
     "everything": calls.EVERYTHING,
@@ -36,19 +37,23 @@ def test_the_table_has_each_operand_once_and_in_order() -> None:
 
 def test_what_is_derived_from_the_table() -> None:
     assert QKV == AttentionSpec(1.0).present == ("query", "key", "value")
-    assert DIFFERENTIABLE == ("query", "key", "value", "bias", "sinks", "scale")
-    assert compare.Results._fields == ("out", "lse", "dquery", "dkey", "dvalue", "dbias", "dsinks", "dscale")
-    assert compare.Results(1, 2) == (1, 2, *[None] * 6)
+    numbers = [f"{kind}_numbers" for kind in KINDS]
+    integers = [f"{kind}_integers" for kind in KINDS]
+    assert (*numbers, *integers) == PLANES
+    assert DIFFERENTIABLE == ("query", "key", "value", "bias", "sinks", "scale", *numbers)
+    assert compare.Results._fields == ("out", "lse", *(f"d{name}" for name in DIFFERENTIABLE))
+    assert compare.Results(1, 2) == (1, 2, *[None] * 11)
     broadcast = [name for name, axes in zip(OPERANDS, batching.axes_of(tuple(OPERANDS)), strict=True) if axes[0] == "b"]
-    assert broadcast == ["bias", "mask", "sinks", "scale"]
-    assert [name for name in broadcast if name not in DIFFERENTIABLE] == ["mask"]
-    assert batching.HEAD_AXIS == {"query": 2, "bias": 1, "mask": 1, "sinks": 1}
-    assert [name for name, x in OPERANDS.items() if "n" in x.axes] == ["bias", "mask"]
+    assert broadcast == ["bias", "mask", "sinks", "scale", *PLANES]
+    assert [name for name in broadcast if name not in DIFFERENTIABLE] == ["mask", *integers]
+    assert batching.HEAD_AXIS == {"query": 2, "bias": 1, "mask": 1, "sinks": 1} | dict.fromkeys(PLANES, 1)
+    assert [name for name, x in OPERANDS.items() if "n" in x.axes] == ["bias", "mask", *PLANES]
     assert [name for name, x in OPERANDS.items() if x.per_kv_head] == ["bias", "mask"]
 
 
 def test_letters_of_the_axes() -> None:
     letters = ["BTNH", "BSKH", "BSKD", "BNTS", "BNTS", "B", "B", "B", "BT", "BS", "BN", "BN", "BMR"]
+    letters += ["BNP", "BNPT", "BNPS", "BNPU", "BNC"] * 2
     assert [x.letters for x in OPERANDS.values()] == letters
 
 

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastattn.api.options import MaskMod
+from jax_fastattn.keywords import explained
 
 
+@explained
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """Returns a `mask_mod` of the pairs that count by all of the given ones; without any, all pairs count."""
 
@@ -22,6 +24,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     return conjunction
 
 
+@explained
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """Returns a `mask_mod` of the pairs that count by one of the given ones; without any, none counts."""
 
@@ -31,6 +34,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     return disjunction
 
 
+@explained
 def causal(offset: ArrayLike = 0) -> MaskMod:
     """Returns a `mask_mod` that shows what `is_causal=True` with `query_offset=offset` shows.
 

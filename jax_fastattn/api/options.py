@@ -50,6 +50,8 @@ class PackedOptions(Options, total=False):
     """Keyword arguments of `attention_varlen`."""
 
     query_offset: int | ArrayLike | Literal["bottom_right"]
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
 
 
 class SplitOptions(DenseOptions, total=False):

@@ -10,7 +10,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_fastattn.api import eager
-from jax_fastattn.api.options import PackedOptions, Window
+from jax_fastattn.api.options import MaskMod, PackedOptions, ScoreMod, Window
 from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import restore
 from jax_fastattn.canonical.packed import canonicalize
@@ -75,6 +75,8 @@ def attention_varlen(
     sinks: ArrayLike | None = None,
     query_offset: int | ArrayLike | Literal["bottom_right"] = 0,
     deterministic: bool = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention over packed sequences: tokens attend inside their own sequence only.
 
@@ -96,6 +98,7 @@ def attention_varlen(
             sequence stand at its last key. Default: 0, top-left.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
             as for `attention`; positions count from the start of each sequence.
+        score_mod, mask_mod: as for `attention`; q and k count from the start of each sequence, and b is its number.
 
     Returns:
         The output `[total_q, N, D]` in the dtype of `query`; with `return_residual` also the log-sum-exp
@@ -122,6 +125,8 @@ def attention_varlen(
         "return_residual": return_residual,
         "logits_soft_cap": logits_soft_cap,
         "deterministic": deterministic,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
     }
     return eager.call(_attention_varlen, operands, options)
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_fastattn import packed
 from jax_fastattn.canonical import arguments, validation
+from jax_fastattn.canonical.programs import programs
 from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
 
 
@@ -23,6 +25,8 @@ def canonicalize(
     *,
     sinks: Any = None,
     query_offset: Any = 0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
     **static: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `api.attention_varlen`; packed tokens become one batch entry."""
@@ -35,6 +39,9 @@ def canonicalize(
     sequences = packed.sequences(starts_q, starts_k, (axes["T"], axes["S"]))
     offset = _packed_offset(query_offset, sequences)
     offset, static = arguments.near_offset(axes, offset, static)
+    lengths = axes["T"], axes["S"]
+    mods = (_in_sequences(mod, sequences, lengths) for mod in (score_mod, mask_mod))
+    found, planes = programs(axes, q.dtype, *mods)
     operands = Operands(
         query=q,
         key=k,
@@ -43,8 +50,28 @@ def canonicalize(
         sequences=packed.with_offsets(sequences, None if offset is None else jnp.clip(offset, -UNBOUNDED, UNBOUNDED))[
             None
         ],
+        **planes,
     )
-    return arguments.resolve(operands, **static)
+    return arguments.resolve(operands, **static, **found)
+
+
+def _in_sequences(mod: Any, sequences: jax.Array, lengths: tuple[int, int]) -> Any:
+    """Returns a function of rows that gives one of the user's the number of a sequence, and the places in it."""
+    if not callable(mod):
+        return mod
+    query_ids, key_ids = (
+        jnp.maximum(packed.token_ids(sequences[None], length, of_keys=of_keys)[0], 0)
+        for length, of_keys in zip(lengths, (False, True), strict=True)
+    )
+    numbers = jnp.maximum(query_ids - 1, 0)  # the first of the sequences is padding
+    first_queries, first_keys = sequences[query_ids, 0], sequences[key_ids, 2]
+
+    @functools.wraps(mod)
+    def of_rows(*args: jax.Array) -> Any:
+        *score, _, h, q, k = args
+        return mod(*score, numbers[q], h, q - first_queries[q], k - first_keys[k])
+
+    return of_rows
 
 
 def _packed_offset(query_offset: Any, sequences: jax.Array) -> jax.Array | None:

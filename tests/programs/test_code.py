@@ -79,8 +79,8 @@ SCORES = {
     "a captured number": (
         lambda s, b, h, q, k: jnp.where(k < WINDOW, s, 2 * s),
         "head-i | 0:i = affine 0 1 0; 1:i = plane 0; 2:b = lt 0 1; 3:f = const 2.0; 4:f = score; 5:f = mul 3 4; "
-        "6:f = select 2 5 4; 7:f = const 0.0; 8:f = const 1.0; 9:f = select 2 7 8; 10:f = select 2 8 7; 11:f = mul 3 10; "
-        "12:f = add 9 11; return 6 12 -1",
+        "6:f = select 2 5 4; 7:f = const 0.0; 8:f = const 1.0; 9:f = select 2 7 8; 10:f = select 2 8 7; "
+        "11:f = mul 3 10; 12:f = add 9 11; return 6 12 -1",
     ),
     "no gradient": (
         lambda s, b, h, q, k: s * lax.stop_gradient(s),

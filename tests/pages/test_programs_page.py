@@ -1,0 +1,73 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The code of docs/programs.md runs as it stands, and means what the page says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "programs.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    """What the code of the page defines."""
+    found: dict[str, Any] = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), found)
+    return found
+
+
+def with_bias(names: dict[str, Any], bias: Any = None, **options: Any) -> jax.Array:
+    return names["attention"](*(names[x] for x in "qkv"), bias, **options)
+
+
+def test_alibi_is_a_bias(names: dict[str, Any]) -> None:
+    slopes, positions = names["slopes"], jnp.arange(names["T"], dtype=jnp.float32)
+
+    def biased(slopes: jax.Array) -> jax.Array:
+        bias = -slopes[:, None, None] * (positions[:, None] - positions[None, :])[None]
+        return with_bias(names, bias, is_causal=True)
+
+    np.testing.assert_allclose(names["out"], biased(slopes), atol=1e-5)
+    np.testing.assert_allclose(names["decoded"][:, 0], biased(slopes)[:, 70], atol=1e-5)
+    np.testing.assert_allclose(names["dslopes"], jax.grad(lambda x: biased(x).sum())(slopes), atol=1e-3)
+
+
+def test_the_table_of_t5_is_a_bias(names: dict[str, Any]) -> None:
+    positions = np.arange(names["T"])
+    distance = positions[None, :] - positions[:, None]
+    far = np.log(np.maximum(np.abs(distance), 1) / np.float32(8)) / np.log(np.float32(8)) * 8
+    bucket = np.where(np.abs(distance) < 8, np.abs(distance), np.minimum(8 + far.astype(int), 15)) + 16 * (distance > 0)
+
+    def biased(table: jax.Array) -> jax.Array:
+        return with_bias(names, jnp.moveaxis(table[bucket], 2, 0))
+
+    np.testing.assert_allclose(names["with_t5"], biased(names["table"]), atol=1e-5)
+    np.testing.assert_allclose(names["dtable"], jax.grad(lambda x: biased(x).sum())(names["table"]), atol=1e-3)
+
+
+def test_masks_are_masks(names: dict[str, Any]) -> None:
+    b, q, k = np.ogrid[:2, : names["T"], : names["T"]]
+    document, prefix = np.asarray(names["document"]), np.asarray(names["prefix"])
+    shown = {
+        "prefix-LM": (k <= q) | (k < prefix[:, None, None]),
+        "documents and causal": (k <= q) & (document[:, :, None] == document[:, None, :]),
+        "sliding window with global tokens": (k <= q) & ((q - k < 16) | (k < 4)) & (b >= 0),
+        "dilated window": (k <= q) & (q - k < 64) & ((q - k) % 4 == 0) & (b >= 0),
+    }
+    assert set(shown) == set(names["masked"])
+    for name, mask in shown.items():
+        np.testing.assert_allclose(names["masked"][name], with_bias(names, mask=jnp.asarray(mask)[:, None]), atol=1e-5)
+    chosen = jnp.repeat(jnp.repeat(names["chosen"], 8, axis=2), 8, axis=3)
+    np.testing.assert_allclose(names["sparse"], with_bias(names, mask=chosen), atol=1e-5)
+
+
+def test_explain_says_what_the_page_says(names: dict[str, Any]) -> None:
+    (said,) = re.findall(r"```text\n(.*?)\n```", PAGE, re.DOTALL)
+    assert said == names["found"].note
