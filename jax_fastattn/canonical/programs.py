@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from jax import lax
 
 from jax_fastattn.canonical.validation import Axes
 from jax_fastattn.programs import planes
+from jax_fastattn.programs.code import Code
 from jax_fastattn.programs.function import Function, Program
-from jax_fastattn.programs.lower import NoCodeError, lower_mask, lower_score
+from jax_fastattn.programs.lower import Cut, NoCodeError, lower_mask, lower_score
 from jax_fastattn.programs.trace import MASK_ARGUMENTS, SCORE_ARGUMENTS, Graph, trace_call
 
 
@@ -44,11 +46,22 @@ def _program(
         return None, []
     names = SCORE_ARGUMENTS if name == "score_mod" else MASK_ARGUMENTS
     graph, captured = trace_call(name, function, {x: wide if x == "score" else np.int32 for x in names})
-    try:
-        code, cuts = lower_score(graph, wide) if name == "score_mod" else lower_mask(graph)
-    except NoCodeError as error:
-        return _whole(name, graph, captured, sizes, wide, str(error))
+    # A graph that no other one equals would leave an entry for each call.
+    lower = _lowered if graph.is_stable else _lowered.__wrapped__
+    code, cuts, reason = lower(graph, np.dtype(wide), name == "mask_mod")
+    if code is None:
+        return _whole(name, graph, captured, sizes, wide, reason)
     return code, planes.arrays(graph, cuts, captured, sizes, wide)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lowered(graph: Graph, wide: Any, is_mask: bool) -> tuple[Code | None, tuple[Cut, ...], str]:
+    """Returns code and planes of a graph; None and why there is no code. An eager call comes here each time."""
+    try:
+        code, cuts = lower_mask(graph) if is_mask else lower_score(graph, wide)
+    except NoCodeError as error:
+        return None, (), str(error)
+    return code, tuple(cuts), ""
 
 
 def _whole(

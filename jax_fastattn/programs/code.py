@@ -113,7 +113,7 @@ def operands_of(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _same_shape(values: list[Any]) -> list[Any]:
-    shape = np.broadcast_shapes(*(np.shape(x) for x in values))
+    shape = jnp.broadcast_shapes(*(np.shape(x) for x in values))
     return [x if np.shape(x) == shape else jnp.broadcast_to(x, shape) for x in values]
 
 

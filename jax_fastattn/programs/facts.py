@@ -18,6 +18,8 @@ import numpy as np
 from jax_fastattn.programs.code import Kind
 from jax_fastattn.programs.trace import Graph, Value
 
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -60,17 +62,22 @@ def _facts_of(graph: Graph, value: Value, before: Sequence[Facts]) -> Facts:
         return Facts(frozenset([value.op]), affine, is_own=value.op in ("batch", "head"))
     args = [before[x] for x in value.args]
     affine = _affine(value, args)
-    depends = frozenset[str]().union(*(x.depends for x in args))
     if affine is not None:
-        a, b, _ = affine
-        depends = frozenset(["distance"] if a == -b != 0 else [x for x, n in (("query", a), ("key", b)) if n])
-        return Facts(depends, affine)
+        return Facts(_indices(affine), affine)
+    depends = frozenset[str]().union(*(x.depends for x in args))
+    if value.op in COMPARISONS and args[0].affine is not None and args[1].affine is not None:
+        depends = _indices(_combined(args[0].affine, args[1].affine, -1))
     facts = Facts(depends)
     reads = any(graph.values[x].shape for x in value.args)
     is_far_up = any(x.is_own and x.kind == facts.kind for x in args)
     is_bool = value.dtype == np.bool_
     saves = bool(depends) and (facts.kind == "head" or (facts.kind in ("query", "key") and not is_bool))
     return Facts(depends, is_own=reads or is_far_up or (saves and not value.shape))
+
+
+def _indices(affine: tuple[int, int, int]) -> frozenset[str]:
+    a, b, _ = affine
+    return frozenset(["distance"] if a == -b != 0 else [x for x, n in (("query", a), ("key", b)) if n])
 
 
 def _affine(value: Value, args: Sequence[Facts]) -> tuple[int, int, int] | None:

@@ -59,13 +59,14 @@ class Function:
         Args:
             shape: of the result.
             leaves: "query" and "key", and "score" of a score function, each in a shape that broadcasts.
-            planes: two that broadcast, then tables `[b, 1, L]`.
+            planes: two that broadcast, then tables `[b, n, L]`. `vmap` may have made n of 1.
             counts: which pairs count. Others are evaluated at `HARMLESS`.
         """
         wide = leaves["score"].dtype if "score" in leaves else jnp.float32
         batch, head, *tables = planes
         numbers = {**leaves, "batch": batch, "head": head, **({} if counts is None else {"counts": counts})}
-        pairs = {name: jnp.broadcast_to(x, shape).reshape(shape[0], -1) for name, x in numbers.items()}
+        rows = shape[0], int(np.prod(shape[1:-2])), -1
+        pairs = {name: jnp.broadcast_to(x, shape).reshape(rows) for name, x in numbers.items()}
 
         def at(pair: dict[str, jax.Array], captured: list[jax.Array]) -> jax.Array:
             def harmless(x: jax.Array) -> jax.Array:
@@ -75,15 +76,22 @@ class Function:
             given = {"score": read(pair["score"])} if read is not None else {}
             return evaluate(self.graph, self.graph.results, pair | given, captured, wide, read)[0]
 
-        def entry(pairs: dict[str, jax.Array], tables: list[jax.Array]) -> jax.Array:
+        def head(pairs: dict[str, jax.Array], tables: list[jax.Array]) -> jax.Array:
             shaped = zip(tables, _captured(self.graph), strict=True)
             captured = [x.reshape(y.shape).astype(wide if y.is_float else y.dtype) for x, y in shaped]
             return jax.vmap(at, in_axes=(0, None))(pairs, captured)
 
-        # A table that is the same for all batch entries is not repeated.
-        own = [0 if x.shape[0] != 1 else None for x in tables]
-        given = [x[:, 0] if axis == 0 else x[0, 0] for x, axis in zip(tables, own, strict=True)]
-        return jax.vmap(entry, in_axes=(0, own))(pairs, given).reshape(shape)
+        def mapped(function: Any, axis: int) -> Any:
+            """Maps over batch entries or heads. A table that is the same for all of them is not repeated."""
+            own = [0 if x.shape[axis] != 1 else None for x in tables]
+
+            def call(pairs: dict[str, jax.Array], tables: list[jax.Array]) -> jax.Array:
+                given = [x if i == 0 else x[0] for x, i in zip(tables, own, strict=True)]
+                return jax.vmap(function, in_axes=(0, own))(pairs, given)
+
+            return call
+
+        return mapped(mapped(head, 1), 0)(pairs, tables).reshape(shape)
 
 
 Program = Code | Function

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.programs.code import OPS, Builder, Code, Plane
-from jax_fastattn.programs.facts import Facts, facts
+from jax_fastattn.programs.facts import COMPARISONS, Facts, facts
 from jax_fastattn.programs.trace import DERIVATIVES, Graph, Value, trace
 
 PAIRS = (
@@ -28,7 +28,7 @@ DIVISOR = "integers are divided by positive numbers alone that are known when a 
 _WORDS = {"select_n": "select", "add_any": "add"}
 _SAME = OPS - {"to_int", "select", "rem"}
 # These are right for any integers that int32 holds. Others may leave the range of a narrower type.
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "select", "and", "or")
+_EXACT = (*COMPARISONS, "max", "min", "select", "and", "or", "convert_element_type")
 _RESHAPES = ("squeeze", "reshape", "broadcast_in_dim")
 
 
@@ -156,7 +156,7 @@ class _Lowering:
         """Returns the result of instructions for a primitive of numbers; None if it has none."""
         apply, const, op = self.builder.apply, self.builder.const, _WORDS.get(value.op, value.op)
         inputs = [self._graph.values[x] for x in value.args]
-        if any(_is_narrow(x.dtype) for x in (value, *inputs)) and op not in (*_COMPARISONS, "convert_element_type"):
+        if any(_is_narrow(x.dtype) for x in (value, *inputs)) and op not in _EXACT:
             raise NoCodeError(_no_instruction(value.op, f"it computes {value.dtype}; convert it to int32 first"))
         if op in DERIVATIVES:
             raise NoCodeError(_no_instruction(value.op, "it has a derivative of its own, which instructions lack"))
@@ -214,7 +214,8 @@ class _Lowering:
                 return found
         values = self._graph.values
         first = next(j for j in self._ancestors(i) if (values[j].shape and self._facts[j].kind is None) or j == i)
-        if "score" in self._facts[first].depends and values[first].primitive is not None and values[first].shape:
+        is_read = values[first].op in ("dynamic_slice", "gather") and self._facts[values[first].args[0]].kind == "head"
+        if not is_read and values[first].shape:
             shapes = [values[x].shape for x in (*values[first].args, first) if values[x].shape]
             raise NoCodeError(_no_instruction(values[first].op, f"it makes or takes an array of shape {shapes[0]}"))
         raise NoCodeError(PAIRS)

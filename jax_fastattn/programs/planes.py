@@ -61,7 +61,7 @@ def _concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
     """Joins `[b, n, ...]` along the next axis; b and n broadcast."""
     if len(arrays) == 1:
         return arrays[0]
-    batch, heads = np.broadcast_shapes(*(x.shape[:2] for x in arrays))
+    batch, heads = jnp.broadcast_shapes(*(x.shape[:2] for x in arrays))
     return jnp.concatenate([jnp.broadcast_to(x, (batch, heads, *x.shape[2:])) for x in arrays], axis=2)
 
 

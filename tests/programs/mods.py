@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.reference import by_query_head, visible_pairs
+from jax_fastattn.reference import by_query_head, padding_rows, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
 
 B, T, S, N, K, D = 2, 24, 35, 4, 2, 8
@@ -20,6 +20,7 @@ B, T, S, N, K, D = 2, 24, 35, 4, 2, 8
 SCORES: dict[str, tuple[Callable[[Any], Callable[..., Any]], tuple[int, ...]]] = {
     "alibi": (lambda x: lambda s, b, h, q, k: s + x[h] * (k - q), (N,)),
     "t5": (lambda x: lambda s, b, h, q, k: s + x[jnp.clip(k - q, -8, 7) + 8, h], (16, N)),
+    "both signs": (lambda x: lambda s, b, h, q, k: s + x[jnp.minimum(jnp.abs(k - q), 7) + 8 * (k > q), h], (16, N)),
     "temperature": (lambda x: lambda s, b, h, q, k: 3 * jnp.tanh(s * (1 + x[h]) / 3), (N,)),
     "rows": (lambda x: lambda s, b, h, q, k: s * (1 + x[b, q]), (B, T)),
     "keys": (lambda x: lambda s, b, h, q, k: s - jax.nn.softplus(x[h, k]) * x[0, k], (N, S)),
@@ -76,6 +77,7 @@ def oracle(
     scores = jnp.where(visible, scores, -1e30)
     sinks = jnp.full((1, num_heads), -jnp.inf) if operands.sinks is None else operands.sinks
     sinks = jnp.broadcast_to(sinks[..., None, None], (*scores.shape[:3], 1))
+    sinks = jnp.where(padding_rows(operands)[:, None, :, None], -jnp.inf, sinks)
     weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=3), axis=3)[..., :-1]
     lse = jax.nn.logsumexp(jnp.concatenate([scores, sinks], axis=3), axis=3)
     out = jnp.einsum("bnts,bsnd->btnd", jnp.where(visible, weights, 0.0), value)

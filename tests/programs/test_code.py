@@ -58,6 +58,10 @@ SCORES = {
         lambda s, b, h, q, k: s + TABLE[jnp.clip(k - q, -1, 1) + 1, h],
         "distance-fh | 0:f = score; 1:f = plane 0; 2:f = add 0 1; 3:f = const 1.0; return 2 3 3",
     ),
+    "buckets of both signs": (
+        lambda s, b, h, q, k: s + TABLE[jnp.where(jnp.abs(q - k) < 2, 0, 1) + (k > q), h],
+        "distance-fh | 0:f = score; 1:f = plane 0; 2:f = add 0 1; 3:f = const 1.0; return 2 3 3",
+    ),
     "an array of heads times one of keys": (
         lambda s, b, h, q, k: s + SLOPES[h] * OF_KEYS[b, k],
         "key-fbh | 0:f = score; 1:f = plane 0; 2:f = add 0 1; 3:f = const 1.0; return 2 3 3",
@@ -224,7 +228,11 @@ NO_CODE = {
         "it makes or takes an array of shape (1,)",
     ),
     "pairs": (lambda s, b, h, q, k: s + TABLE[q, k], PAIRS),
-    "the score": (lambda s, b, h, q, k: s + SLOPES[s.astype(jnp.int32)], "it makes or takes an array of shape (4,)"),
+    "the score": (lambda s, b, h, q, k: s + SLOPES[s.astype(jnp.int32)], PAIRS),
+    "an array of pairs": (
+        lambda s, b, h, q, k: s + jnp.max(jnp.stack([q, k, q + k])),
+        "it makes or takes an array of shape (3,)",
+    ),
     "erf": (
         lambda s, b, h, q, k: lax.erf(s),
         "`erf` in a score_mod or mask_mod has no instruction: only arithmetic, comparisons and a few functions have. "
