@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_fastattn.canonical.validation import Axes
 from jax_fastattn.programs import planes
@@ -45,13 +46,21 @@ def _program(
     if function is None:
         return None, []
     names = SCORE_ARGUMENTS if name == "score_mod" else MASK_ARGUMENTS
-    graph, captured = trace_call(name, function, {x: wide if x == "score" else np.int32 for x in names})
+    graph, found = trace_call(name, function, {x: wide if x == "score" else np.int32 for x in names})
+    captured = [_unsplit(x) for x in found]
     # A graph that no other one equals would leave an entry for each call.
     lower = _lowered if graph.is_stable else _lowered.__wrapped__
     code, cuts, reason = lower(graph, np.dtype(wide), name == "mask_mod")
     if code is None:
         return _whole(name, graph, captured, sizes, wide, reason)
     return code, planes.arrays(graph, cuts, captured, sizes, wide)
+
+
+def _unsplit(x: Any) -> Any:
+    """Returns a captured array that no Explicit mesh axis splits, so that any index reads it."""
+    if not any(jax.typeof(x).sharding.spec):
+        return x
+    return jax.reshard(x, PartitionSpec(*(None for _ in x.shape)))
 
 
 @functools.lru_cache(maxsize=1024)

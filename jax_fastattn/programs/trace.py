@@ -193,7 +193,8 @@ def trace_call(name: str, function: Any, arguments: Mapping[str, Any]) -> tuple[
     is_mask = "score" not in arguments
     words = "(b, h, q, k)" if is_mask else "(score, b, h, q, k)"
     if not callable(function):
-        raise TypeError(f"`{name}` is {type(function).__name__}, expected a function of {words}")
+        kind = "an array" if isinstance(function, jax.Array) else type(function).__name__
+        raise TypeError(f"`{name}` is {kind}, expected a function of {words}")
 
     def checked(*args: Any) -> Any:
         found = function(*args)

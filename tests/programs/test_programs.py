@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import mods
 import numpy as np
 import pytest
 from calls import assert_same, quick_jit
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mods import MASKS, SCORES, B, D, K, N, S, T
 
@@ -37,7 +38,7 @@ from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.combinations import in_chunks
 
-# A number or two of each kind, with and without code; the others are a sweep.
+# A function of each kind, with and without code; the others are a sweep.
 PAIRS = [("alibi", "documents"), ("t5", "heads"), ("keys", "blocks"), ("pairs", "sorted")]
 SWEEP = [
     ("both signs", "causal"),
@@ -46,7 +47,12 @@ SWEEP = [
     ("a number", "blocks"),
     ("erf", "documents"),
 ]
-NAMES = [*PAIRS, *(pytest.param(*x, marks=pytest.mark.numbers) for x in SWEEP)]
+CHUNKED = [("t5", "heads"), ("pairs", "sorted")]
+CASES = [
+    pytest.param(*x, in_parts, marks=[] if x in PAIRS and in_parts == (x in CHUNKED) else pytest.mark.numbers)
+    for x in (*PAIRS, *SWEEP)
+    for in_parts in (False, True)
+]
 TANGENT = 0.3
 
 
@@ -72,8 +78,7 @@ def by_oracle(query: Any, key: Any, value: Any, score_mod: Any, mask_mod: Any) -
     return mods.oracle(AttentionSpec(D**-0.5), Operands(query, key, value), score_mod, mask_mod)[0]
 
 
-@pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "chunks"])
-@pytest.mark.parametrize(("score", "mask"), NAMES)
+@pytest.mark.parametrize(("score", "mask", "in_parts"), CASES)
 def test_values_gradients_and_second_derivatives(score: str, mask: str, in_parts: bool) -> None:
     """A Hessian-vector product has the gradient and, in its tangents, forward mode of everything."""
     given, captured = mods.draw(), mods.array(score)
@@ -89,7 +94,7 @@ def test_values_gradients_and_second_derivatives(score: str, mask: str, in_parts
     assert_same(found, quick_jit(derivatives(by_oracle))(given, captured), 5e-5)
 
 
-@pytest.mark.parametrize("score", ["t5", "erf"])
+@pytest.mark.parametrize("score", ["t5", pytest.param("erf", marks=pytest.mark.numbers)])
 def test_beside_everything_else(score: str) -> None:
     """Bias, cap, sinks, mask, ids, lengths, a window, offsets, grouped heads, and the gradient of the log-sum-exp."""
     case = calls.EVERYTHING
@@ -298,9 +303,16 @@ VMAPPED = {
 }
 
 
-@pytest.mark.parametrize("axes", VMAPPED)
-@pytest.mark.parametrize("score", ["keys", pytest.param("erf", marks=pytest.mark.numbers), "rows"])
-def test_vmap_keeps_batch_entries_and_heads(axes: str, score: str) -> None:
+@pytest.mark.parametrize(
+    ("score", "axes"),
+    [
+        ("keys", "captured"),
+        ("rows", "query"),
+        ("erf", "query and captured"),
+        *(pytest.param(*x, marks=pytest.mark.numbers) for x in itertools.product(("keys", "rows", "erf"), VMAPPED)),
+    ],
+)
+def test_vmap_keeps_batch_entries_and_heads(score: str, axes: str) -> None:
     """The mapped axis becomes a part of the batch, or of the heads, which functions must not see."""
     of_arrays, of_captured = VMAPPED[axes]
     given, captured = mods.draw(), mods.array(score)
@@ -333,6 +345,20 @@ def test_a_mesh_keeps_batch_entries_heads_and_rows(split: str, score: str) -> No
     placed = {x: jax.device_put(y[:, :24], NamedSharding(mesh, MESHES[split])) for x, y in given.items()}
     plain = {x: y[:, :24] for x, y in given.items()}
     assert_same(quick_jit(gradient)(placed, captured), quick_jit(gradient)(plain, captured))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="jax 0.8 splits no call by Explicit axes")
+def test_a_captured_array_may_be_split_by_an_explicit_mesh() -> None:
+    """A gather along an axis that is split raised an error of JAX."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    given, slopes = mods.draw(), mods.array("alibi")
+    expected = quick_jit(jax.grad(lambda x: jnp.sum(mapped(given, x, mask="causal", score="alibi") ** 2)))(slopes)
+    with jax.set_mesh(mesh):
+        placed = {x: jax.device_put(y, NamedSharding(mesh, P("x"))) for x, y in given.items()}
+        split = jax.device_put(slopes, NamedSharding(mesh, P("x")))
+        run = quick_jit(jax.grad(lambda x: jnp.sum(mapped(placed, x, mask="causal", score="alibi") ** 2)))
+        found = np.asarray(run(split))
+    assert_same(jnp.asarray(found), expected)
 
 
 @pytest.mark.parametrize("checks", [True, False])

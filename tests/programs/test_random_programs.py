@@ -21,7 +21,7 @@ from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.testing.combinations import in_chunks
 
 DEPTH = 4
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.numbers) for seed in range(2, 24))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.numbers) for seed in range(1, 24))]
 Mod = Callable[..., Any]
 
 # The five kinds of captured arrays, and how a function reads them.
