@@ -57,7 +57,7 @@ def canonicalize(
 
 def _in_sequences(mod: Any, sequences: jax.Array, lengths: tuple[int, int]) -> Any:
     """Returns a function of rows that gives one of the user's the number of a sequence, and the places in it."""
-    if not callable(mod):
+    if not callable(mod) or isinstance(mod, type):
         return mod
     query_ids, key_ids = (
         jnp.maximum(packed.token_ids(sequences[None], length, of_keys=of_keys)[0], 0)

@@ -192,7 +192,7 @@ def trace_call(name: str, function: Any, arguments: Mapping[str, Any]) -> tuple[
     """
     is_mask = "score" not in arguments
     words = "(b, h, q, k)" if is_mask else "(score, b, h, q, k)"
-    if not callable(function):
+    if not callable(function) or isinstance(function, type):
         kind = "an array" if isinstance(function, (jax.Array, np.ndarray)) else type(function).__name__
         raise TypeError(f"`{name}` is {kind}, expected a function of {words}")
 

@@ -15,9 +15,11 @@ from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.coverage import COVERAGE
 from jax_fastattn.kernels.architectures import ARCHITECTURES, shared_memory_limit
 from jax_fastattn.kernels.support import MAX_HEAD_DIM, unsupported_reasons
+from jax_fastattn.programs.code import Code
 from jax_fastattn.spec import Problem
 
 _BASE = Case(dtype="bfloat16", group=2)
+_CODE = Code((("const", "True"),), "b", (0,))
 
 # Each entry is what a row says, and the changes that make a problem with it.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -86,6 +88,7 @@ def problems() -> dict[str, Problem]:
     return found | {
         "`paged_attention` (forward)": dataclasses.replace(found["`key_value_seq_lengths`"], page=16, pages=99),
         "`deterministic`": dataclasses.replace(base, spec=dataclasses.replace(base.spec, deterministic=True)),
+        "`score_mod`, `mask_mod`": dataclasses.replace(base, spec=dataclasses.replace(base.spec, mask_mod=_CODE)),
         "float64": dataclasses.replace(base, dtype="float64"),  # no case: its arrays would need x64
     }
 
