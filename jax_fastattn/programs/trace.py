@@ -171,13 +171,13 @@ def trace(
     """Returns the graph of a function of scalars, and the arrays that it captures, traced ones included.
 
     Args:
-        function: returns a number, or a list of numbers.
+        function: returns a number, or a list of numbers. It is a new one for each trace: JAX keeps the trace of a
+            function that it has seen, even if what the function captures has changed since.
         arguments: the dtype of each argument by name, in order.
         keeps_derivatives: whether a function with a derivative of its own stays a call in the graph.
     """
     avals = [jax.ShapeDtypeStruct((), dtype) for dtype in arguments.values()]
-    # JAX keeps the trace of a function that it has seen, even if what the function captures has changed since.
-    closed = jax.make_jaxpr(lambda *args: function(*args))(*avals)
+    closed = jax.make_jaxpr(function)(*avals)
     tracer = _Tracer(keeps_derivatives)
     leaves = [tracer.put(Value(name, (), np.dtype(dtype))) for name, dtype in arguments.items()]
     results = tracer.inline(closed.jaxpr, [tracer.capture(x) for x in closed.consts], leaves)

@@ -39,10 +39,10 @@ from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.combinations import in_chunks
 
 # A function of each kind, with and without code; the others are a sweep.
-PAIRS = [("alibi", "documents"), ("t5", "heads"), ("keys", "blocks"), ("pairs", "sorted")]
+PAIRS = [("alibi", "documents"), ("t5", "heads"), ("temperature", "blocks"), ("pairs", "sorted")]
 SWEEP = [
     ("both signs", "causal"),
-    ("temperature", "dilated"),
+    ("keys", "dilated"),
     ("rows", "causal"),
     ("a number", "blocks"),
     ("erf", "documents"),
