@@ -40,13 +40,13 @@ def test_what_is_derived_from_the_table() -> None:
     numbers = [f"{kind}_numbers" for kind in KINDS]
     integers = [f"{kind}_integers" for kind in KINDS]
     assert (*numbers, *integers) == PLANES
-    assert DIFFERENTIABLE == ("query", "key", "value", "bias", "sinks", "scale", *numbers)
+    assert ("query", "key", "value", "bias", "sinks", "scale", *numbers) == DIFFERENTIABLE
     assert compare.Results._fields == ("out", "lse", *(f"d{name}" for name in DIFFERENTIABLE))
     assert compare.Results(1, 2) == (1, 2, *[None] * 11)
     broadcast = [name for name, axes in zip(OPERANDS, batching.axes_of(tuple(OPERANDS)), strict=True) if axes[0] == "b"]
     assert broadcast == ["bias", "mask", "sinks", "scale", *PLANES]
     assert [name for name in broadcast if name not in DIFFERENTIABLE] == ["mask", *integers]
-    assert batching.HEAD_AXIS == {"query": 2, "bias": 1, "mask": 1, "sinks": 1} | dict.fromkeys(PLANES, 1)
+    assert {"query": 2, "bias": 1, "mask": 1, "sinks": 1} | dict.fromkeys(PLANES, 1) == batching.HEAD_AXIS
     assert [name for name, x in OPERANDS.items() if "n" in x.axes] == ["bias", "mask", *PLANES]
     assert [name for name, x in OPERANDS.items() if x.per_kv_head] == ["bias", "mask"]
 

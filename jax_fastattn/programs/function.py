@@ -76,7 +76,7 @@ class Function:
             given = {"score": read(pair["score"])} if read is not None else {}
             return evaluate(self.graph, self.graph.results, pair | given, captured, wide, read)[0]
 
-        def head(pairs: dict[str, jax.Array], tables: list[jax.Array]) -> jax.Array:
+        def of_head(pairs: dict[str, jax.Array], tables: list[jax.Array]) -> jax.Array:
             shaped = zip(tables, _captured(self.graph), strict=True)
             captured = [x.reshape(y.shape).astype(wide if y.is_float else y.dtype) for x, y in shaped]
             return jax.vmap(at, in_axes=(0, None))(pairs, captured)
@@ -91,7 +91,7 @@ class Function:
 
             return call
 
-        return mapped(mapped(head, 1), 0)(pairs, tables).reshape(shape)
+        return mapped(mapped(of_head, 1), 0)(pairs, tables).reshape(shape)
 
 
 Program = Code | Function

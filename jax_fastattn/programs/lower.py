@@ -23,6 +23,10 @@ PAIRS = (
     "a captured array is indexed by query and key together, other than by their difference, or by the score; pass "
     "`bias=` with the array that it would give, of shape `[b, n, T, S]` with axes of size 1 where nothing changes"
 )
+FLOATS_OF_PAIRS = (
+    "a captured array of floats is indexed by query and key together, other than by their difference; compare it with a "
+    "number ahead of the call, and index the booleans"
+)
 DIVISOR = "integers are divided by positive numbers alone that are known when a call is traced"
 
 _WORDS = {"select_n": "select", "add_any": "add"}
@@ -218,7 +222,7 @@ class _Lowering:
         if not is_read and values[first].shape:
             shapes = [values[x].shape for x in (*values[first].args, first) if values[x].shape]
             raise NoCodeError(_no_instruction(values[first].op, f"it makes or takes an array of shape {shapes[0]}"))
-        raise NoCodeError(PAIRS)
+        raise NoCodeError(FLOATS_OF_PAIRS if self._has_tables else PAIRS)
 
     def _ancestors(self, i: int) -> list[int]:
         """Returns the values that value i is computed from, in order, and itself."""

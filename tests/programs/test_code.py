@@ -255,6 +255,11 @@ def test_why_a_function_has_no_code(name: str) -> None:
     assert expected in str(caught.value)
 
 
+def test_a_mask_mod_reads_booleans_and_integers_of_pairs_alone() -> None:
+    with pytest.raises(NoCodeError, match="compare it with a number ahead of the call, and index the booleans"):
+        mask_code(lambda b, h, q, k: TABLE[q, k] > 0.5)
+
+
 WRONG = {
     "no function": (score_code, 3, "`score_mod` is int, expected a function of (score, b, h, q, k)"),
     "arguments": (
