@@ -24,8 +24,8 @@ PAIRS = (
     "`bias=` with the array that it would give, of shape `[b, n, T, S]` with axes of size 1 where nothing changes"
 )
 FLOATS_OF_PAIRS = (
-    "a captured array of floats is indexed by query and key together, other than by their difference; compare it with a "
-    "number ahead of the call, and index the booleans"
+    "a captured array of floats is indexed by query and key together, other than by their difference; compare it with "
+    "a number ahead of the call, and index the booleans"
 )
 DIVISOR = "integers are divided by positive numbers alone that are known when a call is traced"
 
