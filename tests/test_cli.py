@@ -544,7 +544,7 @@ def test_wrong_input_of_a_process() -> None:
 
 @pytest.mark.parametrize(
     ("page", "commands"),
-    [("docs/cli.md", {"info", "warmup", "cache", "bench"}), ("README.md", {"info", "warmup", "bench"})],
+    [("docs/cli.md", {"info", "warmup", "cache", "bench"}), ("README.md", {"info"})],
 )
 def test_commands_of_the_pages(page: str, commands: set[str]) -> None:
     """The parser takes every command line of the page."""
